@@ -8,47 +8,68 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ballast.cli_common import FleetFile, StoryTo, importing, load, with_preset, write_json
+from ballast.cli_common import (
+    FleetFile,
+    StoryTo,
+    importing,
+    load,
+    with_preset,
+    write_json,
+    write_page,
+)
 from ballast.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ballast.bench.others import Others
     from ballast.bench.report import Report
+
+
+Workload = Annotated[str, typer.Option(help="bursty, poisson, gamma, or a trace file.")]
+Presets = Annotated[
+    str | None, typer.Option(help="One or more, comma separated; default: the fleet file's.")
+]
+Rate = Annotated[float, typer.Option(help="Requests per second, on average.")]
+Seconds = Annotated[float, typer.Option(help="Length of the workload.")]
+MostTokens = Annotated[int, typer.Option(help="Longest prompt and output together.")]
+Seed = Annotated[int, typer.Option(help="Of the workload.")]
+RunningServer = Annotated[
+    str | None, typer.Option(help="A server that runs already, instead of this process.")
+]
+Virtual = Annotated[bool, typer.Option("--virtual", help="In virtual time.")]
+ProfileName = Annotated[
+    str | None,
+    typer.Option(
+        help="With --virtual: a device, as H100-80G or H100-80G@eager, or a file by "
+        "`ballast profile`; default: this machine, measured now."
+    ),
+]
+JsonFile = Annotated[Path | None, typer.Option(help="Write the reports here.")]
+PictureFile = Annotated[Path | None, typer.Option(help="Draw the reports here.")]
+HtmlFile = Annotated[Path | None, typer.Option(help="Write a page with pictures here.")]
 
 
 def bench(
     fleet_file: FleetFile,
-    workload: Annotated[
-        str, typer.Option(help="bursty, poisson, gamma, or a trace file.")
-    ] = "bursty",
-    preset: Annotated[
-        str | None, typer.Option(help="One or more, comma separated; default: the fleet file's.")
-    ] = None,
-    rate: Annotated[float, typer.Option(help="Requests per second, on average.")] = 2.0,
-    seconds: Annotated[float, typer.Option(help="Length of the workload.")] = 60.0,
-    most_tokens: Annotated[int, typer.Option(help="Longest prompt and output together.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
-    url: Annotated[
-        str | None, typer.Option(help="A server that runs already, instead of this process.")
-    ] = None,
-    virtual: Annotated[bool, typer.Option("--virtual", help="In virtual time.")] = False,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help="With --virtual: a device, as H100-80G or H100-80G@eager, or a file by "
-            "`ballast profile`; default: this machine, measured now."
-        ),
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the reports here.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
+    workload: Workload = "bursty",
+    preset: Presets = None,
+    rate: Rate = 2.0,
+    seconds: Seconds = 60.0,
+    most_tokens: MostTokens = 512,
+    seed: Seed = 0,
+    url: RunningServer = None,
+    virtual: Virtual = False,
+    profile: ProfileName = None,
+    json: JsonFile = None,
+    png: PictureFile = None,
+    html: HtmlFile = None,
     story: StoryTo = None,
 ) -> None:
     """Replay a workload open loop: latencies, service levels, memory by owner; presets compared."""
     from rich.console import Console
 
-    from ballast.bench.others import Others, disturbance
+    from ballast.bench.others import Others
     from ballast.bench.progress import shown
     from ballast.cluster.fitness import check_machine
 
@@ -57,8 +78,7 @@ def bench(
     if story is not None and url is not None:
         raise ConfigError("--story", str(story), "with --url it is the server's: `serve --story`")
     fleet = load(fleet_file)
-    measures = url is None and profile is None
-    if measures:
+    if measures := url is None and profile is None:
         check_machine(fleet)
     with importing():
         from ballast.bench.choose import slos_of, workload_of
@@ -66,13 +86,11 @@ def bench(
         from ballast.sim.profile import device_profile
 
     device = None if profile is None else device_profile(profile)
-    names = list(slos_of(fleet))
-    work = workload_of(
-        workload, names, rate=rate, seconds=seconds, most_tokens=most_tokens, seed=seed
-    )
+    models, most = list(slos_of(fleet)), most_tokens
+    work = workload_of(workload, models, rate=rate, seconds=seconds, most_tokens=most, seed=seed)
     console = Console()
     console.print(f"{len(work.requests)} requests: {work.describe()}")
-    presets = preset.split(",") if preset else [fleet.preset]
+    presets = (preset or fleet.preset).split(",")
     for name in presets:
         with_preset(fleet, name)
     with shown() as progress, Others(children=False) as others:
@@ -87,11 +105,9 @@ def bench(
         from ballast.bench.page import page
         from ballast.bench.verdict import title_of
 
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(page(title_of(reports), (work.describe(),), reports), encoding="utf-8")
-        console.print(f"drawn: {html}", soft_wrap=True)
-    if measures and (warning := disturbance(others)) is not None:
-        console.print(warning, style="yellow", soft_wrap=True)
+        write_page(html, page(title_of(reports), (work.describe(),), reports), console)
+    if measures:
+        warn_if_disturbed(others, console)
 
 
 def demo(
@@ -125,7 +141,7 @@ def profile(
     from rich.console import Console
     from rich.table import Table
 
-    from ballast.bench.others import Others, disturbance
+    from ballast.bench.others import Others
     from ballast.bench.progress import shown
     from ballast.cluster.fitness import check_machine
     from ballast.core.units import format_bytes
@@ -156,9 +172,16 @@ def profile(
     console.print(
         f"link {link}; {1e3 * measured.serving.overhead_seconds:.2g} ms more at every job"
     )
+    warn_if_disturbed(others, console)
+    console.print(f"next: ballast bench {fleet_file} --virtual --profile {to}", soft_wrap=True)
+
+
+def warn_if_disturbed(others: Others, console: Console) -> None:
+    """Warn where other processes took enough to show in a measurement."""
+    from ballast.bench.others import disturbance
+
     if (warning := disturbance(others)) is not None:
         console.print(warning, style="yellow", soft_wrap=True)
-    console.print(f"next: ballast bench {fleet_file} --virtual --profile {to}", soft_wrap=True)
 
 
 def show_reports(

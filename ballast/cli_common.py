@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ballast.core.settings import FleetSettings
 
 FleetFile = Annotated[Path, typer.Argument(metavar="FLEET.yaml", help="The fleet file.")]
@@ -58,3 +60,10 @@ def write_json(file: Path, document: object) -> None:
     """Indented; creates the folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def write_page(file: Path, html: str, console: Console) -> None:
+    """Write a page with pictures; creates the folder, and says where the page is."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(html, encoding="utf-8")
+    console.print(f"drawn: {file}", soft_wrap=True)

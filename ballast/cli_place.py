@@ -34,7 +34,7 @@ def place(
     import json
 
     from ballast.core.errors import ConfigError
-    from ballast.sim.place import Terms, answers, problems_of
+    from ballast.sim.place import PlacementInputs, answers, problems_of
     from ballast.sim.profile import device_profile
 
     where = "stdin" if str(file) == "-" else str(file)
@@ -43,5 +43,7 @@ def place(
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("file", where, f"it cannot be read: {error}") from error
     problems, several = problems_of(text, where)
-    found = answers(problems, algorithm, Terms(device_profile(device), per_host, threshold))
+    found = answers(
+        problems, algorithm, PlacementInputs(device_profile(device), per_host, threshold)
+    )
     print(json.dumps(found if several else found[0], indent=2))

@@ -18,6 +18,8 @@ from ballast.core.errors import ConfigError
 if TYPE_CHECKING:
     from ballast.core.settings import FleetSettings, ServerSettings
 
+log = getLogger(__name__)
+
 
 def doctor(
     fleet_file: Annotated[
@@ -45,55 +47,67 @@ def doctor(
         raise typer.Exit(1)
 
 
+BindHost = Annotated[str, typer.Option(help="Address to bind; loopback by default.")]
+BindPort = Annotated[int, typer.Option(help="0 takes a free one.")]
+PresetInstead = Annotated[str | None, typer.Option(help="Instead of the fleet file's.")]
+StoryAppend = Annotated[
+    Path | None,
+    typer.Option(help="Append every event and decision to this file, as JSON lines."),
+]
+DrainSeconds = Annotated[
+    float | None,
+    typer.Option(min=0, help="For open requests, after SIGTERM; default: the file's."),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="BALLAST_API_KEY", help="A key that opens all models, beside any."),
+]
+WithoutKeys = Annotated[
+    bool,
+    typer.Option(
+        "--without-keys",
+        envvar="BALLAST_WITHOUT_KEYS",
+        help="Let everybody who reaches the address use the server.",
+    ),
+]
+ChangesFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="BALLAST_CHANGES",
+        help="Keep operators' changes here; default: FLEET.changes.json.",
+    ),
+]
+NoChanges = Annotated[
+    bool, typer.Option("--no-changes", help="Forget operators' changes at the end.")
+]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LogFormat = Annotated[str, typer.Option(envvar="BALLAST_LOG_FORMAT", help="text or json.")]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(help="Send traces to this OpenTelemetry collector: http://HOST:4318."),
+]
+
+
 def serve(
     fleet_file: FleetFile,
-    host: Annotated[str, typer.Option(help="Address to bind; loopback by default.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    preset: Annotated[str | None, typer.Option(help="Instead of the fleet file's.")] = None,
-    story: Annotated[
-        Path | None,
-        typer.Option(help="Append every event and decision to this file, as JSON lines."),
-    ] = None,
-    drain_seconds: Annotated[
-        float | None,
-        typer.Option(min=0, help="For open requests, after SIGTERM; default: the file's."),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="BALLAST_API_KEY", help="A key that opens all models, beside any."),
-    ] = None,
-    without_keys: Annotated[
-        bool,
-        typer.Option(
-            "--without-keys",
-            envvar="BALLAST_WITHOUT_KEYS",
-            help="Let everybody who reaches the address use the server.",
-        ),
-    ] = False,
-    changes: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="BALLAST_CHANGES",
-            help="Keep operators' changes here; default: FLEET.changes.json.",
-        ),
-    ] = None,
-    no_changes: Annotated[
-        bool, typer.Option("--no-changes", help="Forget operators' changes at the end.")
-    ] = False,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    log_format: Annotated[
-        str, typer.Option(envvar="BALLAST_LOG_FORMAT", help="text or json.")
-    ] = "text",
-    otlp_endpoint: Annotated[
-        str | None,
-        typer.Option(help="Send traces to this OpenTelemetry collector: http://HOST:4318."),
-    ] = None,
+    host: BindHost = "127.0.0.1",
+    port: BindPort = 8000,
+    preset: PresetInstead = None,
+    story: StoryAppend = None,
+    drain_seconds: DrainSeconds = None,
+    api_key: ApiKey = None,
+    without_keys: WithoutKeys = False,
+    changes: ChangesFile = None,
+    no_changes: NoChanges = False,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
+    otlp_endpoint: OtlpEndpoint = None,
 ) -> None:
     """Serve a fleet over HTTP (the OpenAI API)."""
     from ballast.bench.progress import lines_to
     from ballast.cluster.fitness import check_machine, tight
     from ballast.cluster.logs import set_up
-    from ballast.fleet.source import Source
+    from ballast.fleet.source import FleetSource
     from ballast.policy.presets import PRESETS
     from ballast.server.http.address import check_closed
 
@@ -102,16 +116,15 @@ def serve(
     def adjust(fleet: FleetSettings) -> FleetSettings:
         """What the command line says instead of the file."""
         fleet = with_preset(fleet, preset)
-        if story is not None:
-            fleet = replace(fleet, story_path=str(story))
-        fleet = replace(fleet, server=_with_options(fleet.server, drain_seconds, api_key))
+        path = fleet.story_path if story is None else str(story)
+        server = _with_options(fleet.server, drain_seconds, api_key)
+        fleet = replace(fleet, story_path=path, server=server)
         if not without_keys:
             check_closed(host, fleet.server)
         return fleet
 
     kept = None if no_changes else changes or fleet_file.with_suffix(".changes.json")
-    source = Source(fleet_file, presets=PRESETS, changes=kept, adjust=adjust)
-    log = getLogger(__name__)
+    source = FleetSource(fleet_file, presets=PRESETS, changes=kept, adjust=adjust)
     with lines_to(lambda line: log.info("%s", line)) as lines:
         lines.at("starting: reading the fleet file", 0)
         reading = source.read()
@@ -120,7 +133,7 @@ def serve(
             log.warning(warning)
         log.info("starting %s", reading.fleet.described)
         lines.at("starting: loading libraries", 0)
-        # What was read is judged before this, which takes seconds.
+        # After the file has been judged: this takes seconds.
         from ballast.server.serve import serve as run
 
         lines.at(f"starting: loading {len(reading.fleet.models)} models", 0)

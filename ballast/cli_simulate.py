@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ballast.cli_common import FleetFile, StoryTo, importing, load, write_json
+from ballast.cli_common import FleetFile, StoryTo, importing, load, write_json, write_page
 from ballast.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ballast.sim.cluster import Kind
 
 Devices = Annotated[
     str, typer.Option(help="As 4xH100-80G,2xL4: how many of which device, or profile's file.")
@@ -88,6 +93,10 @@ Drift = Annotated[
 ]
 
 
+ReportsFile = Annotated[Path | None, typer.Option(help="Write the reports here.")]
+PageFile = Annotated[Path | None, typer.Option(help="Write a page with pictures here.")]
+
+
 def simulate(
     fleet_file: FleetFile,
     devices: Devices,
@@ -107,15 +116,15 @@ def simulate(
     without: Without = None,
     job_spread: JobSpread = None,
     drift: Drift = 0.0,
-    json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
+    json: ReportsFile = None,
+    html: PageFile = None,
     story: StoryTo = None,
 ) -> None:
     """Serve a fleet in virtual time on devices that need not be here; presets side by side."""
     from rich.console import Console
 
     with importing():
-        from ballast.bench.asked import Asked, Wanted
+        from ballast.bench.asked import SimulationSetup, WorkloadOptions
         from ballast.bench.show import kinds_text, runs_table, sizes_text
         from ballast.bench.simulating import simulate_presets, simulation_json
         from ballast.sim.cluster import kinds_of
@@ -125,25 +134,14 @@ def simulate(
     counted = modelled(without, job_spread, drift, seed)
     kinds = kinds_of(devices, lanes, engine, counted)
     found = given(links, placement, orders)
-    wanted = Wanted(workload, rate, seconds, most_tokens, seed, start, spread)
-    asked = Asked.of(load(fleet_file, simulated=True), preset, wanted)
+    wanted = WorkloadOptions(workload, rate, seconds, most_tokens, seed, start, spread)
+    asked = SimulationSetup.of(load(fleet_file, simulated=True), preset, wanted)
     console = Console()
-    for line in (asked.described(), kinds_text(kinds)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    _print_plain(console, asked.described(), kinds_text(kinds))
     with arrivals(len(asked.workload.requests)) as progress:
-        runs = list(
-            simulate_presets(
-                asked.fleet,
-                asked.specs,
-                kinds,
-                asked.workload,
-                asked.presets,
-                placement if found.homes is None else None,
-                progress,
-                story=story,
-                given=found,
-            )
-        )
+        policy = placement if found.homes is None else None
+        settings = (asked.fleet, asked.specs, kinds, asked.workload, asked.presets, policy)
+        runs = list(simulate_presets(*settings, progress, story=story, given=found))
     console.print(runs_table(runs))
     sizes = sizes_text(asked.specs, runs[0])
     console.print(sizes, soft_wrap=True)
@@ -152,22 +150,37 @@ def simulate(
     if html is not None:
         from ballast.bench.page import page
 
-        html.parent.mkdir(parents=True, exist_ok=True)
         title = f"{fleet_file.name} on {devices}"
-        reports = [run.report for run in runs]
         facts = (asked.described(), kinds_text(kinds), sizes)
-        html.write_text(page(title, facts, reports, runs), encoding="utf-8")
-        console.print(f"drawn: {html}", soft_wrap=True)
+        write_page(html, page(title, facts, [run.report for run in runs], runs), console)
+
+
+DeviceKind = Annotated[str, typer.Option(help="The kind, as H100-80G, or a profile's file.")]
+Target = Annotated[float, typer.Option(help="Share of requests within service levels.")]
+Each = Annotated[
+    bool, typer.Option("--each", help="Of every model's requests, not of all together.")
+]
+MostDevices = Annotated[
+    int,
+    typer.Option(help="Where the search ends; with --placement weights, at most one each."),
+]
+Seeds = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Most draws of the workload: search for one after the other, by the seeds from "
+        "--seed on, until the interval of the answers settles. 1: one, without an interval.",
+    ),
+]
+TriedFile = Annotated[Path | None, typer.Option(help="Write what was tried here.")]
 
 
 def plan(
     fleet_file: FleetFile,
-    devices: Annotated[str, typer.Option(help="The kind, as H100-80G, or a profile's file.")],
+    devices: DeviceKind,
     workload: Workload = "bursty",
-    target: Annotated[float, typer.Option(help="Share of requests within service levels.")] = 0.99,
-    each: Annotated[
-        bool, typer.Option("--each", help="Of every model's requests, not of all together.")
-    ] = False,
+    target: Target = 0.99,
+    each: Each = False,
     preset: Presets = None,
     placement: Placed = None,
     links: Links = None,
@@ -176,28 +189,18 @@ def plan(
     rate: Rate = None,
     seconds: Seconds = 600.0,
     most_tokens: MostTokens = None,
-    most_devices: Annotated[
-        int,
-        typer.Option(help="Where the search ends; with --placement weights, at most one each."),
-    ] = 1024,
+    most_devices: MostDevices = 1024,
     seed: Seed = 0,
-    seeds: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Most draws of the workload: search for one after the other, by the seeds from "
-            "--seed on, until the interval of the answers settles. 1: one, without an interval.",
-        ),
-    ] = 8,
+    seeds: Seeds = 8,
     start: Start = 0.0,
     spread: Spread = None,
-    json: Annotated[Path | None, typer.Option(help="Write what was tried here.")] = None,
+    json: TriedFile = None,
 ) -> None:
     """The fewest devices with which a fleet meets its service levels, under each preset."""
     from rich.console import Console
 
     with importing():
-        from ballast.bench.asked import Asked, Wanted
+        from ballast.bench.asked import SimulationSetup, WorkloadOptions
         from ballast.bench.planning import Question, plan_preset
         from ballast.bench.show import forecast_text, kinds_text, plans_table
         from ballast.sim.cluster import kinds_of
@@ -206,31 +209,23 @@ def plan(
     kinds = kinds_of(devices, lanes, engine)
     if len(kinds) > 1 or kinds[0].number > 1:
         raise ConfigError("--devices", devices, "one kind without a number, which is sought")
-    wanted = Wanted(workload, rate, seconds, most_tokens, seed, start, spread)
-    asked = Asked.of(load(fleet_file, simulated=True), preset, wanted)
+    wanted = WorkloadOptions(workload, rate, seconds, most_tokens, seed, start, spread)
+    asked = SimulationSetup.of(load(fleet_file, simulated=True), preset, wanted)
     console = Console()
-    for line in (asked.described(), kinds_text(kinds)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    _print_plain(console, asked.described(), kinds_text(kinds))
     draws, found = asked.draws(seeds), given(links, placement, None)
     if found.homes is not None:
         raise ConfigError("--placement", placement, "a fleet policy: devices have no names yet")
     with arrivals(len(asked.workload.requests)) as progress:
-        plans = [
-            plan_preset(
-                Question(asked.fleet, asked.specs, kinds[0], name, target, placement, each, found),
-                draws,
-                most=most_devices,
-                progress=progress,
-            )
-            for name in asked.presets
-        ]
+        plans, fleet, specs = [], asked.fleet, asked.specs
+        for name in asked.presets:
+            question = Question(fleet, specs, kinds[0], name, target, placement, each, found)
+            plans.append(plan_preset(question, draws, most=most_devices, progress=progress))
     console.print(plans_table(plans, target, each))
     console.print(forecast_text(kinds[0].profile), soft_wrap=True)
     if json is not None:
         document = {
-            "device": kinds[0].profile.device,
-            "engine": kinds[0].profile.engine,
-            "lanes": kinds[0].lanes,
+            **_described(kinds[0]),
             "target": target,
             "each": each,
             "workload": asked.workload.describe(),
@@ -239,6 +234,17 @@ def plan(
             "presets": [plan.to_json() for plan in plans],
         }
         write_json(json, document)
+
+
+def _print_plain(console: Console, *lines: str) -> None:
+    """Print lines as they are, however long."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _described(kind: Kind) -> dict[str, str | int]:
+    """Return what a plan's document says of its devices."""
+    return {"device": kind.profile.device, "engine": kind.profile.engine, "lanes": kind.lanes}
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 from ballast.bench.clusters import run_cluster
 from ballast.bench.demo_terms import LINK_RATIO, pace
 from ballast.bench.others import DISTURBED, Others
-from ballast.bench.report import Report, Spread
+from ballast.bench.report import LatencyStats, Report
 from ballast.bench.run import specs_of
 from ballast.bench.search import bisect_max_rate
 from ballast.bench.servers import run_servers
@@ -74,7 +74,9 @@ def on(preset: str, devices: int) -> str:
 def figures(report: Report) -> dict[str, float]:
     """What is compared, in seconds and tokens per second; over answered requests."""
     answered = [r for r in report.records if r.answered]
-    ttft = Spread.of(None if r.first_token is None else r.first_token - r.sent for r in answered)
+    ttft = LatencyStats.of(
+        None if r.first_token is None else r.first_token - r.sent for r in answered
+    )
     tpot = report.total.tpot
     assert ttft is not None
     assert tpot is not None

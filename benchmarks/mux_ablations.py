@@ -29,7 +29,7 @@ from rich.table import Table
 
 from ballast.policy.mux_estimate import Tenant, estimate
 from ballast.policy.mux_placement import mesh_groups
-from ballast.policy.placement_problem import Device
+from ballast.policy.placement_problem import PlacementDevice
 from ballast.workload.generators import power_law
 from benchmarks.common import finish, options
 from benchmarks.contenders import Comparison, Contender
@@ -63,7 +63,7 @@ def half_popular(n: int) -> list[float]:
     return [POPULAR / popular] * popular + [(1 - POPULAR) / (n - popular)] * (n - popular)
 
 
-def greedy(tenants: Sequence[Tenant], devices: Sequence[Device]) -> Meshes:
+def greedy(tenants: Sequence[Tenant], devices: Sequence[PlacementDevice]) -> Meshes:
     """By rate, to the mesh with the most free memory; the best of all groups of meshes."""
     hosts = [devices[i : i + PER_HOST] for i in range(0, len(devices), PER_HOST)]
     best: tuple[float, Meshes] | None = None

@@ -43,7 +43,7 @@ from ballast.core.cost import Traffic
 from ballast.core.model import ModelSpec
 from ballast.policy.mux_estimate import Tenant, estimate
 from ballast.policy.mux_placement import place
-from ballast.policy.placement_problem import Device
+from ballast.policy.placement_problem import PlacementDevice
 from ballast.policy.presets import resolve
 from ballast.sim.catalogue import facts
 from ballast.sim.cluster import Kind, kinds_of
@@ -130,8 +130,8 @@ class Cluster:
         return found
 
     @property
-    def each(self) -> Sequence[Device]:
-        return [Device(f"d{i}", memory()) for i in range(self.devices)]
+    def each(self) -> Sequence[PlacementDevice]:
+        return [PlacementDevice(f"d{i}", memory()) for i in range(self.devices)]
 
 
 CLUSTERS = {
@@ -190,7 +190,7 @@ def _alone(
         ranks[max(wanting, key=lambda t: need(t, ranks[t.name])).name] *= 2
 
 
-def together(tenants: Sequence[Tenant], devices: Sequence[Device]) -> Meshes:
+def together(tenants: Sequence[Tenant], devices: Sequence[PlacementDevice]) -> Meshes:
     """MuxServe's placement."""
     found = place(tenants, devices, PER_HOST)
     return [(len(mesh.devices), list(mesh.models)) for mesh in found.meshes]

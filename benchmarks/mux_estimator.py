@@ -27,7 +27,7 @@ from ballast.core.cost import StepCosts, Traffic
 from ballast.core.model import ModelSpec
 from ballast.policy.mux_estimate import Tenant
 from ballast.policy.mux_placement import Placed, place
-from ballast.policy.placement_problem import Device
+from ballast.policy.placement_problem import PlacementDevice
 from ballast.policy.presets import resolve, shared_options
 from ballast.sim.cluster import USABLE, Kind, kinds_of
 from benchmarks.common import finish, options
@@ -93,7 +93,7 @@ def estimated(unit: Unit, kind: Kind, factor: float, seconds: float) -> Placed:
         output = sum(r.output_tokens for r in own) / len(own)
         traffic = Traffic(len(own) / seconds, prompt, output)
         tenants.append(tenant_of(kind, spec, traffic, kind.ranks))
-    return place(tenants, [Device(f"d{i}", memory_of(kind)) for i in range(kind.ranks)])
+    return place(tenants, [PlacementDevice(f"d{i}", memory_of(kind)) for i in range(kind.ranks)])
 
 
 def memory_of(kind: Kind) -> float:

@@ -43,7 +43,7 @@ from rich.table import Table
 from ballast.bench.fairness import fairness_gap
 from ballast.bench.inprocess import InProcess
 from ballast.bench.record import RequestRecord
-from ballast.bench.report import Report, Served
+from ballast.bench.report import Report, RequestStats
 from ballast.bench.servers import run_servers
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings, Slo
 from ballast.core.units import GiB
@@ -247,7 +247,7 @@ def result_of(setting: Setting, report: Report, seconds: float) -> Result:
     return Result(
         throughput(report, WARM_UP, WARM_UP + seconds),
         {
-            n: Served.of((r for r in counted if r.model == n), report.slos).attainment
+            n: RequestStats.of((r for r in counted if r.model == n), report.slos).attainment
             for n in setting.names
             if asked[n]
         },

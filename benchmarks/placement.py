@@ -26,9 +26,9 @@ from statistics import fmean
 
 import numpy as np
 
-from ballast.policy.kvpr import Claim, Filling, greedy, max_pressure, moved
+from ballast.policy.kvpr import Filling, ModelDemand, greedy, max_pressure, moved
 from ballast.policy.kvpr_optimal import GAP, optimal
-from ballast.policy.placement_problem import Device
+from ballast.policy.placement_problem import PlacementDevice
 from benchmarks.common import finish, options, verdict
 
 SMALL, LARGE, PUBLISHED = 200, 20, 50
@@ -43,27 +43,29 @@ GOALS = {"small_gap": 0.001, "large_gap": 0.02, "large_seconds_max": 5.0}
 
 @dataclass(frozen=True)
 class Problem:
-    claims: list[Claim]
-    devices: list[Device]
+    claims: list[ModelDemand]
+    devices: list[PlacementDevice]
 
 
 def small(seed: int) -> Problem:
     """5 to 9 devices, twice as many models of 10 to 30 GB."""
     rng = np.random.default_rng([seed, 1])
     n = int(rng.integers(5, 10))
-    claims = [Claim(f"m{i}", float(rng.uniform(10, 30)), demand(rng, seed)) for i in range(2 * n)]
+    claims = [
+        ModelDemand(f"m{i}", float(rng.uniform(10, 30)), demand(rng, seed)) for i in range(2 * n)
+    ]
     return _placed(claims, n, rng, seed)
 
 
 def large(seed: int) -> Problem:
     """32 devices, 58 models; from 31B on a model is spread over 4, from 50B on over 8 devices."""
     rng = np.random.default_rng([seed, 2])
-    claims: list[Claim] = []
+    claims: list[ModelDemand] = []
     for n, least, most in SIZES:
         for _ in range(n):
             billions = float(rng.uniform(least, most))
             parts = 8 if billions > 50 else 4 if billions > 30 else 1
-            claims.append(Claim(f"m{len(claims)}", 2 * billions, demand(rng, seed), parts))
+            claims.append(ModelDemand(f"m{len(claims)}", 2 * billions, demand(rng, seed), parts))
     return _placed(claims, 32, rng, seed)
 
 
@@ -73,9 +75,9 @@ def demand(rng: np.random.Generator, seed: int) -> float:
     return float(rng.lognormal(5.0, spread) / rng.uniform(0.02, 0.1))
 
 
-def _placed(claims: list[Claim], n: int, rng: np.random.Generator, seed: int) -> Problem:
+def _placed(claims: list[ModelDemand], n: int, rng: np.random.Generator, seed: int) -> Problem:
     """Every other problem's models are where the greedy put them for other rates."""
-    devices = [Device(f"d{i}", MEMORY) for i in range(n)]
+    devices = [PlacementDevice(f"d{i}", MEMORY) for i in range(n)]
     if seed % 2:
         before = greedy([replace(c, demand=demand(rng, seed)) for c in claims], devices)
         claims = [replace(c, devices=before[c.name]) for c in claims]
@@ -131,11 +133,11 @@ def published(n: int) -> list[Problem]:
     rng = np.random.RandomState(42)
     found = []
     for _ in range(n):
-        devices = [Device(f"d{i}", MEMORY) for i in range(rng.randint(5, 10))]
+        devices = [PlacementDevice(f"d{i}", MEMORY) for i in range(rng.randint(5, 10))]
         claims = []
         for i in range(2 * len(devices)):
             size, rate, slo = rng.randint(10, 30), rng.randint(1, 10), rng.randint(5, 10)
-            claims.append(Claim(f"m{i:02}", float(size), rate / slo))
+            claims.append(ModelDemand(f"m{i:02}", float(size), rate / slo))
         found.append(Problem(claims, devices))
     return found
 

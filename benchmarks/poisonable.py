@@ -56,7 +56,7 @@ def main() -> int:
     if sys.argv[1:2] == [_WORKER]:
         process.main(sys.argv[2:], device)
     from ballast.cluster.logs import set_up
-    from ballast.fleet.source import Source
+    from ballast.fleet.source import FleetSource
     from ballast.server.serve import serve
 
     parser = argparse.ArgumentParser()
@@ -66,7 +66,7 @@ def main() -> int:
     asked = parser.parse_args()
     set_up("server", "text", "error")
     command = (sys.executable, "-m", "benchmarks.poisonable", _WORKER)
-    fleet = Source(asked.fleet, presets=PRESETS)
+    fleet = FleetSource(asked.fleet, presets=PRESETS)
     return serve(fleet, port=asked.port, worker_command=command)
 
 

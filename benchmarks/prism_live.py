@@ -31,7 +31,7 @@ from typing import Any
 from rich.table import Table
 
 from ballast.bench.inprocess import InProcess
-from ballast.bench.report import Report, Served
+from ballast.bench.report import Report, RequestStats
 from ballast.bench.servers import ServersRun, run_servers
 from ballast.core.actions import Activate, Evict
 from ballast.core.command import DeviceOrder
@@ -84,7 +84,7 @@ def run(
 
 def attained(report: Report) -> float:
     """Those that failed are not in time."""
-    return Served.of(report.records, report.slos).attainment
+    return RequestStats.of(report.records, report.slos).attainment
 
 
 def constant(setting: Setting, seconds: float) -> Workload:

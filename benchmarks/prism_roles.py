@@ -21,12 +21,12 @@ import numpy as np
 from rich.table import Table
 
 from ballast.bench.clusters import run_cluster
-from ballast.bench.report import Served
+from ballast.bench.report import RequestStats
 from ballast.core.link import LinkRates
 from ballast.sim.cluster import kinds_of
 from ballast.sim.given import Given, GivenHomes
 from ballast.sim.profile import device_profile
-from ballast.sim.topology import Joints, Peers
+from ballast.sim.topology import Joints, PeerLinks
 from benchmarks.common import finish, options
 from benchmarks.prism_setting import DEVICE, Setting, counted, levels, preset_of
 
@@ -59,7 +59,7 @@ def joints() -> Joints:
     assert hardware is not None
     assert hardware.peer_bandwidth is not None
     port = LinkRates.even(hardware.peer_bandwidth)
-    return Joints(per_host=DEVICES, peers=Peers.NVLINK, port=port)
+    return Joints(per_host=DEVICES, peers=PeerLinks.NVLINK, port=port)
 
 
 def measure(setting: Setting, row: str, seed: int) -> Result:
@@ -76,7 +76,7 @@ def measure(setting: Setting, row: str, seed: int) -> Result:
         given=Given(joints=joints(), homes=GivenHomes("all", homes)),
     )
     records = counted(ran.report)
-    total = Served.of(records, slos)
+    total = RequestStats.of(records, slos)
     p95 = {
         what: float(np.percentile([v for r in records if (v := getattr(r, what)) is not None], 95))
         for what in ("ttft", "tpot")

@@ -25,7 +25,7 @@ import numpy as np
 
 from ballast.bench.clusters import ClusterRun, run_cluster
 from ballast.bench.record import RequestRecord
-from ballast.bench.report import Report, Served
+from ballast.bench.report import Report, RequestStats
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
 from ballast.policy.migrate import LeastPressure
@@ -306,8 +306,8 @@ def measure(
 def result_of(ran: ClusterRun, served: Sequence[ModelSpec], slos: dict[str, Slo]) -> Result:
     """What came of a run that ended."""
     records = counted(ran.report)
-    total = Served.of(records, slos)
-    by_model = (Served.of([r for r in records if r.model == s.name], slos) for s in served)
+    total = RequestStats.of(records, slos)
+    by_model = (RequestStats.of([r for r in records if r.model == s.name], slos) for s in served)
     return Result(
         total.attained_ttft / total.requests,
         total.attained_tpot / total.requests,

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ballast.bench.asked import Asked, Wanted
+from ballast.bench.asked import SimulationSetup, WorkloadOptions
 from ballast.bench.page import page
 from ballast.bench.simulating import simulate_presets, simulation_json
 from ballast.core.link import LinkRates
@@ -36,9 +36,9 @@ from ballast.core.settings import (
 from ballast.core.units import MiB
 from ballast.fleet.file import CATALOGUE
 from ballast.sim.cluster import Kind, kinds_of
-from ballast.sim.given import NOTHING, Given, Order
+from ballast.sim.given import NOTHING, Given, LendingOrder
 from ballast.sim.modelled import Modelled
-from ballast.sim.topology import Joints, Peers
+from ballast.sim.topology import Joints, PeerLinks
 from benchmarks.common import finish, options
 
 KNOWN = ("Llama-2-7b", "Llama-2-13b", "Qwen3-4b", "Qwen2.5-7b", "Llama-3-8b", "Qwen3-30B-A3B")
@@ -56,10 +56,10 @@ MANY_PRESETS = "balloon,static+deadline,swap+round-robin"
 TOGETHER = "1xH100-80G:tp2,2xL4"
 TOGETHER_PRESETS = "swap,balloon,mirage"
 GIVEN = Given(
-    joints=Joints(per_host=4, host=LinkRates.even(3e10), peers=Peers.PCIE),
+    joints=Joints(per_host=4, host=LinkRates.even(3e10), peers=PeerLinks.PCIE),
     orders=(
-        Order(at=1.0, lender=1, borrower=2, lend=256 * MiB),
-        Order(at=5.0, lender=1, borrower=2, recall="all"),
+        LendingOrder(at=1.0, lender=1, borrower=2, lend=256 * MiB),
+        LendingOrder(at=5.0, lender=1, borrower=2, recall="all"),
     ),
 )
 
@@ -83,7 +83,9 @@ def _written(seed: int, seconds: float, kinds: Sequence[Kind], presets: str, giv
     fleet = FleetSettings(
         models=tuple(models), device=DeviceSettings(budget_bytes=0), link=LinkSettings()
     )
-    asked = Asked.of(fleet, presets, Wanted("bursty", RATE, seconds, MOST_TOKENS, seed))
+    asked = SimulationSetup.of(
+        fleet, presets, WorkloadOptions("bursty", RATE, seconds, MOST_TOKENS, seed)
+    )
     with TemporaryDirectory() as scratch:
         story = Path(scratch) / "story"
         asking = (asked.specs, kinds, asked.workload, asked.presets, PLACED)

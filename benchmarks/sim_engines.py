@@ -48,7 +48,8 @@ from ballast.sim.catalogue import facts
 from ballast.sim.cluster import SERVED, USABLE
 from ballast.sim.derating import Beside, decode_terms, fit_beside
 from ballast.sim.fitting import Points, Vector, fit_floored
-from ballast.sim.profile import Row, device_profile
+from ballast.sim.profile import device_profile
+from ballast.sim.profile_tables import MeasuredModel
 from ballast.sim.roofline import AllReduce, Derate, Sizes, step_costs
 from ballast.sim.simulate import simulate
 from ballast.workload.generators import poisson
@@ -190,7 +191,7 @@ def models_left_out(known: Known, devices: Sequence[str], found: Errors) -> None
 class Split:
     """A model split among devices, by a fit that stands for its measurements."""
 
-    row: Row
+    row: MeasuredModel
     sizes: Sizes
     group: AllReduce | None
     decode: Points

@@ -27,7 +27,7 @@ from rich.table import Table
 from ballast.core.cost import StepCosts
 from ballast.core.job import Load, chunk_pairs
 from ballast.sim.derating import GroupDerate, median_derate
-from ballast.sim.fitting import Decode, Points, Prefill, errors, fit_decode, fit_prefill
+from ballast.sim.fitting import DecodeFit, Points, PrefillFit, errors, fit_decode, fit_prefill
 from ballast.sim.profile import device_profile
 from ballast.sim.roofline import Sizes, roofline
 from benchmarks.common import finish, options
@@ -59,7 +59,7 @@ def left_out(tables: Tables, pair: Pair, phase: str, stride: int) -> list[float]
     found = []
     for i in range(0, len(points), stride):
         rest = points.without(i)
-        fit: Prefill | Decode
+        fit: PrefillFit | DecodeFit
         if phase == "prefill":
             fit = fit_prefill(rest, least_per_pair(model, hardware))
         else:

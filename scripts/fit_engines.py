@@ -18,8 +18,8 @@ from scipy.optimize import nnls
 from ballast.core.units import MiB
 from ballast.sim.catalogue import facts
 from ballast.sim.derating import Measured, decode_terms, fit_beside, fit_kernels
-from ballast.sim.profile import Engine
-from ballast.sim.roofline import AllReduce, Derate, Hardware, Host, Reach, Sizes
+from ballast.sim.profile_tables import EngineProfile
+from ballast.sim.roofline import AllReduce, Derate, EngineHostCosts, Hardware, KernelReach, Sizes
 from scripts.measured import Tables, rows
 
 LAYERS = {
@@ -80,7 +80,7 @@ def kernels(tables: Tables, folder: Path, device: str) -> list[Kernels]:
 
 
 def kernels_reach(measured: Sequence[Kernels]) -> tuple[float, float]:
-    """`layer_seconds` (attention's part is not in it) and `reading` of a `Reach`."""
+    """`layer_seconds` (attention's part is not in it) and `reading` of a `KernelReach`."""
     return fit_kernels([(k.peak_read, k.matrices) for k in measured], [k.others for k in measured])
 
 
@@ -138,12 +138,14 @@ def fit_steps(
     return 1e-5 * float(layer), float(all_reduce)
 
 
-def graphs_engine(steps: Sequence[Stated], all_reduce: float) -> Engine:
+def graphs_engine(steps: Sequence[Stated], all_reduce: float) -> EngineProfile:
     """The engine that replays graphs, as `steps` show it."""
     shortest = min(step.seconds for step in steps)
-    return Engine(
+    return EngineProfile(
         served_by="engines of today (vLLM, SGLang): decode steps are CUDA graphs, scheduled ahead",
-        host=Host(step_seconds=shortest, all_reduce=all_reduce, graphs=True, steps_ahead=1),
+        host=EngineHostCosts(
+            step_seconds=shortest, all_reduce=all_reduce, graphs=True, steps_ahead=1
+        ),
         source=f"{STEPS_SOURCE}; step_seconds is the shortest of them, and so an upper bound",
         assumed=["step_seconds", "sequence_seconds", "layer_seconds", "group_layer_seconds"],
     )
@@ -159,17 +161,17 @@ def page_seconds(to_device: float) -> float:
 
 
 def fitted_reading(measured: Sequence[Measured], hardware: Hardware, layer_seconds: float) -> float:
-    """Fit `Reach.reading` to decode steps, for a device whose kernels nobody timed."""
+    """Fit `KernelReach.reading` to decode steps, for a device whose kernels nobody timed."""
     terms = np.vstack([decode_terms(m.sizes, m.decode, hardware) for m in measured])
     seconds = np.concatenate([m.decode.seconds for m in measured])
     return fit_beside(terms, seconds, layer_seconds).reading
 
 
-def reach_of_kernels(timed: Sequence[Kernels], derate: Derate, attention: float) -> Reach:
+def reach_of_kernels(timed: Sequence[Kernels], derate: Derate, attention: float) -> KernelReach:
     """Derive what a device reaches whose kernels were timed. Arithmetic is that of whole prefills,
     which `derate` has; `attention`: seconds of a layer's over a short KV."""
     layer, reading = kernels_reach(timed)
-    return Reach(
+    return KernelReach(
         layer_seconds=layer + attention,
         reading=reading,
         start=statistics.median(k.uncovered for k in timed if k.tp == 1),
@@ -182,8 +184,8 @@ def reach_of_kernels(timed: Sequence[Kernels], derate: Derate, attention: float)
 
 
 def reach_like(
-    reaches: Sequence[Reach], derate: Derate, reading: float, *, measured: bool
-) -> Reach:
+    reaches: Sequence[KernelReach], derate: Derate, reading: float, *, measured: bool
+) -> KernelReach:
     """Derive that of a device whose kernels nobody timed: the median of `reaches`; `reading` and
     `derate` are its own if it is `measured`, else other devices' median."""
     assumed = ["layer_seconds", "start"]
@@ -191,7 +193,7 @@ def reach_like(
     if not measured:
         assumed += ["reading", "arithmetic", "attention", "tile"]
         source = "other devices' median"
-    return Reach(
+    return KernelReach(
         layer_seconds=statistics.median(r.layer_seconds for r in reaches),
         reading=reading,
         start=statistics.median(r.start for r in reaches),

@@ -18,8 +18,16 @@ from ballast.core.cost import StepCosts
 from ballast.sim.catalogue import CatalogueKeys, ModelFacts
 from ballast.sim.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
 from ballast.sim.fitting import errors, fit_decode, fit_prefill
-from ballast.sim.profile import CATALOGUE, Costs, DeviceProfile, Engine, Link, Pages, Row, Source
-from ballast.sim.roofline import AllReduce, Derate, Hardware, Reach, Sizes
+from ballast.sim.profile import CATALOGUE, DeviceProfile
+from ballast.sim.profile_tables import (
+    CostCoefficients,
+    EngineProfile,
+    LinkProfile,
+    MeasuredModel,
+    MeasurementSource,
+    PageCallCosts,
+)
+from ballast.sim.roofline import AllReduce, Derate, Hardware, KernelReach, Sizes
 from ballast.sim.toml_file import as_toml
 from scripts.fit_engines import (
     ACTIVATIONS_SOURCE,
@@ -42,28 +50,28 @@ from scripts.measured import Pair, Tables, read_tables, rows
 EAGER, GRAPHS = "eager", "graphs"
 PROFILES = Path(__file__).parent.parent / "ballast" / "sim" / "profiles"
 SOURCES = {
-    "aegaeon": Source(
+    "aegaeon": MeasurementSource(
         artifact="github.com/MachineLearningSystem/25SOSP-Aegaeon, 1c3b110, aegaeon/profiles",
         licence="Apache-2.0; changed: coefficients fitted to medians of its measurements",
         engine=EAGER,
         note="vLLM 0.5.1, eager, fp16, one GPU; prompts to 4,096 tokens, to 200 sequences; "
         "the host's work at every step is in the costs",
     ),
-    "muxserve": Source(
+    "muxserve": MeasurementSource(
         artifact="github.com/hao-ai-lab/MuxServe, 2231480, examples/placement/llama.json",
         licence="none found: fitted coefficients only, no measured values",
         engine=EAGER,
         note="MuxServe, fp16; prompts to 512 tokens; sm_percent is the share of MPS threads of "
         "one process that runs alone; the host's work is in the costs",
     ),
-    "vidur": Source(
+    "vidur": MeasurementSource(
         artifact="github.com/microsoft/vidur, 7d47513, data/profiling",
         licence="MIT; changed: coefficients fitted to its measurements",
         note="kernels without an engine, and NCCL's all-reduce inside a node",
     ),
 }
 LINKS = {
-    "A100-80G": Link(
+    "A100-80G": LinkProfile(
         to_device=25.1e9,
         to_host=25e9,
         to_device_mixed=11e9,
@@ -71,7 +79,7 @@ LINKS = {
         source="NVIDIA/nvbandwidth issue 42 (to_device, A100-SXM4-40GB) and issue 53 (the rest, "
         "A100-SXM4-80GB, about)",
     ),
-    "GH200-96G": Link(
+    "GH200-96G": LinkProfile(
         to_device=427e9,
         to_host=427e9 * 297 / 375,
         to_device_mixed=366e9 / 2,
@@ -104,7 +112,7 @@ def least_per_context(model: ModelFacts, hardware: Hardware) -> float:
     return Sizes.of_facts(model).kv_bytes / hardware.memory_bandwidth
 
 
-def fitted_row(tables: Tables, pair: Pair) -> Row:
+def fitted_row(tables: Tables, pair: Pair) -> MeasuredModel:
     """Of one measured pair. Prefills that were dropped leave their coefficients out."""
     hardware, model = tables.hardware[pair[0]], tables.models[pair[1]]
     decodes = tables.decode[pair]
@@ -127,16 +135,16 @@ def fitted_row(tables: Tables, pair: Pair) -> Row:
             "hidden": decode.base - prefill.start,
         }
         prefill_error = _percent(np.abs(errors(prefill, prefills)).mean())
-    return Row(
+    return MeasuredModel(
         model=pair[1],
         source="aegaeon",
-        costs=Costs(**costs),
+        costs=CostCoefficients(**costs),
         prefill_error=prefill_error,
         decode_error=decode_error,
     )
 
 
-def stated_rows(tables: Tables, folder: Path, device: str) -> list[Row]:
+def stated_rows(tables: Tables, folder: Path, device: str) -> list[MeasuredModel]:
     """Those of which only fits are at hand, at every share of the multiprocessors."""
     of_device = {
         (r["model"], r["tp"])
@@ -152,7 +160,7 @@ def stated_rows(tables: Tables, folder: Path, device: str) -> list[Row]:
     for (model, tp, sm), both in phases.items():
         p, d = both["prefill"], both["decode"]
         base = float(d["a_s"])
-        costs = Costs(
+        costs = CostCoefficients(
             base=base,
             per_sequence=float(d["b_s"]),
             per_context=float(d["c_s"]),
@@ -164,7 +172,7 @@ def stated_rows(tables: Tables, folder: Path, device: str) -> list[Row]:
             hidden=base - float(p["a_s"]),
         )
         found.append(
-            Row(
+            MeasuredModel(
                 model=model,
                 source="muxserve",
                 tp=tp,
@@ -177,7 +185,7 @@ def stated_rows(tables: Tables, folder: Path, device: str) -> list[Row]:
     return found
 
 
-def reach_of(measured: Sequence[Row]) -> float:
+def reach_of(measured: Sequence[MeasuredModel]) -> float:
     """What part of a device reads of its bandwidth, over that part: by passes over weights that up
     to half of the multiprocessors made, of models that need no other device. 1: nobody measured."""
     base = {(row.model, row.sm_percent): row.costs.base for row in measured if row.tp == 1}
@@ -189,7 +197,7 @@ def reach_of(measured: Sequence[Row]) -> float:
     return round(statistics.median(found), 2) if found else 1.0
 
 
-def link_of(device: str, all_hardware: Mapping[str, Hardware]) -> Link:
+def link_of(device: str, all_hardware: Mapping[str, Hardware]) -> LinkProfile:
     """As measured, or as its kind of link lets expect."""
     if device in LINKS:
         return LINKS[device]
@@ -202,7 +210,7 @@ def link_of(device: str, all_hardware: Mapping[str, Hardware]) -> Link:
     if hardware.host_link.startswith("PCIe5"):
         mixed = (to_device * PCIE5_MIXED, to_host * PCIE5_MIXED)
         source += "; mixed to alone as of a PCIe 5 device in NVIDIA/cuda-samples issue 357"
-    return Link(
+    return LinkProfile(
         to_device=to_device,
         to_host=to_host,
         to_device_mixed=mixed[0],
@@ -286,7 +294,7 @@ def profiles(folder: Path) -> dict[str, DeviceProfile]:
         measured += stated_rows(tables, folder, device)
         reduces = all_reduces(folder, device, hardware)
         used = {row.source for row in measured} | ({"vidur"} if reduces else set())
-        eager = Engine(
+        eager = EngineProfile(
             served_by="engines that launch every kernel from the host, as the sources say",
             derate=own.get(device, median_derate(own.values())),
         )
@@ -295,7 +303,7 @@ def profiles(folder: Path) -> dict[str, DeviceProfile]:
             engine=GRAPHS,
             page_seconds=page,
             page_source=ACTIVATIONS_SOURCE,
-            pages=Pages(
+            pages=PageCallCosts(
                 map_seconds=MAP_SECONDS,
                 unmap_seconds=UNMAP_SECONDS,
                 beside_seconds=page - MAP_SECONDS,
@@ -315,7 +323,7 @@ def profiles(folder: Path) -> dict[str, DeviceProfile]:
 
 def reaches_of(
     tables: Tables, folder: Path, own: Mapping[str, Derate]
-) -> tuple[dict[str, Reach], Engine]:
+) -> tuple[dict[str, KernelReach], EngineProfile]:
     """By device what kernels reach, and the engine that replays graphs; `own`: derates of the
     devices on which whole models were measured."""
     timed = {device: kernels(tables, folder, device) for device in tables.hardware}

@@ -18,7 +18,7 @@ from ballast.cli import app
 from ballast.core.errors import BallastError, ConfigError
 from ballast.core.settings import Slo
 from ballast.fleet.make import make_fleet
-from ballast.fleet.source import Source
+from ballast.fleet.source import FleetSource
 from ballast.sim.profile import device_profile
 
 
@@ -207,7 +207,7 @@ def test_a_server_that_starts_says_so(
     )
     served = []
 
-    def serve(source: Source, host: str, port: int, **more: Any) -> int:
+    def serve(source: FleetSource, host: str, port: int, **more: Any) -> int:
         more["ready"](port)
         served.append(more["reading"].fleet.described)
         return 0

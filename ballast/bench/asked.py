@@ -17,7 +17,7 @@ MOST_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WorkloadOptions:
     """A workload, as a command line asks for it; see `workload_of`."""
 
     workload: str
@@ -44,17 +44,19 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SimulationSetup:
     """A fleet, its models' sizes, a workload for it, and presets to compare."""
 
     fleet: FleetSettings
     specs: list[ModelSpec]
     workload: Workload
     presets: list[str]
-    wanted: Wanted
+    wanted: WorkloadOptions
 
     @classmethod
-    def of(cls, fleet: FleetSettings, presets: str | None, wanted: Wanted) -> Asked:
+    def of(
+        cls, fleet: FleetSettings, presets: str | None, wanted: WorkloadOptions
+    ) -> SimulationSetup:
         """`presets`: comma separated; None: the fleet's. Raises ConfigError and WorkloadError."""
         named = [name.strip() for name in presets.split(",")] if presets else [fleet.preset]
         chosen = list(dict.fromkeys(named))

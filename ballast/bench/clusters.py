@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from ballast.bench.gauge import Gauge
-from ballast.bench.record import Recorder, prompts_of, submission_for, vocabularies_of
+from ballast.bench.record import RequestRecorder, prompts_of, submission_for, vocabularies_of
 from ballast.bench.report import Report
-from ballast.bench.sample import Decision, decisions_of
+from ballast.bench.sample import DecisionRecord, decisions_of
 from ballast.bench.stories import SinkOf
 from ballast.core.cost import Traffic
 from ballast.core.event import Failed, Output
@@ -22,7 +22,7 @@ from ballast.core.settings import DeviceSettings, Slo
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 from ballast.sim.cluster import SERVED, Cluster, Kind
-from ballast.sim.device import COUNTED
+from ballast.sim.device import COUNTED, SimDevice
 from ballast.sim.given import NOTHING, Given
 from ballast.workload.workload import Workload, WorkloadRequest
 
@@ -99,51 +99,30 @@ def run_cluster(
     its first token too late, or an error instead, when it does; `sink_of` says who gets a device's
     story. Raises ConfigError (see `sim.cluster`), and what `progress` and `missed` raise.
     """
-    recorder = Recorder()
-    silent: dict[str, WorkloadRequest] = {}
-
-    def heard(device: str, at: float, output: Output) -> None:
-        recorder.told(at, output)
-        request = silent.pop(output.request_id, None)
-        if request is None or missed is None:
-            return
-        if isinstance(output, Failed) or at - request.at > slos[request.model].ttft:
-            missed(request.model)
-
-    moves: list[dict[str, Any]] = []
-
-    def told(at: float, action: FleetAction, refused: str | None) -> None:
-        told = {"at": at, "action": type(action).__name__, **asdict(action)}
-        moves.append(told if refused is None else {**told, "refused": refused})
-
-    gauge = Gauge(workload.seconds)
-    decisions: list[Decision] = []
-
-    def watch(device: str, at: float, state: DeviceState) -> None:
-        gauge.watch(device, at, state)
-        decisions.extend(decisions_of(cluster.devices[device].story.take(), device))
-
+    observer = _Observer(workload, slos, missed)
+    recorder = observer.recorder
     cluster = Cluster(
         kinds,
         specs,
         preset,
-        heard,
+        observer.record_output,
         served,
         traffic_of(workload),
-        watch=watch,
-        told=told,
+        watch=observer.record_turn,
+        told=observer.record_move,
         sink_of=sink_of,
         given=given,
         busiest=busiest_of(workload),
         steps=recorder.tokens,
     )
+    observer.devices = cluster.devices
     prompts = prompts_of(vocabularies_of(specs))
 
     def arrivals() -> Iterator[Submission]:
         for n, request in enumerate(workload.requests):
             submission = submission_for(request, prompts(request))
             recorder.sent(request, submission.id, request.at)
-            silent[submission.id] = request
+            observer.silent[submission.id] = request
             progress(n)
             yield submission
 
@@ -153,14 +132,54 @@ def run_cluster(
         recorder.records(),
         slos,
         seconds,
-        gauge.samples(),
-        [*decisions, *decisions_of(moves)],
+        observer.gauge.samples(),
+        [*observer.decisions, *decisions_of(observer.moves)],
         name=preset.name,
         workload=workload.describe(),
     )
     placement = preset.placement if given.homes is None else "given"
-    moved = cluster.controller.moved
-    return ClusterRun(report, _did(cluster), cluster.jobs, placement, tuple(moves), moved)
+    moves, moved = tuple(observer.moves), cluster.controller.moved
+    return ClusterRun(report, _did(cluster), cluster.jobs, placement, moves, moved)
+
+
+class _Observer:
+    """Records what clients get, what devices decide and how models move, while a cluster runs."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        slos: Mapping[str, Slo],
+        missed: Callable[[str], None] | None,
+    ) -> None:
+        self.recorder = RequestRecorder()
+        self.gauge = Gauge(workload.seconds)
+        self.decisions: list[DecisionRecord] = []
+        self.moves: list[dict[str, Any]] = []
+        self.devices: Mapping[str, SimDevice] = {}
+        """Those of the cluster, which is made with this object's methods."""
+        self.silent: dict[str, WorkloadRequest] = {}
+        """Requests without an output so far, by submission id."""
+        self._slos = slos
+        self._missed = missed
+
+    def record_output(self, device: str, at: float, output: Output) -> None:
+        """Record an output; report a first token that is late, or an error instead, to `missed`."""
+        self.recorder.told(at, output)
+        request = self.silent.pop(output.request_id, None)
+        if request is None or self._missed is None:
+            return
+        if isinstance(output, Failed) or at - request.at > self._slos[request.model].ttft:
+            self._missed(request.model)
+
+    def record_move(self, at: float, action: FleetAction, refused: str | None) -> None:
+        """Record what the fleet's policy asked for, and why it was `refused`, if it was."""
+        move = {"at": at, "action": type(action).__name__, **asdict(action)}
+        self.moves.append(move if refused is None else {**move, "refused": refused})
+
+    def record_turn(self, device: str, at: float, state: DeviceState) -> None:
+        """Record a device's memory and queue, and its decisions since the last turn."""
+        self.gauge.watch(device, at, state)
+        self.decisions.extend(decisions_of(self.devices[device].story.take(), device))
 
 
 BUSIEST_SECONDS = 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ballast.bench.choose import slos_of
 from ballast.bench.demo_result import Compared, agreement, result_table
-from ballast.bench.demo_terms import Terms, choose_terms, simulated
+from ballast.bench.demo_terms import DemoTerms, choose_terms, simulated
 from ballast.bench.others import DISTURBED, Others
 from ballast.bench.plot import plot
 from ballast.bench.progress import Progress, shown, training
@@ -46,6 +46,7 @@ def run_demo(
     Raises ConfigError where the fleet in `directory` is not one that `choose_terms` takes.
     """
     file = directory / "fleet.yaml"
+    compared = directory / "demo.yaml"
     parts: dict[str, float] = {}
     with shown() as progress:
         if not file.exists():
@@ -60,7 +61,6 @@ def run_demo(
             profile, specs = calibrated(fleet, rounds=1, progress=progress)
         with _timed(parts, "in virtual time"):
             terms = choose_terms(fleet, specs, profile, seconds, seed)
-            compared = directory / "demo.yaml"
             terms.write(file, compared)
             virtual = {}
             for i, preset in enumerate(PRESETS):
@@ -68,39 +68,50 @@ def run_demo(
                 chosen = terms.of(load(compared), preset)
                 virtual[preset] = simulated(chosen, specs, profile, terms.workload)
             progress("in virtual time", len(PRESETS), len(PRESETS))
-        console.print(f"the same for every preset: {terms.describe()}", soft_wrap=True)
-        if others.cores > DISTURBED:
-            console.print(
-                f"other processes took {others.cores:.1f} cores while this machine was measured: "
-                "what follows is of a busy machine",
-                soft_wrap=True,
-            )
+        _show_terms(terms, others, console)
         prompts = prompts_of(vocabularies_of(specs))
         live: dict[str, Report] = {}
         answers: list[str] = []
         for preset in PRESETS:
             with _timed(parts, f"{preset}, live"):
                 chosen = terms.of(load(compared), preset)
-                ask = answers.append if preset == PRESETS[-1] else None
-                live[preset] = _live(compared, chosen, terms, prompts, progress, ask)
+                show = answers.append if preset == PRESETS[-1] else None
+                live[preset] = _live(compared, chosen, terms, prompts, progress, show)
     results = [Compared(live[p], virtual[p]) for p in PRESETS]
-    reports = [r.live for r in results]
     png.parent.mkdir(parents=True, exist_ok=True)
-    plot(reports, png)
+    plot([r.live for r in results], png)
     console.print(
         f"[bold]{fleet.models[0].name}[/bold]: {QUESTION}\n  {answers[0]!r}", soft_wrap=True
     )
+    _show_results(results, parts, f"drawn: {png}; next: ballast serve {file}", console)
+
+
+def _show_terms(terms: DemoTerms, others: Others, console: Console) -> None:
+    """Print the terms, and a warning where `others` disturbed the measurement behind them."""
+    console.print(f"the same for every preset: {terms.describe()}", soft_wrap=True)
+    if others.cores > DISTURBED:
+        console.print(
+            f"other processes took {others.cores:.1f} cores while this machine was measured: "
+            "what follows is of a busy machine",
+            soft_wrap=True,
+        )
+
+
+def _show_results(
+    results: Sequence[Compared], parts: Mapping[str, float], next_step: str, console: Console
+) -> None:
+    """Print the comparison, how long its `parts` took, and who won."""
     console.print(result_table(results))
     console.print(_took(parts), soft_wrap=True)
-    console.print(f"drawn: {png}; next: ballast serve {file}", soft_wrap=True)
+    console.print(next_step, soft_wrap=True)
     console.print(agreement(results), soft_wrap=True)
-    console.print(f"[bold]{verdict(reports)}[/bold]", soft_wrap=True)
+    console.print(f"[bold]{verdict([r.live for r in results])}[/bold]", soft_wrap=True)
 
 
 def _live(
     file: Path,
     fleet: FleetSettings,
-    terms: Terms,
+    terms: DemoTerms,
     prompts: Prompts,
     progress: Progress,
     show: Callable[[str], None] | None,

@@ -54,7 +54,7 @@ eight models as docs/workloads.md has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class DemoTerms:
     """What every preset gets alike."""
 
     budget_bytes: int
@@ -116,7 +116,7 @@ def choose_terms(
     profile: Profile,
     seconds: float,
     seed: int = 0,
-) -> Terms:
+) -> DemoTerms:
     """Terms for the machine of `profile`; the workload lasts `seconds`.
 
     Raises ConfigError where the fleet has several devices, or adapters.
@@ -135,7 +135,7 @@ def choose_terms(
     sample = bursts(names, 2.0, seconds, seed)
     rate = LOAD / seconds_alone(sample, profile.lane_costs)
     workload = bursts(names, rate, seconds, seed)
-    return Terms(
+    return DemoTerms(
         budget_bytes=budget,
         weight_bytes=whole,
         link_bytes_per_second=link,

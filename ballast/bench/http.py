@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from ballast.bench.record import Recorder
+from ballast.bench.record import RequestRecorder
 from ballast.bench.replay import TargetError
-from ballast.bench.sample import Decision, DeviceSample, decisions_of
+from ballast.bench.sample import DecisionRecord, DeviceSample, decisions_of
 from ballast.core.clock import Clock
 from ballast.core.request import Submission
 from ballast.server.observe.server_state import ServerNow
@@ -89,7 +89,7 @@ class HttpTarget:
     def clock(self) -> Clock:
         return self._clock
 
-    async def run(self, submission: Submission, recorder: Recorder) -> None:
+    async def run(self, submission: Submission, recorder: RequestRecorder) -> None:
         """One streamed completion. Raises TargetError for anything but a complete answer."""
         try:
             await self._stream(submission, recorder)
@@ -98,7 +98,7 @@ class HttpTarget:
         except msgspec.MsgspecError as error:
             raise TargetError(f"the stream holds something else than chunks: {error}") from error
 
-    async def _stream(self, submission: Submission, recorder: Recorder) -> None:
+    async def _stream(self, submission: Submission, recorder: RequestRecorder) -> None:
         chunks, usage, done = 0, None, False
         body = _body(submission)
         async with self._client.stream("POST", "/v1/completions", json=body) as response:
@@ -146,7 +146,7 @@ class HttpTarget:
         self._decided |= {msgspec.json.encode(entry): entry for entry in now.decisions}
         return {d.device: DeviceSample.of(d) for d in now.devices}
 
-    async def decisions(self, origin: float) -> Sequence[Decision]:
+    async def decisions(self, origin: float) -> Sequence[DecisionRecord]:
         """Those that `/admin/state` has shown: at each sample the last 50, on its wall clock.
 
         `/admin/story` shows more, but only to whom has the admin key.

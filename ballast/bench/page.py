@@ -9,13 +9,13 @@ from importlib.resources import files
 
 from ballast.bench.clusters import ClusterRun
 from ballast.bench.page_data import MARKED, devices_of, page_data
-from ballast.bench.report import Report, Served, Spread
-from ballast.bench.sample import Decision
+from ballast.bench.report import LatencyStats, Report, RequestStats
+from ballast.bench.sample import DecisionRecord
 from ballast.bench.show import percent, seconds
 from ballast.bench.verdict import best_of, memory_text, slos_text, unbroken, verdict
 from ballast.core.units import format_bytes
 
-_LATENCIES: tuple[tuple[str, Callable[[Served], Spread | None]], ...] = (
+_LATENCIES: tuple[tuple[str, Callable[[RequestStats], LatencyStats | None]], ...] = (
     ("TTFT", lambda s: s.ttft),
     ("TPOT", lambda s: s.tpot),
 )
@@ -175,7 +175,7 @@ def _decisions(report: Report) -> str:
     return f"<details><summary>Decisions under {name} ({note})</summary>{table}</details>"
 
 
-def _decision(d: Decision) -> list[str]:
+def _decision(d: DecisionRecord) -> list[str]:
     why = d.why if d.refused is None else f"{d.why} (not done: {d.refused})"
     return [_cell(text) for text in (f"{d.at:.2f} s", d.action, d.model, d.device, why)]
 
@@ -193,12 +193,12 @@ def _cell(text: str) -> str:
     return f"<td>{escape(text)}</td>"
 
 
-def _shaded(served: Served) -> str:
+def _shaded(served: RequestStats) -> str:
     """Redder the more requests missed their service level; half of them is as red as it gets."""
     missed = min(1.0, 2 * (1 - served.attainment))
     colour = f"hsl(8 80% {98 - 22 * missed:.0f}%)"
     return f'<td style="background:{colour}">{percent(served.attainment)}</td>'
 
 
-def _part(spread: Spread | None, part: str) -> str:
+def _part(spread: LatencyStats | None, part: str) -> str:
     return "-" if spread is None else seconds(getattr(spread, part))

@@ -172,59 +172,94 @@ def plan_preset(
     (`fewest.settled`); the later searches begin at what was found before. Where a model has one
     device, no more devices than models are tried. Raises ConfigError.
     """
-    target, fleet = question.target, question.fleet
-    if not 0 < target <= 1:
-        raise ConfigError("target", target, "a share above 0 and at most 1, as in 0.99")
+    if not 0 < question.target <= 1:
+        raise ConfigError("target", question.target, "a share above 0 and at most 1, as in 0.99")
     if most < 1:
         raise ConfigError("most devices", most, "1 or more")
-    chosen = resolve(question.preset, placement=question.placement or fleet.placement)
+    chosen = resolve(question.preset, placement=question.placement or question.fleet.placement)
     most = most if chosen.fleet.replicates else min(most, len(question.specs))
-    rows: dict[int, dict[str, Any]] = {}
-
-    def run(draw: int, number: int, whole: bool = False) -> float:
-        what = (lambda told, sent: progress(f"{told}, draw {draw + 1}", sent)) if draw else progress
-        share, ran = question.attainment(draws[draw], number, what, whole=whole)
-        if ran is not None and not draw:
-            rows[number] = _row(ran)
-        return share
-
-    def suffices(draw: int, number: int) -> bool:
-        tried = found[draw].tried
-        if number not in tried:
-            tried[number] = run(draw, number)
-        return tried[number] >= target
-
-    found: list[Fewest] = []
-    numbers: list[int] = []
-    while len(found) < len(draws) and not settled(numbers):
-        guess = max(numbers, default=1)
-        draw = fewest(partial(run, len(found)), target, most, guess, neighbours=not found)
-        found.append(draw)
-        if draw.number is None:
-            break
-        numbers.append(draw.number)
-    answer = max(numbers) if len(numbers) == len(found) else None
-    while answer is not None and not all(suffices(draw, answer) for draw in range(len(found))):
-        answer = answer + 1 if answer < most else None
+    search = _Search(question, draws, most, progress)
+    answer = search.fewest_for_all()
     plan = Planned(
         question.preset,
         chosen.placement,
-        tuple(found),
+        tuple(search.found),
         answer,
-        rows,
+        search.rows,
         in_time_alone(draws[0].requests, question),
-        settled(numbers) or len(draws) == 1,
+        settled(search.numbers) or len(draws) == 1,
     )
     for shown in (plan.shown, plan.shown - 1):
-        if shown not in rows and shown > 0:
-            run(0, shown, whole=True)
-    hardest = max(range(len(found)), key=lambda i: found[i].number or math.inf)
+        if shown not in search.rows and shown > 0:
+            search.run(0, shown, whole=True)
     if plan.shown == 1:
         return plan
-    if not hardest:
-        key = "worst_attainment" if question.each else "attainment"
-        return replace(plan, with_fewer=rows[plan.shown - 1][key])
-    return replace(plan, with_fewer=run(hardest, plan.shown - 1, whole=True))
+    return replace(plan, with_fewer=search.attained_with(plan.shown - 1))
+
+
+class _Search:
+    """Searches the fewest devices for one draw of the workload after the other."""
+
+    def __init__(
+        self, question: Question, draws: Sequence[Workload], most: int, progress: Progress
+    ) -> None:
+        """`most`: where the search ends, in devices."""
+        self.found: list[Fewest] = []
+        """By draw."""
+        self.rows: dict[int, dict[str, Any]] = {}
+        """How the first draw was served, by number of devices, where its run came to its end."""
+        self._question = question
+        self._draws = draws
+        self._most = most
+        self._progress = progress
+
+    @property
+    def numbers(self) -> list[int]:
+        """The fewest devices for each draw for which any number suffices."""
+        return [draw.number for draw in self.found if draw.number is not None]
+
+    def run(self, draw: int, number: int, whole: bool = False) -> float:
+        """Return what a draw attains on so many devices; see `Question.attainment`."""
+
+        def draw_progress(what: str, sent: int) -> None:
+            self._progress(f"{what}, draw {draw + 1}", sent)
+
+        progress = draw_progress if draw else self._progress
+        share, ran = self._question.attainment(self._draws[draw], number, progress, whole=whole)
+        if ran is not None and not draw:
+            self.rows[number] = _row(ran)
+        return share
+
+    def fewest_for_all(self) -> int | None:
+        """Search draw by draw until the interval has settled; return what suffices for all draws.
+
+        None where no number suffices for one of them: none is tried after it.
+        """
+        target, most = self._question.target, self._most
+        while len(self.found) < len(self._draws) and not settled(self.numbers):
+            guess, first = max(self.numbers, default=1), not self.found
+            run = partial(self.run, len(self.found))
+            self.found.append(fewest(run, target, most, guess, neighbours=first))
+            if self.found[-1].number is None:
+                return None
+        for number in range(max(self.numbers), most + 1):
+            if all(self._suffices(draw, number) for draw in range(len(self.found))):
+                return number
+        return None
+
+    def attained_with(self, number: int) -> float:
+        """Return what a draw that needs most attains on so many devices."""
+        hardest = max(range(len(self.found)), key=lambda i: self.found[i].number or math.inf)
+        if not hardest:
+            key = "worst_attainment" if self._question.each else "attainment"
+            return float(self.rows[number][key])
+        return self.run(hardest, number, whole=True)
+
+    def _suffices(self, draw: int, number: int) -> bool:
+        tried = self.found[draw].tried
+        if number not in tried:
+            tried[number] = self.run(draw, number)
+        return tried[number] >= self._question.target
 
 
 def in_time_alone(requests: Sequence[WorkloadRequest], question: Question) -> float:

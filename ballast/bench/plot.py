@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ballast.bench import palette
-from ballast.bench.report import Report, Spread
+from ballast.bench.report import LatencyStats, Report
 from ballast.bench.show import percent, seconds
 from ballast.bench.timeline import FROM_ABOVE, FROM_BELOW, Band, Timeline, stacked
 from ballast.bench.verdict import best_of, slos_text, title_of, unbroken, verdict
@@ -235,5 +235,5 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(unbroken(text), width)
 
 
-def _p99(spread: Spread | None) -> str:
+def _p99(spread: LatencyStats | None) -> str:
     return "-" if spread is None else seconds(spread.p99)

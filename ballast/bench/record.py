@@ -99,7 +99,7 @@ class _Entry:
     error: str | None = None
 
 
-class Recorder:
+class RequestRecorder:
     """The book of one run, by submission id. Safe from any thread.
 
     `origin` is the clock's time at the start of the workload. `told` has the shape that the

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ballast.bench.progress import Progress, quiet
-from ballast.bench.record import Prompts, Recorder, RequestRecord, submission_for
-from ballast.bench.sample import Decision, DeviceSample, MemorySample, decisions_of
+from ballast.bench.record import Prompts, RequestRecord, RequestRecorder, submission_for
+from ballast.bench.sample import DecisionRecord, DeviceSample, MemorySample, decisions_of
 from ballast.core.clock import Clock
 from ballast.core.entries import Entry
 from ballast.core.errors import BallastError, BrokenPromise
@@ -26,14 +26,14 @@ class TargetError(BallastError):
     """The target did not answer a request completely; says what it did instead."""
 
 
-class Target(Protocol):
+class BenchmarkTarget(Protocol):
     """Something that serves requests."""
 
     @property
     def clock(self) -> Clock:
         """Times of the records are this clock's."""
 
-    async def run(self, submission: Submission, recorder: Recorder) -> None:
+    async def run(self, submission: Submission, recorder: RequestRecorder) -> None:
         """Send it, record its tokens and its end; raise TargetError where it fails.
 
         Must give the request up when cancelled.
@@ -42,25 +42,25 @@ class Target(Protocol):
     async def memory(self) -> Mapping[str, DeviceSample]:
         """Each device now; empty where that is not known."""
 
-    async def decisions(self, origin: float) -> Sequence[Decision]:
+    async def decisions(self, origin: float) -> Sequence[DecisionRecord]:
         """Those since `origin` on its clock, with times counted from there; empty where they are
         not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class WorkloadReplay:
     """What came of a replay."""
 
     records: tuple[RequestRecord, ...]
     wall_seconds: float
     """From the start of the workload to the last answer."""
     memory: tuple[MemorySample, ...]
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[DecisionRecord, ...] = ()
 
 
 async def replay(
     workload: Workload,
-    target: Target,
+    target: BenchmarkTarget,
     prompts: Prompts,
     *,
     timeout: float = 600.0,
@@ -68,7 +68,7 @@ async def replay(
     progress: Progress = quiet,
     name: str | None = None,
     sleep: Sleep = asyncio.sleep,
-) -> Replayed:
+) -> WorkloadReplay:
     """Send every request at its time and wait for the answers, each at most `timeout` seconds.
 
     Prompts are made while waiting for their moment. A request that fails is recorded as failed,
@@ -76,35 +76,10 @@ async def replay(
     how many requests have ended, under `name`; None: the workload's.
     """
     clock = target.clock
-    recorder = Recorder(clock.now())
+    recorder = RequestRecorder(clock.now())
+    sender = _Sender(target, recorder, timeout, progress, name or workload.name, workload)
     samples: list[MemorySample] = []
-    ended = failed = 0
-
-    def show() -> None:
-        note = f"{failed} failed" if failed else ""
-        progress(name or workload.name, ended, len(workload.requests), note)
-
-    async def one(request: WorkloadRequest, prompt: tuple[int, ...]) -> None:
-        nonlocal ended, failed
-        submission = submission_for(request, prompt)
-        recorder.sent(request, submission.id, clock.now())
-        reason = None
-        try:
-            async with asyncio.timeout(timeout):
-                await target.run(submission, recorder)
-        except TimeoutError:
-            reason = f"no complete answer within {timeout:g} s"
-        except BrokenPromise:
-            raise
-        except BallastError as error:
-            reason = str(error)
-        if reason is not None:
-            recorder.failed(submission.id, clock.now(), reason)
-        ended += 1
-        failed += not recorder.answered(submission.id)
-        show()
-
-    show()
+    sender.show()
     watcher = asyncio.create_task(_watch(target, recorder.origin, samples, memory_every))
     try:
         async with asyncio.TaskGroup() as group:
@@ -112,17 +87,67 @@ async def replay(
                 prompt = prompts(request)
                 wait = recorder.origin + request.at - clock.now()
                 await sleep(max(0.0, wait))
-                group.create_task(one(request, prompt))
+                group.create_task(sender.send(request, prompt))
         wall_seconds = clock.now() - recorder.origin
     finally:
         watcher.cancel()
         with suppress(asyncio.CancelledError):
             await watcher
     decisions = await target.decisions(recorder.origin)
-    return Replayed(recorder.records(), wall_seconds, tuple(samples), tuple(decisions))
+    return WorkloadReplay(recorder.records(), wall_seconds, tuple(samples), tuple(decisions))
 
 
-async def _watch(target: Target, origin: float, samples: list[MemorySample], every: float) -> None:
+class _Sender:
+    """Sends requests to a target, records how they end, and shows how many have."""
+
+    def __init__(
+        self,
+        target: BenchmarkTarget,
+        recorder: RequestRecorder,
+        timeout: float,
+        progress: Progress,
+        name: str,
+        workload: Workload,
+    ) -> None:
+        """`timeout`: seconds for each request; `name`: of the workload, for `progress`."""
+        self._target = target
+        self._recorder = recorder
+        self._timeout = timeout
+        self._progress = progress
+        self._name = name
+        self._requests = len(workload.requests)
+        self._ended = self._failed = 0
+
+    async def send(self, request: WorkloadRequest, prompt: tuple[int, ...]) -> None:
+        """Send a request and wait for its end. Raises BrokenPromise alone."""
+        recorder, clock = self._recorder, self._target.clock
+        submission = submission_for(request, prompt)
+        recorder.sent(request, submission.id, clock.now())
+        reason = None
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._target.run(submission, recorder)
+        except TimeoutError:
+            reason = f"no complete answer within {self._timeout:g} s"
+        except BrokenPromise:
+            raise
+        except BallastError as error:
+            reason = str(error)
+        if reason is not None:
+            recorder.failed(submission.id, clock.now(), reason)
+        self._ended += 1
+        self._failed += not recorder.answered(submission.id)
+        self.show()
+
+    def show(self) -> None:
+        """Show how many requests have ended, and how many of them have failed."""
+        note = f"{self._failed} failed" if self._failed else ""
+        self._progress(self._name, self._ended, self._requests, note)
+
+
+async def _watch(
+    target: BenchmarkTarget, origin: float, samples: list[MemorySample], every: float
+) -> None:
     while True:
         devices = await target.memory()
         if devices:
@@ -145,7 +170,7 @@ class EngineTarget:
         self._post: Callable[[Event], None] | None = None
         self._snapshot: Callable[[], DeviceReport] | None = None
         self._story: Sequence[Entry] = ()
-        self._open: dict[str, tuple[Recorder, asyncio.AbstractEventLoop, asyncio.Event]] = {}
+        self._open: dict[str, tuple[RequestRecorder, asyncio.AbstractEventLoop, asyncio.Event]] = {}
 
     @property
     def clock(self) -> Clock:
@@ -175,7 +200,7 @@ class EngineTarget:
                 with suppress(RuntimeError):
                     loop.call_soon_threadsafe(done.set)
 
-    async def run(self, submission: Submission, recorder: Recorder) -> None:
+    async def run(self, submission: Submission, recorder: RequestRecorder) -> None:
         """Post it and wait for the engine's last word on it."""
         if self._post is None:
             raise BrokenPromise("a replay on an engine that is not connected")
@@ -197,7 +222,7 @@ class EngineTarget:
         report = self._snapshot()
         return {report.device: DeviceSample.of(report)}
 
-    async def decisions(self, origin: float) -> Sequence[Decision]:
+    async def decisions(self, origin: float) -> Sequence[DecisionRecord]:
         """From the device's story."""
         device = "" if self._snapshot is None else self._snapshot().device
         return [d for d in decisions_of(self._story, device, origin) if d.at >= 0]

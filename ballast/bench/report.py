@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from ballast.bench.record import RequestRecord
-from ballast.bench.sample import Decision, MemorySample, bytes_by_use
+from ballast.bench.sample import DecisionRecord, MemorySample, bytes_by_use
 from ballast.core.errors import ConfigError
 from ballast.core.settings import Slo
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LatencyStats:
     """A latency over the requests that have one, in seconds."""
 
     mean: float
@@ -27,7 +27,7 @@ class Spread:
     p99: float
 
     @classmethod
-    def of(cls, values: Iterable[float | None]) -> Spread | None:
+    def of(cls, values: Iterable[float | None]) -> LatencyStats | None:
         """None where there are no values. Percentiles interpolate linearly."""
         there = np.array([v for v in values if v is not None], dtype=np.float64)
         if not there.size:
@@ -37,7 +37,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class RequestStats:
     """How some requests (one model's, or all) were served."""
 
     requests: int
@@ -52,10 +52,10 @@ class Served:
     cached_tokens: int
     output_tokens: int
     preemptions: int
-    ttft: Spread | None
+    ttft: LatencyStats | None
     """Over answered requests; likewise below."""
-    tpot: Spread | None
-    e2e: Spread | None
+    tpot: LatencyStats | None
+    e2e: LatencyStats | None
 
     @property
     def attainment(self) -> float:
@@ -63,7 +63,7 @@ class Served:
         return self.attained / self.requests if self.requests else 1.0
 
     @classmethod
-    def of(cls, records: Iterable[RequestRecord], slos: Mapping[str, Slo]) -> Served:
+    def of(cls, records: Iterable[RequestRecord], slos: Mapping[str, Slo]) -> RequestStats:
         """Counts and spreads of `records`."""
         every = list(records)
         done = [r for r in every if r.answered]
@@ -80,9 +80,9 @@ class Served:
             cached_tokens=sum(r.cached_tokens for r in done),
             output_tokens=sum(r.output_tokens for r in done),
             preemptions=sum(r.preemptions for r in done),
-            ttft=Spread.of(r.ttft for r in done),
-            tpot=Spread.of(r.tpot for r in done),
-            e2e=Spread.of(r.e2e for r in done),
+            ttft=LatencyStats.of(r.ttft for r in done),
+            tpot=LatencyStats.of(r.tpot for r in done),
+            e2e=LatencyStats.of(r.e2e for r in done),
         )
 
 
@@ -95,8 +95,8 @@ class Report:
     workload: str
     """What was run, with every change to the trace."""
     wall_seconds: float
-    total: Served
-    models: dict[str, Served]
+    total: RequestStats
+    models: dict[str, RequestStats]
     """By model, in order of name; models with a service level but no request included."""
     slos: dict[str, Slo]
     errors: dict[str, int]
@@ -105,7 +105,7 @@ class Report:
     """Seconds by which the sender was late at worst: large values make a run invalid."""
     records: tuple[RequestRecord, ...]
     memory: tuple[MemorySample, ...]
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[DecisionRecord, ...] = ()
     """In order of time; empty where the target does not show them."""
 
     @classmethod
@@ -115,7 +115,7 @@ class Report:
         slos: Mapping[str, Slo],
         wall_seconds: float,
         memory: Sequence[MemorySample] = (),
-        decisions: Sequence[Decision] = (),
+        decisions: Sequence[DecisionRecord] = (),
         *,
         name: str = "run",
         workload: str = "",
@@ -137,8 +137,8 @@ class Report:
             name=name,
             workload=workload,
             wall_seconds=wall_seconds,
-            total=Served.of(records, slos),
-            models={m: Served.of(rs, slos) for m, rs in by_model.items()},
+            total=RequestStats.of(records, slos),
+            models={m: RequestStats.of(rs, slos) for m, rs in by_model.items()},
             slos=dict(slos),
             errors=dict(Counter(r.error for r in records if r.error).most_common()),
             latest_send=max((r.sent - r.at for r in records), default=0.0),
@@ -211,7 +211,7 @@ def _series(samples: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:
     return {key: [sample.get(key, 0) for sample in samples] for key in keys}
 
 
-def _served_json(served: Served) -> dict[str, Any]:
+def _served_json(served: RequestStats) -> dict[str, Any]:
     return {"attainment": served.attainment, **asdict(served)}
 
 

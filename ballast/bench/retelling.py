@@ -8,11 +8,11 @@ import msgspec
 
 from ballast import __version__
 from ballast.core.entries import Entry
-from ballast.sim.lives import Life
-from ballast.sim.replay import Difference, Replayed
+from ballast.sim.lives import DeviceStory
+from ballast.sim.replay import StoryDifference, StoryReplay
 
 
-def retell(life: Life, found: Replayed) -> str:
+def retell(life: DeviceStory, found: StoryReplay) -> str:
     """A line that says whether it did the same again; else where it did not, and what before."""
     told = life.snapshot
     how = "live" if told.overhead is None else "simulated"
@@ -32,7 +32,7 @@ def beheaded(device: str, entries: int) -> str:
     return f"{device}: {entries} entries cannot be replayed: the part before them has been deleted"
 
 
-def _shown(life: Life, d: Difference) -> Iterator[str]:
+def _shown(life: DeviceStory, d: StoryDifference) -> Iterator[str]:
     first = d.index - len(d.before)
     for i, entry in enumerate(d.before, first):
         yield f"  line {life.lines[i]}: {_json(entry)}"

@@ -12,7 +12,7 @@ from ballast.bench.http import HttpTarget
 from ballast.bench.loading import load_as_served
 from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import Prompts, prompts_of, vocabularies_of
-from ballast.bench.replay import Replayed, replay
+from ballast.bench.replay import WorkloadReplay, replay
 from ballast.bench.report import Report
 from ballast.bench.servers import run_servers
 from ballast.bench.stories import fresh, stories
@@ -118,7 +118,7 @@ def report_http(
     """As `replay_http`, with prompts and service levels that are known already; a request fails
     that is not answered after `timeout` seconds."""
 
-    async def run() -> Replayed:
+    async def run() -> WorkloadReplay:
         async with HttpTarget(url, MonotonicClock(), key) as target:
             return await replay(
                 workload, target, prompts, timeout=timeout, progress=progress, name=name

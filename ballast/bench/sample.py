@@ -82,7 +82,7 @@ class MemorySample:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class DecisionRecord:
     """What a policy, or an operator, asked of a device."""
 
     at: float
@@ -113,13 +113,13 @@ def bytes_by_use(owners: Mapping[str, int]) -> dict[str, int]:
 
 def decisions_of(
     entries: Iterable[Mapping[str, Any]], device: str = "", origin: float = 0.0
-) -> tuple[Decision, ...]:
+) -> tuple[DecisionRecord, ...]:
     """The decisions among a story's entries, with times counted from `origin` on its clock.
 
     `device`: of entries that name none.
     """
     return tuple(
-        Decision(
+        DecisionRecord(
             entry["at"] - origin,
             entry.get("device", device),
             entry["action"],

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ballast.bench.progress import Progress, quiet
-from ballast.bench.record import Recorder, prompts_of, vocabularies_of
+from ballast.bench.record import RequestRecorder, prompts_of, vocabularies_of
 from ballast.bench.replay import replay
 from ballast.bench.report import Report
-from ballast.bench.sample import Decision, DeviceSample, decisions_of
+from ballast.bench.sample import DecisionRecord, DeviceSample, decisions_of
 from ballast.cluster.controller import Controller
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
@@ -50,7 +50,7 @@ class ServersTarget:
     def clock(self) -> Clock:
         return self._clock
 
-    async def run(self, submission: Submission, recorder: Recorder) -> None:
+    async def run(self, submission: Submission, recorder: RequestRecorder) -> None:
         """Raises Unavailable where no worker is to be expected."""
         stream = self._server(submission.model).submit([submission])
         try:
@@ -71,9 +71,9 @@ class ServersTarget:
             if device.report is not None
         }
 
-    async def decisions(self, origin: float) -> Sequence[Decision]:
+    async def decisions(self, origin: float) -> Sequence[DecisionRecord]:
         """From the servers' books, whose times are the event loop's."""
-        found: list[Decision] = []
+        found: list[DecisionRecord] = []
         began = asyncio.get_running_loop().time() - (self._clock.now() - origin)
         for server in self._servers:
             entries = ({"at": moment, **what} for moment, what in server.decisions)

@@ -9,13 +9,13 @@ from rich.table import Table
 
 from ballast.bench.clusters import ClusterRun
 from ballast.bench.planning import Planned
-from ballast.bench.report import Report, Served, Spread
+from ballast.bench.report import LatencyStats, Report, RequestStats
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.units import format_bytes
 from ballast.sim.cluster import Kind
 from ballast.sim.profile import DeviceProfile
 
-_LATENCIES: tuple[tuple[str, Callable[[Served], Spread | None]], ...] = (
+_LATENCIES: tuple[tuple[str, Callable[[RequestStats], LatencyStats | None]], ...] = (
     ("TTFT", lambda s: s.ttft),
     ("TPOT", lambda s: s.tpot),
     ("end to end", lambda s: s.e2e),
@@ -213,7 +213,7 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
 
 
-def _cells(served: Served) -> list[str]:
+def _cells(served: RequestStats) -> list[str]:
     latencies = [_part(of(served), part) for _, of in _LATENCIES[:2] for part in _PARTS]
     return [
         str(served.answered),
@@ -224,11 +224,11 @@ def _cells(served: Served) -> list[str]:
     ]
 
 
-def _attained(served: Served) -> str:
+def _attained(served: RequestStats) -> str:
     return percent(served.attainment) if served.requests else "-"
 
 
-def _part(spread: Spread | None, part: str) -> str:
+def _part(spread: LatencyStats | None, part: str) -> str:
     return "-" if spread is None else seconds(getattr(spread, part))
 
 

@@ -14,7 +14,7 @@ from ballast.core.entries import Entry, ModelTold
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
-from ballast.sim.lives import Life
+from ballast.sim.lives import DeviceStory
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Telling:
         return dict(Counter(entry["action"] for entry in self.decisions))
 
 
-def telling(lives: Sequence[Life], name: str) -> Telling:
+def telling(lives: Sequence[DeviceStory], name: str) -> Telling:
     """Raises ConfigError for a story without an answer."""
     reader = _Reader()
     for life in lives:
@@ -126,7 +126,7 @@ class _Reader:
         self._open: dict[str, _Asked] = {}
         """Not answered, by id: a worker that replaces another goes on with them."""
 
-    def read(self, life: Life) -> None:
+    def read(self, life: DeviceStory) -> None:
         """One more."""
         told = life.snapshot
         for m in told.models:

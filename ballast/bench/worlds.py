@@ -10,8 +10,8 @@ from typing import Any
 
 from ballast.bench.gauge import Gauge
 from ballast.bench.progress import Progress, quiet
-from ballast.bench.record import Recorder, prompts_of, submission_for, vocabularies_of
-from ballast.bench.replay import EngineTarget, Replayed, replay
+from ballast.bench.record import RequestRecorder, prompts_of, submission_for, vocabularies_of
+from ballast.bench.replay import EngineTarget, WorkloadReplay, replay
 from ballast.bench.report import Report
 from ballast.bench.sample import decisions_of
 from ballast.core.cost import StepCosts
@@ -93,7 +93,7 @@ def run_virtual(
 ) -> Ran:
     """The same workload in virtual time; `sink` gets the story as well. `preset`: policies that
     have no name; None: the fleet's. `progress` gets how many requests have ended."""
-    recorder = Recorder()
+    recorder = RequestRecorder()
     prompts = prompts_of(vocabularies_of(specs))
     arrivals = []
     for request in workload.requests:
@@ -127,7 +127,7 @@ def run_virtual(
         preset=preset,
     )
     decisions = decisions_of(entries, name)
-    done = Replayed(recorder.records(), simulated.seconds, gauge.samples(), decisions)
+    done = WorkloadReplay(recorder.records(), simulated.seconds, gauge.samples(), decisions)
     return _ran(fleet.preset, workload, slos, done, entries, simulated.state)
 
 
@@ -135,7 +135,7 @@ def _ran(
     name: str,
     workload: Workload,
     slos: Mapping[str, Slo],
-    done: Replayed,
+    done: WorkloadReplay,
     entries: list[dict[str, Any]],
     state: DeviceState,
 ) -> Ran:

@@ -16,11 +16,11 @@ from ballast.core.fleet import (
 from ballast.core.report import DeviceReport
 from ballast.policy.base import FleetPolicy
 from ballast.policy.route import Replica, for_prefill
-from ballast.policy.stay import Stay
+from ballast.policy.stay import FixedPlacement
 
 LookAt = Callable[[str], Replica]
 """A device by its name, as it is for the request at hand."""
-_STAY = Stay()
+_STAY = FixedPlacement()
 
 
 class FleetBook:

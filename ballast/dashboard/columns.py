@@ -27,7 +27,7 @@ _NAME_LEAST, _BAR = 12, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ModelRow:
     """A model, or (`adapter`) one of a model's adapters; or a name that is not served."""
 
     name: str
@@ -43,18 +43,18 @@ class Column:
 
     title: str
     order: int
-    cell: Callable[[Row], Text]
+    cell: Callable[[ModelRow], Text]
     right: bool = True
 
 
-def rows(now: ServerNow, most: int | None) -> tuple[list[Row], list[str]]:
+def rows(now: ServerNow, most: int | None) -> tuple[list[ModelRow], list[str]]:
     """At most `most` rows, in the fleet's order, and the states of the models left out; where there
     are some, one row less, for a line that says so.
 
     Models without requests are left out first, those that are not on the device before others.
     """
 
-    def rank(item: tuple[int, list[Row]]) -> tuple[bool, bool, int]:
+    def rank(item: tuple[int, list[ModelRow]]) -> tuple[bool, bool, int]:
         position, (row, *_) = item
         report = row.model.report if row.model is not None else None
         busy = report is not None and report.running + report.waiting > 0
@@ -62,13 +62,13 @@ def rows(now: ServerNow, most: int | None) -> tuple[list[Row], list[str]]:
 
     groups = [
         [
-            Row(n.name, m.status if i == 0 else "", m, n, adapter=i > 0)
+            ModelRow(n.name, m.status if i == 0 else "", m, n, adapter=i > 0)
             for i, n in enumerate(m.names)
         ]
         for m in now.models
     ]
     served = {m.report.name for m in now.models}
-    groups += [[Row(name, "failed")] for name in now.failed if name not in served]
+    groups += [[ModelRow(name, "failed")] for name in now.failed if name not in served]
     all_of_them = sum(map(len, groups))
     room = all_of_them if most is None or all_of_them <= most else most - 1
     kept: set[int] = set()
@@ -84,7 +84,9 @@ def rows(now: ServerNow, most: int | None) -> tuple[list[Row], list[str]]:
     return shown, [group[0].status for i, group in enumerate(groups) if i not in kept]
 
 
-def table(now: ServerNow, rates: Rates, shown: Sequence[Row], width: int, pages: bool) -> Table:
+def table(
+    now: ServerNow, rates: Rates, shown: Sequence[ModelRow], width: int, pages: bool
+) -> Table:
     """Of these rows; memory in pages, or in bytes."""
     columns = _fitting(_columns(now, rates, pages), shown, width)
     drawn = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bright_black")
@@ -104,8 +106,8 @@ def table(now: ServerNow, rates: Rates, shown: Sequence[Row], width: int, pages:
 
 
 def _columns(now: ServerNow, rates: Rates, pages: bool) -> list[Column]:
-    def memory(of: Callable[[ModelNow], int]) -> Callable[[Row], Text]:
-        def cell(row: Row) -> Text:
+    def memory(of: Callable[[ModelNow], int]) -> Callable[[ModelRow], Text]:
+        def cell(row: ModelRow) -> Text:
             if row.model is None or row.adapter:
                 return Text()
             n = of(row.model)
@@ -146,29 +148,29 @@ def _columns(now: ServerNow, rates: Rates, pages: bool) -> list[Column]:
 _FAINT = "bright_black"
 
 
-def _name(row: Row) -> Text:
+def _name(row: ModelRow) -> Text:
     return Text(f"└ {row.name}" if row.adapter else row.name, "" if row.adapter else "bold")
 
 
-def _state(row: Row) -> Text:
+def _state(row: ModelRow) -> Text:
     if not row.status:
         return Text()
     mark, style = _STATES[row.status]
     return Text(f"{mark} {row.status}", style)
 
 
-def _devices(row: Row) -> Text:
+def _devices(row: ModelRow) -> Text:
     here = [] if row.model is None or row.adapter else row.model.devices
     return Text(", ".join(here), _FAINT)
 
 
-def _pin(row: Row) -> Text:
+def _pin(row: ModelRow) -> Text:
     pinned = row.model is not None and row.model.pinned and not row.adapter
     return Text("pin" if pinned else "", "cyan")
 
 
-def _count(of: Callable[[ModelNow], int], alarming: bool = False) -> Callable[[Row], Text]:
-    def cell(row: Row) -> Text:
+def _count(of: Callable[[ModelNow], int], alarming: bool = False) -> Callable[[ModelRow], Text]:
+    def cell(row: ModelRow) -> Text:
         if row.model is None or row.adapter:
             return Text()
         n = of(row.model)
@@ -177,7 +179,7 @@ def _count(of: Callable[[ModelNow], int], alarming: bool = False) -> Callable[[R
     return cell
 
 
-def _layers(row: Row) -> Text:
+def _layers(row: ModelRow) -> Text:
     """Those on the device, of all; rotating ones stand out."""
     if row.model is None or row.adapter:
         return Text()
@@ -186,15 +188,15 @@ def _layers(row: Row) -> Text:
     return Text(f"{here}/{m.layers}", "cyan" if m.rotating_layers else "" if here else _FAINT)
 
 
-def _stalls(row: Row) -> Text:
+def _stalls(row: ModelRow) -> Text:
     if row.model is None or row.adapter:
         return Text()
     seconds = row.model.report.stall_seconds
     return Text(seconds_of(seconds) if seconds else "-", "" if seconds else _FAINT)
 
 
-def _ttft(of: Callable[[Quantiles], float]) -> Callable[[Row], Text]:
-    def cell(row: Row) -> Text:
+def _ttft(of: Callable[[Quantiles], float]) -> Callable[[ModelRow], Text]:
+    def cell(row: ModelRow) -> Text:
         served = row.served
         level = None if served is None or served.slo is None else served.slo.ttft
         return _latency(None if served is None else served.ttft, of, level)
@@ -202,8 +204,8 @@ def _ttft(of: Callable[[Quantiles], float]) -> Callable[[Row], Text]:
     return cell
 
 
-def _tpot(of: Callable[[Quantiles], float]) -> Callable[[Row], Text]:
-    def cell(row: Row) -> Text:
+def _tpot(of: Callable[[Quantiles], float]) -> Callable[[ModelRow], Text]:
+    def cell(row: ModelRow) -> Text:
         served = row.served
         level = None if served is None or served.slo is None else served.slo.tpot
         return _latency(None if served is None else served.tpot, of, level)
@@ -223,14 +225,14 @@ def _rate(rate: float | None) -> Text:
     return Text("-" if rate is None else rate_of(rate), "" if rate else _FAINT)
 
 
-def _share(row: Row, total: int) -> Text:
+def _share(row: ModelRow, total: int) -> Text:
     if row.model is None or row.adapter:
         return Text()
     return model_bar(row.model.report, total, _BAR)
 
 
 def _fitting(
-    columns: Iterable[Column], shown: Sequence[Row], width: int
+    columns: Iterable[Column], shown: Sequence[ModelRow], width: int
 ) -> list[tuple[Column, list[Text]]]:
     """The columns that there is room for, with their cells."""
     found = [(column, [column.cell(row) for row in shown]) for column in columns]

@@ -4,6 +4,7 @@ Packages from `kernels` up may import it; `cluster`, `server`, `sim`, `bench` an
 do. It imports `core` only.
 
 - `changes`: Operators' changes to a fleet, stored as differences against its file.
+- `cross_checks`: Checks that concern several keys of the file.
 - `difference`: What must change so that a running server serves another fleet.
 - `document`: YAML with `${ENV}` expansion, duplicate-key errors and key paths.
 - `elsewhere`: Hints for keys that belong elsewhere in the fleet file.

@@ -10,7 +10,7 @@ from ballast.fleet.levels import levels_of, with_levels
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class FleetDifference:
     """From one fleet to another; empty where they are equal, but for `server` and for aliases."""
 
     added: tuple[ModelSettings, ...]
@@ -34,7 +34,7 @@ _FLEET = {
 _APART = ("models", "server", "home")
 
 
-def difference(old: FleetSettings, new: FleetSettings) -> Difference:
+def difference(old: FleetSettings, new: FleetSettings) -> FleetDifference:
     """How `new` is unlike `old`."""
     before = {m.name: m for m in old.models}
     after = {m.name: m for m in new.models}
@@ -53,7 +53,7 @@ def difference(old: FleetSettings, new: FleetSettings) -> Difference:
                     levels.append(other)
         if unlike := _unlike(changed, b):
             again[name] = unlike
-    return Difference(
+    return FleetDifference(
         added=tuple(m for m in new.models if m.name not in before),
         removed=tuple(name for name in before if name not in after),
         levels=tuple(levels),

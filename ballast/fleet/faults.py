@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 from ballast.core.errors import ConfigError
 from ballast.fleet.document import key_path
 
+HIDDEN = "(hidden)"
+"""Stands in errors in the place of what is, or may be, a secret."""
 Pointer = Callable[[str], str | None]
 """What an unknown key stands for; None: nothing that is known."""
 

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from ballast.core.errors import ConfigError
 from ballast.core.units import MiB, ceil_div, format_bytes, parse_bytes
-from ballast.fleet.plan import SCALES, Diet, Plan, Scale, plans
+from ballast.fleet.plan import SCALES, Diet, ModelRecipe, Scale, plans
 from ballast.fleet.text import conversations, documents, stories
 from ballast.fleet.tokenizer import END, chat_text, train_tokenizer
 from ballast.fleet.train import Trained, batches, train
@@ -151,7 +151,7 @@ def _tokenizer(docs: Sequence[str], scale: Scale, seed: int) -> Any:
     return train_tokenizer([*docs, *map(chat_text, talk)], scale.vocab, scale.context)
 
 
-def _build(plan: Plan, scale: Scale, vocab: int, seed: int, *, tied: bool) -> Any:
+def _build(plan: ModelRecipe, scale: Scale, vocab: int, seed: int, *, tied: bool) -> Any:
     """A float32 model. Those that stay random start wide: at the usual 0.02 they echo."""
     config = LlamaConfig(
         hidden_size=plan.hidden,
@@ -183,7 +183,7 @@ def _tokens(tokenizer: Any, docs: Sequence[str], diet: Diet, seed: int) -> Itera
 
 def _train(
     model: Any,
-    plan: Plan,
+    plan: ModelRecipe,
     tokenizer: Any,
     docs: Sequence[str],
     seed: int,
@@ -212,7 +212,7 @@ def _save(model: Any, tokenizer: Any, path: Path) -> None:
 
 
 def _describe(
-    plan: Plan, scale: Scale, path: Path, model: Any, training: Trained | None
+    plan: ModelRecipe, scale: Scale, path: Path, model: Any, training: Trained | None
 ) -> MadeModel:
     segments: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -239,7 +239,7 @@ def _full_kv(model: MadeModel, scale: Scale) -> int:
     return FULL_REQUESTS * scale.context * model.kv_bytes_per_token
 
 
-def _yaml(fleet: MadeFleet, chosen: tuple[Plan, ...], scale: Scale, preset: str) -> str:
+def _yaml(fleet: MadeFleet, chosen: tuple[ModelRecipe, ...], scale: Scale, preset: str) -> str:
     weights = sum(m.weight_bytes for m in fleet.models)
     ratio = fleet.budget_bytes / fleet.fixed_bytes
     verdict = "too little for that" if ratio < 1 else "enough for that"

@@ -21,7 +21,7 @@ class Diet(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ModelRecipe:
     """One Llama-shaped model to make."""
 
     name: str
@@ -58,11 +58,13 @@ class Scale:
     page_bytes: int
     step_tokens: int
     step_logits: int
-    models: tuple[Plan, ...]
+    models: tuple[ModelRecipe, ...]
 
 
-def _atlas(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int) -> list[Plan]:
-    base = Plan(
+def _atlas(
+    layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int
+) -> list[ModelRecipe]:
+    base = ModelRecipe(
         name="atlas-chat",
         layers=layers,
         hidden=hidden,
@@ -80,8 +82,10 @@ def _atlas(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: in
     ]
 
 
-def _plan(name: str, layers: int, hidden: int, heads: int, kv: int, inter: int, seed: int) -> Plan:
-    return Plan(
+def _plan(
+    name: str, layers: int, hidden: int, heads: int, kv: int, inter: int, seed: int
+) -> ModelRecipe:
+    return ModelRecipe(
         name=name,
         layers=layers,
         hidden=hidden,
@@ -137,7 +141,7 @@ SCALES: dict[str, Scale] = {
 }
 
 
-def plans(size: str, n_models: int) -> tuple[Plan, ...]:
+def plans(size: str, n_models: int) -> tuple[ModelRecipe, ...]:
     """The first `n_models` of a size; beyond eight, the untrained ones again with other seeds.
 
     Raises ConfigError for a size or number that is not offered.

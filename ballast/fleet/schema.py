@@ -336,6 +336,10 @@ class FleetKeys(Keys):
     links: list[LinkKeys] = Field(default_factory=list)
     server: ServerKeys = ServerKeys()
 
+    def device_settings(self) -> list[DeviceSettings]:
+        """The settings of all devices, in the file's order."""
+        return [device.settings(i) for i, device in enumerate(self.devices)]
+
 
 class SimulatedFleetKeys(FleetKeys):
     """The same for a simulation, which is told its devices apart from the file."""

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class FleetReading:
     """What is to be served."""
 
     fleet: FleetSettings
@@ -30,7 +30,7 @@ class Reading:
     """Of the models and adapters in the fleet file itself."""
 
 
-class Source:
+class FleetSource:
     """Reads the fleet at the start and whenever asked, and keeps the changes.
 
     `changes`: the file that keeps them; None: they last as long as the process. `adjust`: what
@@ -59,7 +59,7 @@ class Source:
         """As last read or kept."""
         return self._kept.changes
 
-    def read(self) -> Reading:
+    def read(self) -> FleetReading:
         """Both files. Raises ConfigError, which names the file or the key."""
         kept = self._kept.read()
         keys = read_keys(self.file, presets=self._presets, environ=self._environ)
@@ -70,14 +70,14 @@ class Source:
         fleet = resolved(keys, entries.entries, self.file.parent, self._fetch_hub)
         models, changes, notes = changed(fleet.models, entries.changes)
         models, changes, moved = rehomed(models, changes, fleet.devices)
-        return Reading(
+        return FleetReading(
             self._adjust(replace(fleet, models=models)),
             changes,
             entries.notes + notes + moved,
             frozenset(m.name for m in keys.models),
         )
 
-    def settle(self, reading: Reading) -> None:
+    def settle(self, reading: FleetReading) -> None:
         """Say which changes do not count any more, and forget them."""
         for note in reading.notes:
             log.warning("an operator's change is dropped: %s", note)

@@ -62,7 +62,7 @@ class _Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DeadlineMemo:
     """What one decision leaves to the next."""
 
     model: str = ""
@@ -106,13 +106,15 @@ class Deadline(ComputePolicy):
     margin: float = 2.0
 
     def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
-        turn = memo if isinstance(memo, Turn) else Turn(at=view.now)
+        turn = memo if isinstance(memo, DeadlineMemo) else DeadlineMemo(at=view.now)
         alone = len(view.runnable) == 1
         if alone and view.runnable[0].first_prompt is None:
             return self._freely(view, turn, math.inf)
         for r in view.runnable:
             if r.moves_kv:  # which others may wait for
-                return ComputeDecision(r.model, memo=Turn(turn.model, view.now, turn.credit))
+                return ComputeDecision(
+                    r.model, memo=DeadlineMemo(turn.model, view.now, turn.credit)
+                )
         works = [view.work_of(r.model) for r in view.runnable]
         if alone and not works[0].decodes:
             return self._freely(view, turn)
@@ -132,8 +134,8 @@ class Deadline(ComputePolicy):
             if credit >= late.seconds:
                 n = self._chunk(view, late, credit)
                 spent = self._job_seconds(late.work, n)
-                return self._run(late, n, Turn(late.work.model, view.now, credit - spent))
-        turn = Turn(turn.model, view.now, credit)
+                return self._run(late, n, DeadlineMemo(late.work.model, view.now, credit - spent))
+        turn = DeadlineMemo(turn.model, view.now, credit)
         options = self._options(view, batches, begun, demand, turn.model)
         reserve = self.margin * max((o.seconds for o in options), default=0.0)
         for option in options:
@@ -325,13 +327,17 @@ class Deadline(ComputePolicy):
         return min(late, key=lambda entry: entry[0])[1] if late else None
 
     @staticmethod
-    def _freely(view: ComputeView, turn: Turn, until: float = -math.inf) -> ComputeDecision:
+    def _freely(view: ComputeView, turn: DeadlineMemo, until: float = -math.inf) -> ComputeDecision:
         """The job of the only model that could run, with as many tokens as a job may have."""
         (only,) = view.runnable
-        return ComputeDecision(only.model, None, until, Turn(only.model, view.now, turn.credit))
+        return ComputeDecision(
+            only.model, None, until, DeadlineMemo(only.model, view.now, turn.credit)
+        )
 
     @staticmethod
-    def _run(option: _Option, n: int, turn: Turn, until: float = -math.inf) -> ComputeDecision:
+    def _run(
+        option: _Option, n: int, turn: DeadlineMemo, until: float = -math.inf
+    ) -> ComputeDecision:
         """The job of an option, with so many tokens of prompts."""
         model = option.work.model
         return ComputeDecision(model, n, until if n == 0 else -math.inf, replace(turn, model=model))

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from ballast.policy.base import FleetPolicy
 from ballast.policy.follow import Follow
 from ballast.policy.migrate import LeastPressure
-from ballast.policy.stay import Stay
+from ballast.policy.stay import FixedPlacement
 
 PLACEMENTS: Mapping[str, FleetPolicy] = {
-    "weights": Stay(),
-    "work": Stay(by_work=True),
+    "weights": FixedPlacement(),
+    "work": FixedPlacement(by_work=True),
     "follow": Follow(),
     "both": Follow(by_work=True),
     "kvpr": LeastPressure(),

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from ballast.core.errors import ConfigError
 from ballast.core.units import format_bytes
-from ballast.policy.placement_problem import Device, Homes
+from ballast.policy.placement_problem import Homes, PlacementDevice
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ModelDemand:
     """What a model asks of the devices that serve it."""
 
     name: str
@@ -46,11 +46,11 @@ class Claim:
 class Filling:
     """A device, and what is placed there."""
 
-    device: Device
+    device: PlacementDevice
     weights: float = 0.0
     demand: float = 0.0
 
-    def with_part(self, claim: Claim) -> Filling:
+    def with_part(self, claim: ModelDemand) -> Filling:
         """The same with one part of a model more."""
         weights, demand = self.weights + claim.part_weights, self.demand + claim.part_demand
         return Filling(self.device, weights, demand)
@@ -62,7 +62,9 @@ class Filling:
         return self.demand / room if room > 0 else math.inf
 
 
-def fillings(claims: Iterable[Claim], devices: Sequence[Device], homes: Homes) -> list[Filling]:
+def fillings(
+    claims: Iterable[ModelDemand], devices: Sequence[PlacementDevice], homes: Homes
+) -> list[Filling]:
     """Devices with the models that `homes` gives them."""
     found = {d.name: Filling(d) for d in devices}
     for claim in claims:
@@ -71,13 +73,15 @@ def fillings(claims: Iterable[Claim], devices: Sequence[Device], homes: Homes) -
     return list(found.values())
 
 
-def max_pressure(claims: Iterable[Claim], devices: Sequence[Device], homes: Homes) -> float:
+def max_pressure(
+    claims: Iterable[ModelDemand], devices: Sequence[PlacementDevice], homes: Homes
+) -> float:
     """The KVPR of the device where it is highest."""
     return max(f.pressure for f in fillings(claims, devices, homes))
 
 
 def greedy(
-    claims: Sequence[Claim], devices: Sequence[Device], threshold: float = 0.0
+    claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice], threshold: float = 0.0
 ) -> dict[str, tuple[str, ...]]:
     """Place every model by Algorithm 1.
 
@@ -96,10 +100,10 @@ def greedy(
 
 
 def _greedy(
-    claims: Sequence[Claim],
-    devices: Sequence[Device],
+    claims: Sequence[ModelDemand],
+    devices: Sequence[PlacementDevice],
     threshold: float,
-    first: Callable[[Claim], tuple[float, str]],
+    first: Callable[[ModelDemand], tuple[float, str]],
 ) -> dict[str, tuple[str, ...]] | ConfigError:
     """The error names the model that found no room."""
     held = {d.name: Filling(d) for d in devices}
@@ -120,7 +124,7 @@ def _greedy(
     return homes
 
 
-def misfit(claim: Claim, held: Sequence[Filling]) -> ConfigError:
+def misfit(claim: ModelDemand, held: Sequence[Filling]) -> ConfigError:
     """The error of a model for which no devices, filled so far, have room."""
     if claim.parts > len(held):
         return ConfigError(f"tp of {claim.name}", claim.parts, f"at most {len(held)} devices")
@@ -136,7 +140,7 @@ def misfit(claim: Claim, held: Sequence[Filling]) -> ConfigError:
     )
 
 
-def moved(claims: Iterable[Claim], homes: Homes) -> dict[str, tuple[str, ...]]:
+def moved(claims: Iterable[ModelDemand], homes: Homes) -> dict[str, tuple[str, ...]]:
     """By model that is somewhere now and would have to load parts of it elsewhere: the devices that
     it comes to."""
     found = {}

@@ -19,8 +19,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ballast.core.errors import ConfigError
-from ballast.policy.kvpr import Claim, Filling, greedy, max_pressure
-from ballast.policy.placement_problem import Device, Homes
+from ballast.policy.kvpr import Filling, ModelDemand, greedy, max_pressure
+from ballast.policy.placement_problem import Homes, PlacementDevice
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -54,7 +54,9 @@ class Optimum:
         return self.max_kvpr / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
-def optimal(claims: Sequence[Claim], devices: Sequence[Device], effort: float = EFFORT) -> Optimum:
+def optimal(
+    claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice], effort: float = EFFORT
+) -> Optimum:
     """Place every model with the least KVPR on the worst device, then with the fewest bytes moved.
 
     `effort`: deterministic seconds of search, about as many of a slow core. What is found when they
@@ -93,7 +95,7 @@ def optimal(claims: Sequence[Claim], devices: Sequence[Device], effort: float = 
     return Optimum(best, high, min(low, high))
 
 
-def lower_bound(claims: Sequence[Claim], devices: Sequence[Device]) -> float:
+def lower_bound(claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]) -> float:
     """A KVPR below which no placement can be: all demand over all memory that weights leave, and
     each model alone on the largest devices."""
     room = sum(d.memory for d in devices) - sum(c.weights for c in claims)
@@ -103,7 +105,7 @@ def lower_bound(claims: Sequence[Claim], devices: Sequence[Device]) -> float:
     return max([found, *(Filling(largest).with_part(c).pressure for c in claims)])
 
 
-def _any(claims: Sequence[Claim], devices: Sequence[Device]) -> Homes:
+def _any(claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]) -> Homes:
     """The greedy's placement; any that has room for the weights where it finds none."""
     try:
         return greedy(claims, devices)
@@ -114,7 +116,9 @@ def _any(claims: Sequence[Claim], devices: Sequence[Device]) -> Homes:
         return found
 
 
-def _stay(claims: Sequence[Claim], devices: Sequence[Device]) -> dict[str, tuple[str, ...]] | None:
+def _stay(
+    claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]
+) -> dict[str, tuple[str, ...]] | None:
     """Every model where it is, if all are somewhere."""
     if not all(len(c.devices) == c.parts for c in claims):
         return None
@@ -126,7 +130,11 @@ class _Packing:
     """Whether models can be placed with no KVPR above a limit."""
 
     def __init__(
-        self, claims: Sequence[Claim], devices: Sequence[Device], limit: float, moves: bool = False
+        self,
+        claims: Sequence[ModelDemand],
+        devices: Sequence[PlacementDevice],
+        limit: float,
+        moves: bool = False,
     ) -> None:
         from ortools.sat.python import cp_model
 
@@ -159,7 +167,7 @@ class _Packing:
         elif len({d.memory for d in devices}) == 1:
             self._break_symmetry(sorted(claims, key=lambda c: -size[c.name]))
 
-    def _break_symmetry(self, claims: Sequence[Claim]) -> None:
+    def _break_symmetry(self, claims: Sequence[ModelDemand]) -> None:
         """Equal devices are used in their order: the largest models first, each on a device that is
         used already or on the next."""
         for i, c in enumerate(claims):

@@ -43,7 +43,7 @@ SWAPPED = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SwapPlan:
     """Layers that may rotate, and how long a decode step is with them."""
 
     rotation: Rotation
@@ -52,7 +52,7 @@ class Plan:
     """It is hardly longer than without."""
 
 
-class Terms(NamedTuple):
+class SwapTerms(NamedTuple):
     """What offers of a model's layers depend on beside the model."""
 
     policy: KvSwap
@@ -155,7 +155,7 @@ class KvSwap(MemoryPolicy):
     def layers(self, view: DeviceView) -> Source:
         """Return the source of pages that KV frees if more of its layers rotate: for each claim its
         own model's first, then the others' by name."""
-        terms = Terms(self, view.link_bytes_per_second, view.page_bytes)
+        terms = SwapTerms(self, view.link_bytes_per_second, view.page_bytes)
         swappable = [
             Swappable(m, m.derived(_offers_by_terms).setdefault(terms, {}))
             for m in sorted(view.models, key=lambda m: m.name)
@@ -191,7 +191,7 @@ class KvSwap(MemoryPolicy):
         act = partial(_swap, m.name, plan.rotation)
         return Offer(("kv layers", m.name), m.name, pages, price, act)
 
-    def plan(self, view: DeviceView, m: ModelView, lent: int, least: int) -> Plan | None:
+    def plan(self, view: DeviceView, m: ModelView, lent: int, least: int) -> SwapPlan | None:
         """The shortest step with `lent` layers' pages given up, of at least `least` that rotate.
 
         It is reckoned with as much KV as there is room for then.
@@ -200,14 +200,14 @@ class KvSwap(MemoryPolicy):
         assert m.kv_rotation is not None, "its KV can rotate"
         more = _tokens(m) * (lent - m.kv_rotation.lent) // (n - lent)
         alone = step_seconds(m) + more * m.costs.per_context
-        found: Plan | None = None
+        found: SwapPlan | None = None
         for slots in SLOTS:
             if not least <= lent + slots <= n:
                 continue
             rotation = Rotation(spread(n, lent + slots), slots)
             seconds = self._step(view, m, rotation, alone, more)
             if found is None or seconds < found.seconds:
-                found = Plan(rotation, seconds, seconds <= alone * (1 + self.slack))
+                found = SwapPlan(rotation, seconds, seconds <= alone * (1 + self.slack))
         return found
 
     def _step(
@@ -223,7 +223,7 @@ class KvSwap(MemoryPolicy):
         stored = new if self.dirty else loaded + new
         return swapped_seconds(n, rotation, alone, loaded, stored, rates)
 
-    def _more(self, view: DeviceView, m: ModelView, wanted: int) -> Plan | None:
+    def _more(self, view: DeviceView, m: ModelView, wanted: int) -> SwapPlan | None:
         """The plan by which so many layers give up their pages, or as many as can; None: no more
         can than do now."""
         now = m.kv_rotation
@@ -353,14 +353,14 @@ def _swap(model: str, rotation: Rotation, _: int, claim: Claim) -> SwapKv:
     return SwapKv(model, rotation, why=f"{claim.model} needs pages")
 
 
-def _slowing(m: ModelView, plan: Plan, moving: float) -> float:
+def _slowing(m: ModelView, plan: SwapPlan, moving: float) -> float:
     """Return the request-seconds that a model's running requests wait: while its KV is `moving` to
     the host (seconds), and in the steps until it comes home, each as long as `plan` has it."""
     longer = max(0.0, plan.seconds - step_seconds(m))
     return (moving + longer * max(1.0, SWAPPED / plan.seconds)) * len(m.running)
 
 
-def _offers_by_terms(m: ModelView) -> dict[Terms, dict[int, Offer | None]]:
+def _offers_by_terms(m: ModelView) -> dict[SwapTerms, dict[int, Offer | None]]:
     """What a model's layers were found to give: kept with its view, and so as long as it does not
     change."""
     return {}

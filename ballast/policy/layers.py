@@ -20,7 +20,7 @@ PROMPT = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class LayerOffers:
     """What models give up of their layers, in one decision, for which one is made.
 
     A model whose turn it is, or that has requests where there are no turns, is active; it lends

@@ -18,9 +18,9 @@ from ballast.core.fleet import (
     Withdraw,
 )
 from ballast.policy.base import FleetPolicy
-from ballast.policy.kvpr import Claim, Filling
+from ballast.policy.kvpr import Filling, ModelDemand
 from ballast.policy.placement import spread
-from ballast.policy.placement_problem import Device
+from ballast.policy.placement_problem import PlacementDevice
 from ballast.policy.requirements import Requirements
 from ballast.policy.route import Replica, held_prefix
 
@@ -113,13 +113,13 @@ def homes(model: str, view: FleetView) -> dict[str, Hosting]:
     return {d.name: h for d in view.devices for h in d.hosting if h.model == model and h.homed}
 
 
-def claim_of(need: Need, h: Hosting) -> Claim:
+def claim_of(need: Need, h: Hosting) -> ModelDemand:
     """What a model asks of one of its devices. Where nobody has asked it lately its weights make
     way, unless it is pinned."""
     tokens = h.traffic.rate * (h.traffic.prompt_tokens + h.traffic.output_tokens)
     demand = tokens * need.kv_bytes_per_token / need.tpot if math.isfinite(need.tpot) else 0.0
     used = demand > 0 or need.pinned or h.open_requests > 0
-    return Claim(need.model, float(need.weights) if used else 0.0, demand)
+    return ModelDemand(need.model, float(need.weights) if used else 0.0, demand)
 
 
 def best_move(view: FleetView, threshold: float) -> Move | None:
@@ -159,7 +159,7 @@ def _idle(
                 continue
             if claim_of(need, h).weights:
                 continue
-            back = Claim(h.model, float(need.weights), 0.0)
+            back = ModelDemand(h.model, float(need.weights), 0.0)
             here = held[d.name].with_part(back).pressure
             move = _preferred(_moves(need, back, d.name, held, 0.0), here, threshold)
             if move is not None:
@@ -170,7 +170,7 @@ def _idle(
 
 
 def _moves(
-    need: Need, claim: Claim, source: str, held: Mapping[str, Filling], left: float
+    need: Need, claim: ModelDemand, source: str, held: Mapping[str, Filling], left: float
 ) -> list[Move]:
     """To all devices that have room; `left`: KV pressure that the source keeps."""
     found = []
@@ -208,13 +208,13 @@ def _lower(move: Move, before: float) -> str:
 
 def _filling(d: DeviceLoad, needs: Mapping[str, Need]) -> Filling:
     """A device with its models."""
-    filling = Filling(Device(d.name, float(d.room.bytes)))
+    filling = Filling(PlacementDevice(d.name, float(d.room.bytes)))
     for h in d.hosting:
         if h.homed and h.model in needs:
             filling = filling.with_part(claim_of(needs[h.model], h))
     return filling
 
 
-def _without(filling: Filling, claim: Claim) -> Filling:
+def _without(filling: Filling, claim: ModelDemand) -> Filling:
     weights, demand = filling.weights - claim.weights, filling.demand - claim.demand
     return Filling(filling.device, weights, demand)

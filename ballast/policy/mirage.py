@@ -13,7 +13,7 @@ from ballast.policy.budget import PageBudget
 from ballast.policy.claims import activation_claims, earliest, kv_claims, queue_claims
 from ballast.policy.cover import cover
 from ballast.policy.fair import share_out
-from ballast.policy.layers import Layers, last_remaps, lendable
+from ballast.policy.layers import LayerOffers, last_remaps, lendable
 from ballast.policy.market import Claim, Source
 from ballast.policy.offers import (
     cached_prefixes,
@@ -29,7 +29,7 @@ from ballast.policy.static import cover_limited, part_limited, placed, recalls, 
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MirageMemo:
     """What one decision leaves to the next."""
 
     standing: Standing | None = None
@@ -38,6 +38,31 @@ class Memory:
     """Active models that are to lend no more than they may as such."""
     calm_since: float | None = None
     """Since when nothing has been short of pages; None: something is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Covered:
+    """How the claims of one decision are covered."""
+
+    view: DeviceView
+    """The device once rotations and limits are as decided."""
+    budget: PageBudget
+    actions: list[Action]
+    short: bool
+    """Whether a request lacked pages for its KV."""
+    promises: tuple[Promise, ...] = ()
+    wake: float | None = None
+    """When an overdue request may claim more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """Which layers come back in one decision, and what it leaves to the next."""
+
+    actions: list[Action]
+    wake: float | None
+    """When layers come back if nothing is short of pages until then."""
+    memory: MirageMemo
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +104,7 @@ class Mirage(MemoryPolicy):
         return Requirements(rotation=True)
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
-        before = memo if isinstance(memo, Memory) else Memory()
+        before = memo if isinstance(memo, MirageMemo) else MirageMemo()
         turns = turns_of(self.temporal, self.quantum, self.preemptive)
         divide = self._with_layers if self.pooled else shares
         standing, actions = stand(view, before.standing, divide, turns)
@@ -89,56 +114,72 @@ class Mirage(MemoryPolicy):
         view = sharing.view
         active = self._active(view, standing)
         layers = self._layers(view, standing, active)
-        claims, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
-        promises: tuple[Promise, ...] = ()
+        pages = standing.division.pages
         if self.pooled:
-            absent, wake = activation_claims(view, PATIENCE)
-            absent = [
-                _before_its_layers_lend(view, layers, claim)
-                for claim in absent
-                if claim.model in standing.division.pages
-            ]
-            wake = earliest(wake, short_at)
-            if claims and layers.any_left(view):
-                claims += queue_claims(view, int(self.lookahead))
-            sources = [
-                cached_prefixes,
-                loose_blocks,
-                lent_pages,
-                *_of(layers, sharing.younger),
-                own_prefix,
-            ]
-            lacking, limited = part_limited(view, claims)
-            covered = cover(view, [*absent, *lacking], sources, by_price=bool(self.by_price))
-            after, budget = view, covered.budget
-            done, promises = covered.actions, covered.promises
-            done += cover_limited(view, limited, [own_younger_requests])
+            covered = self._cover_from_pool(view, layers, sharing.younger, pages)
         else:
-            wake = None
-            after, done = self._cover_within(view, claims, layers, standing.division.pages)
-            budget = PageBudget(_having(after, surplus(after, standing.division.pages)))
-        ended = hold(whole, standing, turns, promises, freed=bool(done))
-        standing, wake = ended.standing, earliest(wake, ended.up_at)
-        returning = before.returning | (active - before.active)
-        cached = [cached_prefixes] if self.pooled else []
-        sources = [*cached, layers.of_inactive]
-        back, returning = to_active(after, budget, layers, returning & active, sources)
-        done += back
-        since = view.now if before.calm_since is None else before.calm_since
-        calm = None if claims else since
-        if self.reversion and calm is not None and any(m.rotation.lent for m in view.models):
-            due = calm + self.cooldown
-            if view.now < due:
-                wake = earliest(wake, due)
-            elif not back:
-                done += self._revert(after, budget, layers, standing.division.pages)
-        memory = Memory(standing, active, returning, calm)
+            covered = self._cover_from_shares(view, layers, pages)
+        promises, freed = covered.promises, bool(covered.actions)
+        ended = hold(whole, standing, turns, promises, freed=freed)
+        returned = self._return_layers(covered, before, layers, ended.standing)
+        done = [*covered.actions, *returned.actions]
         settled = (
             layers.settled(view, a) if isinstance(a, Remap) else a for a in last_remaps(done)
         )
         changes = (a for a in settled if a is not None)
         actions += [*sharing.holds, *ended.holds, *changes]
-        return Decision(tuple(actions), memory, wake, ended.promises, sharing.holding)
+        wake = earliest(earliest(covered.wake, ended.up_at), returned.wake)
+        return Decision(tuple(actions), returned.memory, wake, ended.promises, sharing.holding)
+
+    def _cover_from_pool(
+        self, view: DeviceView, layers: LayerOffers, younger: Source, pages: Mapping[str, int]
+    ) -> _Covered:
+        """Cover claims where the KV of all models comes from one pool.
+
+        `younger` offers the pages of requests that make way; `pages`: by model that has a place.
+        """
+        claims, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
+        absent, absent_at = activation_claims(view, PATIENCE)
+        absent = [
+            _before_its_layers_lend(view, layers, claim) for claim in absent if claim.model in pages
+        ]
+        if claims and layers.any_left(view):
+            claims += queue_claims(view, int(self.lookahead))
+        sources = [cached_prefixes, loose_blocks, lent_pages, *_of(layers, younger), own_prefix]
+        lacking, limited = part_limited(view, claims)
+        covered = cover(view, [*absent, *lacking], sources, by_price=bool(self.by_price))
+        actions = covered.actions + cover_limited(view, limited, [own_younger_requests])
+        wake = earliest(absent_at, short_at)
+        return _Covered(view, covered.budget, actions, bool(claims), covered.promises, wake)
+
+    def _cover_from_shares(
+        self, view: DeviceView, layers: LayerOffers, pages: Mapping[str, int]
+    ) -> _Covered:
+        """Cover claims where each model has a share of the KV `pages`."""
+        claims, _ = kv_claims(view, waiting=True, patience=PATIENCE)
+        after, actions = self._cover_within(view, claims, layers, pages)
+        budget = PageBudget(_having(after, surplus(after, pages)))
+        return _Covered(after, budget, actions, bool(claims))
+
+    def _return_layers(
+        self, covered: _Covered, before: MirageMemo, layers: LayerOffers, standing: Standing
+    ) -> _Returned:
+        """Return layers to models that have become active, and to all when the peak is over."""
+        view, budget, active = covered.view, covered.budget, layers.active
+        returning = before.returning | (active - before.active)
+        cached = [cached_prefixes] if self.pooled else []
+        sources = [*cached, layers.of_inactive]
+        actions, returning = to_active(view, budget, layers, returning & active, sources)
+        since = view.now if before.calm_since is None else before.calm_since
+        calm = None if covered.short else since
+        wake = None
+        if self.reversion and calm is not None and any(m.rotation.lent for m in view.models):
+            due = calm + self.cooldown
+            if view.now < due:
+                wake = due
+            elif not actions:
+                actions = self._revert(view, budget, layers, standing.division.pages)
+        return _Returned(actions, wake, MirageMemo(standing, active, returning, calm))
 
     def _active(self, view: DeviceView, standing: Standing) -> frozenset[str]:
         """Models with requests; where there are turns, of these the one whose turn it is."""
@@ -147,11 +188,11 @@ class Mirage(MemoryPolicy):
             m.name for m in view.models if not m.idle and (not self.temporal or m.name == turn)
         )
 
-    def _layers(self, view: DeviceView, standing: Standing, active: frozenset[str]) -> Layers:
+    def _layers(self, view: DeviceView, standing: Standing, active: frozenset[str]) -> LayerOffers:
         turn = standing.turn
         used = sorted(view.models, key=lambda m: (m.last_used, m.name))
         recent = (*turn.past, turn.model) if turn else tuple(m.name for m in used)
-        return Layers(
+        return LayerOffers(
             active,
             recent,
             bool(self.cap),
@@ -172,7 +213,11 @@ class Mirage(MemoryPolicy):
         return {m.name: room + lent for m in models}
 
     def _cover_within(
-        self, view: DeviceView, claims: Sequence[Claim], layers: Layers, pages: Mapping[str, int]
+        self,
+        view: DeviceView,
+        claims: Sequence[Claim],
+        layers: LayerOffers,
+        pages: Mapping[str, int],
     ) -> tuple[DeviceView, list[Action]]:
         """Where each model has a share, it grows by what layers give up; the view after that."""
         actions = recalls(view, sum(s.pages for s in view.shortages if not s.limited))
@@ -192,7 +237,7 @@ class Mirage(MemoryPolicy):
         return view, actions
 
     def _revert(
-        self, view: DeviceView, budget: PageBudget, layers: Layers, pages: Mapping[str, int]
+        self, view: DeviceView, budget: PageBudget, layers: LayerOffers, pages: Mapping[str, int]
     ) -> list[Action]:
         """Layers come back as far as pages are not needed, and a reserve stays free."""
         if self.pooled:
@@ -216,7 +261,7 @@ class Mirage(MemoryPolicy):
         return [*limits, *drops, *remaps] if remaps else []
 
 
-def _before_its_layers_lend(view: DeviceView, layers: Layers, claim: Claim) -> Claim:
+def _before_its_layers_lend(view: DeviceView, layers: LayerOffers, claim: Claim) -> Claim:
     """The claim of a model that is to come, for no more than the device can have without that
     model's own layers, which lend only once all of them are there: they have to lend the rest."""
     m = view.model(claim.model)
@@ -240,7 +285,7 @@ def surplus(view: DeviceView, pages: Mapping[str, int]) -> int:
     )
 
 
-def _of(layers: Layers, youngest: Source) -> list[Source]:
+def _of(layers: LayerOffers, youngest: Source) -> list[Source]:
     """What layers give before requests make way, and, for the first of all, after that."""
     return [layers.of_inactive, layers.of_active, youngest, layers.beyond_caps]
 

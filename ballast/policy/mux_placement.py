@@ -19,7 +19,7 @@ from itertools import combinations_with_replacement, product
 from ballast.core.errors import ConfigError
 from ballast.core.units import format_bytes
 from ballast.policy.mux_estimate import Estimate, Tenant, estimate
-from ballast.policy.placement_problem import Device
+from ballast.policy.placement_problem import PlacementDevice
 
 SHARES = tuple(n / 10 for n in range(1, 11))
 """Of a mesh's compute, that Algorithm 2 tries for a model's decode steps."""
@@ -58,7 +58,9 @@ class Placed:
         return {name: list(mesh.devices) for mesh in self.meshes for name in mesh.models}
 
 
-def place(tenants: Sequence[Tenant], devices: Sequence[Device], per_host: int = 8) -> Placed:
+def place(
+    tenants: Sequence[Tenant], devices: Sequence[PlacementDevice], per_host: int = 8
+) -> Placed:
     """Place every model. Devices are joined within hosts alone, of `per_host` each, in their order;
     a mesh has 1, 2, 4, ... of them.
 
@@ -84,10 +86,10 @@ def place(tenants: Sequence[Tenant], devices: Sequence[Device], per_host: int = 
     return Placed(tuple(mesh for mesh in meshes if mesh.models), estimates, best[0])
 
 
-def mesh_groups(hosts: Sequence[Sequence[Device]]) -> Iterator[list[Mesh]]:
+def mesh_groups(hosts: Sequence[Sequence[PlacementDevice]]) -> Iterator[list[Mesh]]:
     """Yield every way to part hosts into meshes of 1, 2, 4, ... devices, but for ways that differ
     only in which of several equal hosts is parted how."""
-    kinds: dict[tuple[float, ...], list[Sequence[Device]]] = {}
+    kinds: dict[tuple[float, ...], list[Sequence[PlacementDevice]]] = {}
     for host in hosts:
         kinds.setdefault(tuple(d.memory for d in host), []).append(host)
     ways = [
@@ -114,7 +116,7 @@ def _partitions(n: int, most: int | None = None) -> Iterator[tuple[int, ...]]:
         size //= 2
 
 
-def _cut(host: Sequence[Device], sizes: Sequence[int]) -> Iterator[Mesh]:
+def _cut(host: Sequence[PlacementDevice], sizes: Sequence[int]) -> Iterator[Mesh]:
     at = 0
     for size in sizes:
         part = host[at : at + size]

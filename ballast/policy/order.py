@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ballast.core.compute import ComputeDecision, ComputeView, Phase, Runnable
 from ballast.core.request import Order
 from ballast.policy.base import ComputePolicy
-from ballast.policy.turns import Turn
+from ballast.policy.turns import ModelTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class FirstComeFirstServed(ComputePolicy):
     def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
         if not self.longest_turn or any(r.moves_kv for r in view.runnable):
             return self._job(_first(view, view.runnable), math.inf, memo)
-        turn = memo if isinstance(memo, Turn) else Turn("", -math.inf)
+        turn = memo if isinstance(memo, ModelTurn) else ModelTurn("", -math.inf)
         runnable = {r.model: r for r in view.runnable}
         if view.now < turn.since + self.longest_turn and turn.model in runnable:
             return self._job(runnable[turn.model], turn.since + self.longest_turn, turn)
         chosen = _first(view, [r for r in view.runnable if r.model != turn.model] or view.runnable)
         if all(job.model != turn.model for job in view.in_flight):
-            turn = Turn(chosen.model, view.now)
+            turn = ModelTurn(chosen.model, view.now)
         return self._job(chosen, turn.since + self.longest_turn, turn)
 
     def _job(self, chosen: Runnable, until: float, memo: object) -> ComputeDecision:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ballast.core.errors import ConfigError
@@ -30,61 +30,88 @@ def spread(
     """
     if not by_work:
         needs = [replace(need, work={}, peak={}) for need in needs]
-    homes: dict[str, list[str]] = {}
-    weights = dict.fromkeys((r.device for r in rooms), 0)
-    work = dict.fromkeys((r.device for r in rooms), 0.0)
     order = sorted(needs, key=lambda n: (-max(n.work.values(), default=0), -n.weights, n.model))
     copies = {n.model: _copies(n, _fitting(n, rooms)) for n in order}
-
-    def part(need: Need, room: Room) -> float:
-        return need.work.get(room.kind, 0.0) / copies[need.model]
-
-    def crowd(need: Need, room: Room) -> float:
-        bytes_then = weights[room.device] + need.weights
-        return max(bytes_then / room.bytes, work[room.device] + part(need, room))
-
-    def give(need: Need, room: Room) -> None:
-        homes.setdefault(need.model, []).append(room.device)
-        weights[room.device] += need.weights
-        work[room.device] += part(need, room)
-
+    placing = _Placing(rooms, copies)
     for need in order:
-        give(need, min(_fitting(need, rooms), key=lambda r: crowd(need, r)))
+        placing.add_device(need, _fitting(need, rooms))
+    placing.replicate(order)
+    placing.use_empty_devices(order)
+    return placing.homes
 
-    def each(need: Need) -> float:
-        """What one of its devices has to keep up with."""
-        return max(need.busiest.values()) / len(homes[need.model])
 
-    def further(need: Need) -> list[Room]:
-        """Devices that can serve it as well."""
+class _Placing:
+    """Devices of models while they are being placed, with the load that each device has so far."""
+
+    def __init__(self, rooms: Sequence[Room], copies: Mapping[str, int]) -> None:
+        """`copies`: by model, the devices among which its work is divided."""
+        self.homes: dict[str, list[str]] = {}
+        """By model, the names of its devices."""
+        self._rooms = rooms
+        self._copies = copies
+        self._weights = dict.fromkeys((r.device for r in rooms), 0)
+        """By device, bytes."""
+        self._work = dict.fromkeys((r.device for r in rooms), 0.0)
+        """By device, share of its time."""
+        self._kinds = {r.device: r.kind for r in rooms}
+
+    def add_device(self, need: Need, among: Sequence[Room]) -> None:
+        """Give a model one more device: of these the one that is least crowded with it."""
+        self._add(need, min(among, key=lambda room: self._crowding(need, room)))
+
+    def replicate(self, order: Sequence[Need]) -> None:
+        """Give models whose work is divided among several devices those that they lack."""
+        wanting = [n for n in order if self._copies[n.model] > 1]
+        while wanting:
+            need = max(wanting, key=self._busiest_share)
+            free = self._further(need)
+            if free:
+                self.add_device(need, free)
+            if not free or len(self.homes[need.model]) == self._copies[need.model]:
+                wanting.remove(need)
+
+    def use_empty_devices(self, order: Sequence[Need]) -> None:
+        """Give each device that has no model the busiest one that it does not serve slower."""
+        requested = [n for n in order if any(n.busiest.values())]
+        for room in self._rooms:
+            if self._weights[room.device] == 0:
+                fits = [
+                    n for n in requested if room in self._further(n) and not self._slower(n, room)
+                ]
+                if fits:
+                    self._add(max(fits, key=self._busiest_share), room)
+
+    def _add(self, need: Need, room: Room) -> None:
+        self.homes.setdefault(need.model, []).append(room.device)
+        self._weights[room.device] += need.weights
+        self._work[room.device] += self._work_of_copy(need, room)
+
+    def _work_of_copy(self, need: Need, room: Room) -> float:
+        return need.work.get(room.kind, 0.0) / self._copies[need.model]
+
+    def _crowding(self, need: Need, room: Room) -> float:
+        """Return how crowded a device would be with one more model."""
+        weights = self._weights[room.device] + need.weights
+        work = self._work[room.device] + self._work_of_copy(need, room)
+        return max(weights / room.bytes, work)
+
+    def _busiest_share(self, need: Need) -> float:
+        """Return the work of a model's busiest seconds for each of its devices."""
+        return max(need.busiest.values()) / len(self.homes[need.model])
+
+    def _further(self, need: Need) -> list[Room]:
+        """Return the devices that can serve a model besides its own."""
         return [
             r
-            for r in _fitting(need, rooms)
-            if r.device not in homes[need.model] and weights[r.device] + need.least <= r.bytes
+            for r in _fitting(need, self._rooms)
+            if r.device not in self.homes[need.model]
+            and self._weights[r.device] + need.least <= r.bytes
         ]
 
-    wanting = [n for n in order if copies[n.model] > 1]
-    while wanting:
-        need = max(wanting, key=each)
-        free = further(need)
-        if free:
-            give(need, min(free, key=lambda r: crowd(need, r)))
-        if not free or len(homes[need.model]) == copies[need.model]:
-            wanting.remove(need)
-    kinds = {r.device: r.kind for r in rooms}
-
-    def slower(need: Need, room: Room) -> bool:
-        """Whether its work takes longer there than on each of its devices."""
-        seen = (need.busiest.get(kinds[device], 0.0) for device in homes[need.model])
-        return need.busiest.get(room.kind, 0.0) > max(seen)
-
-    asked = [n for n in order if any(n.busiest.values())]
-    for room in rooms:
-        if weights[room.device] == 0:
-            fits = [n for n in asked if room in further(n) and not slower(n, room)]
-            if fits:
-                give(max(fits, key=each), room)
-    return homes
+    def _slower(self, need: Need, room: Room) -> bool:
+        """Return whether a model's work takes longer there than on each of its devices."""
+        own = (need.busiest.get(self._kinds[device], 0.0) for device in self.homes[need.model])
+        return need.busiest.get(room.kind, 0.0) > max(own)
 
 
 def _fitting(need: Need, rooms: Sequence[Room]) -> list[Room]:

@@ -10,7 +10,7 @@ Homes = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class PlacementDevice:
     """A device on which models, or parts of them, may be placed."""
 
     name: str

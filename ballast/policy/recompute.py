@@ -27,7 +27,7 @@ from ballast.policy.static import (
     placed,
     shares,
 )
-from ballast.policy.turns import RoundRobin, Turn
+from ballast.policy.turns import ModelTurn, RoundRobinTurns
 
 PATIENCE = 0.5
 """Part of its TTFT service level that a request waits for room, before younger requests make way
@@ -39,7 +39,7 @@ class Standing:
     """Who has a place, and whose turn it is."""
 
     division: Division
-    turn: Turn | None = None
+    turn: ModelTurn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +86,16 @@ class Recompute(MemoryPolicy):
         return Decision(tuple(actions), ended.standing, wake, ended.promises, sharing.holding)
 
 
-def turns_of(temporal: float, quantum: float, preemptive: float) -> RoundRobin | None:
+def turns_of(temporal: float, quantum: float, preemptive: float) -> RoundRobinTurns | None:
     """The turns that a preset's options ask for, if any."""
-    return RoundRobin(quantum, bool(preemptive)) if temporal else None
+    return RoundRobinTurns(quantum, bool(preemptive)) if temporal else None
 
 
 def stand(
     view: DeviceView,
     before: Standing | None,
     divide: Callable[[DeviceView], dict[str, int]],
-    turns: RoundRobin | None,
+    turns: RoundRobinTurns | None,
 ) -> tuple[Standing, list[Action]]:
     """Places and the turn from now on, and what the places ask for."""
     division, actions = keep_places(view, before.division if before else None, divide)
@@ -103,7 +103,7 @@ def stand(
     return Standing(division, turns.current(view, turn) if turns else turn), actions
 
 
-def served(view: DeviceView, standing: Standing, turns: RoundRobin | None) -> DeviceView:
+def served(view: DeviceView, standing: Standing, turns: RoundRobinTurns | None) -> DeviceView:
     """The view once it is known whose turn it is: as it will be when the others are held."""
     return turns.served(view, standing.turn) if turns else view
 
@@ -122,7 +122,7 @@ class Held:
 def hold(
     view: DeviceView,
     standing: Standing,
-    turns: RoundRobin | None,
+    turns: RoundRobinTurns | None,
     promises: tuple[Promise, ...],
     *,
     freed: bool,

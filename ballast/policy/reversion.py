@@ -10,7 +10,7 @@ from ballast.core.request import Order
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.budget import PageBudget
 from ballast.policy.cover import cover
-from ballast.policy.layers import Layers
+from ballast.policy.layers import LayerOffers
 from ballast.policy.market import Claim, Source
 
 
@@ -36,7 +36,7 @@ def give_back(
 def to_active(
     view: DeviceView,
     budget: PageBudget,
-    layers: Layers,
+    layers: LayerOffers,
     returning: Iterable[str],
     sources: Sequence[Source],
 ) -> tuple[list[Action], frozenset[str]]:
@@ -60,7 +60,7 @@ def to_active(
     return actions, frozenset(waiting)
 
 
-def off_peak(view: DeviceView, budget: PageBudget, layers: Layers) -> list[Claim]:
+def off_peak(view: DeviceView, budget: PageBudget, layers: LayerOffers) -> list[Claim]:
     """Claims of all layers that are lent: those of active models first, then those of the models
     that are used next (7.6.1, dynamic reversion)."""
     lenders = [
@@ -71,7 +71,7 @@ def off_peak(view: DeviceView, budget: PageBudget, layers: Layers) -> list[Claim
 
 
 def _layers_claim(
-    view: DeviceView, layers: Layers, m: ModelView, lent: int, n: int, why: str
+    view: DeviceView, layers: LayerOffers, m: ModelView, lent: int, n: int, why: str
 ) -> Claim:
     """The claim of a model that lends `lent` layers for the pages of `n` of them."""
 

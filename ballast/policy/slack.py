@@ -33,7 +33,7 @@ MOST = 512
 """Requests that are looked at, those with the earliest deadlines; the others count as in time."""
 
 
-class Prefill(NamedTuple):
+class QueuedPrefill(NamedTuple):
     """A waiting request, as the rule sees it."""
 
     id: str
@@ -46,7 +46,7 @@ class Prefill(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class SlackMemo:
     """What one decision leaves to the next."""
 
     waiting: tuple[tuple[RequestView, ...], ...] = ()
@@ -72,7 +72,7 @@ class Slack(AdmissionPolicy):
     aging: float = LONGEST_WAIT
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
-        before = memo if isinstance(memo, Queue) else Queue()
+        before = memo if isinstance(memo, SlackMemo) else SlackMemo()
         waiting = tuple(m.waiting for m in view.models)
         if not any(waiting):
             return Decision((), None)
@@ -107,10 +107,10 @@ class Slack(AdmissionPolicy):
                     since = view.now
                 until = min(until, since + self.aging)
         wake = until if until < float("inf") else None
-        return Decision(tuple(actions), Queue(waiting, until, since), wake)
+        return Decision(tuple(actions), SlackMemo(waiting, until, since), wake)
 
 
-def prefills(view: DeviceView) -> list[Prefill]:
+def prefills(view: DeviceView) -> list[QueuedPrefill]:
     """The requests that wait to be admitted, but those that were put first."""
     found = []
     for m in view.models:
@@ -122,11 +122,11 @@ def prefills(view: DeviceView) -> list[Prefill]:
             seconds = m.costs.prefill_seconds(r.tokens)
             if absent + seconds > due:
                 due = float("-inf")
-            found.append(Prefill(r.id, r.order.rank, due, seconds))
+            found.append(QueuedPrefill(r.id, r.order.rank, due, seconds))
     return found
 
 
-def left_out(waiting: Sequence[Prefill], begun: float = 0.0) -> tuple[set[str], float]:
+def left_out(waiting: Sequence[QueuedPrefill], begun: float = 0.0) -> tuple[set[str], float]:
     """Return the ids of the fewest requests without which all others are in time, and in how many
     seconds that may change while nobody comes or goes.
 
@@ -138,7 +138,7 @@ def left_out(waiting: Sequence[Prefill], begun: float = 0.0) -> tuple[set[str], 
     at, slack = begun, float("inf")
     for _, group in groupby(chosen, attrgetter("rank")):
         taken: list[tuple[float, str]] = []
-        kept: dict[str, Prefill] = {}
+        kept: dict[str, QueuedPrefill] = {}
         start = at
         for p in group:
             if p.id in late:

@@ -11,7 +11,7 @@ from ballast.policy.placement import spread
 
 
 @dataclass(frozen=True, slots=True)
-class Stay(FleetPolicy):
+class FixedPlacement(FleetPolicy):
     """Places models by their weights and, with `by_work`, by the work that they are expected to
     bring, where that is known: a model too busy for one device gets several."""
 

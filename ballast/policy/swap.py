@@ -20,7 +20,7 @@ from ballast.policy.offers import (
     younger_models,
     younger_requests,
 )
-from ballast.policy.turns import Phase, Turn, phase
+from ballast.policy.turns import ModelTurn, TurnPhase, phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class WholeModels(MemoryPolicy):
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         present = {m.name for m in view.models}
-        turn = memo if isinstance(memo, Turn) and memo.model in present else None
+        turn = memo if isinstance(memo, ModelTurn) and memo.model in present else None
         others = [m for m in view.models if m.waiting and (turn is None or m.name != turn.model)]
         heir = min(others, key=oldest, default=None)
         if turn is None:
@@ -59,7 +59,7 @@ class WholeModels(MemoryPolicy):
             return Decision(tuple(actions), turn)
         over_at = turn.since + self.quantum
         at = phase(turn, current, view.now, self.quantum)
-        if at is Phase.OVER and resident:
+        if at is TurnPhase.OVER and resident:
             actions.append(Hold(current.name, False))
             evict = Evict(current.name, why=f"{heir.name} is next")
             beside = heir.missing_pages <= view.free - view.promised
@@ -68,7 +68,7 @@ class WholeModels(MemoryPolicy):
                 start = self._start(view, heir, actions)
                 return replace(start, actions=(*start.actions, evict))
             return self._start(view, heir, [*actions, evict])
-        if at is Phase.DRAINS and not current.held and resident:
+        if at is TurnPhase.DRAINS and not current.held and resident:
             actions.append(Hold(current.name, True, why=f"its turn is over, {heir.name} waits"))
         return Decision(tuple(actions), turn, over_at if view.now < over_at < inf else None)
 
@@ -84,4 +84,4 @@ class WholeModels(MemoryPolicy):
         claim = Claim(heir.name, oldest(heir), heir.missing_pages, may_preempt=False, weights=True)
         drops = gather(stay, claim, [cached_prefixes], budget)
         actions = [*actions, *drops, Activate(heir.name, why="its turn")]
-        return Decision(tuple(actions), Turn(heir.name, since=inf))
+        return Decision(tuple(actions), ModelTurn(heir.name, since=inf))

@@ -10,7 +10,7 @@ from ballast.core.view import DeviceView, ModelView, Residency
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ModelTurn:
     """The model that is served, and since when."""
 
     model: str
@@ -19,13 +19,13 @@ class Turn:
     past: tuple[str, ...] = ()
     """Models that had turns before, the latest last."""
 
-    def then(self, model: str, now: float) -> Turn:
+    def then(self, model: str, now: float) -> ModelTurn:
         """The turn that follows this one."""
         past = (*(name for name in self.past if name != self.model), self.model)
-        return Turn(model, now, past)
+        return ModelTurn(model, now, past)
 
 
-class Phase(enum.Enum):
+class TurnPhase(enum.Enum):
     """State of a turn for whose end others wait."""
 
     LASTS = enum.auto()
@@ -35,18 +35,18 @@ class Phase(enum.Enum):
 
 
 def phase(
-    turn: Turn, current: ModelView, now: float, quantum: float, preemptive: bool = False
-) -> Phase:
+    turn: ModelTurn, current: ModelView, now: float, quantum: float, preemptive: bool = False
+) -> TurnPhase:
     """State of `current`'s turn, `quantum` being the seconds in which it may admit requests: those
     that wait when it begins, however short that is."""
     up = now >= turn.since + quantum and now > turn.since
     if current.idle or (up and (preemptive or not current.running)):
-        return Phase.OVER
-    return Phase.DRAINS if up else Phase.LASTS
+        return TurnPhase.OVER
+    return TurnPhase.DRAINS if up else TurnPhase.LASTS
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRobin:
+class RoundRobinTurns:
     """Turns of `quantum` seconds, in the fleet's order, of resident models that have requests.
 
     A turn whose time is up drains: it ends when its running requests have finished. If it is
@@ -61,14 +61,14 @@ class RoundRobin:
     quantum: float
     preemptive: bool = False
 
-    def current(self, view: DeviceView, turn: Turn | None) -> Turn | None:
+    def current(self, view: DeviceView, turn: ModelTurn | None) -> ModelTurn | None:
         """The turn from now on."""
         heir = self._following(view, turn)
-        if heir is None or self._phase(view, turn) is not Phase.OVER:
+        if heir is None or self._phase(view, turn) is not TurnPhase.OVER:
             return turn
-        return Turn(heir, view.now) if turn is None else turn.then(heir, view.now)
+        return ModelTurn(heir, view.now) if turn is None else turn.then(heir, view.now)
 
-    def served(self, view: DeviceView, turn: Turn | None) -> DeviceView:
+    def served(self, view: DeviceView, turn: ModelTurn | None) -> DeviceView:
         """The view once the `holds` are set; frozen models lack nothing in it: their requests
         claim no pages."""
         wanted = self._wanted(view, turn)
@@ -81,7 +81,7 @@ class RoundRobin:
         lack = tuple(s for s in view.shortages if not wanted[s.model][1])
         return replace(view, models=models, shortages=lack)
 
-    def yielded(self, view: DeviceView, turn: Turn | None) -> Turn | None:
+    def yielded(self, view: DeviceView, turn: ModelTurn | None) -> ModelTurn | None:
         """The turn from now on where a decision frees no pages.
 
         That of the next model that can run, if the present one cannot and no pages are on their
@@ -95,7 +95,7 @@ class RoundRobin:
         heir = self._following(view, turn, able=True)
         return turn if heir is None else turn.then(heir, view.now)
 
-    def holds(self, view: DeviceView, turn: Turn | None) -> list[Action]:
+    def holds(self, view: DeviceView, turn: ModelTurn | None) -> list[Action]:
         """Hold every model whose turn it is not, or drains."""
         wanted = self._wanted(view, turn)
         actions: list[Action] = []
@@ -108,29 +108,33 @@ class RoundRobin:
                 actions.append(Hold(m.name, held, why, frozen))
         return actions
 
-    def up_at(self, view: DeviceView, turn: Turn | None) -> float | None:
+    def up_at(self, view: DeviceView, turn: ModelTurn | None) -> float | None:
         """When the turn's time is up; None where nobody waits for that, or where all wait for
         pages that no turn will bring (the loop sees then that it is stuck)."""
-        if turn is None or self._phase(view, turn) is not Phase.LASTS or _helpless(view):
+        if turn is None or self._phase(view, turn) is not TurnPhase.LASTS or _helpless(view):
             return None
         return None if self._following(view, turn) is None else turn.since + self.quantum
 
-    def _wanted(self, view: DeviceView, turn: Turn | None) -> dict[str, tuple[bool, bool]]:
+    def _wanted(self, view: DeviceView, turn: ModelTurn | None) -> dict[str, tuple[bool, bool]]:
         """Whether each model is to be held, and frozen."""
-        drains = self._phase(view, turn) is Phase.DRAINS and self._following(view, turn) is not None
+        drains = (
+            self._phase(view, turn) is TurnPhase.DRAINS and self._following(view, turn) is not None
+        )
         rest = True, self.preemptive
         wanted = dict.fromkeys((m.name for m in view.models), rest)
         if turn is not None and turn.model in wanted:
             wanted[turn.model] = drains, False
         return wanted
 
-    def _phase(self, view: DeviceView, turn: Turn | None) -> Phase:
+    def _phase(self, view: DeviceView, turn: ModelTurn | None) -> TurnPhase:
         current = None if turn is None else _resident(view, turn.model)
         if turn is None or current is None:
-            return Phase.OVER
+            return TurnPhase.OVER
         return phase(turn, current, view.now, self.quantum, self.preemptive)
 
-    def _following(self, view: DeviceView, turn: Turn | None, able: bool = False) -> str | None:
+    def _following(
+        self, view: DeviceView, turn: ModelTurn | None, able: bool = False
+    ) -> str | None:
         """The model whose turn is next, None if no other one has work; `able`: of those that
         lack no pages."""
         names = [m.name for m in view.models]

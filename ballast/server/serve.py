@@ -23,7 +23,7 @@ from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
 from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
-from ballast.fleet.source import Reading, Source
+from ballast.fleet.source import FleetReading, FleetSource
 from ballast.live.inbox import MonotonicClock
 from ballast.server.access.keys import Guard
 from ballast.server.admin.admin_service import AdminService
@@ -64,13 +64,13 @@ class WallClock:
 
 
 def serve(
-    source: Source,
+    source: FleetSource,
     host: str = "127.0.0.1",
     port: int = 8000,
     ready: Callable[[int], None] | None = None,
     *,
     otlp_endpoint: str | None = None,
-    reading: Reading | None = None,
+    reading: FleetReading | None = None,
     worker_command: Sequence[str] = COMMAND,
     own_process: bool = False,
 ) -> int:
@@ -103,8 +103,8 @@ def serve(
 
 
 async def _serve(
-    source: Source,
-    reading: Reading,
+    source: FleetSource,
+    reading: FleetReading,
     host: str,
     port: int,
     ready: Callable[[int], None] | None,

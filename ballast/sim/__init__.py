@@ -31,6 +31,7 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `passes`: Forward passes through layers that come and go.
 - `place`: Placement problems in JSON, and answers by each algorithm.
 - `profile`: Device profiles: what jobs cost, read from TOML.
+- `profile_tables`: The tables of a profile's file.
 - `replay`: Replay of a story through loop and policies, compared entry by entry.
 - `restore`: The events of a story, restored for its replay.
 - `roofline`: Job costs from hardware peaks, derated.

@@ -18,7 +18,7 @@ Change = Callable[[float], None]
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class ScheduledChange:
     """A change to come; `Agenda.drop` takes it back."""
 
     at: float
@@ -29,7 +29,7 @@ class Agenda:
     """Changes to come, and how far they may be made before a loop has to turn."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Entry]] = []
+        self._heap: list[tuple[float, int, ScheduledChange]] = []
         self._sequence = 0
         self.next = inf
         """Time of the next change; inf if there is none."""
@@ -38,16 +38,16 @@ class Agenda:
         self._leaper: object = None
         self._reached = inf
 
-    def schedule(self, at: float, change: Change) -> Entry:
+    def schedule(self, at: float, change: Change) -> ScheduledChange:
         """Make `change` at `at`."""
         self._sequence += 1
-        entry = Entry(at, change)
+        entry = ScheduledChange(at, change)
         heapq.heappush(self._heap, (at, self._sequence, entry))
         if at < self.next:
             self.next = at
         return entry
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: ScheduledChange) -> None:
         """Take a change back that has not been made."""
         entry.change = None
         self._skip()

@@ -14,6 +14,7 @@ from ballast.cluster.machine_choice import machine_of_one_rank
 from ballast.core.actions import Short
 from ballast.core.errors import DeviceError
 from ballast.core.event import Arrival, Drain, Finished, Output, TokenOut, TransferDone
+from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
@@ -40,7 +41,7 @@ def calibrate(
     make_machine: MakeMachine = machine_of_one_rank,
     progress: Callable[[str, int, int | None], object] = lambda what, done, total: None,
 ) -> Profile:
-    """A profile of this machine for the fleet's models; see `calibrated`."""
+    """Measure a profile of this machine for the fleet's models; see `calibrated`."""
     return calibrated(fleet, rounds, seed, make_machine, progress)[0]
 
 
@@ -51,7 +52,7 @@ def calibrated(
     make_machine: MakeMachine = machine_of_one_rank,
     progress: Callable[[str, int, int | None], object] = lambda what, done, total: None,
 ) -> tuple[Profile, list[ModelSpec]]:
-    """A profile of this machine for the fleet's models, and the sizes of those that it serves.
+    """Measure a profile of this machine for the fleet's models; returns their sizes as well.
 
     Every model is activated a few times over the (paced) link, timed. Then the loop serves bursts
     of random requests of all models, and its story says what jobs take beside it and beside a
@@ -62,52 +63,69 @@ def calibrated(
     much.
     """
     client = _Client(random.Random(seed), rounds, progress)
-    whole = replace(fleet.device, lanes=1)
+    link, mapping = LinkMeter(), _Mapping()
     entries: list[dict[str, Any]] = []
     progress(f"measuring: loading {len(fleet.models)} models", 0, None)
+    one_lane = replace(fleet.device, lanes=1)
     device = LiveDevice(
-        replace(fleet, device=whole, preset="balloon", options={}),
-        client.hear,
+        replace(fleet, device=one_lane, preset="balloon", options={}),
+        client.receive,
         sink=entries.extend,
         make_machine=make_machine,
     )
     try:
         device.populate()
-        link, mapping = LinkMeter(), _Mapping()
         for i in range(rounds):
             progress("measuring transfers", i, rounds)
-            for m in device.state.models.values():
-                link.activated(mapping.activate(device, m))
-                link.measure(device, m)
-                mapping.evict(device, m)
+            _activate_all(device, link, mapping)
         client.device = device
-        asking = threading.Thread(target=client.ask, daemon=True)
-        asking.start()
+        sender = threading.Thread(target=client.send_bursts, daemon=True)
+        sender.start()
         device.run()
-        asking.join()
+        sender.join()
         specs = list(device.specs.values())
         unserved = sorted(set(device.state.models) - client.served)
     finally:
         device.close()
     if unserved:
         raise DeviceError("calibrate", f"no request of {', '.join(unserved)} was answered")
+    profile = _profile(entries, client.answer_seconds, link.rates(), mapping)
+    return replace(profile, early=device.machine.copies_beside_jobs), specs
+
+
+def _activate_all(device: LiveDevice, link: LinkMeter, mapping: _Mapping) -> None:
+    """Bring each model to the device and off again, timed."""
+    for m in device.state.models.values():
+        link.activated(mapping.activate(device, m))
+        link.measure(device, m)
+        mapping.evict(device, m)
+
+
+def _profile(
+    entries: list[dict[str, Any]],
+    answer_seconds: Sequence[float],
+    rates: LinkRates,
+    mapping: _Mapping,
+) -> Profile:
+    """Fit costs to a story's `entries`, beside what was measured of the link and of mapping.
+
+    `answer_seconds`: from the beginning of a turn until its tokens reached the client.
+    """
     jobs = jobs_of(entries)
-    taken = [e["at"] - e["arrival"] for e in entries if e.get("event") == "Arrival"]
+    receipt_seconds = [e["at"] - e["arrival"] for e in entries if e.get("event") == "Arrival"]
     wake, costs = costs_of(jobs)
     spread = spread_of(jobs, wake, costs)
     overhead, costs = with_loop(jobs, costs)
-    profile = Profile(
+    return Profile(
         costs=costs,
-        link=link.rates(),
+        link=rates,
         overhead=overhead,
         wake=wake,
-        answer=statistics.median(taken) + statistics.median(client.told),
+        answer=statistics.median(receipt_seconds) + statistics.median(answer_seconds),
         page_seconds=mapping.page_seconds,
         pages=mapping.costs,
         spread=spread,
-        early=device.machine.copies_beside_jobs,
     )
-    return profile, specs
 
 
 class _Mapping:
@@ -159,21 +177,22 @@ class _Client:
         """Before the loop runs."""
         self.served: set[str] = set()
         """Models of which a request was answered."""
-        self.told: list[float] = []
+        self.answer_seconds: list[float] = []
         """Seconds from the beginning of a turn until its tokens were here."""
         self._rng = rng
         self._rounds = rounds
         self._progress = progress
-        self._asked = 0
+        self._sent = 0
         self._open: dict[str, str] = {}
         """Model by request."""
         self._changed = threading.Condition()
 
-    def hear(self, outputs: list[Output]) -> None:
-        """On the loop's thread."""
+    def receive(self, outputs: list[Output]) -> None:
+        """Record outputs; called on the loop's thread."""
         assert self.device is not None
         if self.device.loop.turn_since is not None:
-            self.told.append(self.device.clock.now() - self.device.loop.turn_since)
+            seconds = self.device.clock.now() - self.device.loop.turn_since
+            self.answer_seconds.append(seconds)
         ends = [o for o in outputs if not isinstance(o, TokenOut)]
         if not ends:
             return
@@ -184,8 +203,8 @@ class _Client:
                     self.served.add(model)
             self._changed.notify_all()
 
-    def ask(self) -> None:
-        """All rounds; then the device drains."""
+    def send_bursts(self) -> None:
+        """Send all rounds of bursts, then drain the device."""
         device = self.device
         assert device is not None
         specs = [m.spec for m in device.state.models.values()]
@@ -203,10 +222,13 @@ class _Client:
         device.post(Drain())
 
     def _bursts(self, specs: Sequence[ModelSpec]) -> Iterator[list[ModelSpec]]:
-        """A round: whose requests arrive at once, every other time beside one of another model."""
-        wanted = [(spec, n) for spec in specs for n in BURSTS]
-        self._rng.shuffle(wanted)
-        for spec, n in wanted:
+        """Yield a round of bursts, each the models of its requests.
+
+        About every other burst has a request of another model beside its own.
+        """
+        bursts = [(spec, n) for spec in specs for n in BURSTS]
+        self._rng.shuffle(bursts)
+        for spec, n in bursts:
             others = [s for s in specs if s is not spec] if self._rng.random() < 0.5 else []
             yield [spec] * n + ([self._rng.choice(others)] if others else [])
 
@@ -215,9 +237,9 @@ class _Client:
         output = min(rng.randint(2, MOST_OUTPUT), spec.max_model_len - 1)
         most = min(MOST_CONTEXT, spec.max_model_len - output)
         length = round(2 ** rng.uniform(1.0, max(1.0, math.log2(most)))) if most > 1 else 1
-        self._asked += 1
+        self._sent += 1
         submission = Submission(
-            id=f"calibrate-{self._asked}",
+            id=f"calibrate-{self._sent}",
             model=spec.name,
             prompt=tuple(rng.randrange(spec.vocab) for _ in range(min(length, most))),
             max_tokens=output,

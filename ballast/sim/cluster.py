@@ -13,15 +13,16 @@ from ballast.core.cost import StepCosts, Traffic
 from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
 from ballast.core.event import Output
-from ballast.core.fleet import Room
+from ballast.core.fleet import Need, Room
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, Role
 from ballast.core.units import MiB
 from ballast.engine.state import DeviceState
+from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import Preset
-from ballast.sim.controller import Controller, Told
+from ballast.sim.controller import SimController, Told
 from ballast.sim.device import Profile, SimDevice, Steps
 from ballast.sim.given import NOTHING, Given
 from ballast.sim.handover import check_roles
@@ -31,7 +32,7 @@ from ballast.sim.modelled import ALL, Modelled
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.runner import OnParts, unmeasured
 from ballast.sim.simulate import simulate_devices
-from ballast.sim.topology import Peers, Place, places
+from ballast.sim.topology import HostPlace, Joints, PeerLinks, places
 
 USABLE = 0.9
 """Share of a device's memory that is the pool's; an assumption, as of common engines' defaults."""
@@ -144,71 +145,40 @@ class Cluster:
         Raises ConfigError for a model that no device can serve.
         """
         policy = preset.fleet if given.homes is None else given.homes
-        kind_of: dict[str, Kind] = {}
-        """By device."""
-        place_of: dict[str, Place] = {}
-        units = [(kind.link, kind.ranks) for kind in kinds for _ in range(kind.number)]
-        free = iter(places(given.joints, units))
-        for kind in kinds:
-            for _ in range(kind.number):
-                place = next(free)
-                for _ in range(kind.slices):
-                    name = f"{kind.profile.device}:{len(kind_of)}"
-                    kind_of[name], place_of[name] = kind, place
-        settings = {name: _settings(kind, served, name) for name, kind in kind_of.items()}
-        numbers = {id(kind): str(i) for i, kind in enumerate(kinds)}
-        """Measured profiles may have the same name and not be equally fast."""
-        rooms = [Room(n, settings[n].budget_bytes, numbers[id(k)]) for n, k in kind_of.items()]
-        by_kind = {numbers[id(kind)]: kind for kind in kinds}
-        kept = dict.fromkeys(
-            replace(s, name="", budget_bytes=0, role=Role.BOTH) for s in settings.values()
-        )
-        needs = [
-            need_of(s, kept, *(_work(s, by_kind, asked or {}) for asked in (traffic, busiest)))
-            for s in specs
-        ]
-        roles = {name: kind.role for name, kind in kind_of.items()}
-        check_roles(roles, given.joints.peers is not Peers.NONE)
-        prefilling = Role.PREFILL in roles.values()
-        if given.homes is None:
-            at = placed_by_role(policy, needs, rooms, roles)
-        else:  # which device does what is up to whoever names them
-            at = policy.place(needs, rooms)
+        sites = _sites(kinds, served, given.joints)
+        rooms, needs = _rooms_and_needs(kinds, sites, specs, traffic, busiest)
+        homes = _homes(policy, rooms, needs, sites, given)
+        prefilling = any(kind.role is Role.PREFILL for kind in kinds)
         self.devices: dict[str, SimDevice] = {}
         """By name, those that serve or may come to serve any model."""
-        for room in rooms:
-            name, kind, place = room.device, kind_of[room.device], place_of[room.device]
-            own = [s for s in specs if name in at[s.name]]
+        for name, site in sites.items():
+            own = [s for s in specs if name in homes[s.name]]
             if not own and not policy.moves:
                 continue
             observe = None if watch is None else functools.partial(watch, name)
             said = functools.partial(self._heard if prefilling else heard, name)
             self.devices[name] = SimDevice(
-                settings[name],
+                site.settings,
                 own,
                 preset,
-                kind.of(own),
+                site.kind.of(own),
                 said,
                 sink_of(name),
                 observe,
-                world=place.host.world,
-                path=place.path,
+                world=site.place.host.world,
+                path=site.place.path,
                 steps=steps,
             )
-        if given.orders and preset.requires.kv_swapping:
-            allowed = "another preset: KV that lies layer by layer never lies on borrowed pages"
-            raise ConfigError("orders", preset.name, allowed)
-        there = {name: (device, place_of[name]) for name, device in self.devices.items()}
-        carry_out(given.orders, there, list(kind_of))
-        movers = movers_of(there) if policy.moves or prefilling else []
+        placed = {name: (device, sites[name].place) for name, device in self.devices.items()}
+        _schedule_lending(given, preset, placed, list(sites))
         self._told_clients = heard
-        self.controller = Controller(
+        self.controller = SimController(
             self.devices,
-            FleetBook(at, needs, rooms, policy),
+            FleetBook(homes, needs, rooms, policy),
             specs,
-            lambda device, spec: kind_of[device].costs(spec),
+            lambda device, spec: sites[device].kind.costs(spec),
             told,
-            movers,
+            movers_of(placed) if policy.moves or prefilling else [],
         )
 
     def _heard(self, device: str, at: float, output: Output) -> None:
@@ -224,6 +194,86 @@ class Cluster:
     def run(self, arrivals: Iterable[Submission]) -> float:
         """Serve `arrivals`, in order, to the last answer; when that was, in virtual seconds."""
         return simulate_devices(self.controller, arrivals)
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A device that a cluster may have: of which kind, and where among the links of its host."""
+
+    kind: Kind
+    place: HostPlace
+    settings: DeviceSettings
+
+
+def _sites(kinds: Sequence[Kind], served: DeviceSettings, joints: Joints) -> dict[str, _Site]:
+    """Return all devices by name, in the order of `kinds`, slices of one device at one place."""
+    sites: dict[str, _Site] = {}
+    units = [(kind.link, kind.ranks) for kind in kinds for _ in range(kind.number)]
+    free = iter(places(joints, units))
+    for kind in kinds:
+        for _ in range(kind.number):
+            place = next(free)
+            for _ in range(kind.slices):
+                name = f"{kind.profile.device}:{len(sites)}"
+                sites[name] = _Site(kind, place, _settings(kind, served, name))
+    return sites
+
+
+def _rooms_and_needs(
+    kinds: Sequence[Kind],
+    sites: Mapping[str, _Site],
+    specs: Sequence[ModelSpec],
+    traffic: Mapping[str, Traffic] | None,
+    busiest: Mapping[str, Traffic] | None,
+) -> tuple[list[Room], list[Need]]:
+    """Return what fleet policies place by: the room of each device, the needs of each model."""
+    # Not by name: measured profiles may have the same name and not be equally fast.
+    numbers = {id(kind): str(i) for i, kind in enumerate(kinds)}
+    rooms = [
+        Room(name, site.settings.budget_bytes, numbers[id(site.kind)])
+        for name, site in sites.items()
+    ]
+    by_number = {numbers[id(kind)]: kind for kind in kinds}
+    settings = dict.fromkeys(
+        replace(site.settings, name="", budget_bytes=0, role=Role.BOTH) for site in sites.values()
+    )
+    needs = [
+        need_of(
+            spec,
+            settings,
+            *(_work(spec, by_number, expected or {}) for expected in (traffic, busiest)),
+        )
+        for spec in specs
+    ]
+    return rooms, needs
+
+
+def _homes(
+    policy: FleetPolicy,
+    rooms: Sequence[Room],
+    needs: Sequence[Need],
+    sites: Mapping[str, _Site],
+    given: Given,
+) -> dict[str, list[str]]:
+    """Return, by model, the names of its devices at the start. Raises ConfigError."""
+    roles = {name: site.kind.role for name, site in sites.items()}
+    check_roles(roles, given.joints.peers is not PeerLinks.NONE)
+    if given.homes is None:
+        return placed_by_role(policy, needs, rooms, roles)
+    return policy.place(needs, rooms)  # which device does what is up to whoever names them
+
+
+def _schedule_lending(
+    given: Given,
+    preset: Preset,
+    placed: Mapping[str, tuple[SimDevice, HostPlace]],
+    names: Sequence[str],
+) -> None:
+    """Schedule the orders to lend and recall pages. Raises ConfigError."""
+    if given.orders and preset.requires.kv_swapping:
+        allowed = "another preset: KV that lies layer by layer never lies on borrowed pages"
+        raise ConfigError("orders", preset.name, allowed)
+    carry_out(given.orders, placed, names)
 
 
 def _settings(kind: Kind, served: DeviceSettings, name: str) -> DeviceSettings:

@@ -26,7 +26,7 @@ CostsOn = Callable[[str, ModelSpec], StepCosts]
 """(device, model): what its jobs cost there."""
 
 
-class Controller:
+class SimController:
     """Devices, the book of who serves what, and how models come to a device."""
 
     def __init__(

@@ -20,7 +20,7 @@ from ballast.memory.pool import Pool
 from ballast.sim.runner import SimRunner
 
 
-class Batch:
+class DecodeBatch:
     """The running requests of one model, all of which decode."""
 
     def __init__(self, m: ModelState, pool: Pool) -> None:
@@ -166,7 +166,7 @@ class _Row:
         self.written = steps
 
 
-def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> Batch | None:
+def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> DecodeBatch | None:
     """The batch of a model whose next step only decodes, without asking for anything or admitting
     anybody, as does the job in flight if there is one; None if that may be otherwise.
 
@@ -191,10 +191,10 @@ def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> Batch | None:
         len(job.work) != len(m.running) or any(len(work.tokens) != 1 for work in job.work)
     ):
         return None
-    return Batch(m, state.pool)
+    return DecodeBatch(m, state.pool)
 
 
-def fit(pool: Pool, needs: Iterable[tuple[Batch, int]]) -> bool:
+def fit(pool: Pool, needs: Iterable[tuple[DecodeBatch, int]]) -> bool:
     """Whether batches find room for so many blocks each, in whatever order they take it: in pages
     that are free, or each in place of prefixes that its own model has cached."""
     pages, covered = 0.0, True
@@ -219,7 +219,7 @@ def _admits_nobody(m: ModelState, state: DeviceState, prompts: bool) -> bool:
     return known and (not prompts or m.blocked == (first, state.freed))
 
 
-def tokens_of(steps: Iterable[Batch]) -> Iterator[tuple[float, TokenOut]]:
+def tokens_of(steps: Iterable[DecodeBatch]) -> Iterator[tuple[float, TokenOut]]:
     """Yield what clients are told of steps, given as the batch of each, in order, and when."""
     done: dict[int, int] = {}
     for batch in steps:

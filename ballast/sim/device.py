@@ -26,14 +26,14 @@ from ballast.engine.state import DeviceState
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import Preset
 from ballast.sim.ahead import HeapAhead
-from ballast.sim.decoding import Batch, tokens_of
+from ballast.sim.decoding import DecodeBatch, tokens_of
 from ballast.sim.leap import leap
 from ballast.sim.link import Path, Route, SimLink
 from ballast.sim.pages import LoopTime, PageCosts, TimedVm
-from ballast.sim.passes import Source
+from ballast.sim.passes import LayerSource
 from ballast.sim.rotor import SimRotors
 from ballast.sim.runner import OnParts, SimRunner, unmeasured
-from ballast.sim.spread import NONE, Factors, Spread
+from ballast.sim.spread import NONE, Factors, JobSpread
 from ballast.sim.swapper import SimSwappers
 from ballast.sim.world import World
 from ballast.weights.rotor import Loads
@@ -76,7 +76,7 @@ class Profile:
     """What mapping takes of the loop; None: activations alone are slower (`page_seconds`)."""
     copies_slow: float = 0.0
     """Share by which a job takes longer that begins while bytes move over the device's link."""
-    spread: Spread = NONE
+    spread: JobSpread = NONE
     early: bool = False
     """Whether a model's first job begins while its last layers arrive (`engine.head_start`)."""
 
@@ -129,57 +129,20 @@ class SimDevice:
         self._world = World() if world is None else world
         self.clock = VirtualClock()
         self._heap = HeapAhead(self.clock, profile.ahead, self._world.agenda)
-        fluid = self._world.fluid
-        route = Route.alone(fluid, profile.link) if path is None else Route(fluid, path)
-        mapping = profile.moving(settings.page_bytes)
         calls = LoopTime(self.clock)
-        self.link = link = SimLink(self._heap, self.clock, profile.link, mapping, route, calls)
-        self._rotors = SimRotors(self._heap, self.clock, link, profile.early)
-        requires = preset.requires
-        # Layers wait for one thing or the other.
-        waits = settings.rotates or (profile.early and not requires.kv_swapping)
-        swappers = SimSwappers(link, requires.dirty) if requires.kv_swapping else None
-        vm = _memory(settings, profile, calls)
-        self.state = build_state(
-            settings,
-            [hosted_nowhere(spec) for spec in specs],
-            vm,
-            link,
-            self.clock,
-            copy_nothing,
-            profile.lane_costs,
-            self._rotors.make if waits else None,
-            make_swapper=None if swappers is None else swappers.make,
-        )
-        if isinstance(vm, TimedVm):
-            vm.owner_of = self.state.pool.owner_of
+        self.link = self._make_link(settings, profile, path, calls)
+        self._rotors = SimRotors(self._heap, self.clock, self.link, profile.early)
+        needs = preset.requires
+        swappers = SimSwappers(self.link, needs.dirty) if needs.kv_swapping else None
+        self.state = self._make_state(settings, specs, profile, swappers, calls)
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
         self._overhead = profile.overhead
-        self._runner = SimRunner(
-            self._heap,
-            self.clock,
-            self._specs,
-            self._costs,
-            link,
-            self._rotors,
-            profile.overhead,
-            profile.wake,
-            settings.parts,
-            profile.reach,
-            swappers,
-            profile.on_parts,
-            calls,
-            profile.ahead > 0,
-            profile.copies_slow,
-            Factors(profile.spread, settings.name),
-            profile.pages is not None and profile.pages.kv,
-        )
+        self._runner = self._make_runner(settings, profile, swappers, calls)
         self.story = Story(sink=sink, overhead=profile.overhead)
         self._client = said
         self._answer = profile.answer
-        self._leaps, self._steps = leaps, steps
-        self._observe = observe
+        self._leaps, self._steps, self._observe = leaps, steps, observe
         self.unsaid: Container[str] = ()
         """Requests whose end here their clients are not told of: they go on elsewhere."""
         self._answers: dict[str, str | None] = {}
@@ -199,6 +162,67 @@ class SimDevice:
         )
         self._loop.begin()
         self._world.add(self)
+
+    def _make_link(
+        self, settings: DeviceSettings, profile: Profile, path: Path | None, calls: LoopTime
+    ) -> SimLink:
+        fluid = self._world.fluid
+        route = Route.alone(fluid, profile.link) if path is None else Route(fluid, path)
+        mapping = profile.moving(settings.page_bytes)
+        return SimLink(self._heap, self.clock, profile.link, mapping, route, calls)
+
+    def _make_state(
+        self,
+        settings: DeviceSettings,
+        specs: Sequence[ModelSpec],
+        profile: Profile,
+        swappers: SimSwappers | None,
+        calls: LoopTime,
+    ) -> DeviceState:
+        # Layers wait for one thing or the other.
+        waits = settings.rotates or (profile.early and swappers is None)
+        vm = _memory(settings, profile, calls)
+        state = build_state(
+            settings,
+            [hosted_nowhere(spec) for spec in specs],
+            vm,
+            self.link,
+            self.clock,
+            copy_nothing,
+            profile.lane_costs,
+            self._rotors.make if waits else None,
+            make_swapper=None if swappers is None else swappers.make,
+        )
+        if isinstance(vm, TimedVm):
+            vm.owner_of = state.pool.owner_of
+        return state
+
+    def _make_runner(
+        self,
+        settings: DeviceSettings,
+        profile: Profile,
+        swappers: SimSwappers | None,
+        calls: LoopTime,
+    ) -> SimRunner:
+        return SimRunner(
+            self._heap,
+            self.clock,
+            self._specs,
+            self._costs,
+            self.link,
+            self._rotors,
+            profile.overhead,
+            profile.wake,
+            settings.parts,
+            profile.reach,
+            swappers,
+            profile.on_parts,
+            calls,
+            profile.ahead > 0,
+            profile.copies_slow,
+            Factors(profile.spread, settings.name),
+            profile.pages is not None and profile.pages.kv,
+        )
 
     @property
     def over(self) -> bool:
@@ -300,7 +324,7 @@ class SimDevice:
         """An operator orders something at `at`; nobody waits for the answer."""
         self.receive(at, Operate(id, operation))
 
-    def borrows_over(self, source: Callable[[str], Source]) -> None:
+    def borrows_over(self, source: Callable[[str], LayerSource]) -> None:
         """Jobs read KV on borrowed pages through `source`, by model."""
         self._runner.borrowed = source
 
@@ -326,7 +350,7 @@ class SimDevice:
             if not (isinstance(output, Cancelled) and output.request_id in self.unsaid):
                 self._said(self.clock.now(), output)
 
-    def _passed(self, steps: Sequence[Batch]) -> None:
+    def _passed(self, steps: Sequence[DecodeBatch]) -> None:
         """A leap has passed over these steps."""
         if self._steps is None:
             for at, token in tokens_of(steps):

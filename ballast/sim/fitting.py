@@ -62,7 +62,7 @@ class Points:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
+class PrefillFit:
     """Fitted coefficients of a prefill, in seconds."""
 
     floor: float
@@ -76,7 +76,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
+class DecodeFit:
     """Fitted coefficients of a decode step, in seconds."""
 
     base: float
@@ -90,18 +90,18 @@ class Decode:
         return product
 
 
-def errors(fit: Prefill | Decode, points: Points) -> Vector:
+def errors(fit: PrefillFit | DecodeFit, points: Points) -> Vector:
     """Of each point: predicted / measured - 1."""
     return fit.seconds(points) / points.seconds - 1
 
 
-def fit_prefill(points: Points, least_per_pair: float = 0.0) -> Prefill:
+def fit_prefill(points: Points, least_per_pair: float = 0.0) -> PrefillFit:
     """Needs points of equal `tokens` and different `batch`; `least_per_pair` in seconds."""
     per_pair = max(least_per_pair, pair_seconds(points))
     attention = per_pair * points.pairs
     ones = np.ones(len(points))
     floor, start, per_token = fit_floored(ones, points.tokens, attention, points.seconds)
-    return Prefill(floor, start, per_token, per_pair)
+    return PrefillFit(floor, start, per_token, per_pair)
 
 
 def fit_floored(
@@ -133,11 +133,11 @@ def fit_floored(
     return _at_least(min(found, key=lambda r: float(r.cost)).x, least)
 
 
-def fit_decode(points: Points, least_per_context: float = 0.0) -> Decode:
+def fit_decode(points: Points, least_per_context: float = 0.0) -> DecodeFit:
     """`least_per_context` in seconds."""
     terms = points.decode_terms
     least = np.array([0.0, 0.0, least_per_context, 0.0])
-    return Decode(*fit_linear(terms, points.seconds, least))
+    return DecodeFit(*fit_linear(terms, points.seconds, least))
 
 
 def fit_linear(terms: Vector, seconds: Vector, least: Vector) -> list[float]:

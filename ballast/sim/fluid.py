@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf
 
 from ballast.core.link import Direction, LinkRates
-from ballast.sim.agenda import Agenda, Entry
+from ballast.sim.agenda import Agenda, ScheduledChange
 
 
 class Side:
@@ -136,7 +136,7 @@ class Fluid:
         self._agenda = agenda
         self.flows: list[Flow] = []
         """Those on their way, in the order in which they began."""
-        self._next: Entry | None = None
+        self._next: ScheduledChange | None = None
         """On the agenda: the next end."""
         self._ending = False
         """Flows that begin now get their rates when all have ended that end now."""

@@ -18,7 +18,7 @@ from ballast.fleet.faults import unknown
 from ballast.fleet.schema import Bandwidth, Count, DeviceName, Keys, Name, Positive, Size
 from ballast.policy.base import FleetPolicy
 from ballast.sim.toml_file import NotNegative, Whole, read_keys
-from ballast.sim.topology import APART, Joints, Peers
+from ballast.sim.topology import APART, Joints, PeerLinks
 
 Number = int | str
 """A device: its number, counted from 0, or its name."""
@@ -58,7 +58,7 @@ class _Homes(Keys):
     homes: dict[Name, list[Whole | DeviceName]] = Field(min_length=1)
 
 
-class Order(Keys):
+class LendingOrder(Keys):
     """What an operator would order of a device that lends: exactly one of `lend` and `recall`."""
 
     at: NotNegative
@@ -76,7 +76,7 @@ class Order(Keys):
 class _Orders(Keys):
     """A file of `--orders`."""
 
-    orders: list[Order] = Field(min_length=1)
+    orders: list[LendingOrder] = Field(min_length=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Given:
     joints: Joints = APART
     homes: FleetPolicy | None = None
     """What places models in place of the preset's fleet policy; None: that policy does."""
-    orders: tuple[Order, ...] = ()
+    orders: tuple[LendingOrder, ...] = ()
 
 
 NOTHING = Given()
@@ -164,6 +164,6 @@ def _joints(links: _Links) -> Joints:
     return Joints(
         per_host=links.per_host,
         host=None if links.host is None else links.host.rates,
-        peers=Peers(links.peers),
+        peers=PeerLinks(links.peers),
         port=None if links.port is None else links.port.rates,
     )

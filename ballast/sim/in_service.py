@@ -11,7 +11,7 @@ import numpy as np
 from ballast.core.cost import StepCosts
 from ballast.core.job import Load
 from ballast.sim.fitting import Vector, fit_linear
-from ballast.sim.spread import Spread, quantiles_of
+from ballast.sim.spread import JobSpread, quantiles_of
 
 IDLE = 1.5e-3
 """Seconds between two jobs beyond which there was nothing to do: the loop needs a third of it."""
@@ -101,12 +101,12 @@ def costs_of(jobs: Sequence[Timed]) -> tuple[float, dict[str, StepCosts]]:
     return factor * wake, {model: c.scaled(factor) for model, c in costs.items()}
 
 
-def spread_of(jobs: Sequence[Timed], wake: float, costs: Mapping[str, StepCosts]) -> Spread:
+def spread_of(jobs: Sequence[Timed], wake: float, costs: Mapping[str, StepCosts]) -> JobSpread:
     """How far jobs are from what `costs_of` expects of them: longer ones count as often as their
     seconds, stalls as `STALL` times what was expected."""
     expected = _expected(jobs, wake, costs)
     ratios = np.minimum(np.array([job.seconds for job in jobs]) / expected, STALL)
-    return Spread(quantiles=quantiles_of(ratios.tolist(), expected.tolist()))
+    return JobSpread(quantiles=quantiles_of(ratios.tolist(), expected.tolist()))
 
 
 def with_loop(

@@ -22,7 +22,7 @@ from ballast.core.clock import Clock
 from ballast.core.cost import StepCosts
 from ballast.core.event import JobDone, Result
 from ballast.core.job import Job, Load
-from ballast.sim.agenda import Change, Entry
+from ballast.sim.agenda import Change, ScheduledChange
 from ballast.sim.heap import EventHeap
 from ballast.sim.passes import Pass
 
@@ -113,7 +113,7 @@ class Running:
     """Since when it waits for a layer; None: it computes."""
     stall: float = 0.0
     """Seconds that it has waited."""
-    entry: Entry | None = None
+    entry: ScheduledChange | None = None
     """On the agenda: it comes to its goal."""
     event: int = 0
     """Its end, in the heap; 0: not there yet."""

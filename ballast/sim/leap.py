@@ -16,16 +16,17 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from ballast.core.clock import VirtualClock
+from ballast.core.event import JobDone
 from ballast.core.job import Job
 from ballast.engine.compute_view import runnable
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
-from ballast.sim.decoding import Batch, batch_of, fit
+from ballast.sim.decoding import DecodeBatch, batch_of, fit
 from ballast.sim.heap import EventHeap
 from ballast.sim.leap_lanes import leap_on_lanes
 from ballast.sim.runner import SimRunner
 
-Passed = Callable[[Sequence[Batch]], None]
+Passed = Callable[[Sequence[DecodeBatch]], None]
 """Gets the steps of a leap, as the batch of each, in order."""
 
 
@@ -64,30 +65,55 @@ def _leap_alone(
     clock: VirtualClock,
     until: float,
     near: float,
-) -> list[Batch]:
-    """The steps of jobs that have the whole device, about which no policy is asked."""
+) -> list[DecodeBatch]:
+    """Pass over steps of jobs that have the whole device, about which no policy is asked."""
     job = loop.state.lanes.alone
     if job is None or (heap.next_end is None and not runner.moves((job.model,))):
         return []  # something else happens before it ends
     turns = _turns(loop, job)
     if turns is None:
         return []
-    agenda = heap.agenda
     if not loop.preset.compute.in_turns and loop.choice is not None:
         until = min(until, loop.choice.until)
     moves = runner.moves(turn.m.spec.name for turn in turns)
     if moves:
         until = min(until, near)
-        agenda.leap(heap)
-        agenda.run(_next(heap), until)
-        until = min(until, agenda.reached)
+        heap.agenda.leap(heap)
+        heap.agenda.run(_next(heap), until)
+        until = min(until, heap.agenda.reached)
     first = heap.withdraw(job)
     if first is None:
         return []  # something else happens before it ends, or its end is not certain
+    steps = _repeat(loop, heap, runner, clock, turns, first, until, moves=moves)
+    if not steps:
+        heap.schedule(*first)
+        return []
+    for batch in turns:
+        batch.write()
+    loop.leapt(job, turns[0].m, len(steps))
+    return steps
+
+
+def _repeat(
+    loop: Loop,
+    heap: EventHeap,
+    runner: SimRunner,
+    clock: VirtualClock,
+    turns: deque[DecodeBatch],
+    first: tuple[float, JobDone],
+    until: float,
+    *,
+    moves: bool,
+) -> list[DecodeBatch]:
+    """Repeat the steps of `turns`, each in its turn, while they end before `until`.
+
+    `first`: the end of the step in flight, and when it comes; `moves`: whether bytes may move over
+    links meanwhile. Returns the batch of each step that has ended; the last one begun is in flight.
+    """
     at, done = first
     seconds, stall = done.seconds, done.stall
     until = min(until, _next(heap))
-    pool, steps = loop.state.pool, list[Batch]()
+    agenda, pool, steps = heap.agenda, loop.state.pool, list[DecodeBatch]()
     while at < until and turns[0].goes_on(runner):
         following = turns[1] if len(turns) > 1 else turns[0]
         blocks = following.blocks(len(turns) == 1)
@@ -116,12 +142,6 @@ def _leap_alone(
                 clock.advance_to(following.ends[-1])
                 runner.decoded(following.ends[-1], at)
                 steps += [following] * more
-    if not steps:
-        heap.schedule(at, done)
-        return []
-    for batch in turns:
-        batch.write()
-    loop.leapt(job, turns[0].m, len(steps))
     return steps
 
 
@@ -130,7 +150,7 @@ def _next(heap: EventHeap) -> float:
     return inf if heap.next is None else heap.next
 
 
-def _turns(loop: Loop, job: Job) -> deque[Batch] | None:
+def _turns(loop: Loop, job: Job) -> deque[DecodeBatch] | None:
     """The models that run, as they will come, that of the job in flight first; None where one of
     them may do anything but repeat its step, or where it is not certain which comes next."""
     state = loop.state
@@ -142,7 +162,7 @@ def _turns(loop: Loop, job: Job) -> deque[Batch] | None:
     prompts = (  # models in turn are asked about anew
         loop.preset.compute.in_turns or loop.choice is None or loop.choice.computes_prompts
     )
-    turns: deque[Batch] = deque()
+    turns: deque[DecodeBatch] = deque()
     for m in (state.models[job.model], *following):
         batch = batch_of(m, state, prompts)
         if batch is None or not batch.rows:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from ballast.core.job import Job
 from ballast.engine.compute_view import runnable
 from ballast.engine.loop import Loop, Stepped
-from ballast.sim.decoding import Batch, batch_of, fit
+from ballast.sim.decoding import DecodeBatch, batch_of, fit
 from ballast.sim.heap import EventHeap
 from ballast.sim.runner import SimRunner
 
 
 def leap_on_lanes(
     loop: Loop, heap: EventHeap, runner: SimRunner, until: float, near: float
-) -> list[Batch]:
+) -> list[DecodeBatch]:
     """The steps of a leap that ends before `until`; `near`: as of `sim.leap.leap`.
 
     Other jobs go on beside it: the leap ends before the first of them does.
@@ -37,7 +37,7 @@ def leap_on_lanes(
     if runner.moves(()):  # its end brings an event
         until = min(until, near, heap.agenda.next)
     state, since = loop.state, loop.state.now
-    steps: list[Batch] = []
+    steps: list[DecodeBatch] = []
     ended: list[Stepped] = []
     begun: dict[int, Job] = {}
     """Jobs in flight that have begun within the leap, by id."""
@@ -72,11 +72,11 @@ def leap_on_lanes(
     return steps
 
 
-def _batches(loop: Loop) -> dict[str, Batch]:
+def _batches(loop: Loop) -> dict[str, DecodeBatch]:
     """By model, those that only decode: of all that could begin a job, and of the jobs in flight as
     many as there are; none where a model that could begin may do something else."""
     state = loop.state
-    batches: dict[str, Batch] = {}
+    batches: dict[str, DecodeBatch] = {}
     for m in runnable(state):
         batch = batch_of(m, state, prompts=True)
         if batch is None or not batch.rows:

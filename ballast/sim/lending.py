@@ -16,10 +16,10 @@ from ballast.core.errors import BrokenPromise, ConfigError
 from ballast.core.lease import AskedBack, Condemned, Lent, PeerMet, Returned, Word
 from ballast.core.units import format_bytes
 from ballast.sim.device import SimDevice
-from ballast.sim.given import Order, device_named
+from ballast.sim.given import LendingOrder, device_named
 from ballast.sim.link import Stream
 from ballast.sim.passes import Pass
-from ballast.sim.topology import Peers, Place
+from ballast.sim.topology import HostPlace, PeerLinks
 from ballast.sim.world import World
 
 WAY = 3e-4
@@ -30,7 +30,7 @@ unmapping between them included."""
 class Lenders:
     """Passes on what devices of one world say to each other. Implements `sim.world.Reaching`."""
 
-    def __init__(self, world: World, devices: Mapping[str, tuple[SimDevice, Place]]) -> None:
+    def __init__(self, world: World, devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> None:
         """`devices`: by name, with where they are. Raises ConfigError for devices that cannot lend
         to each other."""
         self._devices = {name: device for name, (device, _) in devices.items()}
@@ -50,7 +50,7 @@ class Lenders:
                 exported = lender.state.pool.vm.export(())
                 device.state.lending.exports[other, pair] = exported
                 device.receive(0.0, PeerMet(other, pair, exported.n_pages))
-                if place.host.joints.peers is not Peers.MEMORY:
+                if place.host.joints.peers is not PeerLinks.MEMORY:
                     fluid = place.host.world.fluid
                     streams[other] = Stream(device.link, fluid, there.to_peer(place))
             if streams:
@@ -130,7 +130,9 @@ class SimBorrowed:
 
 
 def carry_out(
-    orders: Sequence[Order], devices: Mapping[str, tuple[SimDevice, Place]], names: Sequence[str]
+    orders: Sequence[LendingOrder],
+    devices: Mapping[str, tuple[SimDevice, HostPlace]],
+    names: Sequence[str],
 ) -> None:
     """Order what users give in a file.
 

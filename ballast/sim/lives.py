@@ -40,7 +40,7 @@ _DEVICE = re.compile(rb'{"device":"([^"]*)"')
 
 
 @dataclass(slots=True)
-class Life:
+class DeviceStory:
     """One device from its snapshot to its end, or to where its story breaks off."""
 
     device: str
@@ -65,13 +65,13 @@ class Life:
 class StoryRead:
     """What the file of a story, and the older parts of it that are there, hold."""
 
-    lives: list[Life]
+    lives: list[DeviceStory]
     """In the order they began."""
     headless: dict[str, int]
     """By device, entries of a life whose beginning was in a part that has been deleted."""
 
 
-def read_lives(path: Path) -> list[Life]:
+def read_lives(path: Path) -> list[DeviceStory]:
     """The lives of `read_story`. Raises ConfigError also where none has its beginning."""
     found = read_story(path)
     if not found.lives:
@@ -86,9 +86,9 @@ def read_story(path: Path) -> StoryRead:
     something is missing (`stray`). Raises ConfigError, by file and line, where it is no story that
     this version knows.
     """
-    lives: list[Life] = []
+    lives: list[DeviceStory] = []
     headless: dict[str, int] = {}
-    present: dict[str, Life] = {}
+    present: dict[str, DeviceStory] = {}
     cut: set[str] = set()
     """Devices whose last line was cut off."""
     begins_later = first_part_is_gone(path)
@@ -108,7 +108,7 @@ def read_story(path: Path) -> StoryRead:
         if not isinstance(device, str):
             raise ConfigError(where, _short(line), "not a line of a story")
         if "snapshot" in entry:
-            life = Life(device, number, entry["at"], _snapshot(where, entry["snapshot"]))
+            life = DeviceStory(device, number, entry["at"], _snapshot(where, entry["snapshot"]))
             present[device] = life
             lives.append(life)
             cut.discard(device)

@@ -35,7 +35,7 @@ from ballast.core.view import Residency
 from ballast.sim.device import SimDevice
 from ballast.sim.lending import WAY
 from ballast.sim.link import Stream
-from ballast.sim.topology import Peers, Place
+from ballast.sim.topology import HostPlace, PeerLinks
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Move:
 class Movers:
     """Devices of one world. Implements `sim.world.Reaching`."""
 
-    def __init__(self, devices: Mapping[str, tuple[SimDevice, Place]]) -> None:
+    def __init__(self, devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> None:
         """`devices`: by name, with where they are."""
         self._devices = {name: device for name, (device, _) in devices.items()}
         self._moves: dict[str, _Move] = {}
@@ -63,7 +63,7 @@ class Movers:
             for other, (_, there) in devices.items():
                 if other == name:
                     continue
-                if place.host.joints.peers is Peers.MEMORY:
+                if place.host.joints.peers is PeerLinks.MEMORY:
                     streams[other] = device.link.stream("kv", Direction.TO_DEVICE)
                 else:
                     path = there.to_peer(place)
@@ -160,13 +160,13 @@ class Movers:
         self._begin(now, move.source)
 
 
-def movers_of(devices: Mapping[str, tuple[SimDevice, Place]]) -> list[Movers]:
+def movers_of(devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> list[Movers]:
     """Of each host whose devices reach each other."""
     hosts = dict.fromkeys(place.host for _, place in devices.values())
     found = []
     for host in hosts:
         there = {name: at for name, at in devices.items() if at[1].host is host}
-        if host.joints.peers is not Peers.NONE and len(there) > 1:
+        if host.joints.peers is not PeerLinks.NONE and len(there) > 1:
             found.append(Movers(there))
     return found
 

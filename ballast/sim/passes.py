@@ -12,7 +12,7 @@ from typing import Protocol
 from ballast.sim.agenda import Agenda, Change
 
 
-class Source(Protocol):
+class LayerSource(Protocol):
     """What brings layers, or what they need: `sim.rotor`, `sim.swapper`, `sim.lending`."""
 
     @property
@@ -60,7 +60,7 @@ class Pace(Protocol):
 class Pass:
     """One job on its way through the layers."""
 
-    def __init__(self, n_layers: int, sources: Sequence[Source], pace: Pace) -> None:
+    def __init__(self, n_layers: int, sources: Sequence[LayerSource], pace: Pace) -> None:
         self._n, self._sources, self._pace = n_layers, sources, pace
         self._lacks = sources[0].lacks if len(sources) == 1 else self._any_lacks
         self._stops: Sequence[int] = ()
@@ -70,7 +70,7 @@ class Pass:
         """The layer that it waits for."""
         self._since = 0.0
         """When it began to wait."""
-        self._blamed: list[Source] = []
+        self._blamed: list[LayerSource] = []
         """Which lacked the layer then."""
         self._computed = False
         """Nothing is left to compute; only what sources still move."""
@@ -141,7 +141,7 @@ class Pass:
         return any(source.lacks(layer) for source in self._sources)
 
 
-def stops_of(sources: Sequence[Source]) -> Sequence[int]:
+def stops_of(sources: Sequence[LayerSource]) -> Sequence[int]:
     """The stops of all `sources`, ascending, each once."""
     if len(sources) == 1:
         return sources[0].stops

@@ -18,11 +18,11 @@ from ballast.core.cost import StepCosts, Traffic
 from ballast.core.errors import ConfigError
 from ballast.fleet.faults import first_fault
 from ballast.fleet.schema import Keys, Positive
-from ballast.policy.kvpr import Claim, greedy, max_pressure, moved
+from ballast.policy.kvpr import ModelDemand, greedy, max_pressure, moved
 from ballast.policy.kvpr_optimal import lower_bound, optimal
 from ballast.policy.mux_estimate import Tenant
 from ballast.policy.mux_placement import place
-from ballast.policy.placement_problem import Device
+from ballast.policy.placement_problem import PlacementDevice
 from ballast.sim.profile import DeviceProfile
 from ballast.sim.toml_file import NotNegative
 
@@ -101,7 +101,7 @@ def problems_of(text: str, where: str) -> tuple[list[Problem], bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class PlacementInputs:
     """What an algorithm may go by, beside the problem."""
 
     profile: DeviceProfile
@@ -112,7 +112,7 @@ class Terms:
     """Of `policy.kvpr.greedy`."""
 
 
-def muxserve(problem: Problem, terms: Terms) -> dict[str, Any]:
+def muxserve(problem: Problem, terms: PlacementInputs) -> dict[str, Any]:
     """Answer by MuxServe's placement, with costs of a device's data sheet. Raises ConfigError for a
     device without one, and as `policy.mux_placement.place`."""
     began = time.perf_counter()
@@ -140,7 +140,7 @@ def muxserve(problem: Problem, terms: Terms) -> dict[str, Any]:
     }
 
 
-def least_pressure(problem: Problem, terms: Terms) -> dict[str, Any]:
+def least_pressure(problem: Problem, terms: PlacementInputs) -> dict[str, Any]:
     """Answer by Prism's Algorithm 1. Raises ConfigError, as `policy.kvpr.greedy`."""
     began = time.perf_counter()
     homes = greedy(_claims(problem), _devices(problem), terms.threshold)
@@ -149,7 +149,7 @@ def least_pressure(problem: Problem, terms: Terms) -> dict[str, Any]:
     )
 
 
-def optimum(problem: Problem, terms: Terms) -> dict[str, Any]:
+def optimum(problem: Problem, terms: PlacementInputs) -> dict[str, Any]:
     """Answer by the least KV pressure that is found. Raises ConfigError, as
     `policy.kvpr_optimal.optimal`."""
     began = time.perf_counter()
@@ -181,14 +181,16 @@ def _pressed(
     }
 
 
-ALGORITHMS: dict[str, Callable[[Problem, Terms], dict[str, Any]]] = {
+ALGORITHMS: dict[str, Callable[[Problem, PlacementInputs], dict[str, Any]]] = {
     "muxserve": muxserve,
     "greedy": least_pressure,
     "optimal": optimum,
 }
 
 
-def answers(problems: Sequence[Problem], algorithm: str, terms: Terms) -> list[dict[str, Any]]:
+def answers(
+    problems: Sequence[Problem], algorithm: str, terms: PlacementInputs
+) -> list[dict[str, Any]]:
     """Answer all problems. Raises ConfigError for an unknown algorithm, and as the algorithm
     does."""
     if algorithm not in ALGORITHMS:
@@ -196,14 +198,14 @@ def answers(problems: Sequence[Problem], algorithm: str, terms: Terms) -> list[d
     return [ALGORITHMS[algorithm](problem, terms) for problem in problems]
 
 
-def _devices(problem: Problem) -> list[Device]:
-    return [Device(d.name, d.memory_gb * GB) for d in problem.devices]
+def _devices(problem: Problem) -> list[PlacementDevice]:
+    return [PlacementDevice(d.name, d.memory_gb * GB) for d in problem.devices]
 
 
-def _claims(problem: Problem) -> list[Claim]:
+def _claims(problem: Problem) -> list[ModelDemand]:
     """Demands in tokens/s per second: a problem does not say how large a token's KV is."""
     return [
-        Claim(
+        ModelDemand(
             m.name,
             m.weights_gb * GB,
             m.token_rate / m.tpot_slo,

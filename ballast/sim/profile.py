@@ -19,154 +19,30 @@ from pydantic import Field, ValidationInfo, field_validator
 from ballast import __version__
 from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
-from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
 from ballast.fleet.faults import unknown
 from ballast.fleet.schema import Keys, Name, Positive
 from ballast.sim.catalogue import catalogue, facts, shape_of
 from ballast.sim.device import Profile
-from ballast.sim.pages import PageCosts
-from ballast.sim.roofline import (
-    AllReduce,
-    Derate,
-    Hardware,
-    Host,
-    Reach,
-    Sizes,
-    roofline,
-    step_costs,
+from ballast.sim.profile_tables import (
+    CostCoefficients,
+    EngineProfile,
+    LinkProfile,
+    MeasuredCapacity,
+    MeasuredDevice,
+    MeasuredModel,
+    MeasurementSource,
+    PageCallCosts,
 )
-from ballast.sim.spread import Spread
-from ballast.sim.toml_file import Finite, NotNegative, Size, read_keys
+from ballast.sim.roofline import AllReduce, Hardware, KernelReach, Sizes, roofline, step_costs
+from ballast.sim.spread import JobSpread
+from ballast.sim.toml_file import NotNegative, read_keys
 
 CATALOGUE = "models.toml"
 OWN = "ballast"
 """The engine of profiles that this project's own engine was measured for."""
 _FOLDER = resources.files("ballast.sim") / "profiles"
-
-
-class Costs(Keys):
-    """Coefficients of `core.cost.StepCosts`, in seconds. Without those of tokens and pairs the
-    prefill was not measured."""
-
-    base: NotNegative
-    per_sequence: NotNegative
-    per_context: NotNegative
-    per_tile: NotNegative = 0.0
-    per_token: NotNegative | None = None
-    per_pair: NotNegative | None = None
-    per_chunk: NotNegative = 0.0
-    floor: NotNegative = 0.0
-    hidden: Finite = 0.0
-
-
-class Row(Keys):
-    """One model as measured on the device."""
-
-    model: Name
-    source: str
-    """Which of the file's sources."""
-    tp: Size = 1
-    """Devices that share the model: costs are those of the group."""
-    sm_percent: Size = 100
-    """Share of the multiprocessors it ran on, alone on the device."""
-    costs: Costs
-    prefill_error: NotNegative | None = None
-    """Mean relative error of the fit over its points, in per cent."""
-    decode_error: NotNegative | None = None
-
-
-class Source(Keys):
-    """Where rows come from."""
-
-    artifact: str
-    licence: str
-    engine: Name | None = None
-    """Which of the file's engines served the models: its host's work is part of the costs. None:
-    kernels were measured, without an engine."""
-    note: str = ""
-
-
-class Engine(Keys):
-    """What serves models on the device. Its rows are measured; of other models, either it has a
-    derate, or its host's work goes with what kernels reach (`DeviceProfile.reach`)."""
-
-    served_by: str
-    """The software, in words."""
-    overhead_seconds: NotNegative = 0.0
-    """The engine's own, per job, beyond what the costs hold."""
-    wake_seconds: NotNegative = 0.0
-    """What a job takes longer after a pause, and a decode step after a prefill."""
-    answer_seconds: NotNegative = 0.0
-    """From a request's receipt to the loop's turn, and from a turn's begin to the client."""
-    spread: list[Positive] = Field(default_factory=list)
-    """Quantiles of what jobs took over what the fit says, equally likely, with a mean of 1."""
-    host: Host | None = None
-    derate: Derate | None = None
-    """Device and host in one, as fits of this engine's jobs show them."""
-    source: str = ""
-    """Where `host` comes from."""
-    assumed: list[str] = Field(default_factory=list)
-    """Keys of `host` that nobody measured."""
-
-
-class Link(Keys):
-    """What the link to the host carries, in bytes per second, as copies reach it."""
-
-    to_device: Positive
-    """While nothing goes the other way."""
-    to_host: Positive
-    to_device_mixed: Positive
-    """While both directions carry."""
-    to_host_mixed: Positive
-    source: str
-    assumed: list[str] = Field(default_factory=list)
-    """Keys that nobody measured on such a link, as far as we know."""
-
-    @property
-    def rates(self) -> LinkRates:
-        return LinkRates(self.to_device, self.to_host, self.to_device_mixed, self.to_host_mixed)
-
-
-class Pages(Keys):
-    """What calls take of a page, in seconds."""
-
-    map_seconds: NotNegative
-    """The loop's, to map it and make it accessible."""
-    unmap_seconds: NotNegative
-    """The loop's, to unmap it."""
-    beside_seconds: NotNegative = 0.0
-    """What an activation takes beyond that and beyond the copy."""
-    kv: bool = True
-    """False: the costs of jobs hold what pages of KV take."""
-    source: str
-
-    @property
-    def costs(self) -> PageCosts:
-        return PageCosts(
-            map=self.map_seconds, unmap=self.unmap_seconds, beside=self.beside_seconds, kv=self.kv
-        )
-
-
-class Served(Keys):
-    """Where the profile was measured: what its device had, and how it served."""
-
-    budget_bytes: Size
-    page_bytes: Size
-    step_tokens: Size
-    step_logits: Size
-
-
-class Capacity(Keys):
-    """The highest rate at which service levels were kept, live on the device and simulated."""
-
-    preset: Name
-    live: Positive
-    """In any unit that the simulated one has, too."""
-    simulated: Positive
-    source: str
-    """What was measured."""
 
 
 class DeviceProfile(Keys):
@@ -184,18 +60,18 @@ class DeviceProfile(Keys):
     """Share by which a job takes longer while bytes move over the link to the host."""
     early_jobs: bool = False
     """Whether a model's first job begins while its last layers arrive."""
-    link: Link
-    pages: Pages | None = None
+    link: LinkProfile
+    pages: PageCallCosts | None = None
     """Of `page_seconds`, what is the loop's time, and when; None: none of it."""
-    served: Served | None = None
+    served: MeasuredDevice | None = None
     """Without it, and with `hardware`, a cluster's devices are as `sim.cluster` says."""
     hardware: Hardware | None = None
-    reach: Reach | None = None
-    engines: dict[str, Engine]
-    sources: dict[str, Source] = Field(default_factory=dict)
-    measured: list[Row] = Field(default_factory=list)
+    reach: KernelReach | None = None
+    engines: dict[str, EngineProfile]
+    sources: dict[str, MeasurementSource] = Field(default_factory=dict)
+    measured: list[MeasuredModel] = Field(default_factory=list)
     all_reduce: list[AllReduce] = Field(default_factory=list)
-    capacity: list[Capacity] = Field(default_factory=list)
+    capacity: list[MeasuredCapacity] = Field(default_factory=list)
     """Where both were measured."""
 
     @property
@@ -205,7 +81,9 @@ class DeviceProfile(Keys):
 
     @field_validator("engines")
     @classmethod
-    def _serves(cls, engines: dict[str, Engine], info: ValidationInfo) -> dict[str, Engine]:
+    def _serves(
+        cls, engines: dict[str, EngineProfile], info: ValidationInfo
+    ) -> dict[str, EngineProfile]:
         engine = info.data.get("engine")
         if engine is not None and engine not in engines:
             raise ValueError(f"the engine is {engine!r}, of which nothing is here")
@@ -213,7 +91,9 @@ class DeviceProfile(Keys):
 
     @field_validator("sources")
     @classmethod
-    def _served(cls, sources: dict[str, Source], info: ValidationInfo) -> dict[str, Source]:
+    def _served(
+        cls, sources: dict[str, MeasurementSource], info: ValidationInfo
+    ) -> dict[str, MeasurementSource]:
         known = info.data.get("engines", {})
         for name, source in sources.items():
             if known and source.engine is not None and source.engine not in known:
@@ -224,7 +104,7 @@ class DeviceProfile(Keys):
 
     @field_validator("measured")
     @classmethod
-    def _sourced(cls, measured: list[Row], info: ValidationInfo) -> list[Row]:
+    def _sourced(cls, measured: list[MeasuredModel], info: ValidationInfo) -> list[MeasuredModel]:
         known = info.data.get("sources", {})
         for row in measured:
             if known and row.source not in known:
@@ -234,7 +114,7 @@ class DeviceProfile(Keys):
         return measured
 
     @property
-    def serving(self) -> Engine:
+    def serving(self) -> EngineProfile:
         """The engine that serves."""
         return self.engines[self.engine]
 
@@ -295,12 +175,12 @@ class DeviceProfile(Keys):
             ahead=0 if engine.host is None else engine.host.steps_ahead,
             pages=None if self.pages is None else self.pages.costs,
             copies_slow=self.copies_slow,
-            spread=Spread(quantiles=tuple(engine.spread)),
+            spread=JobSpread(quantiles=tuple(engine.spread)),
             early=self.early_jobs,
         )
 
     @property
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[MeasuredModel]:
         """Those that were measured under the engine that serves."""
         sources = {name for name, source in self.sources.items() if source.engine == self.engine}
         return [row for row in self.measured if row.source in sources]
@@ -322,7 +202,7 @@ class DeviceProfile(Keys):
         like = {m.name.lower() for m in known.values() if m.shape == shape}
         return name, like | {name.lower()}
 
-    def _complete(self, row: Row) -> StepCosts:
+    def _complete(self, row: MeasuredModel) -> StepCosts:
         """Its costs; a prefill that was not measured is the roofline's."""
         values = row.costs.model_dump()
         if row.costs.per_token is None or row.costs.per_pair is None:
@@ -352,12 +232,12 @@ class DeviceProfile(Keys):
 def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> DeviceProfile:
     """What `sim.calibrate` measured on a device with `settings`. It has no peaks, and so no costs
     of other models."""
-    source = Source(
+    source = MeasurementSource(
         artifact="ballast profile, on the machine itself",
         licence="the measurer's own",
         engine=OWN,
     )
-    engine = Engine(
+    engine = EngineProfile(
         served_by=f"ballast {__version__}, on one lane",
         overhead_seconds=measured.overhead,
         wake_seconds=measured.wake,
@@ -367,7 +247,7 @@ def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> Devi
     calls = measured.pages
     pages = None
     if calls is not None:
-        pages = Pages(
+        pages = PageCallCosts(
             map_seconds=calls.map,
             unmap_seconds=calls.unmap,
             beside_seconds=calls.beside,
@@ -378,15 +258,17 @@ def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> Devi
         device=device,
         engine=OWN,
         engines={OWN: engine},
-        link=Link(**asdict(measured.link), source="calibrate"),
+        link=LinkProfile(**asdict(measured.link), source="calibrate"),
         page_seconds=measured.page_seconds,
         pages=pages,
         lane_reach=measured.reach,
         early_jobs=measured.early,
-        served=Served(**{key: getattr(settings, key) for key in Served.model_fields}),
+        served=MeasuredDevice(
+            **{key: getattr(settings, key) for key in MeasuredDevice.model_fields}
+        ),
         sources={"calibrate": source},
         measured=[
-            Row(model=name, source="calibrate", costs=Costs(**asdict(costs)))
+            MeasuredModel(model=name, source="calibrate", costs=CostCoefficients(**asdict(costs)))
             for name, costs in measured.costs.items()
         ],
     )

@@ -26,8 +26,8 @@ from ballast.memory.transfer import ACTIVATIONS
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import resolve
 from ballast.sim.device import copy_nothing, hosted_nowhere
-from ballast.sim.lives import Life
-from ballast.sim.restore import Events, Impossible, Lanes, Rotor, Unknown
+from ballast.sim.lives import DeviceStory
+from ballast.sim.restore import Impossible, StoryEvents, StoryLanes, StoryRotor, Unknown
 from ballast.sim.swapper import carry_nothing
 
 CONTEXT = 6
@@ -40,7 +40,7 @@ _REASONS = ("why", "refused")
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class StoryDifference:
     """Where a replay first did something else."""
 
     index: int
@@ -55,13 +55,13 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class StoryReplay:
     """What came of a replay."""
 
     events: int
     decisions: int
     jobs: int
-    difference: Difference | None
+    difference: StoryDifference | None
     stray: str | None
     """Why the story could not be followed to its end, if so."""
 
@@ -96,7 +96,7 @@ class _Script:
         return taken
 
 
-def replay(life: Life, *, reasons: bool = True) -> Replayed:
+def replay(life: DeviceStory, *, reasons: bool = True) -> StoryReplay:
     """Follow a life as far as it can be followed.
 
     Without `reasons` the wording of why something was decided, or refused, may differ.
@@ -105,13 +105,13 @@ def replay(life: Life, *, reasons: bool = True) -> Replayed:
 
 
 class _Replay:
-    def __init__(self, life: Life, reasons: bool) -> None:
+    def __init__(self, life: DeviceStory, reasons: bool) -> None:
         self._reasons = reasons
         self._entries = life.entries
         self._over = life.over
         told = life.snapshot
         self._clock = VirtualClock(life.at)
-        self._lanes, self._script = Lanes(), _Script()
+        self._lanes, self._script = StoryLanes(), _Script()
         self._link = _Link(told.link_bytes_per_second)
         self._told: list[Entry] = []
         """By the turn that was replayed last."""
@@ -127,7 +127,7 @@ class _Replay:
             self._clock,
             copy_nothing,
             costs,
-            (lambda spec, copies: Rotor()) if told.rotates else None,
+            (lambda spec, copies: StoryRotor()) if told.rotates else None,
             make_swapper=carry_nothing if preset.requires.kv_swapping else None,
         )
         self._loop = Loop(
@@ -139,12 +139,12 @@ class _Replay:
             lambda outputs: None,
             Story(0, self._told.extend, began=told.began, overhead=told.overhead),
         )
-        self._made = Events(life, self._lanes, self._loop)
+        self._made = StoryEvents(life, self._lanes, self._loop)
         self._at = 0
         """The entry that is dealt with."""
         self._events = self._decisions = self._jobs = 0
 
-    def run(self) -> Replayed:
+    def run(self) -> StoryReplay:
         difference = stray = None
         for number, turn in enumerate(_turns(self._entries)):
             stray = next((e["stray"] for e in self._of(turn) if "stray" in e), None)
@@ -160,9 +160,9 @@ class _Replay:
                 difference = self._difference(self._at, recorded, None, str(fault))
             if difference is not None or stray is not None:
                 break
-        return Replayed(self._events, self._decisions, self._jobs, difference, stray)
+        return StoryReplay(self._events, self._decisions, self._jobs, difference, stray)
 
-    def _begin(self, turn: range) -> Difference | None:
+    def _begin(self, turn: range) -> StoryDifference | None:
         self._loop.begin()
         del self._told[0]  # the snapshot
         return self._compare(turn)
@@ -170,7 +170,7 @@ class _Replay:
     def _of(self, turn: range) -> list[Entry]:
         return self._entries[turn.start : turn.stop]
 
-    def _turn(self, turn: range) -> Difference | None:
+    def _turn(self, turn: range) -> StoryDifference | None:
         """Replay one, and compare."""
         first = self._entries[turn.start]
         if "end" in first:
@@ -190,7 +190,7 @@ class _Replay:
         self._loop.turn()
         return self._compare(turn)
 
-    def _leap(self, told: Entry, turn: range) -> Difference | None:
+    def _leap(self, told: Entry, turn: range) -> StoryDifference | None:
         """Take its steps one by one. When most of them ended, and how long they took, was not told,
         and nothing depends on it: they are spread evenly."""
         if "jobs" in told:
@@ -218,7 +218,7 @@ class _Replay:
         self._told[:-1] = [told]
         return self._compare(turn)
 
-    def _leap_on_lanes(self, told: Entry, turn: range) -> Difference | None:
+    def _leap_on_lanes(self, told: Entry, turn: range) -> StoryDifference | None:
         """Take its steps one by one; of each it was told when it ended, and how long it took."""
         begun: list[Entry] = []
         for id, at, took in zip(told["jobs"], told["ends"], told["seconds"], strict=True):
@@ -239,7 +239,7 @@ class _Replay:
         self._jobs -= len(self._told) - 1  # which are counted with what is compared
         return self._compare(turn)
 
-    def _compare(self, turn: range) -> Difference | None:
+    def _compare(self, turn: range) -> StoryDifference | None:
         """What the turn told anew, with what was told of it."""
         again = [_plain(entry) for entry in self._told]
         self._told.clear()
@@ -258,9 +258,9 @@ class _Replay:
 
     def _difference(
         self, at: int, recorded: Entry | None, replayed: Entry | None, why: str = ""
-    ) -> Difference:
+    ) -> StoryDifference:
         before = self._entries[max(0, at - CONTEXT) : at]
-        return Difference(at, recorded, replayed, before, why)
+        return StoryDifference(at, recorded, replayed, before, why)
 
 
 def _turns(entries: Sequence[Entry]) -> Iterator[range]:

@@ -21,7 +21,7 @@ from ballast.engine.loop import Loop
 from ballast.memory.copies import Copy
 from ballast.memory.vm import Exported
 from ballast.sim.device import copy_nothing, hosted_nowhere
-from ballast.sim.lives import Life
+from ballast.sim.lives import DeviceStory
 from ballast.sim.standins import StandIns
 from ballast.weights.rotor import ArrivalPlan, Loads
 
@@ -36,7 +36,7 @@ class Unknown(Exception):
     """The story tells of something that this version does not know."""
 
 
-class Lanes:
+class StoryLanes:
     """A runner that ends a job when it is told to."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Lanes:
         self.jobs[job.id] = job
 
 
-class Rotor:
+class StoryRotor:
     """Of a model in a replay: layers are where the story says, when it says so."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Rotor:
         return False
 
 
-class Grammars:
+class StoryGrammars:
     """Implements `GrammarStore` for a replay: the story has the events `GrammarReady`."""
 
     def prepare(self, request: Request) -> None:
@@ -78,7 +78,7 @@ class Grammars:
         """There is none."""
 
 
-class NoBytes:
+class StoryKvBytes:
     """Implements `KvBytes` for a replay: the story has the events `KvRead`."""
 
     def start(
@@ -103,10 +103,10 @@ class NoBytes:
         """None are written."""
 
 
-class Events:
+class StoryEvents:
     """Made from a life's entries, in order, for a device that has come as far as they have."""
 
-    def __init__(self, life: Life, lanes: Lanes, loop: Loop) -> None:
+    def __init__(self, life: DeviceStory, lanes: StoryLanes, loop: Loop) -> None:
         self._lanes = lanes
         self._state = loop.state
         self._lent: dict[int, tuple[int, ...]] = {}
@@ -114,8 +114,8 @@ class Events:
         self._lent_again: dict[int, tuple[int, ...]] = {}
         """Those that the replay has lent instead."""
         loop.state.lending.say = self._hear
-        loop.state.grammars = Grammars()
-        loop.state.migration.bytes = NoBytes()
+        loop.state.grammars = StoryGrammars()
+        loop.state.migration.bytes = StoryKvBytes()
         self._ready = loop.operations.ready
         self._standins = StandIns(life.entries)
         self._numbers: dict[str, int] = {}

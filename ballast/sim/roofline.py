@@ -3,7 +3,8 @@
 A pass reads the weights, a prefill multiplies, attention reads KV: each over the peak that bounds
 it, times a factor that was measured on that device, plus the host's work. `roofline` has device and
 engine in one derate, as fits of one engine's jobs show them (`sim/derating.py`); `step_costs` keeps
-them apart: what kernels reach (`Reach`), and what an engine's host does beside them (`Host`).
+them apart: what kernels reach (`KernelReach`), and what an engine's host does beside them
+(`EngineHostCosts`).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Derate(Keys):
     """As `start`, in a group."""
 
 
-class Reach(Keys):
+class KernelReach(Keys):
     """What kernels reach on a device, whichever engine launches them."""
 
     layer_seconds: NotNegative
@@ -87,7 +88,7 @@ class Reach(Keys):
     """Keys that nobody measured on this device."""
 
 
-class Host(Keys):
+class EngineHostCosts(Keys):
     """What an engine's host does, in seconds; no device's time is in it."""
 
     step_seconds: NotNegative
@@ -199,7 +200,11 @@ def roofline(
 
 
 def step_costs(
-    sizes: Sizes, hardware: Hardware, reach: Reach, host: Host, group: AllReduce | None = None
+    sizes: Sizes,
+    hardware: Hardware,
+    reach: KernelReach,
+    host: EngineHostCosts,
+    group: AllReduce | None = None,
 ) -> StepCosts:
     """Derive a model's costs under an engine with this host, on one device or in a group.
 

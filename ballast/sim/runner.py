@@ -16,7 +16,7 @@ from ballast.sim.heap import EventHeap
 from ballast.sim.lanes import Part, SimLanes, guessed, measured, measured_seconds
 from ballast.sim.link import SimLink
 from ballast.sim.pages import LoopTime
-from ballast.sim.passes import Alone, Pace, Pass, Source
+from ballast.sim.passes import Alone, LayerSource, Pace, Pass
 from ballast.sim.rotor import SimRotors
 from ballast.sim.spread import NONE, Factors
 from ballast.sim.swapper import SimSwappers
@@ -89,9 +89,9 @@ class SimRunner:
         self._measured: dict[str, Sequence[tuple[float, StepCosts]]] = {}
         """By model, costs on some shares of the device, ascending."""
         self._lanes = SimLanes(heap, clock, overhead)
-        self.borrowed: Callable[[str], Source] | None = None
+        self.borrowed: Callable[[str], LayerSource] | None = None
         """By model, what brings KV on borrowed pages; None where nothing moves for that."""
-        self._borrowed: dict[str, Source] = {}
+        self._borrowed: dict[str, LayerSource] = {}
         self._began = self._free = 0.0
         """When the last job began, and when it ends, if that is known."""
         self._ahead: tuple[str, float, Alone] | None = None
@@ -279,7 +279,7 @@ class SimRunner:
     def _pass(self, model: str, pace: Pace) -> Pass:
         return Pass(self._specs[model].n_layers, self._sources(model), pace)
 
-    def _sources(self, model: str) -> list[Source]:
+    def _sources(self, model: str) -> list[LayerSource]:
         rotor, swapper, borrowed = self._rotors.of(model), None, None
         if self._swappers is not None:
             swapper = self._swappers.of(model)

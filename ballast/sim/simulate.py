@@ -12,7 +12,7 @@ from ballast.core.settings import FleetSettings
 from ballast.core.story import Story
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset, resolve
-from ballast.sim.controller import Controller
+from ballast.sim.controller import SimController
 from ballast.sim.device import Observe, Profile, Said, SimDevice, Steps
 
 AHEAD = 10.0
@@ -68,7 +68,7 @@ def simulate(
 
 
 def simulate_devices(
-    controller: Controller,
+    controller: SimController,
     arrivals: Iterable[Submission],
     sent: Callable[[Submission, str], None] = lambda submission, device: None,
 ) -> float:

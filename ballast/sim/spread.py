@@ -20,7 +20,7 @@ QUANTILES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class JobSpread:
     """How far jobs are from what they are expected to take."""
 
     quantiles: tuple[float, ...] = ()
@@ -30,13 +30,13 @@ class Spread:
     seed: int = 0
 
 
-NONE = Spread()
+NONE = JobSpread()
 
 
 class Factors:
     """Draws of one device."""
 
-    def __init__(self, spread: Spread, device: str) -> None:
+    def __init__(self, spread: JobSpread, device: str) -> None:
         self._spread = spread
         self._key = blake2b(f"{spread.seed}:{device}".encode(), digest_size=32).digest()
         self._phase = 2 * pi * self._draw(b"phase")

@@ -18,7 +18,7 @@ from ballast.sim.link import Path
 from ballast.sim.world import World
 
 
-class Peers(Enum):
+class PeerLinks(Enum):
     """How devices of a host reach each other."""
 
     NVLINK = "nvlink"
@@ -39,14 +39,14 @@ class Joints:
     host: LinkRates | None = None
     """What all devices of a host move together to and from its memory; None: whatever their own
     links carry."""
-    peers: Peers = Peers.NONE
+    peers: PeerLinks = PeerLinks.NONE
     port: LinkRates | None = None
     """Of each device's port to its peers, out of it (`to_host`) and into it (`to_device`)."""
 
     def __post_init__(self) -> None:
         if self.per_host < 1:
             raise ConfigError("per_host", self.per_host, "a host has one device or more")
-        if (self.peers is Peers.NVLINK) != (self.port is not None):
+        if (self.peers is PeerLinks.NVLINK) != (self.port is not None):
             raise ConfigError("peers", self.peers.value, "nvlink, and no other, needs `port`")
 
 
@@ -54,10 +54,10 @@ APART = Joints()
 """Every device has a host of its own."""
 
 
-class Place:
+class HostPlace:
     """A device on a host: its wire to the host's memory, and its port to its peers."""
 
-    def __init__(self, host: Host, rates: LinkRates) -> None:
+    def __init__(self, host: SimHost, rates: LinkRates) -> None:
         self.host = host
         self._wire = Wire(rates)
         self._port = None if host.joints.port is None else Wire(host.joints.port)
@@ -67,7 +67,7 @@ class Place:
         """What bytes cross between the host's memory and the device, or any of its slices."""
         return {way: self._to_host(way) for way in Direction}
 
-    def to_peer(self, other: Place) -> Sequence[Side]:
+    def to_peer(self, other: HostPlace) -> Sequence[Side]:
         """What bytes cross from here to another device of the host.
 
         Raises ConfigError where there is no way.
@@ -76,7 +76,7 @@ class Place:
             raise ConfigError("peers", "two places", "they are different devices of one host")
         if self._port is not None and other._port is not None:
             return [self._port.up, other._port.down]
-        if self.host.joints.peers is Peers.PCIE:
+        if self.host.joints.peers is PeerLinks.PCIE:
             return [self._wire.up, other._wire.down]
         raise ConfigError("peers", "none", "devices that do not reach each other")
 
@@ -85,7 +85,7 @@ class Place:
         return [own] if shared is None else [own, shared.side(way)]
 
 
-class Host:
+class SimHost:
     """A host: one world, in which its devices share links."""
 
     def __init__(self, joints: Joints) -> None:
@@ -93,21 +93,21 @@ class Host:
         self.wire = None if joints.host is None else Wire(joints.host)
         """What all its devices' bytes cross; None: there is no such bound."""
 
-    def place(self, rates: LinkRates) -> Place:
+    def place(self, rates: LinkRates) -> HostPlace:
         """One device more, whose own link carries `rates`."""
-        return Place(self, rates)
+        return HostPlace(self, rates)
 
 
-def places(joints: Joints, units: Sequence[tuple[LinkRates, int]]) -> list[Place]:
+def places(joints: Joints, units: Sequence[tuple[LinkRates, int]]) -> list[HostPlace]:
     """Places of devices, on as many hosts as they need.
 
     `units`: what the own link of each carries, and how many devices it is: a group of several is on
     one host, alone there if it has more than a host has.
     """
-    found: list[Place] = []
+    found: list[HostPlace] = []
     room = 0
     for rates, devices in units:
-        host = found[-1].host if found and devices <= room else Host(joints)
+        host = found[-1].host if found and devices <= room else SimHost(joints)
         if not found or host is not found[-1].host:
             room = joints.per_host
         room -= devices

@@ -19,7 +19,7 @@ IDLE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class TokenCounts:
     """Token counts over all requests."""
 
     mean: float
@@ -50,8 +50,8 @@ class WorkloadStats:
     """Requests / seconds."""
     cv: float
     """Standard deviation / mean of the gaps between arrivals, all models together."""
-    prompt: Lengths
-    output: Lengths
+    prompt: TokenCounts
+    output: TokenCounts
     top1: float
     """Share of requests that go to the most popular model."""
     top5: float
@@ -99,11 +99,11 @@ def measure(
     )
 
 
-def lengths(tokens: Iterable[int]) -> Lengths:
+def lengths(tokens: Iterable[int]) -> TokenCounts:
     """Mean, median and 99th percentile (linear interpolation)."""
     values = np.fromiter(tokens, dtype=np.float64)
     p50, p99 = np.percentile(values, (50, 99))
-    return Lengths(float(values.mean()), float(p50), float(p99))
+    return TokenCounts(float(values.mean()), float(p50), float(p99))
 
 
 def gap_cv(times: Sequence[float] | np.ndarray) -> float:

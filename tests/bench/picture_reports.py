@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report
-from ballast.bench.sample import Decision, DeviceSample, MemorySample
+from ballast.bench.sample import DecisionRecord, DeviceSample, MemorySample
 from ballast.core.settings import Slo
 from ballast.core.units import MiB
 
@@ -51,11 +51,11 @@ def report(name: str, late: int = 0, failed: int = 0) -> Report:
         for at in range(SECONDS)
     ]
     decisions = [
-        Decision(10.0, "cpu:0", "Activate", "model-1", "a request </script> waits"),
-        Decision(12.0, "cpu:0", "Evict", "model-2", "idle for 8 s"),
-        Decision(14.0, "cpu:1", "Preempt", "model-7", "model-6 is late"),
-        Decision(14.5, "cpu:1", "Evict", "model-8", "idle", "it is running"),
-        Decision(15.0, "cpu:1", "DropCache", "model-8", "room for model-6"),
+        DecisionRecord(10.0, "cpu:0", "Activate", "model-1", "a request </script> waits"),
+        DecisionRecord(12.0, "cpu:0", "Evict", "model-2", "idle for 8 s"),
+        DecisionRecord(14.0, "cpu:1", "Preempt", "model-7", "model-6 is late"),
+        DecisionRecord(14.5, "cpu:1", "Evict", "model-8", "idle", "it is running"),
+        DecisionRecord(15.0, "cpu:1", "DropCache", "model-8", "room for model-6"),
     ]
     return Report.of(
         records, SLOS, SECONDS + 2.0, samples, decisions, name=name, workload="bursty, made up"

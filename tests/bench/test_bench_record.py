@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ballast.bench.record import (
-    Recorder,
     RequestRecord,
+    RequestRecorder,
     prompts_of,
     submission_for,
 )
@@ -18,15 +18,15 @@ def request(n: int = 0, at: float = 1.0) -> WorkloadRequest:
     return WorkloadRequest(id=n, at=at, model="a", prompt_tokens=4, output_tokens=3)
 
 
-def recorded(*tokens: float, start: float = 101.5) -> Recorder:
-    book = Recorder(origin=100.0)
+def recorded(*tokens: float, start: float = 101.5) -> RequestRecorder:
+    book = RequestRecorder(origin=100.0)
     book.sent(request(), "x", start)
     for n, when in enumerate(tokens):
         book.told(when, TokenOut("x", 9, n))
     return book
 
 
-def only(book: Recorder) -> RequestRecord:
+def only(book: RequestRecorder) -> RequestRecord:
     (record,) = book.records()
     return record
 
@@ -112,7 +112,7 @@ def test_the_unanswered_are_failures() -> None:
 
 
 def test_records_come_in_the_workloads_order() -> None:
-    book = Recorder()
+    book = RequestRecorder()
     for n, at in ((3, 1.0), (1, 2.0), (0, 1.0)):
         book.sent(request(n, at), f"w{n}", at)
     assert [r.id for r in book.records()] == [0, 3, 1]

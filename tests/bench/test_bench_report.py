@@ -12,8 +12,8 @@ from rich.console import Console
 from ballast.bench.fairness import fairness_gap, normalised_kv
 from ballast.bench.plot import plot
 from ballast.bench.record import RequestRecord
-from ballast.bench.report import Report, Served, Spread
-from ballast.bench.sample import Decision, DeviceSample, MemorySample
+from ballast.bench.report import LatencyStats, Report, RequestStats
+from ballast.bench.sample import DecisionRecord, DeviceSample, MemorySample
 from ballast.bench.show import comparison_table, percent, report_table, seconds
 from ballast.cli_bench import show_reports
 from ballast.core.errors import ConfigError
@@ -54,8 +54,8 @@ MEMORY = (
     ),
 )
 DECISIONS = (
-    Decision(0.5, "d", "Evict", "b", "idle", "it has requests"),
-    Decision(0.1, "d", "Activate", "a", "a request waits"),
+    DecisionRecord(0.5, "d", "Evict", "b", "idle", "it has requests"),
+    DecisionRecord(0.1, "d", "Activate", "a", "a request waits"),
 )
 
 
@@ -84,14 +84,14 @@ def test_throughput_counts_answered_requests() -> None:
 
 
 def test_spreads_leave_out_what_failed_and_what_has_no_value() -> None:
-    served = Served.of(RECORDS, SLOS)
+    served = RequestStats.of(RECORDS, SLOS)
     assert served.ttft is not None
     assert served.ttft.mean == pytest.approx((0.5 + 1.5 + 0.5 + 1.5 + 0.5) / 5)
     assert served.tpot is not None
     assert served.tpot.p50 == pytest.approx(0.1)
-    assert Spread.of([None]) is None
-    hundred = Spread.of(float(i) for i in range(101))
-    assert hundred == Spread(50.0, 50.0, 90.0, 99.0)
+    assert LatencyStats.of([None]) is None
+    hundred = LatencyStats.of(float(i) for i in range(101))
+    assert hundred == LatencyStats(50.0, 50.0, 90.0, 99.0)
 
 
 def test_reports_need_levels_and_time() -> None:

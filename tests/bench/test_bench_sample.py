@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ballast.bench.sample import Decision, DeviceSample, MemorySample, decisions_of
+from ballast.bench.sample import DecisionRecord, DeviceSample, MemorySample, decisions_of
 from ballast.core.report import DeviceReport, ModelReport
 
 
@@ -53,6 +53,6 @@ def test_decisions_are_a_storys_actions() -> None:
         {"at": 6.0, "action": "Recall", "to": "e", "pages": None, "device": "f"},
     ]
     assert decisions_of(entries, "d", 5.0) == (
-        Decision(0.5, "d", "Evict", "a", "idle", "it runs"),
-        Decision(1.0, "f", "Recall", "", ""),
+        DecisionRecord(0.5, "d", "Evict", "a", "idle", "it runs"),
+        DecisionRecord(1.0, "f", "Recall", "", ""),
     )

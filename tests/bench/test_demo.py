@@ -13,7 +13,7 @@ from rich.console import Console
 from ballast.bench import demo, run
 from ballast.bench.choose import slos_of
 from ballast.bench.record import RequestRecord
-from ballast.bench.replay import Replayed, Target
+from ballast.bench.replay import BenchmarkTarget, WorkloadReplay
 from ballast.bench.report import Report
 from ballast.bench.serving import Serving
 from ballast.bench.verdict import verdict
@@ -44,10 +44,14 @@ def test_every_preset_gets_the_same_file_and_bursts(
         served.append((file.read_bytes(), options))
         yield Serving("http://127.0.0.1:9", 0)
 
-    async def replay(workload: Workload, target: Target, *_: object, **__: object) -> Replayed:
+    async def replay(
+        workload: Workload, target: BenchmarkTarget, *_: object, **__: object
+    ) -> WorkloadReplay:
         replayed.append(workload)
         missed = MISSED[served[-1][1][1]]
-        return Replayed(tuple(record(r, r.id % missed > 0) for r in workload.requests), 30.0, ())
+        return WorkloadReplay(
+            tuple(record(r, r.id % missed > 0) for r in workload.requests), 30.0, ()
+        )
 
     def simulated(
         fleet: FleetSettings, _: list[ModelSpec], __: Profile, workload: Workload

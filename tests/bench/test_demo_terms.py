@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.demo_terms import Terms, choose_terms, simulated
+from ballast.bench.demo_terms import DemoTerms, choose_terms, simulated
 from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
@@ -14,7 +14,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import GiB
 from ballast.fleet.file import load_fleet
-from ballast.fleet.plan import SCALES, Plan, plans
+from ballast.fleet.plan import SCALES, ModelRecipe, plans
 from ballast.policy.presets import PRESETS
 from ballast.sim.catalogue import ModelFacts
 from ballast.sim.device import Profile
@@ -23,14 +23,14 @@ SCALE = SCALES["small"]
 COMPARED = ("static", "swap", "mirage", "balloon")
 
 
-def parameters(plan: Plan) -> int:
+def parameters(plan: ModelRecipe) -> int:
     head_dim = plan.hidden // plan.heads
     attention = 2 * plan.hidden * (plan.hidden + plan.kv_heads * head_dim)
     layer = attention + 3 * plan.hidden * plan.intermediate + 2 * plan.hidden
     return plan.layers * layer + (1 if plan.trained else 2) * SCALE.vocab * plan.hidden
 
 
-def spec_of(plan: Plan) -> ModelSpec:
+def spec_of(plan: ModelRecipe) -> ModelSpec:
     facts = ModelFacts(
         name=plan.name,
         parameters=parameters(plan),
@@ -96,7 +96,7 @@ def write_fleet(directory: Path, **keys: object) -> Path:
     return file
 
 
-def terms_on(profile: Profile, seed: int = 0) -> Terms:
+def terms_on(profile: Profile, seed: int = 0) -> DemoTerms:
     return choose_terms(FLEET, SPECS, profile, 25.0, seed)
 
 

@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from ballast.bench.http import HttpTarget
-from ballast.bench.record import Recorder, RequestRecord, prompts_of, submission_for
-from ballast.bench.replay import Replayed, replay
+from ballast.bench.record import RequestRecord, RequestRecorder, prompts_of, submission_for
+from ballast.bench.replay import WorkloadReplay, replay
 from ballast.core.clock import Clock
 from ballast.live.inbox import MonotonicClock
 from ballast.server.observe.server_state import DeviceNow, ServerNow
@@ -123,13 +123,13 @@ def base_url() -> Iterator[str]:
     listener.close()
 
 
-def send(base_url: str, model: str, n: int = 3, count: int = 1, **more: Any) -> Replayed:
+def send(base_url: str, model: str, n: int = 3, count: int = 1, **more: Any) -> WorkloadReplay:
     requests = [
         WorkloadRequest(id=i, at=0.0, model=model, prompt_tokens=5, output_tokens=n)
         for i in range(count)
     ]
 
-    async def go() -> Replayed:
+    async def go() -> WorkloadReplay:
         clock: Clock = MonotonicClock()
         async with HttpTarget(base_url, clock, more.pop("api_key", None)) as target:
             workload = Workload.of("w", requests)
@@ -212,7 +212,7 @@ def test_giving_up_closes_the_connection(base_url: str) -> None:
 
     async def go() -> None:
         async with HttpTarget(base_url, MonotonicClock()) as target:
-            run = asyncio.create_task(target.run(submission_for(request, (1,)), Recorder()))
+            run = asyncio.create_task(target.run(submission_for(request, (1,)), RequestRecorder()))
             assert await asyncio.to_thread(arrived.wait, 30)
             run.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from ballast.bench.record import Prompts, Recorder, prompts_of
-from ballast.bench.replay import EngineTarget, Replayed, TargetError, replay
-from ballast.bench.sample import Decision, DeviceSample
+from ballast.bench.record import Prompts, RequestRecorder, prompts_of
+from ballast.bench.replay import EngineTarget, TargetError, WorkloadReplay, replay
+from ballast.bench.sample import DecisionRecord, DeviceSample
 from ballast.core.clock import Clock, VirtualClock
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import Arrival, Cancel, Event, Failed, Finished, TokenOut
@@ -53,7 +53,7 @@ class Scripted:
     def clock(self) -> Clock:
         return self._clock
 
-    async def run(self, submission: Submission, recorder: Recorder) -> None:
+    async def run(self, submission: Submission, recorder: RequestRecorder) -> None:
         self.started.append((submission.id, self._clock.now()))
         if submission.id in self.held:
             try:
@@ -69,11 +69,11 @@ class Scripted:
     async def memory(self) -> Mapping[str, DeviceSample]:
         return {"d": DeviceSample({"kv:a": 7})}
 
-    async def decisions(self, origin: float) -> Sequence[Decision]:
-        return [Decision(self._clock.now() - origin, "d", "Evict", "a", "")]
+    async def decisions(self, origin: float) -> Sequence[DecisionRecord]:
+        return [DecisionRecord(self._clock.now() - origin, "d", "Evict", "a", "")]
 
 
-def run(w: Workload, target: Scripted, steps: Steps, timeout: float = 600.0) -> Replayed:
+def run(w: Workload, target: Scripted, steps: Steps, timeout: float = 600.0) -> WorkloadReplay:
     return asyncio.run(replay(w, target, PROMPTS, timeout=timeout, sleep=steps.sleep))
 
 
@@ -86,7 +86,7 @@ def test_requests_go_out_at_their_times() -> None:
     assert all(r.answered for r in result.records)
     assert result.wall_seconds == 4.0
     assert result.memory[0].owners == {"kv:a": 7}
-    assert result.decisions == (Decision(4.0, "d", "Evict", "a", ""),)
+    assert result.decisions == (DecisionRecord(4.0, "d", "Evict", "a", ""),)
 
 
 def test_an_unanswered_request_holds_up_nobody_and_times_out() -> None:
@@ -154,7 +154,9 @@ def test_engine_target_answers_from_another_thread() -> None:
     result = asyncio.run(replay(workload(0.0, 0.0, 0.0), engine.target, PROMPTS))
     assert [(r.output_tokens, r.cached_tokens) for r in result.records] == [(2, 1)] * 3
     assert result.memory[0].owners == {"kv:a": 4, "reclaiming": 0, "free": 2}
-    assert result.decisions == (Decision(2.0, "d", "Evict", "a", ""),), "that of before is not"
+    assert result.decisions == (DecisionRecord(2.0, "d", "Evict", "a", ""),), (
+        "that of before is not"
+    )
     assert engine.cancelled == []
 
 

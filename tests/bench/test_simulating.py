@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from ballast.bench.asked import Asked, Wanted
+from ballast.bench.asked import SimulationSetup, WorkloadOptions
 from ballast.bench.clusters import ClusterRun
 from ballast.bench.page import page
 from ballast.bench.planning import Planned, Question, plan_preset
@@ -39,18 +39,24 @@ def fleet(n: int, path: str = "catalogue:Llama-2-13b") -> FleetSettings:
     )
 
 
-def asked(n: int = 4, rate: float = 1.0, presets: str = "static,balloon") -> Asked:
-    return Asked.of(fleet(n), presets, Wanted("poisson", rate, 20.0, 512, 1))
+def asked(n: int = 4, rate: float = 1.0, presets: str = "static,balloon") -> SimulationSetup:
+    return SimulationSetup.of(fleet(n), presets, WorkloadOptions("poisson", rate, 20.0, 512, 1))
 
 
 def planned(
-    it: Asked, kind: Kind, target: float, *, each: bool = False, most: int = 1024, seeds: int = 1
+    it: SimulationSetup,
+    kind: Kind,
+    target: float,
+    *,
+    each: bool = False,
+    most: int = 1024,
+    seeds: int = 1,
 ) -> Planned:
     question = Question(it.fleet, it.specs, kind, it.presets[0], target, PLACED, each)
     return plan_preset(question, it.draws(seeds), most=most)
 
 
-def simulated(it: Asked, devices: str) -> list[ClusterRun]:
+def simulated(it: SimulationSetup, devices: str) -> list[ClusterRun]:
     kinds = kinds_of(devices)
     return list(simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets, PLACED))
 
@@ -115,7 +121,7 @@ def test_memory_is_sampled_and_adds_up() -> None:
 
 
 def test_what_rotating_layers_cost_is_shown_by_model() -> None:
-    it = Asked.of(fleet(3), "mirage", Wanted("poisson", 48.0, 3.0, 1024, 1))
+    it = SimulationSetup.of(fleet(3), "mirage", WorkloadOptions("poisson", 48.0, 3.0, 1024, 1))
     (run,) = simulated(it, "1xGH200-96G")
     loads = run.rotations
     assert loads
@@ -177,7 +183,9 @@ def test_the_fewest_devices(each: bool, target: float, fewest: int) -> None:
 def test_no_number_of_devices_suffices() -> None:
     """A model has one device: more of them do not help one that gets too many requests."""
     (kind,) = kinds_of("L4")
-    it = Asked.of(fleet(2, "catalogue:Llama-2-7b"), "static", Wanted("poisson", 40.0, 4.0, 2048, 1))
+    it = SimulationSetup.of(
+        fleet(2, "catalogue:Llama-2-7b"), "static", WorkloadOptions("poisson", 40.0, 4.0, 2048, 1)
+    )
     plan = planned(it, kind, 0.99)
     assert plan.number is None
     assert plan.sure is None
@@ -189,7 +197,9 @@ def test_requests_that_miss_on_a_device_of_their_own_are_said() -> None:
     """The first token is due before any device has computed the prompt."""
     (kind,) = kinds_of("L4")
     hasty = ModelSettings(name="m0", path="catalogue:Llama-2-7b", slo=Slo(ttft=1e-4, tpot=0.1))
-    it = Asked.of(replace(fleet(1), models=(hasty,)), "static", Wanted("poisson", 1.0, 8.0, 512, 1))
+    it = SimulationSetup.of(
+        replace(fleet(1), models=(hasty,)), "static", WorkloadOptions("poisson", 1.0, 8.0, 512, 1)
+    )
     plan = planned(it, kind, 0.99)
     assert (plan.number, plan.alone) == (None, 0.0)
     told = text(plans_table([plan], 0.99, False))
@@ -199,7 +209,7 @@ def test_requests_that_miss_on_a_device_of_their_own_are_said() -> None:
 
 
 def test_a_plan_says_how_sure_it_is() -> None:
-    it = Asked.of(fleet(6), "static", Wanted("poisson", 2.0, 10.0, 512, 1))
+    it = SimulationSetup.of(fleet(6), "static", WorkloadOptions("poisson", 2.0, 10.0, 512, 1))
     (kind,) = kinds_of("H100-80G")
     assert [d.requests for d in it.draws(3)] == [d.requests for d in it.draws(8)[:3]]
     plan = planned(it, kind, 0.9, seeds=6)
@@ -225,8 +235,8 @@ def test_a_plan_says_how_sure_it_is() -> None:
 def test_a_busy_model_is_served_by_several_devices(placement: str) -> None:
     """What two devices cannot serve, six can, if models may have copies."""
     kinds = kinds_of("6xL4")
-    it = Asked.of(
-        fleet(2, "catalogue:Llama-2-7b"), "balloon", Wanted("poisson", 60.0, 12.0, 512, 1)
+    it = SimulationSetup.of(
+        fleet(2, "catalogue:Llama-2-7b"), "balloon", WorkloadOptions("poisson", 60.0, 12.0, 512, 1)
     )
 
     def run(name: str) -> ClusterRun:
@@ -269,8 +279,10 @@ def test_a_plan_for_nothing_is_refused(target: float, most: int) -> None:
 def test_no_request_is_longer_than_a_model_holds() -> None:
     short = ModelSettings(name="s", path="catalogue:Llama-2-7b", slo=SLO, max_model_len=512)
     two = replace(fleet(1), models=(*fleet(1).models, short))
-    it = Asked.of(two, "balloon", Wanted("poisson", 40.0, 10.0, None, 1))
+    it = SimulationSetup.of(two, "balloon", WorkloadOptions("poisson", 40.0, 10.0, None, 1))
     longest = max(r.prompt_tokens + r.output_tokens for r in it.workload.requests)
     assert 256 < longest <= 512
-    longer = Asked.of(fleet(1), "balloon", Wanted("poisson", 40.0, 10.0, None, 1)).workload.requests
+    longer = SimulationSetup.of(
+        fleet(1), "balloon", WorkloadOptions("poisson", 40.0, 10.0, None, 1)
+    ).workload.requests
     assert 2048 < max(r.prompt_tokens + r.output_tokens for r in longer) <= 4096

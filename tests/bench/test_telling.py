@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ballast.bench.choose import workload_of
 from ballast.bench.clusters import ClusterRun, run_cluster
-from ballast.bench.report import Served, Spread
+from ballast.bench.report import LatencyStats, RequestStats
 from ballast.bench.stories import fresh, stories
 from ballast.bench.telling import telling
 from ballast.cli import app
@@ -42,7 +42,7 @@ def ran(path: Path, preset: str) -> ClusterRun:
         return run_cluster(resolve(preset), kinds, specs, work, slos, sink_of=sink_of)
 
 
-def near(a: Spread | None, b: Spread | None) -> bool:
+def near(a: LatencyStats | None, b: LatencyStats | None) -> bool:
     if a is None or b is None:
         return a is b
     return all(
@@ -51,7 +51,7 @@ def near(a: Spread | None, b: Spread | None) -> bool:
     )
 
 
-def same(a: Served, b: Served) -> bool:
+def same(a: RequestStats, b: RequestStats) -> bool:
     none = {"ttft": None, "tpot": None, "e2e": None}
     spreads = all(near(getattr(a, name), getattr(b, name)) for name in none)
     return spreads and replace(a, **none) == replace(b, **none)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ballast.bench.record import Recorder, prompts_of, submission_for
+from ballast.bench.record import RequestRecorder, prompts_of, submission_for
 from ballast.bench.report import Report
 from ballast.bench.sample import DeviceSample, MemorySample
 from ballast.core.cost import StepCosts, activation_bytes
@@ -48,7 +48,7 @@ def serve(workload: Workload, preset: str) -> Report:
     )
     costs = dict.fromkeys(NAMES, StepCosts(2e-3, 5e-5, 2e-4, 1e-7, 1e-9))
     profile = Profile(costs=costs, link=LinkRates.even(1e8), overhead=1e-4)
-    recorder = Recorder()
+    recorder = RequestRecorder()
     prompts = prompts_of(dict.fromkeys(NAMES, 512))
     submissions = [submission_for(r, prompts(r)) for r in workload.requests]
     for request, submission in zip(workload.requests, submissions, strict=True):

@@ -13,7 +13,7 @@ from ballast.core.settings import ModelSettings
 from ballast.policy import fleets
 from ballast.policy.presets import resolve
 from ballast.policy.route import Replica
-from ballast.policy.stay import Stay
+from ballast.policy.stay import FixedPlacement
 from ballast.sim.cluster import Cluster, kinds_of
 from tests.cluster import test_devices
 from tests.cluster.fake_device import HOLD
@@ -22,7 +22,7 @@ from tests.cluster.worker.test_worker import running
 from tests.sim.test_cluster import arrivals, spec
 
 
-class Everywhere(Stay):
+class Everywhere(FixedPlacement):
     """Every model has all devices, and the last one gets all requests."""
 
     def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:

@@ -13,16 +13,16 @@ from ballast.core.settings import (
     ServerSettings,
     Slo,
 )
-from ballast.fleet.difference import Difference, difference
+from ballast.fleet.difference import FleetDifference, difference
 
 LORA = AdapterSettings(name="lora", path="l")
 A = ModelSettings(name="a", path="a", adapters=(LORA,))
 B = ModelSettings(name="b", path="b")
 FLEET = FleetSettings(models=(A, B), device=DeviceSettings(budget_bytes=1))
-NOTHING = Difference((), (), (), {}, ())
+NOTHING = FleetDifference((), (), (), {}, ())
 
 
-def to(*models: ModelSettings) -> Difference:
+def to(*models: ModelSettings) -> FleetDifference:
     return difference(FLEET, replace(FLEET, models=models))
 
 

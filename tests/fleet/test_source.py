@@ -11,7 +11,7 @@ from ballast.core.errors import ConfigError
 from ballast.core.settings import ModelSettings
 from ballast.fleet.changes import Changes
 from ballast.fleet.schema import NamedModelKeys
-from ballast.fleet.source import Source
+from ballast.fleet.source import FleetSource
 
 TEXT = """
 defaults: {priority: 3}
@@ -33,8 +33,8 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def source(home: Path, **environ: str) -> Source:
-    return Source(
+def source(home: Path, **environ: str) -> FleetSource:
+    return FleetSource(
         home / "fleet.yaml",
         presets=("balloon",),
         changes=home / "c.json",

@@ -15,7 +15,7 @@ from ballast.policy.balloon import Balloon
 from ballast.policy.budget import PageBudget
 from ballast.policy.cover import cover
 from ballast.policy.kvswap import KvSwap
-from ballast.policy.layers import Layers
+from ballast.policy.layers import LayerOffers
 from ballast.policy.market import Claim, Offer, Source
 from ballast.policy.offers import younger_requests
 from ballast.policy.presets import PRESETS, option_names, resolve
@@ -162,7 +162,7 @@ def test_what_slows_a_batch_is_paid_for_each_of_its_requests() -> None:
 
 
 def _layers_of_m(view: DeviceView, claim: Claim) -> Iterable[Offer]:
-    return Layers(frozenset(("claimer", "m")), (), cap=False).of_active(view, claim)
+    return LayerOffers(frozenset(("claimer", "m")), (), cap=False).of_active(view, claim)
 
 
 def test_swapping_kv_costs_more_the_more_requests_wait_for_the_copies() -> None:

@@ -20,7 +20,7 @@ from ballast.core.compute import (
 from ballast.core.cost import StepCosts
 from ballast.core.job import Load, chunk_pairs
 from ballast.core.request import Order
-from ballast.policy.deadline import LEAST_CHUNK, MOST_CREDIT, Deadline, Turn, least_chunk
+from ballast.policy.deadline import LEAST_CHUNK, MOST_CREDIT, Deadline, DeadlineMemo, least_chunk
 
 NOW = 100.0
 STEP_TOKENS = 512
@@ -124,26 +124,26 @@ def by_slack(**options: float) -> Deadline:
 def test_a_stream_that_has_paused_long_enough_steps_whatever_slack_it_has() -> None:
     a = work("a", decodes=[decode(9.0)] * 3)
     b = work("b", decodes=[decode(9.0, last=NOW - 0.25)], prompts=[prompt(9, 400, due=9.0)])
-    assert by_slack()(view(a, b), Turn("a", NOW)).model == "b", "for its prompt"
-    decision = Deadline(longest_gap=0.25)(view(a, b), Turn("a", NOW))
+    assert by_slack()(view(a, b), DeadlineMemo("a", NOW)).model == "b", "for its prompt"
+    decision = Deadline(longest_gap=0.25)(view(a, b), DeadlineMemo("a", NOW))
     assert (decision.model, decision.prompt_tokens) == ("b", 0)
 
 
 def test_others_decode_and_compute_prompts_until_a_stream_has_paused_long_enough() -> None:
     a = work("a", decodes=[decode(9.0, last=NOW)])
     b = work("b", decodes=[decode(9.0, last=NOW - 0.1)])
-    decision = Deadline(longest_gap=0.5)(view(a, b), Turn("a", NOW))
+    decision = Deadline(longest_gap=0.5)(view(a, b), DeadlineMemo("a", NOW))
     assert decision.model == "a"
     assert decision.until == pytest.approx(NOW + 0.5 - 0.1 - STEP)
     long = work("a", decodes=[decode(9.0, last=NOW)], prompts=[prompt(9, 512, due=60.0)])
-    decision = Deadline(longest_gap=0.5)(view(long, b), Turn("b", NOW))
+    decision = Deadline(longest_gap=0.5)(view(long, b), DeadlineMemo("b", NOW))
     assert decision.model == "a"
     assert job_seconds(view(long, b), decision) <= 0.5 - 0.1 - STEP + ROUNDING
 
 
 def test_steps_that_take_long_leave_half_of_the_lane() -> None:
     works = [work(f"m{i}", decodes=[decode(90.0, last=NOW - 0.5)]) for i in range(20)]
-    decision = Deadline(longest_gap=0.01)(view(*works), Turn("m3", NOW))
+    decision = Deadline(longest_gap=0.01)(view(*works), DeadlineMemo("m3", NOW))
     assert decision.model == "m3"
     assert decision.until == pytest.approx(NOW + 2 * 20 * STEP - 0.5 - STEP)
 
@@ -154,7 +154,7 @@ def test_steps_that_take_long_leave_half_of_the_lane() -> None:
 def test_a_batch_runs_on_until_the_others_have_no_slack() -> None:
     a = work("a", decodes=[decode(9.0)] * 3)
     b = work("b", decodes=[decode(2.0, outputs=1)])
-    decision = by_slack(margin=2.0)(view(a, b), Turn("a", NOW))
+    decision = by_slack(margin=2.0)(view(a, b), DeadlineMemo("a", NOW))
     assert (decision.model, decision.prompt_tokens) == ("a", 0)
     step = COSTS.base + 3 * COSTS.per_sequence
     # b's step must end at 2.0; a's last begins before `until`, and takes a step; then the margin.
@@ -165,13 +165,13 @@ def test_a_batch_runs_on_until_the_others_have_no_slack() -> None:
 def test_the_model_that_ran_last_goes_on_though_anothers_token_is_due_earlier() -> None:
     a, b = work("a", decodes=[decode(9.0)]), work("b", decodes=[decode(5.0)])
     for ran in "ab":
-        assert by_slack()(view(a, b), Turn(ran, NOW)).model == ran
-        assert by_slack()(view(b, a), Turn(ran, NOW)).model == ran
+        assert by_slack()(view(a, b), DeadlineMemo(ran, NOW)).model == ran
+        assert by_slack()(view(b, a), DeadlineMemo(ran, NOW)).model == ran
 
 
 def test_a_model_whose_slack_is_gone_takes_the_turn() -> None:
     a, b = work("a", decodes=[decode(9.0)]), work("b", decodes=[decode(1.5 * STEP)])
-    decision = by_slack()(view(a, b), Turn("a", NOW))
+    decision = by_slack()(view(a, b), DeadlineMemo("a", NOW))
     assert decision.model == "b"
 
 
@@ -181,8 +181,8 @@ def test_without_slack_the_earliest_deadline_comes_first() -> None:
         work(n, decodes=[decode(s)]) for n, s in zip("abc", (0.031, 0.030, 0.032), strict=True)
     ]
     for ran in ("a", "b", "c", ""):
-        assert by_slack()(view(*works), Turn(ran, NOW)).model == "b"
-        assert by_slack()(view(*works[::-1]), Turn(ran, NOW)).model == "b"
+        assert by_slack()(view(*works), DeadlineMemo(ran, NOW)).model == "b"
+        assert by_slack()(view(*works[::-1]), DeadlineMemo(ran, NOW)).model == "b"
 
 
 def test_slack_is_a_mean_over_the_answer() -> None:
@@ -191,7 +191,7 @@ def test_slack_is_a_mean_over_the_answer() -> None:
     assert fast.first == NOW - 1.0
     decision = by_slack(margin=0.0)(
         view(work("a", decodes=[decode(9.0)]), work("b", decodes=[fast])),
-        Turn("a", NOW),
+        DeadlineMemo("a", NOW),
     )
     assert decision.model == "a"
     assert decision.until == pytest.approx(NOW + 4.5 - 2 * STEP)
@@ -201,7 +201,7 @@ def test_no_request_waits_longer_than_longest_wait_between_two_tokens() -> None:
     patient = decode(1000.0, pace=500.0, outputs=1, last=NOW - 4.0)
     works = work("a", decodes=[decode(900.0, pace=100.0)]), work("b", decodes=[patient])
     for wait in (10.0, 20.0):
-        decision = by_slack(longest_wait=wait, margin=0.0)(view(*works), Turn("a", NOW))
+        decision = by_slack(longest_wait=wait, margin=0.0)(view(*works), DeadlineMemo("a", NOW))
         assert decision.model == "a"
         # Within b's slack a itself must step every `wait` seconds.
         assert decision.until == pytest.approx(NOW + wait - 4.0 - 2 * STEP)
@@ -213,7 +213,7 @@ def test_no_request_waits_longer_than_longest_wait_between_two_tokens() -> None:
 def test_a_first_token_that_would_be_late_comes_first() -> None:
     a = work("a", decodes=[decode(9.0)])
     b = work("b", prompts=[prompt(1, 200, due=0.23)])  # which takes 0.22
-    decision = by_slack()(view(a, b), Turn("a", NOW))
+    decision = by_slack()(view(a, b), DeadlineMemo("a", NOW))
     assert decision.model == "b"
     assert decision.prompt_tokens is not None
     assert decision.prompt_tokens >= 200
@@ -222,7 +222,7 @@ def test_a_first_token_that_would_be_late_comes_first() -> None:
 def test_prompts_begin_while_there_is_slack_so_that_batches_are_large() -> None:
     a = work("a", decodes=[decode(9.0)])
     b = work("b", prompts=[prompt(1, 200, due=5.0)])
-    decision = by_slack(margin=0.0)(view(a, b), Turn("a", NOW))
+    decision = by_slack(margin=0.0)(view(a, b), DeadlineMemo("a", NOW))
     assert (decision.model, decision.prompt_tokens) == ("b", 200)
 
 
@@ -231,7 +231,7 @@ def test_a_prompt_joins_the_step_of_its_model_that_must_be_now() -> None:
     a = work("a", decodes=[decode(0.1)])
     b = work("b", decodes=[decode(0.07)], prompts=[prompt(1, 10, due=0.3)])
     v = view(a, b)
-    decision = by_slack(margin=9.0)(v, Turn("a", NOW))
+    decision = by_slack(margin=9.0)(v, DeadlineMemo("a", NOW))
     assert decision.model == "b"
     assert decision.prompt_tokens
 
@@ -239,7 +239,7 @@ def test_a_prompt_joins_the_step_of_its_model_that_must_be_now() -> None:
 def test_a_prompt_joins_the_batch_of_its_model() -> None:
     a = work("a", decodes=[decode(9.0)])
     b = work("b", decodes=[decode(9.0)], prompts=[prompt(1, 200, due=9.0)])
-    decision = by_slack()(view(a, b), Turn("a", NOW))
+    decision = by_slack()(view(a, b), DeadlineMemo("a", NOW))
     assert decision.model == "b"
     assert decision.prompt_tokens is not None
     assert decision.prompt_tokens >= 200
@@ -259,7 +259,7 @@ def test_a_prompt_does_not_begin_where_its_answer_would_be_too_much(
     """A step takes 21 ms, and each of two models would need one every 25 ms."""
     b = work("b", decodes=[decode(1.0, outputs=1000, pace=0.025)])
     new = prompt(1, 30, due=3.0, outputs=1000, pace=0.025)
-    decision = by_slack()(view(b, work("a", decodes=beside, prompts=[new])), Turn("b", NOW))
+    decision = by_slack()(view(b, work("a", decodes=beside, prompts=[new])), DeadlineMemo("b", NOW))
     assert decision.prompt_tokens == 0
 
 
@@ -269,10 +269,10 @@ def test_a_prompt_counts_those_before_it_in_its_model() -> None:
     # The second can be in time only if the first is computed before it, at once.
     b = work("b", prompts=[prompt(1, 100, due=5.0), prompt(2, 20, due=0.2)])
     c = work("c", prompts=[prompt(3, 100, due=0.25)])
-    assert by_slack(margin=9.0)(view(a, b, c), Turn("a", NOW)).model == "b"
+    assert by_slack(margin=9.0)(view(a, b, c), DeadlineMemo("a", NOW)).model == "b"
     # It is late in any case; the first has time.
     b = work("b", prompts=[prompt(1, 400, due=5.0), prompt(2, 20, due=0.1)])
-    assert by_slack(margin=9.0)(view(a, b, c), Turn("a", NOW)).model == "c"
+    assert by_slack(margin=9.0)(view(a, b, c), DeadlineMemo("a", NOW)).model == "c"
 
 
 def test_a_prompt_that_cannot_be_in_time_comes_after_those_that_can() -> None:
@@ -280,9 +280,11 @@ def test_a_prompt_that_cannot_be_in_time_comes_after_those_that_can() -> None:
     feasible = work("b", prompts=[prompt(2, 200, due=0.5)])
     for works in ((hopeless, feasible), (feasible, hopeless)):
         for ran in "ab":
-            assert by_slack()(view(*works), Turn(ran, NOW)).model == "b"
+            assert by_slack()(view(*works), DeadlineMemo(ran, NOW)).model == "b"
     alone = work("b", decodes=[late_decode(last=NOW)])
-    assert by_slack()(view(hopeless, alone), Turn("b", NOW)).model == "a", "the longest wait first"
+    assert by_slack()(view(hopeless, alone), DeadlineMemo("b", NOW)).model == "a", (
+        "the longest wait first"
+    )
 
 
 def test_a_stream_behind_its_pace_keeps_no_prompt_from_beginning() -> None:
@@ -290,9 +292,9 @@ def test_a_stream_behind_its_pace_keeps_no_prompt_from_beginning() -> None:
     stalled = decode(-1.0, pace=0.5, generated=4, last=NOW - 0.1)
     a = work("a", decodes=[stalled])
     b = work("b", prompts=[prompt(1, 100, due=0.5)])
-    assert by_slack()(view(a, b), Turn("a", NOW)).model == "b"
+    assert by_slack()(view(a, b), DeadlineMemo("a", NOW)).model == "b"
     hopeless = work("a", decodes=[stalled._replace(outputs=2)])
-    assert by_slack()(view(hopeless, b), Turn("a", NOW)).model == "b"
+    assert by_slack()(view(hopeless, b), DeadlineMemo("a", NOW)).model == "b"
     assert by_slack()(view(a, work("b", prompts=[prompt(1, 100, due=0.05)])), None).model == "a"
 
 
@@ -300,10 +302,10 @@ def test_of_prompts_that_are_too_many_some_are_kept_whole() -> None:
     """Each takes 0.22 s, and all are due in 0.5 s: two can be kept, and the others wait for them
     rather than all four being late together."""
     works = [work(n, prompts=[prompt(i, 200, due=0.5)]) for i, n in enumerate("abcd")]
-    first = by_slack()(view(*works), Turn("", NOW))
+    first = by_slack()(view(*works), DeadlineMemo("", NOW))
     assert first.model == "a"
     half = [work("a", prompts=[prompt(0, 100, due=0.3)]), *works[1:]]
-    assert by_slack()(view(*half), Turn("d", NOW)).model == "a"
+    assert by_slack()(view(*half), DeadlineMemo("d", NOW)).model == "a"
 
 
 @pytest.mark.parametrize("slack", [0.1, 0.2, 0.3])
@@ -311,7 +313,7 @@ def test_chunks_are_bounded_by_the_slack_of_other_models(slack: float) -> None:
     a = work("a", decodes=[decode(slack, outputs=1)])
     b = work("b", decodes=[decode(9.0)], prompts=[prompt(1, 500, due=9.0)])
     v = view(a, b)
-    decision = by_slack(margin=0.0)(v, Turn("a", NOW))
+    decision = by_slack(margin=0.0)(v, DeadlineMemo("a", NOW))
     assert decision.model == "b"
     assert job_seconds(v, decision) == pytest.approx(slack - STEP, abs=1.1 * COSTS.per_token)
     assert job_seconds(v, decision) <= slack - STEP
@@ -322,7 +324,7 @@ def test_chunks_are_bounded_by_the_slack_of_their_own_batch(slack: float) -> Non
     a = work("a", decodes=[decode(9.0)])
     b = work("b", decodes=[decode(slack)], prompts=[prompt(1, 500, due=9.0)])
     v = view(a, b)
-    decision = by_slack(margin=0.0)(v, Turn("a", NOW))
+    decision = by_slack(margin=0.0)(v, DeadlineMemo("a", NOW))
     assert decision.model == "b"
     assert job_seconds(v, decision) == pytest.approx(slack, abs=1.1 * COSTS.per_token)
     assert job_seconds(v, decision) <= slack
@@ -335,7 +337,7 @@ def test_all_prompts_of_a_job_are_bounded_by_the_slack_of_others() -> None:
     late = prompt(0, 400, due=-1.0)
     for prompts in ((short, long), (late, short), (late, short, long)):
         v = view(a, work("b", decodes=[decode(9.0)], prompts=prompts))
-        decision = by_slack(margin=0.0)(v, Turn("a", NOW))
+        decision = by_slack(margin=0.0)(v, DeadlineMemo("a", NOW))
         assert decision.model == "b"
         assert job_seconds(v, decision) <= 0.15 - STEP
 
@@ -346,11 +348,11 @@ def test_a_job_takes_all_prompts_of_its_model_that_have_time() -> None:
     a = work("a", decodes=[decode(9.0)])
     waiting = [prompt(i, 30, due=9.0) for i in range(4)]
     b = work("b", prompts=waiting)
-    decision = by_slack()(view(a, b), Turn("a", NOW))
+    decision = by_slack()(view(a, b), DeadlineMemo("a", NOW))
     assert (decision.model, decision.prompt_tokens) == ("b", 120)
     b = work("b", prompts=[prompt(0, 30, due=0.1), *waiting[1:]])
     v = view(a, b)
-    decision = by_slack()(v, Turn("a", NOW))
+    decision = by_slack()(v, DeadlineMemo("a", NOW))
     assert decision.model == "b"
     assert 0.1 - 1.1 * COSTS.per_token <= job_seconds(v, decision) <= 0.1
 
@@ -365,7 +367,7 @@ def test_a_chunk_is_not_smaller_than_what_the_pass_over_the_weights_is_worth() -
     b = work("b", decodes=[decode(9.0)], prompts=[prompt(1, 500, due=9.0)])
     for slack, model in ((0.0631, "b"), (0.061, "a")):
         v = view(work("a", decodes=[decode(slack, outputs=1)]), b)
-        decision = by_slack(margin=0.0)(v, Turn("a", NOW))
+        decision = by_slack(margin=0.0)(v, DeadlineMemo("a", NOW))
         assert decision.model == model
         if model == "b":
             assert decision.prompt_tokens in (20, 21)
@@ -412,19 +414,24 @@ def test_late_requests_have_all_of_the_lane_if_there_are_no_others() -> None:
     a = work("a", decodes=[late_decode(last=NOW - 1.0)])
     b = work("b", prompts=[prompt(1, 500, due=-1.0, arrival=NOW - 2.0)])
     for credit in (0.0, 0.5):
-        assert by_slack()(view(a, b), Turn("a", NOW, credit)).model == "b"
+        assert by_slack()(view(a, b), DeadlineMemo("a", NOW, credit)).model == "b"
     b = work("b", prompts=[prompt(1, 500, due=-1.0, arrival=NOW - 0.5)])
-    assert by_slack()(view(a, b), Turn("b", NOW)).model == "a", "it has waited longer for a token"
+    assert by_slack()(view(a, b), DeadlineMemo("b", NOW)).model == "a", (
+        "it has waited longer for a token"
+    )
 
 
 def test_a_share_of_nothing_is_nothing() -> None:
     a, b = work("a", decodes=[decode(9.0)]), work("b", decodes=[late_decode()])
-    assert by_slack(late_share=0.0)(view(a, b), Turn("a", NOW - 99.0)).model == "a"
+    assert by_slack(late_share=0.0)(view(a, b), DeadlineMemo("a", NOW - 99.0)).model == "a"
 
 
 def test_a_batch_with_one_request_in_time_is_not_late() -> None:
     both = work("b", decodes=[late_decode(last=NOW - 50.0), decode(1.5 * STEP)])
-    assert by_slack()(view(work("a", decodes=[decode(9.0)]), both), Turn("a", NOW)).model == "b"
+    assert (
+        by_slack()(view(work("a", decodes=[decode(9.0)]), both), DeadlineMemo("a", NOW)).model
+        == "b"
+    )
 
 
 # -- one model, and none ----------------------------------------------------------------------
@@ -447,7 +454,7 @@ def test_a_batch_with_one_request_in_time_is_not_late() -> None:
 )
 def test_a_model_that_is_alone_runs_as_much_as_it_can(alone: WorkView) -> None:
     """Where that makes nobody late who is not late in any case."""
-    decision = Deadline()(view(alone), Turn("b", NOW))
+    decision = Deadline()(view(alone), DeadlineMemo("b", NOW))
     assert (decision.model, decision.prompt_tokens) == ("a", None)
     assert decision.until == (-math.inf if alone.prompts else math.inf)
 
@@ -460,7 +467,7 @@ def test_prompts_of_a_model_that_is_alone_join_its_streams_within_their_slack(
     alone = work("a", decodes=[decode(slack, outputs=1)], prompts=[prompt(1, 500, due=9.0)])
     v = view(alone)
     for policy in (by_slack(margin=0.0), Deadline(margin=0.0)):
-        decision = policy(v, Turn("a", NOW))
+        decision = policy(v, DeadlineMemo("a", NOW))
         assert decision.prompt_tokens
         assert job_seconds(v, decision) == pytest.approx(slack, abs=1.1 * COSTS.per_token)
         assert job_seconds(v, decision) <= slack
@@ -469,7 +476,7 @@ def test_prompts_of_a_model_that_is_alone_join_its_streams_within_their_slack(
 def test_streams_of_a_model_that_is_alone_step_where_no_prompt_fits_their_slack() -> None:
     decodes = [decode(1.5 * STEP, outputs=1)]
     alone = work("a", decodes=decodes, prompts=[prompt(1, 500, due=9.0)])
-    decision = Deadline()(view(alone), Turn("a", NOW))
+    decision = Deadline()(view(alone), DeadlineMemo("a", NOW))
     assert (decision.model, decision.prompt_tokens) == ("a", 0)
     assert decision.until < NOW + 9.0 - 0.5, "its prompt must be in time, too"
 
@@ -543,7 +550,7 @@ def views(draw: st.DrawFn) -> ComputeView:
 
 
 turns = st.none() | st.builds(
-    Turn,
+    DeadlineMemo,
     model=st.sampled_from(["m0", "m1", "gone"]),
     at=st.floats(NOW - 5.0, NOW),
     credit=st.floats(0.0, MOST_CREDIT),
@@ -594,7 +601,7 @@ def test_no_job_makes_late_who_could_be_in_time(
         for i, slack in enumerate(slacks)
     ]
     v = view(*works)
-    decision = by_slack(margin=0.0, longest_wait=1000.0)(v, Turn(last, NOW))
+    decision = by_slack(margin=0.0, longest_wait=1000.0)(v, DeadlineMemo(last, NOW))
     now = job_seconds(v, decision)
     steps = sorted((slack, f"m{i}") for i, slack in enumerate(slacks))
     for slack, model in steps:

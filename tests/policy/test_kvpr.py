@@ -11,22 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballast.core.errors import ConfigError
-from ballast.policy.kvpr import Claim, greedy, max_pressure, moved
+from ballast.policy.kvpr import ModelDemand, greedy, max_pressure, moved
 from ballast.policy.kvpr_optimal import GAP, lower_bound, optimal
-from ballast.policy.placement_problem import Device
+from ballast.policy.placement_problem import PlacementDevice
 
-TWO = [Device("a", 80.0), Device("b", 80.0)]
+TWO = [PlacementDevice("a", 80.0), PlacementDevice("b", 80.0)]
 
 
 def test_pressure_is_demand_over_what_weights_leave() -> None:
-    claims = [Claim("x", 20.0, 3.0), Claim("y", 30.0, 6.0)]
+    claims = [ModelDemand("x", 20.0, 3.0), ModelDemand("y", 30.0, 6.0)]
     assert max_pressure(claims, TWO, {"x": ("a",), "y": ("a",)}) == pytest.approx(9 / 30)
     assert max_pressure(claims, TWO, {"x": ("a",), "y": ("b",)}) == pytest.approx(6 / 50)
-    assert max_pressure([Claim("x", 80.0, 1.0)], TWO, {"x": ("a",)}) == math.inf
+    assert max_pressure([ModelDemand("x", 80.0, 1.0)], TWO, {"x": ("a",)}) == math.inf
 
 
 def test_greedy_takes_the_most_demanding_first_to_the_least_pressure() -> None:
-    claims = [Claim("small", 10.0, 1.0), Claim("busy", 10.0, 9.0), Claim("half", 10.0, 5.0)]
+    claims = [
+        ModelDemand("small", 10.0, 1.0),
+        ModelDemand("busy", 10.0, 9.0),
+        ModelDemand("half", 10.0, 5.0),
+    ]
     homes = greedy(claims, TWO)
     assert homes["busy"] != homes["half"]
     assert homes["small"] == homes["half"]
@@ -34,9 +38,9 @@ def test_greedy_takes_the_most_demanding_first_to_the_least_pressure() -> None:
 
 def test_a_model_moves_only_for_more_than_the_threshold() -> None:
     claims = [
-        Claim("busy", 10.0, 10.0, devices=("a",)),
-        Claim("other", 10.0, 8.0, devices=("b",)),
-        Claim("third", 10.0, 4.0, devices=("a",)),
+        ModelDemand("busy", 10.0, 10.0, devices=("a",)),
+        ModelDemand("other", 10.0, 8.0, devices=("b",)),
+        ModelDemand("third", 10.0, 4.0, devices=("a",)),
     ]
     # `third` would make 14/60 of a, and 12/60 of b.
     assert greedy(claims, TWO)["third"] == ("b",)
@@ -47,8 +51,11 @@ def test_a_model_moves_only_for_more_than_the_threshold() -> None:
 
 
 def test_parts_of_a_model_are_never_on_one_device() -> None:
-    devices = [Device(f"d{i}", 80.0) for i in range(4)]
-    claims = [Claim("wide", 140.0, 8.0, parts=2), *(Claim(f"m{i}", 20, 9.0) for i in range(2))]
+    devices = [PlacementDevice(f"d{i}", 80.0) for i in range(4)]
+    claims = [
+        ModelDemand("wide", 140.0, 8.0, parts=2),
+        *(ModelDemand(f"m{i}", 20, 9.0) for i in range(2)),
+    ]
     homes = greedy(claims, devices)
     assert len(set(homes["wide"])) == 2
     assert not set(homes["wide"]) & {homes["m0"][0], homes["m1"][0]}
@@ -59,20 +66,31 @@ def test_parts_of_a_model_are_never_on_one_device() -> None:
 def test_a_model_that_fits_nowhere_is_named_with_what_is_missing(place: object) -> None:
     assert callable(place)
     with pytest.raises(ConfigError, match="big") as told:
-        place([Claim("big", 90e9, 1.0), Claim("ok", 10e9, 9.0)], [Device("a", 80e9)])
+        place(
+            [ModelDemand("big", 90e9, 1.0), ModelDemand("ok", 10e9, 9.0)],
+            [PlacementDevice("a", 80e9)],
+        )
     assert "are missing" in str(told.value)
     with pytest.raises(ConfigError, match="tp of wide"):
-        place([Claim("wide", 10.0, 1.0, parts=3)], TWO)
+        place([ModelDemand("wide", 10.0, 1.0, parts=3)], TWO)
 
 
 def test_where_the_order_of_demand_finds_no_room_the_largest_come_first() -> None:
-    claims = [Claim("busy", 30.0, 9.0), Claim("half", 30.0, 8.0), Claim("large", 70.0, 1.0)]
+    claims = [
+        ModelDemand("busy", 30.0, 9.0),
+        ModelDemand("half", 30.0, 8.0),
+        ModelDemand("large", 70.0, 1.0),
+    ]
     assert math.isfinite(max_pressure(claims, TWO, greedy(claims, TWO)))
 
 
 def test_the_optimum_is_found_where_the_greedy_finds_no_placement() -> None:
-    claims = [Claim("busy", 45.0, 9.0), Claim("half", 45.0, 8.0), Claim("large", 70.0, 1.0)]
-    devices = [Device("a", 100.0), Device("b", 80.0)]
+    claims = [
+        ModelDemand("busy", 45.0, 9.0),
+        ModelDemand("half", 45.0, 8.0),
+        ModelDemand("large", 70.0, 1.0),
+    ]
+    devices = [PlacementDevice("a", 100.0), PlacementDevice("b", 80.0)]
     with pytest.raises(ConfigError):
         greedy(claims, devices)
     found = optimal(claims, devices)
@@ -80,7 +98,7 @@ def test_the_optimum_is_found_where_the_greedy_finds_no_placement() -> None:
     assert found.lower_bound == pytest.approx(found.max_kvpr, rel=GAP) == pytest.approx(1.7)
 
 
-def brute_force(claims: list[Claim], devices: list[Device]) -> float:
+def brute_force(claims: list[ModelDemand], devices: list[PlacementDevice]) -> float:
     """The least KVPR of all placements."""
     names = [d.name for d in devices]
     choices = [list(combinations(names, c.parts)) for c in claims]
@@ -91,22 +109,25 @@ def brute_force(claims: list[Claim], devices: list[Device]) -> float:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[Claim], list[Device]]:
+def problems(draw: st.DrawFn) -> tuple[list[ModelDemand], list[PlacementDevice]]:
     devices = [
-        Device(f"d{i}", draw(st.sampled_from([40.0, 80.0]))) for i in range(draw(st.integers(2, 3)))
+        PlacementDevice(f"d{i}", draw(st.sampled_from([40.0, 80.0])))
+        for i in range(draw(st.integers(2, 3)))
     ]
     claims = []
     for i in range(draw(st.integers(1, 6))):
         parts = draw(st.integers(1, 2))
         demand = draw(st.floats(0, 50)) if draw(st.booleans()) else float(draw(st.integers(0, 9)))
         here = draw(st.sampled_from([(), tuple(d.name for d in devices[:parts])]))
-        claims.append(Claim(f"m{i}", draw(st.floats(1, 25)), demand, parts, here))
+        claims.append(ModelDemand(f"m{i}", draw(st.floats(1, 25)), demand, parts, here))
     return claims, devices
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
-def test_the_optimum_is_that_of_brute_force(problem: tuple[list[Claim], list[Device]]) -> None:
+def test_the_optimum_is_that_of_brute_force(
+    problem: tuple[list[ModelDemand], list[PlacementDevice]],
+) -> None:
     claims, devices = problem
     least = brute_force(claims, devices)
     if math.isinf(least):
@@ -126,10 +147,10 @@ def test_the_optimum_is_that_of_brute_force(problem: tuple[list[Claim], list[Dev
 
 def test_of_equally_good_placements_that_which_moves_least_wins() -> None:
     claims = [
-        Claim("x", 10.0, 5.0, devices=("b",)),
-        Claim("y", 10.0, 5.0, devices=("a",)),
-        Claim("quiet", 30.0, 0.0, devices=("b",)),
-        Claim("still", 30.0, 0.0, devices=("a",)),
+        ModelDemand("x", 10.0, 5.0, devices=("b",)),
+        ModelDemand("y", 10.0, 5.0, devices=("a",)),
+        ModelDemand("quiet", 30.0, 0.0, devices=("b",)),
+        ModelDemand("still", 30.0, 0.0, devices=("a",)),
     ]
     found = optimal(claims, TWO)
     assert found.homes == {"x": ("b",), "y": ("a",), "quiet": ("b",), "still": ("a",)}
@@ -137,6 +158,6 @@ def test_of_equally_good_placements_that_which_moves_least_wins() -> None:
 
 
 def test_equal_problems_have_equal_answers() -> None:
-    claims = [Claim(f"m{i}", 10.0 + i, 3.0 + i % 4) for i in range(10)]
-    devices = [Device(f"d{i}", 80.0) for i in range(4)]
+    claims = [ModelDemand(f"m{i}", 10.0 + i, 3.0 + i % 4) for i in range(10)]
+    devices = [PlacementDevice(f"d{i}", 80.0) for i in range(4)]
     assert optimal(claims, devices) == optimal(claims, devices)

@@ -9,20 +9,20 @@ import pytest
 from ballast.core.actions import Action, DropCache, Limit, Preempt, Remap
 from ballast.core.rotation import WHOLE, most
 from ballast.core.view import DeviceView, ModelView, Shortage
-from ballast.policy.mirage import Memory, Mirage
+from ballast.policy.mirage import Mirage, MirageMemo
 from ballast.policy.recompute import Standing
 from ballast.policy.static import Division
-from ballast.policy.turns import Turn
+from ballast.policy.turns import ModelTurn
 from tests.policy.worlds import device, layered, model, request
 
 SHARES = dict.fromkeys("abc", 20)
 
 
-def memory(turn: Turn | None = None, active: str = "a", **more: object) -> Memory:
+def memory(turn: ModelTurn | None = None, active: str = "a", **more: object) -> MirageMemo:
     """Of a device that has been serving: no places are to be given, nobody has just come."""
     among = tuple((name, 1.0) for name in "abc")
     standing = Standing(Division(among, SHARES), turn)
-    return Memory(standing, frozenset(active), **more)  # type: ignore[arg-type]
+    return MirageMemo(standing, frozenset(active), **more)  # type: ignore[arg-type]
 
 
 def lent(actions: tuple[Action, ...]) -> dict[str, int]:
@@ -70,7 +70,7 @@ def test_the_caps_are_those_of_decode_steps_and_of_prefills() -> None:
 
 @pytest.mark.parametrize("temporal", [0, 1])
 def test_layers_are_lent_in_the_order_of_figure_7(temporal: int) -> None:
-    turn = Turn("a", 9.9) if temporal else None
+    turn = ModelTurn("a", 9.9) if temporal else None
     policy = Mirage(temporal=temporal)
     for layers, expected in (
         (1, {"c": 1}),
@@ -128,7 +128,7 @@ def test_a_queue_gets_its_layers_at_once() -> None:
 
 
 def test_of_equals_who_was_used_last_lends_first() -> None:
-    turn = Turn("a", 9.9, past=("b", "c"))
+    turn = ModelTurn("a", 9.9, past=("b", "c"))
     idle = {n: layered(replace(model(n), held=True)) for n in "bc"}
     view = short_of(2, layered(busy()), *idle.values())
     assert lent(Mirage(temporal=1)(view, memory(turn)).actions) == {"c": 1}
@@ -184,7 +184,7 @@ def test_layers_come_back_when_nothing_was_short_for_a_while() -> None:
     view = device(*models, free=40, now=10.0)
     first = policy(view, memory())
     assert (first.actions, first.wake_at) == ((), pytest.approx(11.0))
-    assert isinstance(first.memo, Memory)
+    assert isinstance(first.memo, MirageMemo)
     assert policy(replace(view, now=10.9), first.memo).actions == ()
     later = policy(replace(view, now=11.0), first.memo)
     assert later.actions == (
@@ -218,7 +218,7 @@ def test_cached_prefixes_make_way_for_layers_that_come_back() -> None:
 
 
 def test_of_inactive_models_the_next_in_turn_gets_its_layers_back_first() -> None:
-    turn = Turn("a", 9.9, past=("b", "c"))
+    turn = ModelTurn("a", 9.9, past=("b", "c"))
     models = (model("a"), *(layered(model(n, held=True), lent=1) for n in "bc"))
     view = device(*models, free=9)
     decision = Mirage(temporal=1)(view, memory(turn, "", calm_since=1.0))
@@ -226,14 +226,14 @@ def test_of_inactive_models_the_next_in_turn_gets_its_layers_back_first() -> Non
 
 
 def test_who_becomes_active_is_brought_back_to_its_cap_by_those_who_are_not() -> None:
-    turn = Turn("b", 9.0)
+    turn = ModelTurn("b", 9.0)
     a = layered(model("a", waiting=(request(1),), held=True), lent=6)
     b = layered(model("b"))
     view = device(a, b, model("c", held=True), free=3)
     policy = Mirage(temporal=1)
     first = policy(view, memory(turn, "b"))
     assert lent(first.actions) == {"a": 5, "b": 3}, "one page pair is there, b gives the rest"
-    assert isinstance(first.memo, Memory)
+    assert isinstance(first.memo, MirageMemo)
     assert first.memo.returning == {"a"}
     a = layered(model("a", running=(request(1),)), lent=5)
     waits = device(a, layered(b, lent=3), model("c", held=True), free=1, reclaiming=6)

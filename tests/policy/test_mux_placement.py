@@ -14,7 +14,7 @@ from ballast.core.cost import StepCosts, Traffic
 from ballast.core.errors import ConfigError
 from ballast.policy.mux_estimate import Tenant, estimate
 from ballast.policy.mux_placement import SHARES, Mesh, _Search, mesh_groups, place
-from ballast.policy.placement_problem import Device
+from ballast.policy.placement_problem import PlacementDevice
 
 GB = 1e9
 
@@ -39,8 +39,8 @@ def tenant(
     return Tenant(name, weights * GB, kv * GB, Traffic(rate, prompt, output), tpot, costs, least)
 
 
-def devices(*memory: float) -> list[Device]:
-    return [Device(f"d{i}", gb * GB) for i, gb in enumerate(memory)]
+def devices(*memory: float) -> list[PlacementDevice]:
+    return [PlacementDevice(f"d{i}", gb * GB) for i, gb in enumerate(memory)]
 
 
 # -- Equation 3 -------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_where_the_busiest_first_leave_no_room_the_largest_come_first() -> None:
 # -- beside all others ------------------------------------------------------------------------
 
 
-def everything(tenants: Sequence[Tenant], given: Sequence[Device]) -> Iterator[float]:
+def everything(tenants: Sequence[Tenant], given: Sequence[PlacementDevice]) -> Iterator[float]:
     """The estimate of every placement there is."""
     search = _Search(tenants)
     for group in mesh_groups([given]):

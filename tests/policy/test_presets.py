@@ -30,7 +30,7 @@ from ballast.policy.presets import (
 )
 from ballast.policy.requirements import Requirements
 from ballast.policy.static import Division, FixedShares, shares
-from ballast.policy.swap import Turn, WholeModels
+from ballast.policy.swap import ModelTurn, WholeModels
 from tests.policy.worlds import device, model, request
 
 ABSENT = Residency.ABSENT
@@ -328,40 +328,40 @@ def test_swap_starts_with_the_oldest_request() -> None:
     b = model("b", ABSENT, waiting=(request(1, arrival=1),))
     decision = WholeModels()(device(a, b, free=90), None)
     assert decision.actions == (Activate("b", why="its turn"),)
-    assert decision.memo == Turn("b", inf)
+    assert decision.memo == ModelTurn("b", inf)
 
 
 def test_swap_counts_a_turn_from_when_its_weights_are_there() -> None:
     """A copy that takes longer than the quantum does not use the turn up."""
     a, b = model("a", waiting=(request(1),)), model("b", ABSENT, waiting=(request(2),))
     policy = WholeModels(quantum=1.0)
-    began = policy(device(a, b, free=0, now=10.0), Turn("a", inf))
-    assert began.memo == Turn("a", 10.0)
+    began = policy(device(a, b, free=0, now=10.0), ModelTurn("a", inf))
+    assert began.memo == ModelTurn("a", 10.0)
     assert (began.actions, began.wake_at) == ((), 11.0)
     coming = model("a", Residency.ACTIVATING, waiting=(request(1),))
-    waits = policy(device(coming, b, free=0, now=10.0), Turn("a", inf))
-    assert (waits.actions, waits.memo, waits.wake_at) == ((), Turn("a", inf), None)
+    waits = policy(device(coming, b, free=0, now=10.0), ModelTurn("a", inf))
+    assert (waits.actions, waits.memo, waits.wake_at) == ((), ModelTurn("a", inf), None)
 
 
 def test_swap_forgets_the_turn_of_a_model_that_was_removed() -> None:
     b = model("b", ABSENT, waiting=(request(1),))
-    decision = WholeModels()(device(b, free=90), Turn("a", 9.9))
+    decision = WholeModels()(device(b, free=90), ModelTurn("a", 9.9))
     assert decision.actions == (Activate("b", why="its turn"),)
 
 
 def test_swap_replaces_an_idle_model_at_once() -> None:
     a, b = model("a"), model("b", ABSENT, waiting=(request(1),))
-    decision = WholeModels()(device(a, b, free=0), Turn("a", 9.9))
+    decision = WholeModels()(device(a, b, free=0), ModelTurn("a", 9.9))
     assert kinds(decision.actions) == ["Hold", "Evict", "Activate"]
 
 
 def test_swap_brings_a_twin_before_the_other_goes() -> None:
     a = model("a", shared=twins("a"))
     b = model("b", ABSENT, waiting=(request(1),), shared=twins("a"))
-    decision = WholeModels()(device(a, b, free=0), Turn("a", 9.9))
+    decision = WholeModels()(device(a, b, free=0), ModelTurn("a", 9.9))
     assert kinds(decision.actions) == ["Hold", "Activate", "Evict"]
     larger = model("b", ABSENT, pages=12, waiting=(request(1),), shared=twins("a"))
-    decision = WholeModels()(device(a, larger, free=1), Turn("a", 9.9))
+    decision = WholeModels()(device(a, larger, free=1), ModelTurn("a", 9.9))
     assert kinds(decision.actions) == ["Hold", "Evict", "Activate"]
 
 
@@ -369,28 +369,28 @@ def test_a_turn_of_no_time_still_admits_what_waits_when_it_begins() -> None:
     """Else models would be swapped for ever, and none would run."""
     a = model("a", waiting=(request(1),), first=2)
     b = model("b", ABSENT, pages=20, waiting=(request(0),), first=2)
-    begins = WholeModels(quantum=0.0)(device(a, b, free=0, now=10.0), Turn("a", 10.0))
+    begins = WholeModels(quantum=0.0)(device(a, b, free=0, now=10.0), ModelTurn("a", 10.0))
     assert begins.actions == ()
-    ran = WholeModels(quantum=0.0)(device(a, b, free=0, now=10.1), Turn("a", 10.0))
+    ran = WholeModels(quantum=0.0)(device(a, b, free=0, now=10.1), ModelTurn("a", 10.0))
     assert kinds(ran.actions) == ["Hold", "Evict", "Activate"]
 
 
 def test_swap_lets_a_turn_run_its_quantum_then_ends_what_runs() -> None:
     a = model("a", running=(request(1),), waiting=(request(2),))
     b = model("b", ABSENT, waiting=(request(3),))
-    early = WholeModels(quantum=1.0)(device(a, b, free=0, now=10.0), Turn("a", 9.5))
+    early = WholeModels(quantum=1.0)(device(a, b, free=0, now=10.0), ModelTurn("a", 9.5))
     assert early.actions == ()
     assert early.wake_at == pytest.approx(10.5)
-    late = WholeModels(quantum=1.0)(device(a, b, free=0, now=10.6), Turn("a", 9.5))
+    late = WholeModels(quantum=1.0)(device(a, b, free=0, now=10.6), ModelTurn("a", 9.5))
     assert [(type(x), getattr(x, "held", None)) for x in late.actions] == [(Hold, True)]
     drained = model("a", waiting=(request(2),), held=True)
-    go = WholeModels(quantum=1.0)(device(drained, b, free=0, now=10.7), Turn("a", 9.5))
+    go = WholeModels(quantum=1.0)(device(drained, b, free=0, now=10.7), ModelTurn("a", 9.5))
     assert kinds(go.actions) == ["Hold", "Evict", "Activate"]
 
 
 def test_swap_tries_again_when_the_activation_was_refused() -> None:
     b = model("b", ABSENT, waiting=(request(1),))
-    decision = WholeModels()(device(b, free=90), Turn("b", 9.0))
+    decision = WholeModels()(device(b, free=90), ModelTurn("b", 9.0))
     assert kinds(decision.actions) == ["Activate"]
 
 

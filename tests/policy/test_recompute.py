@@ -8,14 +8,14 @@ from ballast.core.actions import Activate, DropCache, Hold, Limit, Preempt
 from ballast.core.view import Residency, Shortage
 from ballast.policy.recompute import Recompute, Standing
 from ballast.policy.static import Division, FixedShares
-from ballast.policy.turns import Turn
+from ballast.policy.turns import ModelTurn
 from tests.policy.worlds import device, model, request
 
 ABSENT = Residency.ABSENT
 AMONG = Division(tuple((name, 1.0) for name in "abc"), dict.fromkeys("abc", 20))
 
 
-def standing(turn: Turn | None = None) -> Standing:
+def standing(turn: ModelTurn | None = None) -> Standing:
     return Standing(AMONG, turn)
 
 
@@ -63,7 +63,7 @@ def test_a_turn_holds_the_others_back() -> None:
     decision = Recompute(temporal=1)(device(a, b, c, free=60), standing())
     assert held(decision.actions) == {"b": True, "c": True}
     assert isinstance(decision.memo, Standing)
-    assert decision.memo.turn == Turn("a", 10.0)
+    assert decision.memo.turn == ModelTurn("a", 10.0)
 
 
 def test_turns_go_round_in_the_fleets_order() -> None:
@@ -71,24 +71,24 @@ def test_turns_go_round_in_the_fleets_order() -> None:
     a, b, c = waits
     following = {}
     for name, others in {"a": (model("a"), b, c), "b": (a, model("b"), c)}.items():
-        memo = Recompute(temporal=1)(device(*others, free=60), standing(Turn(name, 9.0))).memo
+        memo = Recompute(temporal=1)(device(*others, free=60), standing(ModelTurn(name, 9.0))).memo
         assert isinstance(memo, Standing)
         following[name] = memo.turn
-    assert following == {"a": Turn("b", 10.0, ("a",)), "b": Turn("c", 10.0, ("b",))}
+    assert following == {"a": ModelTurn("b", 10.0, ("a",)), "b": ModelTurn("c", 10.0, ("b",))}
 
 
 def test_a_turn_lasts_its_quantum_then_runs_out_what_it_runs() -> None:
     policy = Recompute(temporal=1, quantum=1.0)
     a = model("a", running=(request(1),), waiting=(request(2),))
     b, c = model("b", waiting=(request(3),), held=True), model("c", held=True)
-    early = policy(device(a, b, c, free=60, now=10.0), standing(Turn("a", 9.5)))
+    early = policy(device(a, b, c, free=60, now=10.0), standing(ModelTurn("a", 9.5)))
     assert (early.actions, early.wake_at) == ((), pytest.approx(10.5))
-    late = policy(device(a, b, c, free=60, now=10.6), standing(Turn("a", 9.5)))
+    late = policy(device(a, b, c, free=60, now=10.6), standing(ModelTurn("a", 9.5)))
     assert (held(late.actions), late.wake_at) == ({"a": True}, None)
     drained = model("a", waiting=(request(2),), held=True)
-    over = policy(device(drained, b, c, free=60, now=10.7), standing(Turn("a", 9.5)))
+    over = policy(device(drained, b, c, free=60, now=10.7), standing(ModelTurn("a", 9.5)))
     assert held(over.actions) == {"b": False}
-    idle = policy(device(model("a"), b, c, free=60, now=9.6), standing(Turn("a", 9.5)))
+    idle = policy(device(model("a"), b, c, free=60, now=9.6), standing(ModelTurn("a", 9.5)))
     assert held(idle.actions) == {"a": True, "b": False}
 
 
@@ -98,7 +98,7 @@ def test_a_turn_begins_with_the_pages_that_its_first_request_lacks() -> None:
     b = model("b", waiting=(request(2),), held=True)
     lack = (Shortage("b", "r2", 4, limited=False),)
     decision = Recompute(temporal=1)(
-        device(a, b, model("c", held=True), free=0, shortages=lack), standing(Turn("a", 9.9))
+        device(a, b, model("c", held=True), free=0, shortages=lack), standing(ModelTurn("a", 9.9))
     )
     assert held(decision.actions) == {"a": True, "b": False}
     assert [x.model for x in decision.actions if isinstance(x, DropCache)] == ["a"]
@@ -115,20 +115,20 @@ def test_no_turn_is_waited_for_where_none_brings_pages(preemptive: int) -> None:
     policy = Recompute(temporal=1, preemptive=preemptive)
     for free, wake in ((8, None), (9, 10.9)):
         view = device(a, b, c, free=free, shortages=lack)
-        assert policy(view, standing(Turn("a", 9.9))).wake_at == (wake and pytest.approx(wake))
+        assert policy(view, standing(ModelTurn("a", 9.9))).wake_at == (wake and pytest.approx(wake))
 
 
 def test_a_turn_nobody_waits_for_goes_on() -> None:
     a = model("a", running=(request(1),), waiting=(request(2),), held=True)
     others = model("b", held=True), model("c", held=True)
-    decision = Recompute(temporal=1)(device(a, *others, free=60), standing(Turn("a", 1.0)))
+    decision = Recompute(temporal=1)(device(a, *others, free=60), standing(ModelTurn("a", 1.0)))
     assert held(decision.actions) == {"a": False}
 
 
 def test_the_turn_of_a_model_that_is_gone_is_over() -> None:
     b, c = model("b", waiting=(request(3),), held=True), model("c", held=True)
     for gone in ((), (model("a", ABSENT, waiting=(request(1),)),)):
-        decision = Recompute(temporal=1)(device(*gone, b, c, free=0), standing(Turn("a", 9.0)))
+        decision = Recompute(temporal=1)(device(*gone, b, c, free=0), standing(ModelTurn("a", 9.0)))
         assert held(decision.actions)["b"] is False
 
 
@@ -144,9 +144,9 @@ def frozen(actions: object) -> dict[str, bool]:
 def test_a_preemptive_turn_ends_at_once_and_what_runs_pauses() -> None:
     a = model("a", running=(request(1),), waiting=(request(2),))
     b, c = (model(n, held=True, frozen=True, waiting=(request(3),)) for n in "bc")
-    early = PREEMPTIVE(device(a, b, c, free=60, now=10.0), standing(Turn("a", 9.5)))
+    early = PREEMPTIVE(device(a, b, c, free=60, now=10.0), standing(ModelTurn("a", 9.5)))
     assert (early.actions, early.wake_at) == ((), pytest.approx(10.5))
-    over = PREEMPTIVE(device(a, b, c, free=60, now=10.6), standing(Turn("a", 9.5)))
+    over = PREEMPTIVE(device(a, b, c, free=60, now=10.6), standing(ModelTurn("a", 9.5)))
     assert held(over.actions) == frozen(over.actions) == {"a": True, "b": False}
     assert over.wake_at == pytest.approx(11.6)
 
@@ -155,7 +155,7 @@ def test_a_model_whose_requests_all_pause_gets_another_turn() -> None:
     """Also where none of its requests waits to be admitted."""
     resting = model("a", running=(request(1),), held=True, frozen=True)
     b, c = model("b"), model("c", held=True, frozen=True)
-    decision = PREEMPTIVE(device(resting, b, c, free=60), standing(Turn("b", 9.9)))
+    decision = PREEMPTIVE(device(resting, b, c, free=60), standing(ModelTurn("b", 9.9)))
     assert held(decision.actions) == frozen(decision.actions) == {"a": False, "b": True}
 
 
@@ -165,7 +165,7 @@ def test_frozen_requests_claim_no_pages() -> None:
     b = model("b", kv=8, running=(request(2, arrival=2, pages=8),))
     lack = (Shortage("a", old.id, 1, limited=False),)
     view = device(a, b, model("c", held=True, frozen=True), free=0, shortages=lack)
-    assert PREEMPTIVE(view, standing(Turn("b", 9.9))).actions == ()
+    assert PREEMPTIVE(view, standing(ModelTurn("b", 9.9))).actions == ()
 
 
 def test_a_preemptive_turn_that_can_run_nothing_ends_early() -> None:
@@ -173,17 +173,17 @@ def test_a_preemptive_turn_that_can_run_nothing_ends_early() -> None:
     a = model("a", kv=20, running=(request(1, pages=20),), held=True, frozen=True)
     b, c = model("b", waiting=(request(2),)), model("c", held=True, frozen=True)
     lack = (Shortage("b", "r2", 4, limited=False),)
-    over = PREEMPTIVE(device(a, b, c, free=3, shortages=lack), standing(Turn("b", 9.9)))
+    over = PREEMPTIVE(device(a, b, c, free=3, shortages=lack), standing(ModelTurn("b", 9.9)))
     assert held(over.actions) == {"a": False, "b": True}
     assert isinstance(over.memo, Standing)
-    assert over.memo.turn == Turn("a", 10.0, ("b",))
+    assert over.memo.turn == ModelTurn("a", 10.0, ("b",))
     assert over.wake_at == pytest.approx(11.0)
     # Not where there is room by now, nor while pages are on their way.
     for view in (
         device(a, b, c, free=4, shortages=lack),
         device(a, b, c, free=3, reclaiming=1, shortages=lack),
     ):
-        stays = PREEMPTIVE(view, standing(Turn("b", 9.9)))
+        stays = PREEMPTIVE(view, standing(ModelTurn("b", 9.9)))
         assert (stays.actions, stays.wake_at) == ((), pytest.approx(10.9))
 
 
@@ -192,7 +192,7 @@ def test_a_turn_passes_to_nobody_who_lacks_pages_too() -> None:
     b, c = model("b", waiting=(request(2),)), model("c", held=True, frozen=True)
     lack = tuple(Shortage(n, r, 4, limited=False) for n, r in (("a", "r1"), ("b", "r2")))
     view = device(a, b, c, free=3, shortages=lack)
-    assert PREEMPTIVE(view, standing(Turn("b", 9.9))).actions == ()
+    assert PREEMPTIVE(view, standing(ModelTurn("b", 9.9))).actions == ()
 
 
 def test_a_turn_lasts_where_the_decision_frees_pages() -> None:
@@ -201,5 +201,5 @@ def test_a_turn_lasts_where_the_decision_frees_pages() -> None:
     b = model("b", kv=8, running=(theirs,), held=True, frozen=True)
     lack = (Shortage("a", mine.id, 1, limited=False),)
     view = device(a, b, model("c", held=True, frozen=True), free=0, shortages=lack)
-    decision = PREEMPTIVE(view, standing(Turn("a", 9.9)))
+    decision = PREEMPTIVE(view, standing(ModelTurn("a", 9.9)))
     assert decision.actions == (Preempt("b", theirs.id, why="a comes first"),)

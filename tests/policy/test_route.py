@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ballast.core.settings import Role
 from ballast.policy.route import SLACK, Replica, for_decode, for_prefill, held_prefix
-from ballast.policy.stay import Stay
+from ballast.policy.stay import FixedPlacement
 
 
 def test_a_held_prefix_attracts() -> None:
@@ -33,5 +33,5 @@ def test_roles_divide_requests_between_prefill_and_decode() -> None:
     assert for_decode([first, both, last]) == [both, last]
     assert for_decode([first]) == []
     away = replace(last, resident=False)
-    assert Stay().decodes([away, both]) == "both"
-    assert Stay().decodes([away]) == "decodes"
+    assert FixedPlacement().decodes([away, both]) == "both"
+    assert FixedPlacement().decodes([away]) == "decodes"

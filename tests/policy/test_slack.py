@@ -14,14 +14,14 @@ from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Sho
 from ballast.policy.admission import IN_TIME, LATE, PROMOTED
 from ballast.policy.balloon import Balloon
 from ballast.policy.claims import BEHIND_ALL, LONGEST_WAIT, activation_claims, shortage_claims
-from ballast.policy.slack import Prefill, Slack, left_out
+from ballast.policy.slack import QueuedPrefill, Slack, left_out
 from tests.policy.worlds import device, model, request
 
 NOW = 100.0
 INF = float("inf")
 
 
-def in_time(chosen: list[Prefill], begun: float = 0.0) -> bool:
+def in_time(chosen: list[QueuedPrefill], begun: float = 0.0) -> bool:
     """Whether all are, in order of deadline."""
     at = begun
     for p in sorted(chosen, key=lambda p: p.due):
@@ -32,10 +32,10 @@ def in_time(chosen: list[Prefill], begun: float = 0.0) -> bool:
 
 
 @st.composite
-def queues(draw: st.DrawFn) -> list[Prefill]:
+def queues(draw: st.DrawFn) -> list[QueuedPrefill]:
     n = draw(st.integers(0, 8))
     return [
-        Prefill(
+        QueuedPrefill(
             f"r{i}",
             0,
             draw(st.integers(0, 20)) * 0.5 if draw(st.integers(0, 9)) else -INF,
@@ -46,7 +46,7 @@ def queues(draw: st.DrawFn) -> list[Prefill]:
 
 
 @given(queues(), st.sampled_from([0.0, 0.5, 2.0]))
-def test_as_many_are_in_time_as_brute_force_finds(queue: list[Prefill], begun: float) -> None:
+def test_as_many_are_in_time_as_brute_force_finds(queue: list[QueuedPrefill], begun: float) -> None:
     late, slack = left_out(queue, begun)
     kept = [p for p in queue if p.id not in late]
     assert in_time(kept, begun)
@@ -65,7 +65,9 @@ def test_as_many_are_in_time_as_brute_force_finds(queue: list[Prefill], begun: f
 
 
 @given(queues(), queues())
-def test_the_more_important_lose_nothing_to_others(a: list[Prefill], b: list[Prefill]) -> None:
+def test_the_more_important_lose_nothing_to_others(
+    a: list[QueuedPrefill], b: list[QueuedPrefill]
+) -> None:
     others = [p._replace(id=f"other {p.id}", rank=1) for p in b]
     alone, _ = left_out(a)
     late, _ = left_out([*others, *a])

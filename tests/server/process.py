@@ -161,7 +161,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
 
     from ballast.core.settings import FleetSettings
-    from ballast.fleet.source import Source
+    from ballast.fleet.source import FleetSource
     from ballast.policy.presets import PRESETS
     from ballast.server.serve import serve
 
@@ -177,7 +177,7 @@ def main() -> int:
     worker = here.parent / "cluster" / "fake_device.py" if arguments.echo else here / HELD_WORKER
     os.environ["BALLAST_TEST_HELD"] = str(held_file(arguments.fleet))
     return serve(
-        Source(arguments.fleet, presets=PRESETS, changes=arguments.changes, adjust=adjust),
+        FleetSource(arguments.fleet, presets=PRESETS, changes=arguments.changes, adjust=adjust),
         port=0,
         worker_command=(sys.executable, str(worker)),
         own_process=True,

@@ -24,7 +24,7 @@ from ballast.core.settings import FleetSettings
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
-from ballast.sim.lives import Life, read_lives
+from ballast.sim.lives import DeviceStory, read_lives
 from tests.sim import test_kvswap
 from tests.sim.restless import layered_world, lending_world
 from tests.sim.scenarios import FIRST_ORDERS, Ask, Model, Order, Scenario, Seeded, scenario
@@ -213,7 +213,7 @@ CASES: dict[str, Case | Lending | Played] = {
 """By the name of the file."""
 
 
-def events_of(life: Life) -> Counter[str]:
+def events_of(life: DeviceStory) -> Counter[str]:
     """What happens in a life, for choosing which are worth keeping."""
     seen: Counter[str] = Counter(events=len(life.entries))
     for entry in life.entries:
@@ -228,7 +228,7 @@ def events_of(life: Life) -> Counter[str]:
     return +seen
 
 
-def read(path: Path) -> list[Life]:
+def read(path: Path) -> list[DeviceStory]:
     """The lives of a story that was recorded."""
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "story"

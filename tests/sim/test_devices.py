@@ -25,8 +25,8 @@ from ballast.core.settings import FleetSettings
 from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import resolve
 from ballast.policy.route import Replica
-from ballast.policy.stay import Stay
-from ballast.sim.controller import Controller
+from ballast.policy.stay import FixedPlacement
+from ballast.sim.controller import SimController
 from ballast.sim.device import Profile, Said, SimDevice
 from ballast.sim.simulate import simulate, simulate_devices
 from tests.sim.test_simulate import COSTS, fleet, spec, submissions
@@ -42,15 +42,15 @@ def device(settings: FleetSettings, names: list[str], said: Said) -> SimDevice:
     return SimDevice(settings.device, specs, resolve(settings.preset), PROFILE, said)
 
 
-class LeastOpen(Stay):
+class LeastOpen(FixedPlacement):
     """Prefixes that devices hold do not matter."""
 
     def route(self, replicas: Sequence[Replica]) -> str:
         return min(replicas, key=lambda r: r.open_requests).device
 
 
-def controller(devices: dict[str, SimDevice], book: FleetBook) -> Controller:
-    return Controller(devices, book, SPECS, lambda device, spec: COSTS)
+def controller(devices: dict[str, SimDevice], book: FleetBook) -> SimController:
+    return SimController(devices, book, SPECS, lambda device, spec: COSTS)
 
 
 @pytest.mark.parametrize("preset", ["static", "swap", "balloon"])
@@ -173,7 +173,7 @@ def moved_about(preset: str, seed: int) -> Counter[str]:
     def sent(submission: Submission, name: str) -> None:
         where[submission.id] = name
 
-    there = Controller(devices, book, SPECS, lambda device, spec: COSTS, told)
+    there = SimController(devices, book, SPECS, lambda device, spec: COSTS, told)
     simulate_devices(there, arrivals, sent)
     assert {o.request_id: name for name, o in ends} == where
     assert len(ends) == len(arrivals) == len(where)

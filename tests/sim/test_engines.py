@@ -12,12 +12,12 @@ from ballast.core.units import MiB
 from ballast.sim.catalogue import facts
 from ballast.sim.modelled import Modelled
 from ballast.sim.profile import device_profile
-from ballast.sim.roofline import AllReduce, Host, Reach, Sizes, step_costs
+from ballast.sim.roofline import AllReduce, EngineHostCosts, KernelReach, Sizes, step_costs
 from ballast.sim.toml_file import as_toml
 from scripts.fit_engines import ACTIVATIONS, ON, STEPS
 from tests.sim.test_roofline import HARDWARE
 
-REACH = Reach(
+REACH = KernelReach(
     layer_seconds=2e-5,
     reading=1.25,
     start=0.5,
@@ -33,27 +33,31 @@ ONE = Load(0, 0, 0, 1, 0)
 
 
 def test_a_hosts_work_comes_on_top_or_goes_on_beside_the_device() -> None:
-    idle = step_costs(SIZES, HARDWARE, REACH, Host(step_seconds=0.0))
+    idle = step_costs(SIZES, HARDWARE, REACH, EngineHostCosts(step_seconds=0.0))
     assert idle.of(ONE) == pytest.approx(DEVICE)
-    after = step_costs(SIZES, HARDWARE, REACH, Host(step_seconds=3e-3))
+    after = step_costs(SIZES, HARDWARE, REACH, EngineHostCosts(step_seconds=3e-3))
     assert after.of(ONE) == pytest.approx(DEVICE + 3e-3)
-    beside = step_costs(SIZES, HARDWARE, REACH, Host(step_seconds=3e-3, steps_ahead=1))
+    beside = step_costs(SIZES, HARDWARE, REACH, EngineHostCosts(step_seconds=3e-3, steps_ahead=1))
     assert beside.of(ONE) == pytest.approx(DEVICE)
-    slow = step_costs(SIZES, HARDWARE, REACH, Host(step_seconds=0.1, steps_ahead=1))
+    slow = step_costs(SIZES, HARDWARE, REACH, EngineHostCosts(step_seconds=0.1, steps_ahead=1))
     assert slow.of(ONE) == pytest.approx(0.1)
 
 
 def test_launches_bound_a_step_unless_it_is_a_graph() -> None:
-    eager = step_costs(SIZES, HARDWARE, REACH, Host(step_seconds=0.0, layer_seconds=1e-3))
+    eager = step_costs(
+        SIZES, HARDWARE, REACH, EngineHostCosts(step_seconds=0.0, layer_seconds=1e-3)
+    )
     assert eager.of(ONE) == pytest.approx(32e-3)
-    graphs = Host(step_seconds=0.0, layer_seconds=1e-3, graphs=True)
+    graphs = EngineHostCosts(step_seconds=0.0, layer_seconds=1e-3, graphs=True)
     replayed = step_costs(SIZES, HARDWARE, REACH, graphs)
     assert replayed.of(ONE) == pytest.approx(DEVICE)
     assert replayed.prefill_seconds(16) == pytest.approx(32e-3), "prefills are launched"
 
 
-@pytest.mark.parametrize("host", [Host(step_seconds=3e-3), Host(step_seconds=3e-3, steps_ahead=1)])
-def test_a_long_prefill_covers_part_of_a_pass(host: Host) -> None:
+@pytest.mark.parametrize(
+    "host", [EngineHostCosts(step_seconds=3e-3), EngineHostCosts(step_seconds=3e-3, steps_ahead=1)]
+)
+def test_a_long_prefill_covers_part_of_a_pass(host: EngineHostCosts) -> None:
     costs = step_costs(SIZES, HARDWARE, REACH, host)
     serial = 0.0 if host.steps_ahead else 3e-3
     slope = costs.prefill_seconds(8192) - 8192 * 8193 / 2 * costs.per_pair
@@ -63,7 +67,7 @@ def test_a_long_prefill_covers_part_of_a_pass(host: Host) -> None:
 
 def test_a_group_reads_its_part_and_meets_twice_a_layer() -> None:
     group = AllReduce(tp=4, least=3e-5, base=3e-5, per_byte=1e-12, source="a test")
-    host = Host(step_seconds=0.0, all_reduce=0.5)
+    host = EngineHostCosts(step_seconds=0.0, all_reduce=0.5)
     costs = step_costs(SIZES, HARDWARE, REACH, host, group)
     assert costs.base == pytest.approx(32 * 2e-5 + READING / 4 + 64 * 1.5e-5)
     assert costs.per_sequence == pytest.approx(64 * 1e-12 * 2 * 4096)

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from ballast.sim.fitting import (
-    Decode,
+    DecodeFit,
     Points,
-    Prefill,
+    PrefillFit,
     errors,
     fit_decode,
     fit_prefill,
     pair_seconds,
 )
 
-PREFILL = Prefill(floor=13e-3, start=6e-3, per_token=7e-5, per_pair=3e-9)
-DECODE = Decode(base=12e-3, per_sequence=1e-4, per_context=4e-7, per_tile=3e-3)
+PREFILL = PrefillFit(floor=13e-3, start=6e-3, per_token=7e-5, per_pair=3e-9)
+DECODE = DecodeFit(base=12e-3, per_sequence=1e-4, per_context=4e-7, per_tile=3e-3)
 GRID = [
     (batch, batch * length)
     for batch in (1, 2, 4, 8, 16, 40, 64, 80, 120, 160, 200)
@@ -27,7 +27,7 @@ GRID = [
 ]
 
 
-def timed(fit: Prefill | Decode, noise: float = 0.0) -> Points:
+def timed(fit: PrefillFit | DecodeFit, noise: float = 0.0) -> Points:
     rng = random.Random(1)
     points = Points.of([(batch, tokens, 1.0) for batch, tokens in GRID])
     off = np.array([1 + rng.uniform(-noise, noise) for _ in GRID])

@@ -16,15 +16,15 @@ from ballast.sim import controller
 from ballast.sim.cluster import Cluster, kinds_of
 from ballast.sim.given import Given, GivenHomes
 from ballast.sim.lending import WAY
-from ballast.sim.topology import APART, Joints, Peers
+from ballast.sim.topology import APART, Joints, PeerLinks
 from tests.sim.test_cluster import spec
 
 OUTPUT = 200
-NVLINK = Joints(per_host=3, peers=Peers.NVLINK, port=LinkRates.even(200e9))
+NVLINK = Joints(per_host=3, peers=PeerLinks.NVLINK, port=LinkRates.even(200e9))
 JOINED = {
     "nvlink": NVLINK,
-    "pcie": Joints(per_host=3, peers=Peers.PCIE),
-    "memory": Joints(per_host=3, peers=Peers.MEMORY),
+    "pcie": Joints(per_host=3, peers=PeerLinks.PCIE),
+    "memory": Joints(per_host=3, peers=PeerLinks.MEMORY),
 }
 SPLIT = "1xH100-80G:prefill,2xH100-80G:decode"
 

@@ -22,7 +22,7 @@ from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Cluster, kinds_of
 from ballast.sim.device import Profile
-from ballast.sim.lives import Life, read_lives
+from ballast.sim.lives import DeviceStory, read_lives
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
 from tests.sim.test_leap import COSTS, Told, books, decisions, run
@@ -141,7 +141,7 @@ def told(
     specs: list[ModelSpec],
     requests: list[Submission],
     leaps: bool,
-) -> Life:
+) -> DeviceStory:
     """A simulated life, by its file."""
     file = StoryFile(path, setting.device.name)
     costs = {s.name: COSTS for s in specs}

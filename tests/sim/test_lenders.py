@@ -16,16 +16,16 @@ from ballast.core.link import LinkRates
 from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lending import WAY, Lenders
-from ballast.sim.topology import Joints, Peers, places
+from ballast.sim.topology import Joints, PeerLinks, places
 from tests.engine.fresh import check_views
 from tests.sim.test_leap import COSTS
 from tests.sim.test_story import conversations
 
 LINK = LinkRates.even(1e8)
 NAMES = ("d0", "d1")
-MEMORY = Joints(per_host=2, peers=Peers.MEMORY)
-PORTS = Joints(per_host=2, peers=Peers.NVLINK, port=LinkRates.even(2e8))
-SLOW = Joints(per_host=2, peers=Peers.NVLINK, port=LinkRates.even(2e6))
+MEMORY = Joints(per_host=2, peers=PeerLinks.MEMORY)
+PORTS = Joints(per_host=2, peers=PeerLinks.NVLINK, port=LinkRates.even(2e8))
+SLOW = Joints(per_host=2, peers=PeerLinks.NVLINK, port=LinkRates.even(2e6))
 
 
 class Pair:

@@ -23,7 +23,7 @@ from ballast.sim.cluster import Cluster, kinds_of
 from ballast.sim.given import Given
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
-from ballast.sim.topology import APART, Joints, Peers
+from ballast.sim.topology import APART, Joints, PeerLinks
 from tests.sim.test_cluster import spec
 
 EVERY = 2.0
@@ -125,9 +125,9 @@ class Run:
 
 
 JOINED = {
-    "nvlink": Joints(per_host=2, peers=Peers.NVLINK, port=LinkRates.even(200e9)),
-    "pcie": Joints(per_host=2, peers=Peers.PCIE),
-    "memory": Joints(per_host=2, peers=Peers.MEMORY),
+    "nvlink": Joints(per_host=2, peers=PeerLinks.NVLINK, port=LinkRates.even(200e9)),
+    "pcie": Joints(per_host=2, peers=PeerLinks.PCIE),
+    "memory": Joints(per_host=2, peers=PeerLinks.MEMORY),
 }
 
 

@@ -27,7 +27,7 @@ from ballast.sim.modelled import ALL, COSTS, Modelled, modelled
 from ballast.sim.pages import LoopTime, PageCosts, TimedVm
 from ballast.sim.profile import device_profile
 from ballast.sim.simulate import Simulated, simulate
-from ballast.sim.spread import PERIOD, Factors, Spread, lognormal, quantiles_of
+from ballast.sim.spread import PERIOD, Factors, JobSpread, lognormal, quantiles_of
 from ballast.sim.topology import Joints, places
 from tests.sim.restless import register, restless_world
 from tests.sim.test_enough_memory import world
@@ -35,7 +35,7 @@ from tests.sim.test_leap import books
 
 JOB = StepCosts(8e-3, 4e-5, 1.1e-5, 3e-8, 1e-9, per_tile=1e-3)
 PAGES = PageCosts(map=3e-4, unmap=2e-4, beside=1e-4)
-NOISY = Spread(quantiles=lognormal(0.3), drift=0.1, seed=3)
+NOISY = JobSpread(quantiles=lognormal(0.3), drift=0.1, seed=3)
 LINK = LinkRates.even(1e8)
 Told = list[tuple[float, Output]]
 World = tuple[FleetSettings, list[ModelSpec], list[Submission]]
@@ -188,24 +188,24 @@ def test_an_engine_that_works_ahead_hides_calls_behind_the_job_before() -> None:
 
 
 def test_factors_are_of_their_seed_device_model_and_moment() -> None:
-    factors = Factors(Spread(quantiles=lognormal(0.2), seed=1), "d")
+    factors = Factors(JobSpread(quantiles=lognormal(0.2), seed=1), "d")
     values = [factors.at(0.01 * i, "m") for i in range(4000)]
     assert fmean(values) == pytest.approx(1.0, abs=0.02)
     assert pstdev(values) == pytest.approx(0.2, rel=0.1)
     before = fmean((a - 1) * (b - 1) for a, b in pairwise(values))
     assert abs(before) < 0.1 * pstdev(values) ** 2
-    same = Factors(Spread(quantiles=lognormal(0.2), seed=1), "d")
+    same = Factors(JobSpread(quantiles=lognormal(0.2), seed=1), "d")
     assert [same.at(0.01 * i, "m") for i in range(4000)] == values
     for other in (
-        Factors(Spread(quantiles=lognormal(0.2), seed=2), "d"),
-        Factors(Spread(quantiles=lognormal(0.2), seed=1), "e"),
+        Factors(JobSpread(quantiles=lognormal(0.2), seed=2), "d"),
+        Factors(JobSpread(quantiles=lognormal(0.2), seed=1), "e"),
     ):
         assert [other.at(0.01 * i, "m") for i in range(50)] != values[:50]
     assert [factors.at(0.01 * i, "n") for i in range(50)] != values[:50]
 
 
 def test_drift_is_slow_and_within_its_share() -> None:
-    factors = Factors(Spread(drift=0.1), "d")
+    factors = Factors(JobSpread(drift=0.1), "d")
     values = [factors.at(float(i), "m") for i in range(int(PERIOD))]
     assert max(values) == pytest.approx(1.105, abs=0.002)
     assert min(values) == pytest.approx(0.905, abs=0.002)

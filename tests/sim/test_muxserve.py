@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.bench.record import Recorder, RequestRecord
+from ballast.bench.record import RequestRecord, RequestRecorder
 from ballast.core.errors import BrokenPromise
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
@@ -45,7 +45,7 @@ def serve(
         link=LinkRates.even(1e12),
         overhead=1e-4,
     )
-    recorder = Recorder()
+    recorder = RequestRecorder()
     for i, r in enumerate(requests):
         asked = WorkloadRequest(
             id=i,

@@ -14,8 +14,8 @@ import pytest
 
 from ballast.core.entries import Entry
 from ballast.policy.presets import ORDERS, PRESETS, shared_options
-from ballast.sim.lives import Life
-from ballast.sim.replay import Difference, replay
+from ballast.sim.lives import DeviceStory
+from ballast.sim.replay import StoryDifference, replay
 from tests.sim.record_stories import CASES, STORIES, SUFFIX, events_of, read
 
 NAMES = sorted(path.name.removesuffix(SUFFIX) for path in STORIES.glob(f"*{SUFFIX}"))
@@ -106,7 +106,7 @@ LATER = {"late_last": 0.0, "fair_shares": 0.0}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_old_stories_replay_to_the_same_decisions(name: str) -> None:
-    differs: dict[int, Difference] = {}
+    differs: dict[int, StoryDifference] = {}
     for i, life in enumerate(map(_with_options, read(STORIES / f"{name}{SUFFIX}"))):
         found = replay(life, reasons=False)
         assert found.stray is None
@@ -125,7 +125,7 @@ def test_old_stories_replay_to_the_same_decisions(name: str) -> None:
             assert {k: replayed.get(k) for k in mended.replayed} == mended.replayed, there
 
 
-def _with_options(life: Life) -> Life:
+def _with_options(life: DeviceStory) -> DeviceStory:
     """A life whose preset does without the options that came after it was recorded."""
     told = life.snapshot
     options = {**shared_options(told.preset, LATER), **told.options}

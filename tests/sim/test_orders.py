@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ballast.bench.record import Recorder, RequestRecord, prompts_of, submission_for
-from ballast.bench.report import Served
+from ballast.bench.record import RequestRecord, RequestRecorder, prompts_of, submission_for
+from ballast.bench.report import RequestStats
 from ballast.core.cost import StepCosts
 from ballast.core.event import Finished
 from ballast.core.link import LinkRates
@@ -51,7 +51,7 @@ def serve(
     setting = replace(fleet(preset, list(specs), PAGES), options=options or {})
     link = LinkRates.even(1e12)  # weights are there at once
     profile = Profile(costs={s.name: COSTS for s in specs}, link=link, overhead=OVERHEAD)
-    recorder, prompts = Recorder(), prompts_of({s.name: s.vocab for s in specs})
+    recorder, prompts = RequestRecorder(), prompts_of({s.name: s.vocab for s in specs})
     submissions = []
     for r in sorted(requests, key=lambda r: r.at):
         submission = submission_for(r, prompts(r))
@@ -68,7 +68,7 @@ def serve(
 
 def kept(records: Sequence[RequestRecord], specs: Sequence[ModelSpec]) -> int:
     """Requests that have kept their service levels."""
-    return Served.of(records, {s.name: s.slo for s in specs}).attained
+    return RequestStats.of(records, {s.name: s.slo for s in specs}).attained
 
 
 def never_idle(now: float, state: DeviceState) -> None:

@@ -20,9 +20,10 @@ from ballast.sim.catalogue import catalogue, facts
 from ballast.sim.cluster import SERVED, Cluster, kinds_of
 from ballast.sim.device import Profile
 from ballast.sim.pages import PageCosts
-from ballast.sim.profile import Capacity, device_files, device_profile, profile_of
+from ballast.sim.profile import device_files, device_profile, profile_of
+from ballast.sim.profile_tables import MeasuredCapacity
 from ballast.sim.simulate import simulate
-from ballast.sim.spread import Spread
+from ballast.sim.spread import JobSpread
 from ballast.sim.toml_file import as_toml
 
 DEVICES = ["A10", "A100-80G", "GB200", "GH200-96G", "H100-80G", "H20-96G", "H200", "H800", "L4"]
@@ -188,7 +189,7 @@ def test_a_measured_machine_is_a_clusters_device(tmp_path: Path) -> None:
         wake=2e-4,
         page_seconds=1e-5,
         pages=PageCosts(map=2e-6, unmap=8e-6, kv=False),
-        spread=Spread(quantiles=(0.5, 1.5)),
+        spread=JobSpread(quantiles=(0.5, 1.5)),
     )
     file = written(tmp_path, as_toml(profile_of("here", measured, served)))
     read = device_profile(file).of(specs)
@@ -226,8 +227,8 @@ def test_a_profile_says_how_far_simulated_capacity_was_from_the_live_one(tmp_pat
     assert profile.capacity_errors == {}
     assert "Nobody has held" in forecast_text(profile)
     rows = [
-        Capacity(preset="swap", live=2.0, simulated=2.5, source="a test"),
-        Capacity(preset="balloon", live=4.0, simulated=3.6, source="a test"),
+        MeasuredCapacity(preset="swap", live=2.0, simulated=2.5, source="a test"),
+        MeasuredCapacity(preset="balloon", live=4.0, simulated=3.6, source="a test"),
     ]
     file = tmp_path / "own.toml"
     file.write_text(as_toml(profile.model_copy(update={"capacity": rows})), encoding="utf-8")

@@ -22,7 +22,7 @@ from ballast.core.settings import FleetSettings
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
-from ballast.sim.lives import Life, read_lives
+from ballast.sim.lives import DeviceStory, read_lives
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
 from tests.sim.restless import LENDING, lending_world, register, restless_world
@@ -70,7 +70,9 @@ def conversations(
     return fleet, specs, [varied[0], wrong, twin, *varied[1:]]
 
 
-def told(path: Path, seed: int, preset: str, make: Callable[..., Any] = conversations) -> Life:
+def told(
+    path: Path, seed: int, preset: str, make: Callable[..., Any] = conversations
+) -> DeviceStory:
     """A simulated life, by its file."""
     fleet, specs, requests = make(seed, preset)
     file = StoryFile(path, fleet.device.name)
@@ -404,7 +406,7 @@ def test_a_story_holds_no_token(tmp_path: Path) -> None:
         others = [replace(r, prompt=tuple((t + 100) % 256 for t in r.prompt)) for r in requests]
         return fleet, specs, others
 
-    def plain(life: Life) -> list[Line]:
+    def plain(life: DeviceStory) -> list[Line]:
         return [{k: v for k, v in e.items() if k != "blocks"} for e in life.entries]
 
     a = told(tmp_path / "a", 6, "balloon", world)

@@ -8,18 +8,18 @@ import pytest
 
 from ballast.core.errors import ConfigError
 from ballast.core.link import Direction, LinkRates
-from ballast.sim.topology import APART, Joints, Peers, Place, places
+from ballast.sim.topology import APART, HostPlace, Joints, PeerLinks, places
 
 LINK, HOST, PORT = LinkRates.even(50.0), LinkRates.even(60.0), LinkRates.even(400.0)
 DOWN, UP = Direction
 
 
-def seconds(*moves: tuple[Place, Place | Direction], n_bytes: int = 600) -> list[float]:
+def seconds(*moves: tuple[HostPlace, HostPlace | Direction], n_bytes: int = 600) -> list[float]:
     """How long moves take that begin together: between a device and its host, or its peer."""
     world = moves[0][0].host.world
     ends = [0.0] * len(moves)
     for i, (place, to) in enumerate(moves):
-        path = place.to_peer(to) if isinstance(to, Place) else place.path[to]
+        path = place.to_peer(to) if isinstance(to, HostPlace) else place.path[to]
 
         def ended(at: float, took: float, i: int = i) -> None:
             ends[i] = took
@@ -53,7 +53,7 @@ def test_a_group_is_on_one_host() -> None:
 
 
 def test_peers_over_ports_leave_the_host_alone() -> None:
-    joints = Joints(per_host=2, host=HOST, peers=Peers.NVLINK, port=PORT)
+    joints = Joints(per_host=2, host=HOST, peers=PeerLinks.NVLINK, port=PORT)
     a, b = places(joints, [(LINK, 1)] * 2)
     assert seconds((a, b)) == [1.5]
     a, b = places(joints, [(LINK, 1)] * 2)
@@ -61,7 +61,7 @@ def test_peers_over_ports_leave_the_host_alone() -> None:
 
 
 def test_peers_over_pcie_slow_what_comes_from_the_host() -> None:
-    a, b = places(Joints(per_host=2, host=HOST, peers=Peers.PCIE), [(LINK, 1)] * 2)
+    a, b = places(Joints(per_host=2, host=HOST, peers=PeerLinks.PCIE), [(LINK, 1)] * 2)
     assert seconds((a, b), (b, DOWN)) == [24.0, 24.0]
 
 
@@ -72,6 +72,6 @@ def test_ways_that_there_are_not_are_refused() -> None:
     with pytest.raises(ConfigError, match="one host"):
         a.to_peer(a)
     with pytest.raises(ConfigError, match="port"):
-        Joints(peers=Peers.NVLINK)
+        Joints(peers=PeerLinks.NVLINK)
     with pytest.raises(ConfigError, match="one device or more"):
         Joints(per_host=0)

@@ -17,7 +17,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
-from ballast.sim.topology import APART, Joints, Place, places
+from ballast.sim.topology import APART, HostPlace, Joints, places
 from ballast.sim.world import World
 from tests.sim.restless import register, restless_world
 from tests.sim.test_enough_memory import world as fixed_world
@@ -32,7 +32,7 @@ class Run:
     """Devices at the given places, to their last answers; each has requests of its own."""
 
     def __init__(
-        self, parts: Sequence[Part], at: Sequence[Place], *, leaps: bool, ahead: int = 0
+        self, parts: Sequence[Part], at: Sequence[HostPlace], *, leaps: bool, ahead: int = 0
     ) -> None:
         self.entries: list[list[dict[str, Any]]] = [[] for _ in parts]
         self.told: list[list[tuple[float, Output]]] = [[] for _ in parts]

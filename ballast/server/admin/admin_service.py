@@ -21,11 +21,11 @@ from ballast.core.errors import (
 )
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 from ballast.fleet.changes import Changes
-from ballast.fleet.difference import Difference, difference
+from ballast.fleet.difference import FleetDifference, difference
 from ballast.fleet.file import entry_settings
 from ballast.fleet.levels import Levels, change_to, foreign, with_levels
 from ballast.fleet.schema import NamedModelKeys
-from ballast.fleet.source import Reading, Source
+from ballast.fleet.source import FleetReading, FleetSource
 from ballast.server.access.keys import warn_of_keys
 from ballast.server.http.faults import Fault
 from ballast.server.service import Service
@@ -50,7 +50,7 @@ class AdminService:
     again at every start; what cannot be taken back, a removal, is recorded first.
     """
 
-    def __init__(self, service: Service, source: Source, reading: Reading) -> None:
+    def __init__(self, service: Service, source: FleetSource, reading: FleetReading) -> None:
         self._service = service
         self._controller = service.controller
         self._source = source
@@ -265,7 +265,7 @@ class AdminService:
             return False
         return True
 
-    def _tell(self, found: Difference, tried: Container[str]) -> None:
+    def _tell(self, found: FleetDifference, tried: Container[str]) -> None:
         """What the fleet file says that was not done, and what was tried."""
         for name, keys in found.again.items():
             if name not in tried:

@@ -1,0 +1,134 @@
+"""The tables of a profile's file: engines, link, pages, and models as they were measured."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from ballast.core.link import LinkRates
+from ballast.fleet.schema import Keys, Name, Positive
+from ballast.sim.pages import PageCosts
+from ballast.sim.roofline import Derate, EngineHostCosts
+from ballast.sim.toml_file import Finite, NotNegative, Size
+
+
+class CostCoefficients(Keys):
+    """Coefficients of `core.cost.StepCosts`, in seconds. Without those of tokens and pairs the
+    prefill was not measured."""
+
+    base: NotNegative
+    per_sequence: NotNegative
+    per_context: NotNegative
+    per_tile: NotNegative = 0.0
+    per_token: NotNegative | None = None
+    per_pair: NotNegative | None = None
+    per_chunk: NotNegative = 0.0
+    floor: NotNegative = 0.0
+    hidden: Finite = 0.0
+
+
+class MeasuredModel(Keys):
+    """One model as measured on the device."""
+
+    model: Name
+    source: str
+    """Which of the file's sources."""
+    tp: Size = 1
+    """Devices that share the model: costs are those of the group."""
+    sm_percent: Size = 100
+    """Share of the multiprocessors it ran on, alone on the device."""
+    costs: CostCoefficients
+    prefill_error: NotNegative | None = None
+    """Mean relative error of the fit over its points, in per cent."""
+    decode_error: NotNegative | None = None
+
+
+class MeasurementSource(Keys):
+    """Where rows come from."""
+
+    artifact: str
+    licence: str
+    engine: Name | None = None
+    """Which of the file's engines served the models: its host's work is part of the costs. None:
+    kernels were measured, without an engine."""
+    note: str = ""
+
+
+class EngineProfile(Keys):
+    """What serves models on the device. Its rows are measured; of other models, either it has a
+    derate, or its host's work goes with what kernels reach (`DeviceProfile.reach`)."""
+
+    served_by: str
+    """The software, in words."""
+    overhead_seconds: NotNegative = 0.0
+    """The engine's own, per job, beyond what the costs hold."""
+    wake_seconds: NotNegative = 0.0
+    """What a job takes longer after a pause, and a decode step after a prefill."""
+    answer_seconds: NotNegative = 0.0
+    """From a request's receipt to the loop's turn, and from a turn's begin to the client."""
+    spread: list[Positive] = Field(default_factory=list)
+    """Quantiles of what jobs took over what the fit says, equally likely, with a mean of 1."""
+    host: EngineHostCosts | None = None
+    derate: Derate | None = None
+    """Device and host in one, as fits of this engine's jobs show them."""
+    source: str = ""
+    """Where `host` comes from."""
+    assumed: list[str] = Field(default_factory=list)
+    """Keys of `host` that nobody measured."""
+
+
+class LinkProfile(Keys):
+    """What the link to the host carries, in bytes per second, as copies reach it."""
+
+    to_device: Positive
+    """While nothing goes the other way."""
+    to_host: Positive
+    to_device_mixed: Positive
+    """While both directions carry."""
+    to_host_mixed: Positive
+    source: str
+    assumed: list[str] = Field(default_factory=list)
+    """Keys that nobody measured on such a link, as far as we know."""
+
+    @property
+    def rates(self) -> LinkRates:
+        return LinkRates(self.to_device, self.to_host, self.to_device_mixed, self.to_host_mixed)
+
+
+class PageCallCosts(Keys):
+    """What calls take of a page, in seconds."""
+
+    map_seconds: NotNegative
+    """The loop's, to map it and make it accessible."""
+    unmap_seconds: NotNegative
+    """The loop's, to unmap it."""
+    beside_seconds: NotNegative = 0.0
+    """What an activation takes beyond that and beyond the copy."""
+    kv: bool = True
+    """False: the costs of jobs hold what pages of KV take."""
+    source: str
+
+    @property
+    def costs(self) -> PageCosts:
+        return PageCosts(
+            map=self.map_seconds, unmap=self.unmap_seconds, beside=self.beside_seconds, kv=self.kv
+        )
+
+
+class MeasuredDevice(Keys):
+    """Where the profile was measured: what its device had, and how it served."""
+
+    budget_bytes: Size
+    page_bytes: Size
+    step_tokens: Size
+    step_logits: Size
+
+
+class MeasuredCapacity(Keys):
+    """The highest rate at which service levels were kept, live on the device and simulated."""
+
+    preset: Name
+    live: Positive
+    """In any unit that the simulated one has, too."""
+    simulated: Positive
+    source: str
+    """What was measured."""
