@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.cluster.test_segments import tier
+from tests.cluster.test_segment_broker import tier
 
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.core.settings import ModelSettings
