@@ -55,7 +55,7 @@ def main() -> int:
     """As a worker or, called `serve FILE --port N`, as the server."""
     if sys.argv[1:2] == [_WORKER]:
         process.main(sys.argv[2:], device)
-    from ballast.cluster.logs import set_up
+    from ballast.cluster.logs import set_up_logs
     from ballast.fleet.source import FleetSource
     from ballast.server.serve import serve
 
@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("fleet", type=Path)
     parser.add_argument("--port", type=int, required=True)
     asked = parser.parse_args()
-    set_up("server", "text", "error")
+    set_up_logs("server", "text", "error")
     command = (sys.executable, "-m", "benchmarks.poisonable", _WORKER)
     fleet = FleetSource(asked.fleet, presets=PRESETS)
     return serve(fleet, port=asked.port, worker_command=command)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from ballast.cluster.logs import FORMAT_VARIABLE, set_up
+from ballast.cluster.logs import FORMAT_VARIABLE, set_up_logs
 from ballast.cluster.segment_broker import SegmentClient
 from ballast.cluster.tensor_parallel.remote_rank import start_ranks
 from ballast.cluster.worker.device_thread import (
@@ -104,7 +104,7 @@ def main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    set_up("worker", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
+    set_up_logs("worker", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
     from ballast.live.inbox import MonotonicClock
 
     if arguments.spare:
