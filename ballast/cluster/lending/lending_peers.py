@@ -18,13 +18,13 @@ from ballast.core.errors import DeviceError
 from ballast.core.event import Event
 from ballast.core.lease import AskedBack, Lease, Lent, PeerGone, Returned, Word
 from ballast.memory.vm import Exported
-from ballast.transport.page_descriptors import PagesSocket, fetch_lease, fetch_pages, serve
+from ballast.transport.page_descriptors import PagesSocket, fetch_lease, fetch_pages, serve_pages
 from ballast.transport.worker_messages.lending_messages import MeetPeerMsg, PeerEndedMsg
 
 log = logging.getLogger(__name__)
 
 FETCHES = 3
-"""Times that another worker is asked for its memory before it is taken to have none to lend."""
+"""Attempts to fetch another worker's memory, after which it is considered unavailable."""
 
 
 class LendingDevice(Protocol):
@@ -80,7 +80,7 @@ class LendingPeers:
         """Serve all workers that ask for pages of this device, each on a thread of its own."""
         for connection in self.socket.accept():
             arguments = (connection, self._export, self._offered)
-            threading.Thread(target=serve, args=arguments, daemon=True).start()
+            threading.Thread(target=serve_pages, args=arguments, daemon=True).start()
 
     def meet(self, message: MeetPeerMsg) -> None:
         """Fetch a peer's memory, beside the main thread, and have the device meet it."""
