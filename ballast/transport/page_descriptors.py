@@ -61,7 +61,7 @@ class PagesSocket:
         return self._socket.fileno()
 
     def accept(self) -> Iterator[socket.socket]:
-        """Yield the waiting connections, each for `serve_pages` on a thread of its own: it may block."""
+        """Yield the waiting connections, each for `serve_pages` on a thread of its own."""
         while True:
             try:
                 connection, _ = self._socket.accept()
