@@ -20,6 +20,7 @@ In the worker:
 
 In the server:
 
+- `liveness_watch`: Notice that a worker's process hangs.
 - `local_worker`: A worker process on this host: start it, watch it, end it.
 - `spare_worker`: A worker process prepared to take the place of one that dies.
 - `worker_link`: The protocol of a worker as its controller uses it.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.flight_recorder import FlightRecorder, flight_memory
+from ballast.cluster.worker.liveness_watch import LivenessWatch
 from ballast.core.errors import Unavailable
 from ballast.core.settings import FleetSettings, ServerSettings
 from ballast.transport.sockets import PrivateDirectory, ServerSocket
@@ -31,8 +32,6 @@ log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "ballast.cluster.worker.process")
 LAST_MESSAGE_SECONDS = 0.2
 """After a process has ended, its messages may still arrive for so long."""
-FIRST_MESSAGE_SECONDS = 30.0
-"""A process that starts may be silent for so much longer than one that runs."""
 
 
 class LocalWorker:
@@ -60,10 +59,8 @@ class LocalWorker:
             undo.pop_all()
         self._process: asyncio.subprocess.Process | None = None
         self._exited: asyncio.Task[int] | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._watch = LivenessWatch(self.kill)
         self._connected = False
-        self._silence = -FIRST_MESSAGE_SECONDS
-        self._stuck_seconds = self._loading_seconds = float("inf")
         self._killed_for = ""
         self._closed = False
 
@@ -86,7 +83,7 @@ class LocalWorker:
     @property
     def waits(self) -> bool:
         """Whether a process waits for `start`."""
-        return self._connected and self._watch is None and self._runs
+        return self._connected and not self._watch.started and self._runs
 
     @property
     def _runs(self) -> bool:
@@ -107,9 +104,7 @@ class LocalWorker:
         """
         if self._exited is None:
             await self._spawn()
-        self._stuck_seconds = fleet.server.stuck_seconds
-        self._loading_seconds = fleet.server.loading_seconds
-        self._watch = asyncio.create_task(self._watch_for_silence(fleet.server.silent_seconds))
+        self._watch.start(fleet.server)
         if not self._connected:
             await self._connect()
         device_fleet = replace(fleet, server=ServerSettings())
@@ -164,14 +159,7 @@ class LocalWorker:
     async def receive(self) -> ToServer | None:
         """Return the next message; None once the process has ended and all are received."""
         while isinstance(message := await self._next(), HeartbeatMsg):
-            for what, seconds in (
-                ("a turn of its loop", message.turn_seconds),
-                ("a job", message.job_seconds),
-            ):
-                if seconds > self._stuck_seconds:
-                    self.kill(f"{what} took more than {self._stuck_seconds:g} s")
-            if message.load_seconds > self._loading_seconds:
-                self.kill(f"nothing more was loaded for {self._loading_seconds:g} s")
+            self._watch.check(message)
         return message
 
     async def _next(self) -> ToServer | None:
@@ -181,19 +169,10 @@ class LocalWorker:
             await asyncio.wait({receiving, self._exited}, return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
                 await asyncio.wait({receiving}, timeout=LAST_MESSAGE_SECONDS)
-            self._silence = 0.0
+            self._watch.note_message()
             return receiving.result() if receiving.done() else None
         finally:
             receiving.cancel()
-
-    async def _watch_for_silence(self, silent_seconds: float) -> None:
-        """Kill the process when no message has been received for so long."""
-        tick = min(1.0, silent_seconds / 4)
-        while self._silence <= silent_seconds:
-            await asyncio.sleep(tick)
-            # Not by the clock: where the server itself was held up, the worker is not to blame.
-            self._silence += tick
-        self.kill(f"it said nothing for {silent_seconds:g} s")
 
     def kill(self, why: str) -> None:
         """End it at once; `epitaph` says why."""
@@ -221,14 +200,13 @@ class LocalWorker:
         if self._closed:
             return
         self._closed = True
-        if self._watch is not None:
-            self._watch.cancel()
+        self._watch.stop()
         try:
             if self._exited is not None:
                 await asyncio.wait({self._exited}, timeout=patience)
                 if not self._exited.done():
                     assert self._process is not None
-                    if self._watch is not None:  # no spare, that has nothing to finish
+                    if self._watch.started:  # a spare has nothing to finish
                         log.warning("worker %d is killed", self.pid)
                     self._process.kill()
                 await self._exited
