@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ballast.core.errors import DeviceError
 from ballast.core.units import GiB, MiB
 from ballast.live.cuda_runner import Compute, TorchOnGpu
-from ballast.memory.cuda_devices import driver_version
-from ballast.memory.cuda_driver import CudaDriver
+from ballast.memory.cuda.devices import driver_version
+from ballast.memory.cuda.driver import CudaDriver
 
 PAGE = 2 * MiB
 SIZES = {

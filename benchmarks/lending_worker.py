@@ -25,14 +25,14 @@ import numpy as np
 from ballast.core.actions import Short
 from ballast.core.errors import BallastError
 from ballast.core.lease import AskedBack, Lease, Lent, Returned
-from ballast.memory.borrow import Borrower
-from ballast.memory.cuda_driver import CudaDriver
-from ballast.memory.lend import OWNER, Lender
+from ballast.memory.cuda.driver import CudaDriver
+from ballast.memory.cuda.vm import CudaVm
+from ballast.memory.lending.borrower import Borrower
+from ballast.memory.lending.lender import OWNER, Lender
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported
-from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.transport.page_descriptors import PagesSocket, fetch_lease, fetch_pages, serve_pages
 from ballast.transport.worker_messages.codec import decode_to_worker
@@ -205,7 +205,7 @@ class Worker:
             book.validate()
         shown = self._vm.os_pages(self._range.range)
         told = {at: self._range.pages(at, 1)[0] for at in self._stamps}
-        lent = sum(self._pool.owner_of(page) == OWNER for page in shown.values())
+        lent = sum(self._pool.ledger.owner_of(page) == OWNER for page in shown.values())
         wrong = sum(not self._right(at) for at in self._stamps)
         wrong += sum(not self._filled(page, stamp) for page, stamp in expected)
         budget = self._pool.total * self._vm.page_bytes
@@ -214,10 +214,10 @@ class Worker:
             "disagreements": (shown != told) + lent + (self._vm.physical_bytes() > budget),
             "strangers": self._strangers(),
             "free": self._pool.free,
-            "lent": self._pool.owned(OWNER),
-            "borrowed": self._pool.borrowed(),
+            "lent": self._pool.ledger.owned(OWNER),
+            "borrowed": self._pool.ledger.borrowed(),
             "unused": self._borrower.unused,
-            "own": self._pool.owned(self._range.owner),
+            "own": self._pool.ledger.owned(self._range.owner),
         }
 
     def cost(self, peer: str, call: str, data: bytes, n: int) -> tuple[float, bytes]:
@@ -283,9 +283,9 @@ class Worker:
             return array_at(address, shape, np.int64)
         import torch
 
-        from ballast.memory.cuda_tensor import device_tensor_at
+        from ballast.memory.cuda.tensor import cuda_tensor_at
 
-        return device_tensor_at(address, shape, torch.int64, torch.device(self._torch))
+        return cuda_tensor_at(address, shape, torch.int64, torch.device(self._torch))
 
     def _wait(self) -> None:
         """Until what was written is there: whoever unmaps it does not wait."""
@@ -312,7 +312,7 @@ class Worker:
     def _strangers(self) -> int:
         """Memory of others that is kept for nothing: devices on a CPU, on a GPU pages."""
         if isinstance(self._vm, CudaVm):
-            return self._vm.imported - self._pool.borrowed()
+            return self._vm.imported - self._pool.ledger.borrowed()
         return len(self._memories()) - 2
 
     def _memories(self) -> set[str]:

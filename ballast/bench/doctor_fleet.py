@@ -19,9 +19,9 @@ from ballast.core.units import KiB, ceil_div, format_bytes
 from ballast.engine.build import check_room, kv_layout, pages_aside, set_aside
 from ballast.isolation.calls import Isolation
 from ballast.live.never_run import WHERE, never_run
-from ballast.memory.cuda_devices import reach_of
-from ballast.memory.cuda_driver import CudaDriver
-from ballast.models.parallel import check_parallel
+from ballast.memory.cuda.devices import reach_of
+from ballast.memory.cuda.driver import CudaDriver
+from ballast.models.parallel.model import check_parallel
 from ballast.policy.presets import preset_of
 from ballast.weights.checkpoint import clipped_context, read_spec
 from ballast.weights.manifest import fork_zygote

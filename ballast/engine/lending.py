@@ -21,8 +21,8 @@ from ballast.core.lease import (
     Word,
 )
 from ballast.core.version import Version
-from ballast.memory.borrow import Borrower
-from ballast.memory.lend import Lender
+from ballast.memory.lending.borrower import Borrower
+from ballast.memory.lending.lender import Lender
 from ballast.memory.pool import Pool
 from ballast.memory.vm import Exported
 

@@ -23,12 +23,12 @@ from ballast.live.runner import CpuRunner, Executor, LaneRunner, Record
 from ballast.memory import syscalls
 from ballast.memory.arena import AllocatorCap
 from ballast.memory.copies import Copy, copy_now
-from ballast.memory.cuda_calls import WhenLost
+from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
+from ballast.models.executor import ModelExecutor
 from ballast.models.on_cpu import on_cpu
 from ballast.models.profile_run import measured
-from ballast.models.served import Served
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
@@ -90,7 +90,7 @@ class CpuMachine(OnCpu):
         segments: Sequence[int],
         kv: KvCache,
         workspaces: Sequence[Workspace],
-    ) -> tuple[Served, ...]:
+    ) -> tuple[ModelExecutor, ...]:
         # The fast path alone computes in its lane's workspace.
         several = workspaces if host.fused else workspaces[:1]
         made = [on_cpu(host, segments, kv.base, kv.layout, w, self.device) for w in several]

@@ -13,7 +13,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import format_bytes
-from ballast.kernels.device_batch import Scratch
+from ballast.kernels.gpu.batch import Scratch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.event_swapper import EventSwapper
@@ -23,16 +23,16 @@ from ballast.live.cuda_streams import lane_streams
 from ballast.live.machine import Cap
 from ballast.live.runner import Executor, LaneRunner, Record
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import Driver, WhenLost
-from ballast.memory.cuda_devices import reach_of
-from ballast.memory.cuda_driver import CudaDriver
-from ballast.memory.cuda_pins import Pins
-from ballast.memory.link_cuda import CudaLink
-from ballast.memory.vm_cuda import CudaVm
-from ballast.models.device_fused import DeviceFusedModel
-from ballast.models.graphs import GraphCache
-from ballast.models.on_device import DeviceModel
-from ballast.models.served import Served
+from ballast.memory.cuda.calls import Driver, WhenLost
+from ballast.memory.cuda.devices import reach_of
+from ballast.memory.cuda.driver import CudaDriver
+from ballast.memory.cuda.link import CudaLink
+from ballast.memory.cuda.pinning import PinnedMemory
+from ballast.memory.cuda.vm import CudaVm
+from ballast.models.executor import ModelExecutor
+from ballast.models.gpu.executor import GpuTransformersModel
+from ballast.models.gpu.fused import GpuFusedModel
+from ballast.models.gpu.graphs import GraphCache
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.event_rotor import EventRotor
 from ballast.weights.host import HostModel, HostTier
@@ -76,7 +76,7 @@ class CudaMachine:
         n_pages = device.budget_bytes // device.page_bytes
         self.vm = CudaVm(driver, ordinal, device.page_bytes, n_pages)
         self.link = CudaLink(driver, ordinal, clock, post)
-        self.pins = Pins(driver, ordinal)
+        self.pins = PinnedMemory(driver, ordinal)
         self._pinned: Counter[int] = Counter()
         """By address of a segment in host memory: models of this device that have it."""
         self._copies = driver.new_stream()
@@ -146,11 +146,11 @@ class CudaMachine:
         segments: Sequence[int],
         kv: KvCache,
         workspaces: Sequence[Workspace],
-    ) -> tuple[Served, ...]:
+    ) -> tuple[ModelExecutor, ...]:
         """Of `workspaces` only the number matters: PyTorch's allocator gives what a job needs."""
         compute = self._compute
         where = (segments, kv.base, kv.layout, kv.range.range.n_bytes, compute.device)
-        kind = DeviceFusedModel if host.fused else DeviceModel
+        kind = GpuFusedModel if host.fused else GpuTransformersModel
         made = kind(host, *where, compute.attention, self._graphs, self._common)
         return (made,) * len(workspaces)
 

@@ -46,13 +46,13 @@ from ballast.live.never_run import never_run
 from ballast.live.runner import Executor, Record
 from ballast.live.swap_executor import Swapped
 from ballast.memory.arena import confine_allocator
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported
-from ballast.memory.vm_cuda import CudaVm
 from ballast.policy.presets import Preset, preset_of
 from ballast.weights.checkpoint import THREADS, clipped_context
 from ballast.weights.event_rotor import EventRotor
-from ballast.weights.host import Exchange, HostModel, HostTier
+from ballast.weights.host import HostModel, HostTier, SegmentExchange
 from ballast.weights.link_rotor import LinkRotor
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class LiveDevice:
         sink: Sink | None = None,
         record: Record | None = None,
         progress: Callable[[], object] = lambda: None,
-        exchange: Exchange | None = None,
+        exchange: SegmentExchange | None = None,
         isolation: Isolation | None = None,
         vet: Callable[[ModelSettings], object] = lambda settings: None,
         make_machine: MakeMachine = CpuMachine,

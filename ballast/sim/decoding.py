@@ -206,7 +206,7 @@ def fit(pool: Pool, needs: Iterable[tuple[DecodeBatch, int]]) -> bool:
         limit = inf if kv.limit is None else kv.limit - kv.pages
         pages += most if most <= limit else limit if within else inf
         covered = covered and within
-    return covered or pages <= pool.free - pool.promised
+    return covered or pages <= pool.free - pool.ledger.promised
 
 
 def _admits_nobody(m: ModelState, state: DeviceState, prompts: bool) -> bool:

@@ -194,7 +194,7 @@ class SimDevice:
             make_swapper=None if swappers is None else swappers.make,
         )
         if isinstance(vm, TimedVm):
-            vm.owner_of = state.pool.owner_of
+            vm.owner_of = state.pool.ledger.owner_of
         return state
 
     def _make_runner(

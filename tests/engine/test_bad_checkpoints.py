@@ -118,7 +118,9 @@ def check_serves(server: InProcess, name: str) -> None:
     tokens = server.generate([request])[name].tokens
     assert len(tokens) == 5
     state = server.device.state
-    assert {o: n for o, n in server.device.snapshot().owners.items() if n} == state.pool.owners()
+    assert {
+        o: n for o, n in server.device.snapshot().owners.items() if n
+    } == state.pool.ledger.owners()
     state.pool.validate()
     state.arena.validate()
     for m in state.models.values():

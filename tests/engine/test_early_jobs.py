@@ -183,7 +183,7 @@ def test_a_load_that_fails_under_a_job_fails_its_model_and_no_other(
         after = server.generate([replace(r, id=f"{r.id}-after") for r in others])
         state = server.device.state
         assert state.models["a"].residency is Residency.FAILED
-        assert state.pool.owned("weights:a") == 0
+        assert state.pool.ledger.owned("weights:a") == 0
         assert state.models["a"].kv.pages == 0
         check(server)
     for r in requests:

@@ -73,7 +73,7 @@ def settled(server: InProcess) -> None:
     assert not state.requests
     for m in state.models.values():
         m.kv.validate([])
-        assert m.kv.pages == state.pool.owned(f"kv:{m.spec.name}")
+        assert m.kv.pages == state.pool.ledger.owned(f"kv:{m.spec.name}")
     state.arena.validate()
     state.pool.validate()
 

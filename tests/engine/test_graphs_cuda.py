@@ -17,10 +17,10 @@ from ballast.core.event import Result
 from ballast.core.job import Job, SequenceWork
 from ballast.core.units import MiB
 from ballast.engine.views import device_view
-from ballast.kernels.device_plan import Bucket
+from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.live.cuda_runner import MOST_PAUSES, RUNS, CudaRunner
 from ballast.live.cuda_streams import GreenStreams, PlainStreams
-from ballast.models.graphs import GraphCache
+from ballast.models.gpu.graphs import GraphCache
 from tests.engine.gpus import OnHost, on_gpu, serving
 from tests.live.test_cuda_machine import tight
 from tests.live.test_live_device import asked, fleet, paths  # noqa: F401
@@ -48,7 +48,7 @@ def test_tokens_are_the_same_while_pages_move(paths: dict[str, Path]) -> None:  
     with serving(tested, driver, OnHost(StaticAttention, recorders)) as server:
         state = server.device.state
         held = state.graphs.pages
-        assert state.pool.owned("arena:graphs") == held == GRAPHS // device.page_bytes
+        assert state.pool.ledger.owned("arena:graphs") == held == GRAPHS // device.page_bytes
         assert device_view(state).arena == state.arena.pages + held
         cap = server.device.cap.n_bytes
         assert cap == state.arena.pages * device.page_bytes

@@ -73,7 +73,7 @@ def test_lanes_change_no_token_and_replay(
         report = server.device.snapshot()
         state = server.device.state
         state.pool.validate()
-        assert state.pool.owned("arena:lanes") == state.arena.pages
+        assert state.pool.ledger.owned("arena:lanes") == state.arena.pages
         assert all(m.costs != UNMEASURED for m in state.models.values()), "costs are learned"
     for id, answer in answers.items():
         assert answer.tokens == alone[id].tokens, id

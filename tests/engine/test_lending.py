@@ -21,7 +21,7 @@ from ballast.core.lease import Condemned, HasMet, LetGo, PeerGone, Returned, Wor
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
-from ballast.memory.lend import OWNER
+from ballast.memory.lending.lender import OWNER
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
 from tests.engine.checkpoints import VOCAB, make_llama
@@ -154,7 +154,7 @@ class Pair:
             told = server.device.snapshot()
             assert {o: n for o, n in told.owners.items() if n} == {
                 (o if o != OWNER else f"{OWNER}:{self.names[1]}"): n
-                for o, n in state.pool.owners().items()
+                for o, n in state.pool.ledger.owners().items()
             }
             for m in state.models.values():
                 m.kv.validate([])

@@ -10,7 +10,7 @@ from ballast.core.actions import Lend, Recall
 from ballast.core.event import Event
 from ballast.core.lease import Lent, LetGo, PeerGone
 from ballast.core.settings import FleetSettings
-from ballast.memory.vm_cuda import CudaVm
+from ballast.memory.cuda.vm import CudaVm
 from tests.engine.gpus import beside, serving
 from tests.engine.holding import held
 from tests.engine.test_lending import (  # noqa: F401

@@ -74,7 +74,7 @@ def test_orders_while_layers_of_all_models_rotate(
             assert ordered(server, Evict("a")).code is None
             assert ordered(server, Activate("a")).code is None
             assert ordered(server, Remove("b", 0.0 if i else 60.0)).code is None
-            assert "slots:b" not in state.pool.owners()
+            assert "slots:b" not in state.pool.ledger.owners()
             server.wait()
             assert ordered(server, Add(settings(paths, "b"))).code is None
         loads = {m.name: m.loads for m in server.device.snapshot().models}
@@ -110,7 +110,7 @@ def test_a_model_that_would_share_rotating_layers_joins_when_they_rest(
         assert (server.device.tier.n_bytes, list(server.device.specs)) == (host_bytes, ["a"])
         assert server.generate([asked("a", 60, "second")])["second"].tokens == alone["a"][:60]
         assert ordered(server, again).code is None
-        assert "weights:a" not in state.pool.owners()
+        assert "weights:a" not in state.pool.ledger.owners()
         answers = server.generate([asked("a", 200, "third"), asked("again", 200)])
         assert answers["third"].tokens == answers["again"].tokens == alone["a"]
         validate(server)
@@ -124,7 +124,7 @@ def test_once_evicted_layers_that_rotated_can_be_shared(
         server.generate([asked("a", 40)])
         assert ordered(server, Evict("a")).code is None
         assert server.device.state.models["a"].residency is Residency.ABSENT
-        assert "slots:a" not in server.device.state.pool.owners()
+        assert "slots:a" not in server.device.state.pool.ledger.owners()
         assert ordered(server, Add(settings(paths, "again", of="a"))).code is None
         answers = server.generate([asked("again", 200), asked("a", 200, "second")])
         assert answers["again"].tokens == answers["second"].tokens == alone["a"]

@@ -86,14 +86,14 @@ def validate(server: InProcess) -> None:
     """Ledger, ranges, operating system and report agree."""
     state = server.device.state
     told = server.device.snapshot().owners
-    assert {o: n for o, n in told.items() if n} == state.pool.owners()
+    assert {o: n for o, n in told.items() if n} == state.pool.ledger.owners()
     state.pool.validate()
     state.arena.validate()
     for m in state.models.values():
         m.weights.validate()
         m.kv.validate([])
-        assert m.kv.range.os_backed() == state.pool.owned(m.kv.owner)
-        mapped = state.pool.owned(m.weights.owner) + state.pool.held(m.weights.owner)
+        assert m.kv.range.os_backed() == state.pool.ledger.owned(m.kv.owner)
+        mapped = state.pool.ledger.owned(m.weights.owner) + state.pool.ledger.held(m.weights.owner)
         assert m.weights.range.os_backed() == mapped
 
 
@@ -163,11 +163,11 @@ def test_an_added_model_shares_what_a_resident_one_has(
         again = Add(settings(paths, "again", of="base"))
         assert ordered(server, again).code is None
         assert server.generate([asked("again", 60)])["again"].tokens == alone("base")[:60]
-        assert "weights:base" not in state.pool.owners()
+        assert "weights:base" not in state.pool.ledger.owners()
         for name in ("base", "tuned", "again"):
             validate(server)
             assert ordered(server, Remove(name, 10.0)).code is None
-        assert state.pool.owners() == {"arena:lanes": state.arena.pages}
+        assert state.pool.ledger.owners() == {"arena:lanes": state.arena.pages}
         assert state.shared == ()
         assert server.device.tier.n_bytes == 0
 

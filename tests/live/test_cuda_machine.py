@@ -14,9 +14,9 @@ from ballast.core.event import Failed, Finished
 from ballast.core.settings import FleetSettings, KvLayout, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.build import GPU_LANE_BYTES
-from ballast.memory.cuda_calls import Attribute
-from ballast.models.device_fused import DeviceFusedModel
-from ballast.models.on_device import DeviceModel
+from ballast.memory.cuda.calls import Attribute
+from ballast.models.gpu.executor import GpuTransformersModel
+from ballast.models.gpu.fused import GpuFusedModel
 from tests.engine.checkpoints import make_llama
 from tests.engine.gpus import OnHost, beside, on_gpu, serving
 from tests.live.test_live_device import asked, fleet, need, paths  # noqa: F401
@@ -66,7 +66,7 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
     pressed = replace(pressed, models=models, device=replace(pressed.device, kv_layout=layout))
     with serving(pressed, driver, compute) as server:
         executors = server.device.executors.values()
-        kind = DeviceFusedModel if impl == "fused" else DeviceModel
+        kind = GpuFusedModel if impl == "fused" else GpuTransformersModel
         assert all(isinstance(e, kind) for of_model in executors for e in of_model)
         answers = server.generate(requests)
         server.drain()
@@ -74,8 +74,10 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
         report, state = device.snapshot(), device.state
         for m in state.models.values():
             m.kv.validate([])
-            assert m.kv.range.os_backed() == state.pool.owned(f"kv:{m.spec.name}") == m.kv.pages
-            weights = state.pool.owned(f"weights:{m.spec.name}")
+            assert (
+                m.kv.range.os_backed() == state.pool.ledger.owned(f"kv:{m.spec.name}") == m.kv.pages
+            )
+            weights = state.pool.ledger.owned(f"weights:{m.spec.name}")
             assert m.weights.range.os_backed() == weights
         state.arena.validate()
         state.pool.validate()

@@ -95,7 +95,7 @@ def test_caches_make_way_for_larger_activations_in_the_fleets_order() -> None:
     caches = {name: m.kv.cached_pages for name, m in state.models.items()}
     arena = state.arena.pages
     lacking = 4
-    state.pool.lease("test", state.pool.free - grown + lacking)
+    state.pool.allocate("test", state.pool.free - grown + lacking)
     assert world.device.join(6.0, WIDE, COSTS) is None
     assert state.arena.pages == arena + grown
     left = {name: m.kv.cached_pages for name, m in state.models.items() if name != "wide"}
@@ -107,7 +107,7 @@ def test_caches_make_way_for_larger_activations_in_the_fleets_order() -> None:
 def test_a_policy_may_refuse_to_make_way_for_larger_activations() -> None:
     world = cached_up_to_the_brim(Miser())
     state = world.state
-    state.pool.lease("test", state.pool.free)
+    state.pool.allocate("test", state.pool.free)
     caches = {name: m.kv.cached_pages for name, m in state.models.items()}
     refused = world.device.join(6.0, WIDE, COSTS)
     assert refused is not None

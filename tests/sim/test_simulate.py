@@ -82,8 +82,8 @@ def watch(now: float, state: DeviceState) -> None:
     state.validate()
     check_views(state)
     for m in state.models.values():
-        slots = state.pool.owned(f"kvslots:{m.spec.name}")
-        assert state.pool.owned(f"kv:{m.spec.name}") + slots == m.kv.pages
+        slots = state.pool.ledger.owned(f"kvslots:{m.spec.name}")
+        assert state.pool.ledger.owned(f"kv:{m.spec.name}") + slots == m.kv.pages
         if m.kv.limit is not None:
             assert m.kv.pages <= m.kv.limit
     assert state.pool.free >= 0
@@ -151,7 +151,7 @@ def test_models_that_share_segments_are_served_from_any_pool(preset: str, pages:
         moved = sum(m.weights.own_pages * m.activations for m in result.state.models.values())
         if preset != "swap":
             assert moved == distinct["q"] + distinct["r"] + distinct["f"]
-            assert sum(result.state.pool.owners().values()) >= sum(distinct.values())
+            assert sum(result.state.pool.ledger.owners().values()) >= sum(distinct.values())
 
 
 def test_several_names_of_a_model_fit_where_copies_would_not() -> None:

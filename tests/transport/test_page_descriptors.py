@@ -17,12 +17,12 @@ import pytest
 from ballast.core.errors import DeviceError
 from ballast.core.lease import AskedBack, Lease, Lent, Returned
 from ballast.core.units import KiB
-from ballast.memory.lend import OWNER, Lender
+from ballast.memory.cuda.vm import CudaVm
+from ballast.memory.lending.lender import OWNER, Lender
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported, Vm
-from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.transport.page_descriptors import (
     PAGES_AT_ONCE,
@@ -44,10 +44,10 @@ import sys
 from multiprocessing.connection import Connection
 from multiprocessing import Pipe
 from ballast.core.lease import AskedBack, Returned
-from ballast.memory.borrow import Borrower
+from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
-from ballast.memory.vm_cuda import CudaVm
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.transport.page_descriptors import fetch_lease, fetch_pages
 from ballast.transport.worker_messages.codec import decode_to_worker, encode
@@ -153,7 +153,7 @@ def test_lend_recall_and_kill(kind: str) -> None:
         assert isinstance(told, LeaseMsg)
         assert isinstance(told.event, Returned)
         assert lender.returned(told.lease) is None
-        assert (pool.free, pool.lent(OWNER)) == (10, {"cpu:1": 68})
+        assert (pool.free, pool.ledger.held_of(OWNER)) == (10, {"cpu:1": 68})
         lender.recall(lease, due=2.0)
         lender.check(3.0)
         assert killed == [("cpu:1", 1)]

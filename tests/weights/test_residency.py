@@ -91,7 +91,7 @@ def test_activation_backs_everything_and_copies_each_segment_once() -> None:
     assert not weights.backed
     assert weights.activate(7) is None
     assert weights.backed
-    assert pool.owners() == {"weights:m": 5}
+    assert pool.ledger.owners() == {"weights:m": 5}
     ((transfer, copies),) = link.started
     assert transfer == 7
     assert copies == [
@@ -164,7 +164,7 @@ def test_eviction_gives_all_pages_back_and_addresses_stay() -> None:
 
 def test_a_short_pool_changes_nothing() -> None:
     weights, pool, link = make(7)
-    pool.lease("other", 4)
+    pool.allocate("other", 4)
     assert weights.activate(1) == Short(2)
     assert (weights.backed, pool.free, link.started) == (False, 3, [])
 

@@ -36,11 +36,11 @@ from ballast.kv.swapper import MakeSwapper
 from ballast.live.machine import Cap
 from ballast.live.runner import Executor, LaneRunner, Record
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import WhenLost
-from ballast.memory.link_group import GroupLink, share_of
+from ballast.memory.cuda.calls import WhenLost
+from ballast.memory.group.link import GroupLink, share_of
+from ballast.memory.group.vm import GroupVm
 from ballast.memory.transfer import HostLink
-from ballast.memory.vm_group import GroupVm
-from ballast.models.served import Served
+from ballast.models.executor import ModelExecutor
 from ballast.transport.tensor_parallel.rank_messages import (
     CopyMsg,
     JoinGroupMsg,
@@ -184,7 +184,7 @@ class GroupMachine:
         segments: Sequence[int],
         kv: KvCache,
         workspaces: Sequence[Workspace],
-    ) -> tuple[Served, ...]:
+    ) -> tuple[ModelExecutor, ...]:
         addresses = [self.vm.where(address) for address in (*segments, kv.base)]
         for i, other in enumerate(self._others, 1):
             *segments_there, kv_there = (address[i] for address in addresses)

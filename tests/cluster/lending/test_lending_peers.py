@@ -14,8 +14,8 @@ from ballast.cluster.lending.lending_peers import LendingPeers
 from ballast.core.event import Event
 from ballast.core.lease import AskedBack, Lease, Lent, PeerGone, Returned, Word
 from ballast.core.units import KiB
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.vm import Exported
-from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.transport.worker_messages.lending_messages import MeetPeerMsg, PeerEndedMsg
 from tests.memory.fake_cuda import FakeDriver
