@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from ballast.core.job import Sampled, SequenceWork
+from ballast.core.job import SampledToken, SequenceWork
 from ballast.core.request import Sampling
 from ballast.core.settings import GRAPH_BYTES, KvLayout
 from ballast.kernels.gpu.attention import attention_kernels
@@ -109,7 +109,7 @@ def decode_steps(
 
 
 def tokens_of(results: Sequence[object]) -> list[int]:
-    return [told.token for told in results if isinstance(told, Sampled)]
+    return [told.token for told in results if isinstance(told, SampledToken)]
 
 
 def with_and_without(

@@ -24,7 +24,7 @@ import numpy as np
 
 from ballast.core.actions import Short
 from ballast.core.errors import BallastError
-from ballast.core.lease import AskedBack, Lease, Lent, Returned
+from ballast.core.lease import Lease, PagesLentEvent, PagesRecalledEvent, PagesReturnedEvent
 from ballast.memory.cuda.driver import CudaDriver
 from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.lending.borrower import Borrower
@@ -93,7 +93,7 @@ class Worker:
     def lend(self, peer: str, n: int) -> bytes | None:
         """The message to the borrower; None where pages are short."""
         lease = self._lend(peer, n)
-        return None if isinstance(lease, Short) else encode(Lent(lease))
+        return None if isinstance(lease, Short) else encode(PagesLentEvent(lease))
 
     def _lend(self, peer: str, n: int) -> Lease | Short:
         lease = self._lender.lend(peer, n)
@@ -109,14 +109,14 @@ class Worker:
         lease = leases[which % len(leases)]
         skip %= len(lease.pages)
         part = self._lender.recall(lease.part(lease.pages[skip : skip + n]), due)
-        return None if part is None else encode(AskedBack(part))
+        return None if part is None else encode(PagesRecalledEvent(part))
 
     def hear(self, data: bytes) -> dict[str, Any]:
         """What a message from the peer led to: answers, or why it was refused."""
         message = decode(data)
-        if isinstance(message, Lent):
+        if isinstance(message, PagesLentEvent):
             return {"refused": self._accept(message.lease), "answers": []}
-        if isinstance(message, Returned):
+        if isinstance(message, PagesReturnedEvent):
             return {"refused": self._lender.returned(message.lease), "answers": []}
         if self._deaf:
             return {"refused": None, "answers": []}
@@ -132,7 +132,7 @@ class Worker:
         return self._borrower.accept(lease, opened)
 
     def settle(self) -> list[bytes]:
-        return [encode(Returned(part)) for part in self._borrower.settle()]
+        return [encode(PagesReturnedEvent(part)) for part in self._borrower.settle()]
 
     def offer_back(self, peer: str, n: int) -> list[bytes]:
         self._borrower.offer_back(peer, n)
@@ -223,12 +223,12 @@ class Worker:
     def cost(self, peer: str, call: str, data: bytes, n: int) -> tuple[float, bytes]:
         """Seconds of one step, all of `n` pages at once, and the message that it led to."""
         message = decode(data) if data else None
-        answer: Lent | AskedBack | Returned | None = None
+        answer: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent | None = None
         start = time.perf_counter()
         if call == "lend":
             lease = self._lend(peer, n)
             assert isinstance(lease, Lease)
-            answer = Lent(lease)
+            answer = PagesLentEvent(lease)
         elif call == "accept":
             assert message is not None
             assert self._accept(message.lease) is None
@@ -241,12 +241,12 @@ class Worker:
             (lease,) = self._lender.leases(peer)
             part = self._lender.recall(lease, 1e9)
             assert part is not None
-            answer = AskedBack(part)
+            answer = PagesRecalledEvent(part)
         elif call == "unmap":
             assert message is not None
             assert len(self._borrower.recall(message.lease)) == n
             self._borrower.release(self._range, 0, n)
-            (answer,) = map(Returned, self._borrower.settle())
+            (answer,) = map(PagesReturnedEvent, self._borrower.settle())
         elif call == "take_back":
             assert message is not None
             assert self._lender.returned(message.lease) is None
@@ -328,11 +328,11 @@ class Worker:
         return found
 
 
-def encode(word: Lent | AskedBack | Returned) -> bytes:
+def encode(word: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent) -> bytes:
     return encode_message(LeaseMsg.of(word))
 
 
-def decode(data: bytes) -> Lent | AskedBack | Returned:
+def decode(data: bytes) -> PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent:
     message = decode_to_worker(data)
     assert isinstance(message, LeaseMsg)
     return message.event

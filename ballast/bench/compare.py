@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ballast.bench.show import comparison_table, percent, seconds
 from ballast.bench.telling import Jobs, Telling
-from ballast.core.entries import Entry
+from ballast.core.entries import StoryEntry
 
 COUNTED = {
     "activations": "Activate",
@@ -33,7 +33,9 @@ def told_table(a: Telling, b: Telling) -> Table:
     return table
 
 
-def first_difference(a: Telling, b: Telling) -> tuple[int, Entry | None, Entry | None] | None:
+def first_difference(
+    a: Telling, b: Telling
+) -> tuple[int, StoryEntry | None, StoryEntry | None] | None:
     """Of the sequences of decisions: how many are the same, then either's next (None: it has no
     more). None if they are the same to the end. When and why they were taken does not count."""
     pairs = itertools.zip_longest(a.decisions, b.decisions)
@@ -76,11 +78,11 @@ def _json(t: Telling) -> dict[str, Any]:
     }
 
 
-def _what(entry: Entry) -> tuple[Any, ...]:
+def _what(entry: StoryEntry) -> tuple[Any, ...]:
     return entry["action"], entry["model"], entry.get("request_id"), entry.get("rotation")
 
 
-def _said(entry: Entry) -> str:
+def _said(entry: StoryEntry) -> str:
     *parts, rotation = _what(entry)
     if rotation is not None:
         parts.append(f"layers {list(rotation['layers'])} / {rotation['slots']}")

@@ -11,7 +11,7 @@ from ballast.bench.loading import load_as_served
 from ballast.cluster.machine_check import host_budget
 from ballast.cluster.placing import homes_of
 from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.errors import BallastError, ConfigError, DeviceError
 from ballast.core.model import ModelSpec, kv_room, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
@@ -118,7 +118,7 @@ def lending(settings: FleetSettings) -> Finding:
     return judged("lending", "; ".join(told), "")
 
 
-def _reaches(settings: FleetSettings) -> dict[str, Reach | None]:
+def _reaches(settings: FleetSettings) -> dict[str, GpuReach | None]:
     """Of its GPUs, if this process may use them."""
     gpus = {name: d.gpu for name, (d, _) in settings.devices.items() if d.gpu is not None}
     if not gpus:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ballast import __version__
-from ballast.core.entries import Entry
+from ballast.core.entries import StoryEntry
 from ballast.sim.lives import DeviceStory
 from ballast.sim.replay import StoryDifference, StoryReplay
 
@@ -43,5 +43,5 @@ def _shown(life: DeviceStory, d: StoryDifference) -> Iterator[str]:
         yield f"  {d.why}"
 
 
-def _json(entry: Entry | None) -> str:
+def _json(entry: StoryEntry | None) -> str:
     return "nothing" if entry is None else msgspec.json.encode(entry).decode()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ballast.cluster.open_requests import OpenRequests
 from ballast.cluster.routed_prefixes import RoutedPrefixes
 from ballast.cluster.suspicion import Suspicions
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.request import Request, Submission
@@ -30,7 +30,7 @@ class DeviceRecord:
         self.report: DeviceReport | None = None
         self.pages = ""
         """Address at which other workers get its worker's memory; empty: it gives none."""
-        self.reach: Reach | None = None
+        self.reach: GpuReach | None = None
         """Which other GPUs it can reach, as its last worker reported; None: no GPU."""
         self.leaving: set[str] = set()
         """Models that it serves until their open requests have ended."""

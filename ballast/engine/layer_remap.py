@@ -7,7 +7,7 @@ of a layer is in the way.
 from __future__ import annotations
 
 from ballast.core.actions import Short
-from ballast.core.event import Output, Settled
+from ballast.core.event import Output, RotationSettledEvent
 from ballast.core.rotation import Rotation
 from ballast.core.view import Residency
 from ballast.engine.life import Step
@@ -50,7 +50,7 @@ def proceed(state: DeviceState, m: ModelState) -> list[Output]:
     return []
 
 
-def settled(state: DeviceState, event: Settled) -> list[Output]:
+def settled(state: DeviceState, event: RotationSettledEvent) -> list[Output]:
     """Turn a model, or let it go: no load is in flight any more."""
     m = state.models.get(event.model)
     if m is None or not m.life.settling:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
-from ballast.core.event import Event, FirstJobReady, Settled
+from ballast.core.event import Event, FirstJobReadyEvent, RotationSettledEvent
 from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -40,7 +40,7 @@ class OnCpu:
     lanes."""
 
     graphs: GraphReport | None = None
-    reach: Reach | None = None
+    reach: GpuReach | None = None
 
     @property
     def copies_beside_jobs(self) -> bool:
@@ -106,12 +106,12 @@ class CpuMachine(OnCpu):
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
         def opened(transfer_id: int) -> None:
-            post(FirstJobReady(transfer_id))
+            post(FirstJobReadyEvent(transfer_id))
 
         tell = opened if self.copies_beside_jobs else None
 
         def make(spec: ModelSpec, copies: Sequence[Copy]) -> LinkRotor:
-            settled = Settled(spec.name)
+            settled = RotationSettledEvent(spec.name)
             return LinkRotor(spec.name, copies, self.link, clock, lambda: post(settled), tell)
 
         return make

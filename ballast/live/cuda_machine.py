@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError, DeviceError
-from ballast.core.event import Event, Settled
+from ballast.core.event import Event, RotationSettledEvent
 from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -18,7 +18,7 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.event_swapper import EventSwapper
 from ballast.kv.swapper import MakeSwapper
-from ballast.live.cuda_runner import AllocatorOnDevice, Compute, CudaRunner, TorchOnGpu
+from ballast.live.cuda_runner import AllocatorOnDevice, CudaRunner, GpuCompute, TorchOnGpu
 from ballast.live.cuda_streams import lane_streams
 from ballast.live.machine import Cap
 from ballast.live.runner import Executor, LaneRunner, Record
@@ -49,7 +49,7 @@ class CudaMachine:
         clock: Clock,
         post: Callable[[Event], None],
         driver: Driver | None = None,
-        compute: Compute | None = None,
+        compute: GpuCompute | None = None,
     ) -> None:
         """`driver` and `compute` stand in for the real ones.
 
@@ -190,7 +190,7 @@ class CudaMachine:
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
         def make(spec: ModelSpec, copies: Sequence[Copy]) -> EventRotor:
-            settled, lane = Settled(spec.name), self._compute.current
+            settled, lane = RotationSettledEvent(spec.name), self._compute.current
             known = (self._driver, self._context)
             rotor = EventRotor(*known, copies, lane, lambda: post(settled))
             self._rotors[spec.name] = rotor

@@ -17,7 +17,7 @@ from ballast.core.job import Job
 from ballast.kernels.gpu.attention import attention_kernels
 from ballast.kernels.gpu.batch import Attention, GpuBatch
 from ballast.live.cuda_streams import Streams
-from ballast.live.runner import Coming, Executor, Keeper, LaneRunner, Record
+from ballast.live.runner import Executor, Keeper, LaneRunner, ModelActivating, Record
 from ballast.memory.cuda.allocator_cap import CudaAllocatorCap
 from ballast.memory.cuda.calls import Driver
 from ballast.memory.cuda.fences import EventPool
@@ -52,7 +52,7 @@ class AllocatorOnDevice(Protocol):
     def close(self) -> None: ...
 
 
-class Compute(Protocol):
+class GpuCompute(Protocol):
     """What PyTorch does on a device."""
 
     @property
@@ -81,7 +81,7 @@ class Compute(Protocol):
 
 
 class TorchOnGpu:
-    """Implements `Compute`."""
+    """Implements `GpuCompute`."""
 
     def __init__(self, ordinal: int) -> None:
         self.device = torch.device("cuda", ordinal)
@@ -114,7 +114,7 @@ class CudaRunner(LaneRunner):
         clock: Clock,
         driver: Driver,
         context: int,
-        compute: Compute,
+        compute: GpuCompute,
         streams: Streams,
         lanes: int = 1,
         keeper: Keeper | None = None,
@@ -158,7 +158,7 @@ class CudaRunner(LaneRunner):
         """A graph that it has lost is recorded meanwhile, if no job runs."""
         if self._graphs is not None:
             # Not here, in the loop's thread: while something is recorded, the cache is locked.
-            self._jobs[0].put(Coming(model))
+            self._jobs[0].put(ModelActivating(model))
 
     def _next(self, lane: int) -> Job | None:
         graphs = self._graphs
@@ -169,7 +169,7 @@ class CudaRunner(LaneRunner):
             except queue.Empty:
                 self.record_one(graphs)
                 continue
-            if not isinstance(job, Coming):
+            if not isinstance(job, ModelActivating):
                 return job
             graphs.activating(job.model)
             if graphs.due(RUNS):

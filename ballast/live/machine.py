@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.report import GraphReport
@@ -58,7 +58,7 @@ class Machine(Protocol):
         """CUDA graphs, now; None: it has none. From any thread."""
 
     @property
-    def reach(self) -> Reach | None:
+    def reach(self) -> GpuReach | None:
         """Of a GPU."""
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ballast.core.clock import Clock
 from ballast.core.errors import BallastError, DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.core.units import MiB
 from ballast.memory import syscalls
@@ -57,13 +57,13 @@ class Link(Protocol):
         stream: str = ACTIVATIONS,
         direction: Direction = Direction.TO_DEVICE,
     ) -> None:
-        """Begin a transfer and return at once. Its end is posted as a `TransferDone`."""
+        """Begin a transfer and return at once. Its end is posted as a `TransferDoneEvent`."""
 
     def close(self) -> None:
         """End after the chunk in flight; transfers not finished end as failed."""
 
 
-OnDone = Callable[[TransferDone], None]
+OnDone = Callable[[TransferDoneEvent], None]
 
 
 class TransferWatch(Protocol):
@@ -250,7 +250,7 @@ class HostLink:
 
     def _end(
         self, transfer: Transfer, direction: Direction, slept: bool, error: str | None
-    ) -> TransferDone:
+    ) -> TransferDoneEvent:
         ended = self._clock.now()
         assert transfer.began is not None, "it was carried"
         if self._pace is not None and not slept:
@@ -259,7 +259,7 @@ class HostLink:
         big = direction is Direction.TO_DEVICE and transfer.n_bytes >= self._chunk_bytes
         if self._pace is None and big and transfer.seconds > 0:
             self._measured += (transfer.n_bytes / transfer.seconds - self._measured) / 4
-        return TransferDone(transfer.id, transfer.n_bytes, ended - transfer.began, error)
+        return TransferDoneEvent(transfer.id, transfer.n_bytes, ended - transfer.began, error)
 
     def _move(self, batch: Sequence[Copy]) -> None:
         """Copy a batch. When this returns, or raises, none of it is being written any more."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ballast.core.errors import BrokenPromise, InvalidRequest
-from ballast.core.event import Embedded, Failed, PromptScores, Result
-from ballast.core.job import Sampled, SequenceWork
+from ballast.core.event import EmbeddingOutput, FailedOutput, JobResult, PromptScoresOutput
+from ballast.core.job import SampledToken, SequenceWork
 from ballast.core.request import Sampling
 from ballast.kernels import sampling
 from ballast.kernels.paged_attention import KvArray, PagedBatch
@@ -68,9 +68,9 @@ class ModelExecutor(ABC):
         Otherwise as `logits`.
         """
 
-    def run(self, work: Sequence[SequenceWork]) -> list[Result]:
+    def run(self, work: Sequence[SequenceWork]) -> list[JobResult]:
         """Compute KV for all of `work`, and sample where it asks for that, in its order."""
-        results: list[Result] = []
+        results: list[JobResult] = []
         embedded = [w for w in work if w.embed]
         if embedded:
             results += self._embedded(embedded)
@@ -95,7 +95,7 @@ class ModelExecutor(ABC):
                 continue
             ends = i in matchers and matchers[i].ends(tokens[i])
             logprob, top = scores.get(i, UNSCORED)
-            results.append(Sampled(w.request_id, tokens[i], logprob, top, ends))
+            results.append(SampledToken(w.request_id, tokens[i], logprob, top, ends))
         return results
 
     def stalled(self) -> float:
@@ -116,18 +116,21 @@ class ModelExecutor(ABC):
         """As `sampling.sample`; in `run`, where `logits` are as `logits` returned them."""
         return sampling.sample(logits, params, positions, shapes)
 
-    def _embedded(self, work: Sequence[SequenceWork]) -> list[Embedded]:
+    def _embedded(self, work: Sequence[SequenceWork]) -> list[EmbeddingOutput]:
         unit = torch.nn.functional.normalize(self.hidden(work).float(), dim=-1).numpy()
-        return [Embedded(w.request_id, unit[i].astype("<f4").tobytes()) for i, w in enumerate(work)]
+        return [
+            EmbeddingOutput(w.request_id, unit[i].astype("<f4").tobytes())
+            for i, w in enumerate(work)
+        ]
 
     def _shapes(
         self, sampled: Sequence[SequenceWork]
-    ) -> tuple[dict[int, sampling.SamplingContext], dict[int, Matcher], dict[int, Failed]]:
+    ) -> tuple[dict[int, sampling.SamplingContext], dict[int, Matcher], dict[int, FailedOutput]]:
         """By index in `sampled`: what shapes the logits of those that ask for it, matchers of those
         that follow a grammar, and failures of those whose grammar is at fault."""
         shapes: dict[int, sampling.SamplingContext] = {}
         matchers: dict[int, Matcher] = {}
-        failed: dict[int, Failed] = {}
+        failed: dict[int, FailedOutput] = {}
         for i, w in enumerate(sampled):
             if w.history is None or w.sample is None:
                 continue
@@ -138,7 +141,7 @@ class ModelExecutor(ABC):
                 try:
                     allowed = matchers[i].allowed(output)
                 except InvalidRequest as error:
-                    failed[i] = Failed(w.request_id, error.code, str(error))
+                    failed[i] = FailedOutput(w.request_id, error.code, str(error))
                     continue
             shapes[i] = sampling.SamplingContext(w.history, w.prompt_tokens, allowed)
         return shapes, matchers, failed
@@ -157,7 +160,7 @@ class ModelExecutor(ABC):
                 )
 
 
-def _scores(work: Sequence[SequenceWork], logits: Tensor) -> list[PromptScores]:
+def _scores(work: Sequence[SequenceWork], logits: Tensor) -> list[PromptScoresOutput]:
     prompt_scores = []
     at = 0
     for w in work:
@@ -167,7 +170,7 @@ def _scores(work: Sequence[SequenceWork], logits: Tensor) -> list[PromptScores]:
             found = sampling.scores(logits, rows, w.scoring.targets, [w.scoring.top] * n)
             top = tuple(likeliest for _, likeliest in found) if w.scoring.top else ()
             logprobs = tuple(own for own, _ in found)
-            prompt_scores.append(PromptScores(w.request_id, w.scoring.start, logprobs, top))
+            prompt_scores.append(PromptScoresOutput(w.request_id, w.scoring.start, logprobs, top))
         at += len(w.wanted)
     return prompt_scores
 

@@ -45,7 +45,7 @@ class Allocator:
 
 
 class OnHost:
-    """Implements `Compute`: launches end at once, on the CPU."""
+    """Implements `GpuCompute`: launches end at once, on the CPU."""
 
     device = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Action, Activate, Evict, Remap
 from ballast.core.command import Add, Remove
-from ballast.core.event import Failed, Output, TokenOut
+from ballast.core.event import FailedOutput, Output, TokenOutput
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.view import Residency
 from ballast.engine.apply import apply
@@ -43,7 +43,7 @@ def at_tokens(server: InProcess, wanted: Mapping[tuple[str, int], Action]) -> No
     """Have things done when a request gets such a token, on the loop's thread."""
 
     def act(now: float, output: Output) -> None:
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             action = wanted.get((output.request_id, output.index))
             if action is not None:
                 assert apply(server.device.state, action, []) is None
@@ -85,7 +85,7 @@ def test_orders_while_layers_of_all_models_rotate(
     ours = {f"{name}-{i}": name for name in NAMES for i in range(2)}
     for id, name in ours.items():
         answer = server.answers[id]
-        if isinstance(answer.end, Failed):
+        if isinstance(answer.end, FailedOutput):
             assert (name, answer.end.code) == ("b", "unavailable")
         else:
             assert answer.tokens == alone[name][: len(answer.tokens)], id

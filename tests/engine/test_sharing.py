@@ -12,7 +12,7 @@ from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Activate, Evict
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import activation_bytes
-from ballast.core.event import Output, TokenOut, TransferDone
+from ballast.core.event import Output, TokenOutput, TransferDoneEvent
 from ballast.core.job import Job
 from ballast.core.link import LinkRates
 from ballast.core.request import Sampling, Submission
@@ -137,7 +137,7 @@ def test_a_model_that_counted_on_anothers_copy_makes_it_when_that_fails() -> Non
     moved = []
     while state.in_flight:
         for event in heap.take(None):
-            assert isinstance(event, TransferDone)
+            assert isinstance(event, TransferDoneEvent)
             if not moved:
                 event = replace(event, error="the cable is loose")
             moved.append(event.n_bytes // worlds.PAGE)
@@ -243,7 +243,11 @@ def test_tokens_stay_right_while_a_sharer_goes_and_comes(
         server.generate([asked(victim, 5)])
 
         def evict(now: float, output: Output) -> None:
-            if isinstance(output, TokenOut) and output.request_id == "base" and output.index == 20:
+            if (
+                isinstance(output, TokenOutput)
+                and output.request_id == "base"
+                and output.index == 20
+            ):
                 gone.append(apply(state, Evict(victim), []))
                 validate_live(server)
 

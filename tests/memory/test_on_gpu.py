@@ -14,7 +14,7 @@ import torch
 
 from ballast.core.clock import VirtualClock
 from ballast.core.errors import DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction
 from ballast.core.units import GiB, MiB
 from ballast.memory.copies import Copy
@@ -147,7 +147,7 @@ def test_a_fence_waits_for_the_lane(vm: CudaVm) -> None:
 
 
 def test_copies_both_ways_from_pinned_memory(real: CudaDriver, vm: CudaVm) -> None:
-    told: queue.Queue[TransferDone] = queue.Queue()
+    told: queue.Queue[TransferDoneEvent] = queue.Queue()
     link, pins = CudaLink(real, 0, VirtualClock(), told.put), PinnedMemory(real, 0)
     r = vm.reserve(4 * PAGE)
     vm.map(r, 0, [3, 1, 4, 15])

@@ -13,7 +13,7 @@ import pytest
 from ballast.core.actions import Short
 from ballast.core.clock import VirtualClock
 from ballast.core.errors import BrokenPromise, DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import Rotation
 from ballast.core.units import KiB
@@ -195,10 +195,10 @@ def test_every_segment_needs_a_host_address() -> None:
 
 def test_bytes_arrive_again_after_the_pages_were_written_by_another() -> None:
     host = [np.random.default_rng(i).integers(0, 256, n, np.uint8) for i, n in enumerate(SEGMENTS)]
-    done: list[TransferDone] = []
+    done: list[TransferDoneEvent] = []
     arrived = threading.Semaphore(0)
 
-    def on_done(event: TransferDone) -> None:
+    def on_done(event: TransferDoneEvent) -> None:
         done.append(event)
         arrived.release()
 

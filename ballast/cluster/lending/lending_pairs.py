@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ballast.core.capability import Capability
-from ballast.core.lease import Returned
+from ballast.core.lease import PagesReturnedEvent
 from ballast.transport.worker_messages.codec import ToWorker
 from ballast.transport.worker_messages.lending_messages import (
     LeaseMsg,
@@ -146,7 +146,7 @@ class LendingPairs:
     def _pass_on(self, device: PairedDevice, message: LeaseMsg) -> None:
         lease = message.lease
         sender, receiver = lease.lender, lease.borrower
-        if isinstance(message.event, Returned):
+        if isinstance(message.event, PagesReturnedEvent):
             sender, receiver = receiver, sender
         pair = self._pairs.get(frozenset((sender, receiver)))
         if sender == device.name and pair is not None and pair.epoch == lease.epoch:

@@ -16,7 +16,14 @@ from typing import Protocol
 
 from ballast.core.errors import DeviceError
 from ballast.core.event import Event
-from ballast.core.lease import AskedBack, Lease, Lent, PeerGone, Returned, Word
+from ballast.core.lease import (
+    Lease,
+    LendingMessage,
+    PagesLentEvent,
+    PagesRecalledEvent,
+    PagesReturnedEvent,
+    PeerGoneEvent,
+)
 from ballast.memory.vm import Exported
 from ballast.transport.page_descriptors import PagesSocket, fetch_lease, fetch_pages, serve_pages
 from ballast.transport.worker_messages.lending_messages import MeetPeerMsg, PeerEndedMsg
@@ -70,7 +77,7 @@ class _Peer:
 class LendingPeers:
     """The peers of one worker. All calls from the main thread, while the device may come and go."""
 
-    def __init__(self, use_device: UseDevice, send: Callable[[Word], None]) -> None:
+    def __init__(self, use_device: UseDevice, send: Callable[[LendingMessage], None]) -> None:
         """`send`: to the server, by any thread."""
         self.socket = PagesSocket()
         self._use_device, self._send = use_device, send
@@ -89,17 +96,20 @@ class LendingPeers:
 
     def forget(self, message: PeerEndedMsg) -> None:
         """Tell the device that a peer has ended, after all messages from it as a lender."""
-        event, known = PeerGone(message.peer, message.epoch), self._peers.pop(message.peer, None)
+        event, known = (
+            PeerGoneEvent(message.peer, message.epoch),
+            self._peers.pop(message.peer, None),
+        )
         if known is None:
             self._post(event)
             return
         known.submit(self._post, event)
         known.thread.shutdown(wait=False)
 
-    def handle(self, event: Lent | AskedBack | Returned) -> None:
+    def handle(self, event: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent) -> None:
         """Post a message about a lease to the device; of a lender, after those before it."""
         known = self._peers.get(event.lease.lender)
-        if known is None or isinstance(event, Returned):
+        if known is None or isinstance(event, PagesReturnedEvent):
             self._post(event)
         else:
             known.submit(self._handle_from_lender, known, event)
@@ -135,8 +145,8 @@ class LendingPeers:
             if device is not None:
                 device.meet(message.peer, message.epoch, exported)
 
-    def _handle_from_lender(self, known: _Peer, event: Lent | AskedBack) -> None:
-        if isinstance(event, Lent) and known.by_page:
+    def _handle_from_lender(self, known: _Peer, event: PagesLentEvent | PagesRecalledEvent) -> None:
+        if isinstance(event, PagesLentEvent) and known.by_page:
             self._fetch(known.address, event.lease)
         else:
             self._post(event)
@@ -162,7 +172,7 @@ class LendingPeers:
                 _close(opened)
         else:
             log.warning("%d pages of %s cannot be used: %s", len(lease.pages), lease.lender, why)
-            self._send(Returned(lease))
+            self._send(PagesReturnedEvent(lease))
             return
         with self._use_device() as device:
             if device is not None:

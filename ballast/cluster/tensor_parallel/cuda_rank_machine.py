@@ -15,7 +15,7 @@ from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.kernels.workspace import Workspace
 from ballast.live.cuda_machine import CudaMachine, driver_of
-from ballast.live.cuda_runner import Compute
+from ballast.live.cuda_runner import GpuCompute
 from ballast.memory.copies import Copy
 from ballast.memory.cuda.calls import Driver
 from ballast.memory.cuda.devices import find_gpus
@@ -38,7 +38,7 @@ class CudaRankMachine(CudaMachine):
         clock: Clock,
         post: Callable[[Event], None],
         driver: Driver | None = None,
-        compute: Compute | None = None,
+        compute: GpuCompute | None = None,
         nvml: Any = None,
     ) -> None:
         """`driver`, `compute` and `nvml` stand in for the real ones; a GPU's link has no `pace`.
@@ -54,7 +54,7 @@ class CudaRankMachine(CudaMachine):
         self._events = EventPool(self._driver)
 
     def meet(self, place: MeetingPlace) -> None:
-        """Raises ConfigError and DeviceError as `Compute.exchange`."""
+        """Raises ConfigError and DeviceError as `GpuCompute.exchange`."""
         if not isinstance(place, Path):
             raise BrokenPromise("GPUs do not meet in the host's memory")
         self.prepare_thread()

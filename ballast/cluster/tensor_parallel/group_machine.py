@@ -20,10 +20,10 @@ from ballast.cluster.tensor_parallel.rank_machine import KvPlace, MakeRankMachin
 from ballast.cluster.tensor_parallel.rank_machine_choice import rank_machine_of
 from ballast.cluster.tensor_parallel.remote_rank import RemoteRank
 from ballast.cluster.tensor_parallel.remote_vm import RemoteVm
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.clock import Clock
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError
-from ballast.core.event import Event, Settled, TransferDone
+from ballast.core.event import Event, RotationSettledEvent, TransferDoneEvent
 from ballast.core.job import SequenceWork
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
@@ -73,7 +73,7 @@ class GroupMachine:
     graphs: GraphReport | None = None
     copies_beside_jobs = False
     """`GroupRotor.bring` cannot."""
-    reach: Reach | None = None
+    reach: GpuReach | None = None
     """None: a group lends no memory and borrows none."""
 
     def __init__(
@@ -214,7 +214,7 @@ class GroupMachine:
             return None
 
         def make(spec: ModelSpec, copies: Sequence[Copy]) -> GroupRotor:
-            settled = Settled(spec.name)
+            settled = RotationSettledEvent(spec.name)
             link = self._own.link
             assert isinstance(link, HostLink)
             others = [other.memory for other in self._others]
@@ -278,7 +278,7 @@ class GroupMachine:
 
     def _transfer_landed(self, done: Event) -> None:
         """Note that a rank's part of a transfer has ended."""
-        assert isinstance(done, TransferDone)
+        assert isinstance(done, TransferDoneEvent)
         self.link.landed(done)
 
     def _layers_settled(self, event: LayersSettledEvent) -> None:

@@ -12,12 +12,12 @@ from ballast.cluster.lending.lending_peers import LendingDevice
 from ballast.cluster.segment_broker import SegmentClient
 from ballast.cluster.worker.outgoing_queue import OutgoingQueue
 from ballast.core import migration
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.clock import Clock
-from ballast.core.command import DeviceOrder, Outcome
+from ballast.core.command import CommandOutcome, DeviceCommand
 from ballast.core.errors import BallastError
-from ballast.core.event import Drain, Event, Output, Stop
-from ballast.core.lease import Word
+from ballast.core.event import DrainEvent, Event, Output, StopEvent
+from ballast.core.lease import LendingMessage
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
@@ -42,17 +42,17 @@ class WorkerDevice(LendingDevice, Protocol):
     def failed(self) -> dict[str, str]: ...
 
     @property
-    def reach(self) -> Reach | None: ...
+    def reach(self) -> GpuReach | None: ...
 
     def run(self) -> None: ...
 
-    def tell_peers(self, say: Callable[[Word], None]) -> None: ...
+    def tell_peers(self, say: Callable[[LendingMessage], None]) -> None: ...
 
-    def migrate(self, order: migration.Order) -> None: ...
+    def migrate(self, order: migration.MigrationStep) -> None: ...
 
-    def tell_controller(self, say: Callable[[migration.Word], None]) -> None: ...
+    def tell_controller(self, say: Callable[[migration.MigrationAnswer], None]) -> None: ...
 
-    def command(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None: ...
+    def command(self, order: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None: ...
 
     def snapshot(self) -> DeviceReport: ...
 
@@ -140,7 +140,7 @@ class DeviceThread:
         with self._lock:
             if self._device is not None:
                 self._device.post(event)
-            elif isinstance(event, Drain | Stop):
+            elif isinstance(event, DrainEvent | StopEvent):
                 self.abandoned = True  # still loading: nothing was accepted, nothing is lost
 
     def load_seconds(self, now: float) -> float:

@@ -75,21 +75,21 @@ def live_device(
     )
 
 
-def rehearse_live() -> None:
+def warm_up_live() -> None:
     """Do ahead of time what takes longest in a start, but for the loading of large models."""
-    from ballast.live.warmup import rehearse
+    from ballast.live.warmup import warm_up
 
-    rehearse()
+    warm_up()
 
 
 def main(
     argv: Sequence[str] | None = None,
     make_device: MakeDevice = live_device,
-    rehearse: Callable[[], None] = rehearse_live,
+    warm_up: Callable[[], None] = warm_up_live,
 ) -> NoReturn:
     """Run the process, which only its server ends: by a message, or by ending itself.
 
-    A spare rehearses a start before it connects to the server.
+    A spare warms up before it connects to the server.
     """
     parser = argparse.ArgumentParser(prog="ballast.cluster.worker.process")
     parser.add_argument("--dir", type=Path, required=True, help="holds the socket")
@@ -108,7 +108,7 @@ def main(
     from ballast.live.inbox import MonotonicClock
 
     if arguments.spare:
-        _run_when_idle(rehearse)
+        _run_when_idle(warm_up)
         name_process(SPARE)
     with WorkerSocket(arguments.dir) as socket:
         flight = FlightRecorder(arguments.flight)
@@ -129,7 +129,7 @@ def _run_when_idle(task: Callable[[], None]) -> None:
         task()
 
     # On a thread of its own, as a thread cannot raise its priority again.
-    thread = threading.Thread(target=run, name="rehearsal", daemon=True)
+    thread = threading.Thread(target=run, name="warm-up", daemon=True)
     thread.start()
     thread.join()
 

@@ -16,8 +16,15 @@ from ballast.cluster.worker.status_reporter import (
     StatusReporter,
 )
 from ballast.core.clock import Clock
-from ballast.core.command import Outcome
-from ballast.core.event import Arrival, Cancel, Drain, Pause, Resume, Stop
+from ballast.core.command import CommandOutcome
+from ballast.core.event import (
+    ArrivalEvent,
+    CancelEvent,
+    DrainEvent,
+    PauseEvent,
+    ResumeEvent,
+    StopEvent,
+)
 from ballast.transport.sockets import WorkerSocket
 from ballast.transport.worker_messages.admin_messages import CommandDoneMsg, CommandMsg
 from ballast.transport.worker_messages.codec import ToWorker
@@ -101,19 +108,19 @@ class Worker:
                 self._device.start(message.fleet, self._peers.socket.address)
             case SubmitMsg():
                 for submission in message.unwrap():
-                    self._device.post(Arrival(submission))
+                    self._device.post(ArrivalEvent(submission))
             case WithdrawMsg():
                 for request_id in message.request_ids:
-                    self._device.post(Cancel(request_id))
+                    self._device.post(CancelEvent(request_id))
             case FlowControlMsg():
                 for request_id in message.paused:
-                    self._device.post(Pause(request_id))
+                    self._device.post(PauseEvent(request_id))
                 for request_id in message.resumed:
-                    self._device.post(Resume(request_id))
+                    self._device.post(ResumeEvent(request_id))
             case DrainMsg():
-                self._device.post(Drain())
+                self._device.post(DrainEvent())
             case StopMsg():
-                self._device.post(Stop(message.reason))
+                self._device.post(StopEvent(message.reason))
             case CommandMsg():
                 self._command(message)
             case MeetPeerMsg():
@@ -126,14 +133,14 @@ class Worker:
                 self._migrate(message)
 
     def _command(self, command: CommandMsg) -> None:
-        def done(outcome: Outcome) -> None:
+        def done(outcome: CommandOutcome) -> None:
             self._outgoing.put(CommandDoneMsg(command.id, outcome))
 
         with self._device.use() as device:
             if device is not None:
                 device.command(command.order, done)
                 return
-        done(Outcome("unavailable", "the device is not serving"))
+        done(CommandOutcome("unavailable", "the device is not serving"))
 
     def _migrate(self, message: MigrationOrderMsg) -> None:
         with self._device.use() as device:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.errors import DeviceError
 from ballast.memory.cuda.calls import Attribute, Driver
 
@@ -66,12 +66,12 @@ def find_gpus(driver: Driver | None = None, nvml: Any = None) -> list[Gpu]:
     return found if driver is None else [_as_seen_by(driver, gpu) for gpu in found]
 
 
-def reach_of(driver: Driver, ordinal: int) -> Reach:
+def reach_of(driver: Driver, ordinal: int) -> GpuReach:
     """Of a GPU, whose memory it can use in place. Raises DeviceError."""
     device = driver.device(ordinal)
     others = (driver.device(i) for i in range(driver.count()) if i != ordinal)
     peers = (driver.uuid(other) for other in others if driver.can_access(device, other))
-    return Reach(driver.uuid(device), tuple(peers))
+    return GpuReach(driver.uuid(device), tuple(peers))
 
 
 def driver_version(nvml: Any = None) -> str:

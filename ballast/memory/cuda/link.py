@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction
 from ballast.core.units import MiB
 from ballast.memory.copies import Copy, batches
@@ -34,7 +34,7 @@ class CudaLink:
         driver: Driver,
         ordinal: int,
         clock: Clock,
-        on_done: Callable[[TransferDone], None],
+        on_done: Callable[[TransferDoneEvent], None],
         chunk_bytes: int = 8 * MiB,
         ahead: int = 3,
     ) -> None:
@@ -99,7 +99,7 @@ class _Side:
         context: int,
         direction: Direction,
         clock: Clock,
-        on_done: Callable[[TransferDone], None],
+        on_done: Callable[[TransferDoneEvent], None],
         chunk_bytes: int,
         ahead: int,
     ) -> None:
@@ -219,4 +219,4 @@ class _Side:
             rate = transfer.n_bytes / transfer.seconds
             self.bytes_per_second += (rate - self.bytes_per_second) / 4
         began = now if transfer.began is None else transfer.began
-        self._on_done(TransferDone(transfer.id, transfer.n_bytes, now - began, transfer.error))
+        self._on_done(TransferDoneEvent(transfer.id, transfer.n_bytes, now - began, transfer.error))

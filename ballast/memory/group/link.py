@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ballast.core.errors import DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS, Link
@@ -18,13 +18,13 @@ class GroupLink:
     def __init__(
         self,
         own: Link,
-        on_done: Callable[[TransferDone], None],
+        on_done: Callable[[TransferDoneEvent], None],
         carry: Callable[[int, Sequence[Copy], str], None],
         ranks: int,
     ) -> None:
         """`carry` has the other ranks begin theirs; whoever hears of an end tells `landed`."""
         self._own, self._on_done, self._carry, self._ranks = own, on_done, carry, ranks
-        self._ends: dict[int, list[TransferDone]] = {}
+        self._ends: dict[int, list[TransferDoneEvent]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -46,7 +46,7 @@ class GroupLink:
         self._carry(transfer_id, copies, stream)
         self._own.start(transfer_id, copies, stream)
 
-    def landed(self, done: TransferDone) -> None:
+    def landed(self, done: TransferDoneEvent) -> None:
         """On one rank; from any thread."""
         with self._lock:
             ends = self._ends[done.transfer_id]
@@ -57,7 +57,9 @@ class GroupLink:
         errors = [e.error for e in ends if e.error is not None]
         seconds = max(e.seconds for e in ends)
         self._on_done(
-            TransferDone(done.transfer_id, done.n_bytes, seconds, errors[0] if errors else None)
+            TransferDoneEvent(
+                done.transfer_id, done.n_bytes, seconds, errors[0] if errors else None
+            )
         )
 
     def close(self) -> None:

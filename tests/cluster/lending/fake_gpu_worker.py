@@ -33,4 +33,4 @@ def gpu_device(
 
 
 if __name__ == "__main__":
-    main(make_device=gpu_device, rehearse=lambda: None)
+    main(make_device=gpu_device, warm_up=lambda: None)

@@ -14,7 +14,7 @@ import pytest
 
 from ballast.core.clock import VirtualClock
 from ballast.core.errors import BrokenPromise, DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction
 from ballast.core.units import KiB
 from ballast.memory import syscalls
@@ -54,12 +54,12 @@ class Gate(FakeDriver):
 
 
 @pytest.fixture
-def told() -> queue.Queue[TransferDone]:
+def told() -> queue.Queue[TransferDoneEvent]:
     return queue.Queue()
 
 
 @pytest.fixture
-def link(driver: FakeDriver, told: queue.Queue[TransferDone]) -> Iterator[CudaLink]:
+def link(driver: FakeDriver, told: queue.Queue[TransferDoneEvent]) -> Iterator[CudaLink]:
     made = CudaLink(driver, 0, Counting(), told.put, chunk_bytes=10_000, ahead=2)
     yield made
     made.close()
@@ -70,7 +70,7 @@ def _source(n: int) -> np.ndarray:
 
 
 def test_all_copies_land_before_the_end_is_told(
-    link: CudaLink, cuda: CudaVm, told: queue.Queue[TransferDone]
+    link: CudaLink, cuda: CudaVm, told: queue.Queue[TransferDoneEvent]
 ) -> None:
     source, back = _source(123_457), np.zeros(123_457, dtype=np.uint8)
     r = cuda.reserve(2 * PAGE)
@@ -89,7 +89,7 @@ def test_all_copies_land_before_the_end_is_told(
     cuda.unmap(r, 0, 2)
 
 
-def test_nothing_to_copy(link: CudaLink, told: queue.Queue[TransferDone]) -> None:
+def test_nothing_to_copy(link: CudaLink, told: queue.Queue[TransferDoneEvent]) -> None:
     link.start(1, [])
     link.start(2, [Copy(8, 8, 0)])
     ends = [told.get(timeout=60) for _ in range(2)]
@@ -97,7 +97,7 @@ def test_nothing_to_copy(link: CudaLink, told: queue.Queue[TransferDone]) -> Non
 
 
 def test_what_cannot_be_copied(
-    link: CudaLink, cuda: CudaVm, driver: FakeDriver, told: queue.Queue[TransferDone]
+    link: CudaLink, cuda: CudaVm, driver: FakeDriver, told: queue.Queue[TransferDoneEvent]
 ) -> None:
     """A failed transfer ends when the part of it that was under way has."""
     source = _source(2 * PAGE)
@@ -125,7 +125,7 @@ def test_what_cannot_be_copied(
     cuda.unmap(r, 0, 1)
 
 
-def test_streams_share_by_bytes(told: queue.Queue[TransferDone]) -> None:
+def test_streams_share_by_bytes(told: queue.Queue[TransferDoneEvent]) -> None:
     driver = Gate()
     vm = CudaVm(driver, 0, PAGE, 4)
     assert vm.populate([0]) is None
@@ -143,7 +143,7 @@ def test_streams_share_by_bytes(told: queue.Queue[TransferDone]) -> None:
     assert driver.is_clean()
 
 
-def test_closing_tells_what_was_not_finished(told: queue.Queue[TransferDone]) -> None:
+def test_closing_tells_what_was_not_finished(told: queue.Queue[TransferDoneEvent]) -> None:
     driver = Gate()
     vm = CudaVm(driver, 0, PAGE, 4)
     assert vm.populate([0]) is None
@@ -168,7 +168,7 @@ def test_closing_tells_what_was_not_finished(told: queue.Queue[TransferDone]) ->
     assert driver.is_clean()
 
 
-def test_what_a_driver_may_refuse(told: queue.Queue[TransferDone]) -> None:
+def test_what_a_driver_may_refuse(told: queue.Queue[TransferDoneEvent]) -> None:
     driver = FakeDriver()
     driver.fail("new_stream", after=1)
     with pytest.raises(DeviceError, match="asked for"):
@@ -180,7 +180,7 @@ def test_what_a_driver_may_refuse(told: queue.Queue[TransferDone]) -> None:
     assert len(driver.streams) == 1
 
 
-def test_senseless_settings(told: queue.Queue[TransferDone]) -> None:
+def test_senseless_settings(told: queue.Queue[TransferDoneEvent]) -> None:
     for bad in ({"chunk_bytes": 0}, {"ahead": 0}):
         with pytest.raises(DeviceError):
             CudaLink(FakeDriver(), 0, VirtualClock(), told.put, **bad)

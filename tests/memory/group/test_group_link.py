@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ballast.core.errors import DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.live.inbox import MonotonicClock
 from ballast.memory.copies import Copy
@@ -18,7 +18,7 @@ from ballast.memory.transfer import HostLink
 
 
 def test_it_lands_with_the_last_rank() -> None:
-    told: list[TransferDone] = []
+    told: list[TransferDoneEvent] = []
     carried: list[tuple[int, int]] = []
 
     def carry(transfer_id: int, copies: Sequence[Copy], stream: str) -> None:
@@ -28,7 +28,7 @@ def test_it_lands_with_the_last_rank() -> None:
     target = np.zeros_like(source)
     ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def own_landed(done: TransferDone) -> None:
+    def own_landed(done: TransferDoneEvent) -> None:
         link.landed(done)
         ended.put(None)
 
@@ -37,13 +37,13 @@ def test_it_lands_with_the_last_rank() -> None:
     copy = Copy(target.ctypes.data, source.ctypes.data, source.nbytes)
     link.start(7, [copy])
     link.start(8, [copy])
-    link.landed(TransferDone(7, 5, 60.0))
-    link.landed(TransferDone(8, 5, 1.0, "torn"))
+    link.landed(TransferDoneEvent(7, 5, 60.0))
+    link.landed(TransferDoneEvent(8, 5, 1.0, "torn"))
     for _ in range(2):
         ended.get(timeout=60)
     assert (told, carried) == ([], [(7, 1), (8, 1)])
-    link.landed(TransferDone(8, 5, 2.0))
-    link.landed(TransferDone(7, 5, 50.0))
+    link.landed(TransferDoneEvent(8, 5, 2.0))
+    link.landed(TransferDoneEvent(7, 5, 50.0))
     assert target.all()
     assert [(d.transfer_id, d.error) for d in told] == [(8, "torn"), (7, None)]
     assert told[1].seconds == 60.0
