@@ -11,14 +11,14 @@ from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.fleet_commands import FleetCommands
 from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
-from ballast.cluster.lending import Acquaintances
+from ballast.cluster.lending.lending_pairs import LendingPairs
 from ballast.cluster.migrations import Migrations
 from ballast.cluster.placing import homes_of, part_of
 from ballast.cluster.relocation import Relocation
 from ballast.cluster.request_router import RequestRouter
-from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
-from ballast.cluster.worker_link import WorkerLink
+from ballast.cluster.worker.spare_worker import SpareWorker
+from ballast.cluster.worker.worker_link import WorkerLink
 from ballast.core.settings import FleetSettings, ServerSettings
 
 
@@ -30,18 +30,18 @@ class Controller:
 
     def __init__(self, make_worker: Callable[[], WorkerLink]) -> None:
         self._make_worker = make_worker
-        self._spare: Spare[WorkerLink] = Spare(make_worker)
+        self._spare: SpareWorker[WorkerLink] = SpareWorker(make_worker)
         self._suspicions = Suspicions()
         self.devices = DeviceSet()
         """The devices, their fleet, and what they report."""
         self.router = RequestRouter(self.devices)
         """Where requests are submitted."""
-        self._acquaintances = Acquaintances(self.devices)
+        self._lending_pairs = LendingPairs(self.devices)
         self._migrations = Migrations()
         self.relocation = Relocation(self.devices, self.router, self._migrations)
         """What moves running requests between devices."""
         self.commands = FleetCommands(
-            self.devices, self.router, self.relocation, self._acquaintances
+            self.devices, self.router, self.relocation, self._lending_pairs
         )
         """What carries out operators' commands."""
         self._policy_task: asyncio.Task[None] | None = None
@@ -54,7 +54,7 @@ class Controller:
         cores = len(os.sched_getaffinity(0))
         # What a dead worker lent or borrowed is settled before its requests go on elsewhere.
         observers = (
-            self._acquaintances,
+            self._lending_pairs,
             self._migrations,
             self.router,
             self.relocation,
@@ -74,7 +74,7 @@ class Controller:
             for task in starting:
                 task.cancel()
         if fleet.server.spare_worker:
-            await self._spare.hire()
+            await self._spare.prepare()
         policy = self.devices.fleet_policy
         if policy.moves and fleet.others:
             runner = FleetPolicyRunner(self.devices, self.commands, self.relocation, policy)

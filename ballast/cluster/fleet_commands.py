@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
-from ballast.cluster.lending import Acquaintances
+from ballast.cluster.lending.lending_pairs import LendingPairs
 from ballast.cluster.pending_orders import names_of, refusal, undoing
 from ballast.cluster.placing import named, placed
 from ballast.cluster.relocation import Relocation
@@ -42,12 +42,12 @@ class FleetCommands:
         devices: DeviceSet,
         router: RequestRouter,
         relocation: Relocation,
-        acquaintances: Acquaintances,
+        lending_pairs: LendingPairs,
     ) -> None:
         self._devices = devices
         self._router = router
         self._relocation = relocation
-        self._acquaintances = acquaintances
+        self._lending_pairs = lending_pairs
         self.changing = asyncio.Lock()
         """Held while a model is added, removed or moved: the next change is judged by what came of
         it."""
@@ -141,7 +141,7 @@ class FleetCommands:
             return CommandOutcome("refused", f"there is no lending from {lender!r} to {borrower!r}")
         if way.means is None:
             return CommandOutcome("refused", f"{lender} cannot lend to {borrower}: {way.why}")
-        if not self._acquaintances.acquainted(lender, borrower):
+        if not self._lending_pairs.can_lend(lender, borrower):
             return CommandOutcome("refused", f"{lender} and {borrower} do not know each other yet")
         report = self._devices[borrower].report
         assert report is not None  # the borrower has reported before it can borrow

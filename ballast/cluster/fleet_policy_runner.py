@@ -7,7 +7,7 @@ import logging
 
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
-from ballast.cluster.fleet import FleetBook
+from ballast.cluster.fleet_book import FleetBook
 from ballast.cluster.fleet_commands import FleetCommands
 from ballast.cluster.placing import need_of
 from ballast.cluster.relocation import Relocation

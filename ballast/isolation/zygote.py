@@ -47,7 +47,7 @@ _MOST_BYTES = 1 << 30
 
 
 class Zygote:
-    """Calls module-level functions in limited child processes, one after the other.
+    """Calls module-level functions in limited child processes, one at a time.
 
     Used from any thread; a context manager.
     """
@@ -235,7 +235,7 @@ def _answer(
 
 
 def _reply(reading: int, channel: socket.socket, until: float) -> bytes | None:
-    """What the child writes before it ends; empty: nothing whole, None: it has not ended yet."""
+    """Read the child's reply; empty: it ended without a whole one, None: it has not ended yet."""
     found = bytearray()
     poll = select.poll()
     poll.register(reading, select.POLLIN)

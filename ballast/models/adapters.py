@@ -1,4 +1,4 @@
-"""The adapters of a model that `transformers` runs: its linear modules add what each row asks for.
+"""LoRA in a model that `transformers` runs: its linear modules add each row's adapter.
 
 A linear module is called with its input and nothing else, so a job's rows wait here while it runs.
 """
@@ -18,13 +18,13 @@ from ballast.kernels.lora import AdapterRows, LoraGroup, LoraMatrices, LoraTarge
 from ballast.weights.host import HostAdapter, LoraDelta
 
 Rows = TypeVar("Rows")
-"""Which rows go through which adapter, as kernels are told: `AdapterRows`, or a GPU's."""
+"""Tables of rows by adapter, for kernels: `AdapterRows`, or a GPU's."""
 
 
 def groups_of(
     adapters: Sequence[HostAdapter], addresses: Sequence[int], dtype: torch.dtype
 ) -> dict[str, LoraGroup]:
-    """What the adapters add to each module, by its path. `addresses`: of their segments.
+    """Collect the adapters' matrices by module path. `addresses`: those of their segments.
 
     Compiles the kernels, unless Numba's cache has them (seconds).
     """
@@ -60,7 +60,7 @@ def matrices_of(
 
 
 def adapters_of(work: Sequence[SequenceWork]) -> list[int]:
-    """Of each sequence; -1: none."""
+    """Adapter of each sequence; -1: none."""
     return [-1 if w.adapter is None else w.adapter for w in work]
 
 

@@ -1,4 +1,4 @@
-"""How the experts of a layer are laid out in memory for `models/fused_experts.py`.
+"""Memory layout of a layer's experts, for `models/fused/experts.py`.
 
 `transformers` holds a layer's experts as two tensors, (experts, 2 * inner, hidden) and (experts,
 hidden, inner). In memory each expert's matrix is in panels of its own (`kernels/linear.py`), one
@@ -42,8 +42,9 @@ ReadPart = Callable[[str, int, Tensor], None]
 
 
 def routing_of(config: Any) -> Routing | None:
-    """How the router of a decoder with this configuration of its text chooses, where it is a plain
-    softmax over all experts and nothing is beside the experts; None: it is not, or not known."""
+    """Return how the router of a decoder with this configuration of its text chooses, where it is a
+    plain softmax over all experts and nothing is beside the experts; None: it is not, or not
+    known."""
     if config.model_type == "mixtral":
         return Routing(int(config.num_experts_per_tok), normalised=True)
     if config.model_type == "qwen3_moe":
@@ -52,7 +53,7 @@ def routing_of(config: Any) -> Routing | None:
 
 
 def is_known(architecture: Architecture) -> bool:
-    """Whether the experts of a decoder are such as `models/fused_experts.py` runs."""
+    """Whether the experts of a decoder are such as `models/fused/experts.py` runs."""
     config = architecture.config.get_text_config()
     routing = routing_of(config)
     # A wrapper may do more with a text than its text model does: nothing here compares them.
@@ -62,7 +63,7 @@ def is_known(architecture: Architecture) -> bool:
 
 
 def pop_experts(by_part: dict[str, ModelTensor], dtype: str) -> tuple[PackedTensor, ...]:
-    """Take router and experts out of a layer's tensors, by their names in the layer.
+    """Remove router and experts from a layer's tensors, by their names, and pack them.
 
     Empty, and nothing is taken, if they are not all there.
     """
@@ -89,7 +90,7 @@ def _tensor(role: str, w: ModelTensor, dtype: str, layout: str) -> PackedTensor:
 
 
 def build(tensor: PackedTensor, expert: int, read: ReadPart) -> Tensor:
-    """One expert's matrix of a tensor in one of `LAYOUTS`, as it lies in memory."""
+    """Build one expert's matrix of a tensor in one of `LAYOUTS`, as it lies in memory."""
     _, n, k = tensor.shape
     matrix = torch.empty(n, k, dtype=_DTYPES[tensor.dtype])
     read(tensor.sources[0], expert * n * k, matrix.view(-1))

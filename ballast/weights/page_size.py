@@ -18,7 +18,7 @@ from ballast.core.units import MiB
 from ballast.weights.stored import served_tensors
 
 LARGE_PAGE = 2 * MiB
-"""What one table of page-table entries covers on x86-64 and on arm64 with pages of 4 KiB."""
+"""Bytes that one page table covers on x86-64, and on arm64 with pages of 4 KiB."""
 MOST_WASTE = 0.05
 """Part of a model's weights that rounding segments up to large pages may add."""
 LEAST_PAGES = 128
@@ -30,7 +30,7 @@ KV_PAGES = 32
 
 
 def with_page_sizes(fleet: FleetSettings) -> FleetSettings:
-    """`fleet` with large pages on all CPU devices that name no page size, if their models fit them.
+    """Return `fleet` with large pages on all CPU devices without a page size, if models fit them.
 
     The models of a device are those that name it, or all that name none. CPU devices get the same
     size, that of one that names its own, as pages are lent and KV moves between equal ones only.
@@ -93,7 +93,7 @@ def _crowd(
 
 
 def waste(segments: Iterable[int], page_bytes: int, ranks: int = 1) -> float:
-    """What rounding up to pages adds to segments of so many bytes, in parts of these; each of
+    """Bytes added by rounding segments up to pages, as a part of the segments' bytes; each of
     `ranks` has an equal part of every segment, in pages of its own."""
     parts = [n / ranks for n in segments]
     backed = sum(math.ceil(n / page_bytes) * page_bytes for n in parts)

@@ -1,4 +1,4 @@
-"""Whether a module computes what a recipe says, so that the fast path can take its place.
+"""Check that a module computes what its recipe says, so that the fast path can replace it.
 
 The recipe is followed here in plain tensors, with the module's own linear layers and vectors, and
 its logits are compared with the module's. Both run without the model's weights, in the batches of
@@ -20,7 +20,7 @@ from ballast.weights.decoder_recipe import GELU, SILU, DecoderRecipe, matrices, 
 from ballast.weights.recipe_search import LayerSizes, frequencies, scaling
 
 _TOLERANCE = 1e-3
-"""Of the logits' standard deviation. Rounding makes some 1e-6 of it."""
+"""Largest difference, in standard deviations of the logits. Rounding makes some 1e-6 of it."""
 
 
 @torch.inference_mode()
@@ -33,7 +33,7 @@ def follows(
     sizes: LayerSizes,
     positions: int,
 ) -> bool:
-    """Whether the logits of `module` within `positions` are those that `recipe` says.
+    """Whether `module` computes, within `positions`, the logits of `recipe`.
 
     `module` is weightless, with its list of layers, the first ones of all, at `path`; `rotary`:
     its submodule for angles, with the frequencies that are to be served; `windows`: of each layer.

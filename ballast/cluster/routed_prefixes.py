@@ -1,0 +1,44 @@
+"""Prefixes of prompts that were routed to a device: an estimate of what its cache holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from ballast.kv.prefix import PrefixIndex
+
+
+class RoutedPrefixes:
+    """The prefixes of one model on one device; the least recently routed is forgotten first.
+
+    Its blocks are numbers without memory; the device may have evicted some of them.
+    """
+
+    def __init__(self, fingerprint: str, block_tokens: int, most: int) -> None:
+        """`most`: number of blocks that are remembered."""
+        self._index = PrefixIndex(fingerprint, block_tokens)
+        self._most = most
+        self._numbers = itertools.count()
+        self._recent: OrderedDict[int, None] = OrderedDict()
+        """Blocks, the most recently routed last; of one prompt, its first block last."""
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    def tokens(self, prompt: Sequence[int], salt: str) -> int:
+        """Return how many tokens at a prompt's beginning were routed before, in whole blocks."""
+        return len(self._index.find(prompt, salt)) * self._index.block_tokens
+
+    def add(self, prompt: Sequence[int], salt: str) -> None:
+        """Note that a prompt is routed to the device."""
+        blocks = self._index.find(prompt, salt)
+        full = (len(prompt) - 1) // self._index.block_tokens
+        blocks += itertools.islice(self._numbers, full - len(blocks))
+        self._index.name(prompt, blocks, full, salt)
+        for block in reversed(blocks):
+            self._recent[block] = None
+            self._recent.move_to_end(block)
+        while len(self._recent) > self._most:
+            block, _ = self._recent.popitem(last=False)
+            self._index.forget(block)

@@ -1,0 +1,219 @@
+"""One worker process on this host: start it, exchange messages with it, watch it, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ballast.cluster.segment_broker import SegmentBroker
+from ballast.cluster.worker.flight_recorder import FlightRecorder, flight_memory
+from ballast.cluster.worker.liveness_watch import LivenessWatch
+from ballast.core.errors import Unavailable
+from ballast.core.settings import FleetSettings, ServerSettings
+from ballast.transport.sockets import PrivateDirectory, ServerSocket
+from ballast.transport.worker_messages.codec import ToServer, ToWorker
+from ballast.transport.worker_messages.lifecycle_messages import (
+    ConfigureMsg,
+    HeartbeatMsg,
+    HelloMsg,
+    NotReadyMsg,
+    ReadyMsg,
+)
+
+log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-m", "ballast.cluster.worker.process")
+LAST_MESSAGE_SECONDS = 0.2
+"""After a process has ended, its messages may still arrive for so long."""
+
+
+class LocalWorker:
+    """Owns the process, its socket and their directory, on the running event loop.
+
+    The thread of the event loop must live as long as the worker: the kernel ends the worker with
+    the thread that started it. While the process runs, the owner must `receive`: a message that is
+    not received counts as silence, and a silent worker is killed.
+    """
+
+    def __init__(
+        self, command: Sequence[str] = COMMAND, broker: SegmentBroker | None = None
+    ) -> None:
+        """`broker`: shares segments of weights between the workers of this host; None: nothing."""
+        self._command = tuple(command)
+        self._broker = broker
+        self._segments: socket.socket | None = None
+        with contextlib.ExitStack() as undo:
+            self._directory = PrivateDirectory()
+            undo.callback(self._directory.close)
+            self._flight_fd = flight_memory()
+            undo.callback(os.close, self._flight_fd)
+            self._flight = FlightRecorder(self._flight_fd)
+            self._socket = ServerSocket(self._directory.path)
+            undo.pop_all()
+        self._process: asyncio.subprocess.Process | None = None
+        self._exited: asyncio.Task[int] | None = None
+        self._watch = LivenessWatch(self.kill)
+        self._connected = False
+        self._killed_for = ""
+        self._closed = False
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the socket; removed once the worker has connected, or by `close`."""
+        return self._directory.path
+
+    @property
+    def started(self) -> bool:
+        """Whether there is, or was, a process."""
+        return self._exited is not None
+
+    @property
+    def pid(self) -> int:
+        """Process id; only after `start` or `prepare`."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def waits(self) -> bool:
+        """Whether a process waits for `start`."""
+        return self._connected and not self._watch.started and self._runs
+
+    @property
+    def _runs(self) -> bool:
+        return self._exited is not None and not self._exited.done()
+
+    async def prepare(self) -> None:
+        """Start the process ahead of time, as a spare; returns when it has warmed up, which it does
+        at the lowest priority. Raises Unavailable.
+        """
+        await self._spawn("--spare")
+        await self._connect()
+
+    async def start(self, fleet: FleetSettings) -> ReadyMsg:
+        """Have the process build the device of `fleet`; takes as long as loading.
+
+        From then on it is watched, as `fleet.server` says. Raises Unavailable, with the reason,
+        if it cannot.
+        """
+        if self._exited is None:
+            await self._spawn()
+        self._watch.start(fleet.server)
+        if not self._connected:
+            await self._connect()
+        device_fleet = replace(fleet, server=ServerSettings())
+        self.send(ConfigureMsg(device_fleet, logging.getLogger("ballast").getEffectiveLevel()))
+        while True:
+            message = await self._expect()
+            if isinstance(message, ReadyMsg):
+                return message
+            if isinstance(message, NotReadyMsg):
+                raise Unavailable(f"the worker cannot start: {message.reason}")
+
+    async def _spawn(self, *options: str) -> None:
+        fds = {"--flight": self._flight_fd}
+        worker_end = None
+        if self._broker is not None:
+            self._segments, worker_end = self._broker.open()
+            fds["--segments"] = worker_end.fileno()
+        arguments = ["--dir", str(self._directory.path), "--parent", str(os.getpid())]
+        for name, fd in fds.items():
+            arguments += (name, str(fd))
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                *arguments,
+                *options,
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=tuple(fds.values()),
+            )
+        finally:
+            if worker_end is not None:
+                worker_end.close()  # so that its end is noticed
+        self._exited = asyncio.create_task(self._process.wait())
+
+    async def _connect(self) -> None:
+        while not isinstance(await self._expect(), HelloMsg):
+            pass
+        self._connected = True
+        # Connected for good: without a path there is nothing left to clean up later.
+        self._directory.close()
+
+    async def _expect(self) -> ToServer:
+        """Return the next message while the worker starts. Raises Unavailable if it ends."""
+        message = await self.receive()
+        if message is None:
+            raise Unavailable(f"the worker ended while it started: {self.epitaph()}")
+        return message
+
+    def send(self, message: ToWorker) -> None:
+        """Queue a message; never waits. To a worker that is gone it is lost."""
+        self._socket.send(message)
+
+    async def receive(self) -> ToServer | None:
+        """Return the next message; None once the process has ended and all are received."""
+        while isinstance(message := await self._next(), HeartbeatMsg):
+            self._watch.check(message)
+        return message
+
+    async def _next(self) -> ToServer | None:
+        assert self._exited is not None
+        receiving = asyncio.ensure_future(self._socket.receive())
+        try:
+            await asyncio.wait({receiving, self._exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                await asyncio.wait({receiving}, timeout=LAST_MESSAGE_SECONDS)
+            self._watch.note_message()
+            return receiving.result() if receiving.done() else None
+        finally:
+            receiving.cancel()
+
+    def kill(self, why: str) -> None:
+        """End it at once; `epitaph` says why."""
+        assert self._process is not None
+        if self._process.returncode is None and not self._killed_for:
+            log.error("worker %d is killed: %s", self.pid, why)
+            self._killed_for = why
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    def epitaph(self) -> str:
+        """Describe how the process ended."""
+        code = None if self._process is None else self._process.returncode
+        if code is None:
+            return "it runs"
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return f"{how}: {self._killed_for}" if self._killed_for else how
+
+    def in_flight(self) -> frozenset[str]:
+        """Return the requests of the job in flight when the process ended; empty: none is known."""
+        return self._flight.read()
+
+    async def close(self, patience: float = 0.0) -> None:
+        """End the process, forcibly after `patience` seconds, and remove its directory."""
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.stop()
+        try:
+            if self._exited is not None:
+                await asyncio.wait({self._exited}, timeout=patience)
+                if not self._exited.done():
+                    assert self._process is not None
+                    if self._watch.started:  # a spare has nothing to finish
+                        log.warning("worker %d is killed", self.pid)
+                    self._process.kill()
+                await self._exited
+        finally:
+            if self._broker is not None and self._segments is not None:
+                self._broker.close(self._segments)
+            self._socket.close()
+            self._directory.close()
+            self._flight.close()
+            os.close(self._flight_fd)

@@ -1,0 +1,60 @@
+"""Cosines and sines of a job's positions, as the fused path's rotary kernel reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ballast.memory.tensor import tensor_at
+from ballast.weights.meta_module import rotary_of
+from ballast.weights.recipe_search import frequencies, scaling
+
+Array = np.ndarray[Any, Any]
+
+
+class Angles:
+    """Rotary angles by position, from the frequencies that `transformers` derives.
+
+    A model has one set of frequencies, or one for each kind of its layers. Its cosines and sines
+    lie in two buffers, one set after the other.
+    """
+
+    def __init__(
+        self, config: Any, names: Sequence[str], cosine: int, sine: int, set_bytes: int
+    ) -> None:
+        """`names`: of the sets, as `DecoderRecipe.rotary_sets`; `cosine`, `sine`: addresses of the
+        first set's, `set_bytes`: from one set to the next."""
+        rotary = rotary_of(config)
+        self._sets = [
+            (getattr(rotary, frequencies(n)).float(), float(getattr(rotary, scaling(n))))
+            for n in names
+        ]
+        self._at = {n: (cosine + i * set_bytes, sine + i * set_bytes) for i, n in enumerate(names)}
+        self.width = 2 * len(self._sets[0][0])
+        """Elements of a head that turn; the same in all sets."""
+
+    def addresses(self, name: str | None) -> tuple[int, int]:
+        """Addresses of the cosines and of the sines of a set, each float32 (T, width / 2); None:
+        any, as nothing turns by them."""
+        return self._at[name] if name is not None else next(iter(self._at.values()))
+
+    def fill(self, positions: Array) -> None:
+        """Compute them for (T,) positions.
+
+        Of float32 angles, as `transformers` has them, but in float64: in float32 PyTorch's result
+        depends, in the last bit, on where in a vector an element lies, and so on other sequences.
+        """
+        shape = (len(positions), self.width // 2)
+        columns = torch.from_numpy(positions).float()[:, None]
+        for (steps, scale), (cosine, sine) in zip(self._sets, self._at.values(), strict=True):
+            angles = (columns * steps).double()
+            _view(cosine, shape).copy_(angles.cos().mul_(scale))
+            _view(sine, shape).copy_(angles.sin().mul_(scale))
+
+
+def _view(address: int, shape: tuple[int, int]) -> Tensor:
+    return tensor_at(address, shape, torch.float32)

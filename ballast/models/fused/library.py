@@ -1,0 +1,182 @@
+"""The matrices of a fused model by PyTorch's kernels: oneDNN's, or plain ones.
+
+Which matrices of a job these multiply is a matter of its rows: of each matrix, from the number that
+was measured (`ballast.kernels.choices`). Around a call stand operations of ours, in the programs
+before and after it: the inputs are narrowed to the weights' dtype, the product is stored, added or
+gated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ballast.core.units import ceil_div
+from ballast.kernels import choices, layer, layer_code, linear, linear_code, onednn
+from ballast.kernels.linear_code import PANEL
+from ballast.memory.tensor import tensor_at
+from ballast.models.fused.passes import Due, PlannedPass
+from ballast.models.fused.workspace import MatrixPlace
+from ballast.weights.packing import GATED, MATRICES
+from ballast.weights.segment import PLAIN, PackedTensor, TensorsByRole
+
+Array = np.ndarray[Any, Any]
+
+
+class Library:
+    """Multiplies the matrices of some roles in a pass."""
+
+    def __init__(
+        self,
+        layers: Sequence[TensorsByRole],
+        last: TensorsByRole,
+        dtype: torch.dtype,
+        places: Mapping[str, MatrixPlace],
+        narrowed: int,
+        from_rows: Mapping[str, int],
+    ) -> None:
+        """`places`: what each matrix reads and writes, and as `opened` what that of gate and up
+        writes where it is not gated at once. `narrowed`: where inputs in bfloat16 may lie.
+        `from_rows`: rows of a matrix, by role, from which it is multiplied here."""
+        self._dtype, self._places, self._from_rows = dtype, places, from_rows
+        stored = dict.fromkeys(MATRICES, layers) | {"head": [last]}
+        self._matrices = {
+            role: [_matrix(role, weights, dtype) if role in weights else None for weights in of]
+            for role, of in stored.items()
+            if role in from_rows
+        }
+        self._inputs: dict[str, Tensor] = {}
+        self._narrow = {
+            role: _narrowing(places[role], narrowed, len(of)) for role, of in self._matrices.items()
+        }
+        self._narrowed = narrowed
+        self._stores = {
+            role: _storing(places["opened" if role == "gate_up" else role], len(of))
+            for role, of in self._matrices.items()
+        }
+        gate = places["gate_up"]
+        interleaved = all(w["gate_up"][0].layout == GATED for w in layers if "gate_up" in w)
+        self._gates = linear.gate_tables(
+            len(layers), gate.n // 2, interleaved=interleaved, mode=gate.mode
+        )
+        linear.place(self._gates, 0, (0, 0), (gate.target, gate.target_row))
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[TensorsByRole],
+        last: TensorsByRole,
+        dtype: torch.dtype,
+        places: Mapping[str, MatrixPlace],
+        narrowed: int,
+    ) -> Library | None:
+        """None where our kernels are all there is for these weights on this CPU, or the best.
+
+        Measures matrices of shapes that are new to this machine, which takes a second or two.
+        """
+        # A layer of experts has no matrices of some roles.
+        matrices = {role: w[role][0] for role in MATRICES for w in layers if role in w}
+        matrices["head"] = last["head"][0]
+        if any(t.layout == PLAIN for t in matrices.values()):
+            return cls(layers, last, dtype, places, narrowed, dict.fromkeys(matrices, 0))
+        from_rows = {
+            role: choices.from_rows(*_stored_shape(t), dtype, gated=t.layout == GATED)
+            for role, t in matrices.items()
+        }
+        used = {role: n for role, n in from_rows.items() if n < choices.NEVER}
+        return cls(layers, last, dtype, places, narrowed, used) if used else None
+
+    def roles(self, rows: int, sampled: int) -> frozenset[str]:
+        """Roles that are multiplied here in a job of `rows` tokens, `sampled` of them sampled."""
+        return frozenset(
+            role
+            for role, least in self._from_rows.items()
+            if (sampled if role == "head" else rows) >= least
+        )
+
+    def begin(self, roles: frozenset[str], rows: int, sampled: int, item_rows: int) -> None:
+        """Make ready for a job; `item_rows`: rows of an operation's item."""
+        self._inputs.clear()
+        self._gates[:, linear_code.NEXT], self._gates[:, linear_code.ROWS] = 0, rows
+        for role in roles:
+            count, place = sampled if role == "head" else rows, self._places[role]
+            for tables in (self._narrow[role], self._stores[role]):
+                tables[:, layer_code.NEXT] = 0
+                tables[:, layer_code.ROWS] = count
+                tables[:, layer_code.ITEM_ROWS] = item_rows
+            source = place.source if self._dtype == torch.float32 else self._narrowed
+            self._inputs[role] = tensor_at(source, (count, place.k), self._dtype)
+
+    def describe(self, into: PlannedPass, role: str, i: int, *, gate: bool) -> None:
+        """Put the matrix `role` of layer i into a pass; `gate`: gated at once, if it is of gate and
+        up."""
+        if self._dtype != torch.float32:
+            into.operation(layer.kernel("narrow", self._dtype), self._narrow[role], i)
+        into.stop(Due.LIBRARY, i, role)
+        if gate and role == "gate_up":
+            into.operation(linear.gate_kernel(self._dtype), self._gates, i)
+        else:
+            adds = self._places[role].mode == linear.ADD
+            kernel = layer.kernel("add" if adds else "store", self._dtype)
+            into.operation(kernel, self._stores[role], i)
+
+    def multiply(self, role: str, i: int) -> Tensor:
+        """x W^T + b of layer i's matrix `role`; the operation after it takes it from there.
+
+        The caller keeps the product until that has run.
+        """
+        found = self._matrices[role][i]
+        assert found is not None, "layers of experts have no matrix of this role"
+        matrix, bias = found
+        if bias is not None:
+            bias = bias.to(self._dtype)
+        if matrix.layout == torch.strided:
+            product = torch.nn.functional.linear(self._inputs[role], matrix, bias)
+        else:
+            product = onednn.multiply(self._inputs[role], matrix, bias)
+        address, width = product.data_ptr(), product.shape[1]
+        if role == "gate_up":
+            self._gates[i, linear_code.X], self._gates[i, linear_code.X_STRIDE] = address, width
+        table = self._stores[role][i]
+        table[layer_code.SOURCE] = address
+        table[layer_code.SOURCE_ROW] = table[layer_code.WIDTH] = width
+        return product
+
+
+def _matrix(role: str, weights: TensorsByRole, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A matrix as the library takes it, and its bias."""
+    tensor, address = weights[role]
+    n, k = _stored_shape(tensor)
+    bias = None
+    if f"{role}.bias" in weights:
+        bias = tensor_at(weights[f"{role}.bias"][1], (n,), torch.float32)
+    if tensor.layout == PLAIN:
+        return tensor_at(address, (n, k), dtype), bias
+    descriptor = onednn.describe(n, k, dtype)
+    assert descriptor is not None, "a choice was made between the two"
+    return onednn.view(address, n, k, dtype, descriptor), bias
+
+
+def _narrowing(place: MatrixPlace, narrowed: int, count: int) -> Array:
+    return layer.tables(
+        count,
+        width=place.k,
+        source=place.source,
+        source_row=place.k,
+        target=narrowed,
+        target_row=place.k,
+    )
+
+
+def _storing(place: MatrixPlace, count: int) -> Array:
+    return layer.tables(count, target=place.target, target_row=place.target_row)
+
+
+def _stored_shape(tensor: PackedTensor) -> tuple[int, int]:
+    """(n, k), with the rows that fill up the last panel of gate and up."""
+    n, k = tensor.shape
+    return (ceil_div(n, PANEL) * PANEL if tensor.layout == GATED else n), k

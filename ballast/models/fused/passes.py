@@ -1,0 +1,158 @@
+"""A pass over a model's layers: programs of our own kernels, and what is due between them.
+
+::
+
+    program            due         program            due        program
+    [embed norm narrow][q/k/v of ][store rotary at- ][output    ][add norm narrow][gate/up ...
+                       [a library][tention narrow   ][projection]
+
+Without a library, adapters, ranks and layers that come and go, a pass is one program.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ballast.kernels import team
+
+Array = np.ndarray[Any, Any]
+
+
+class Due(enum.Enum):
+    """Reasons for which a pass stops."""
+
+    LIBRARY = enum.auto()
+    """A library multiplies a matrix."""
+    ADAPTERS = enum.auto()
+    """Adapters add to a matrix's product."""
+    SUM = enum.auto()
+    """Ranks add up their parts of the hidden states."""
+    WAIT = enum.auto()
+    """A layer that comes and goes has to be there."""
+    USED = enum.auto()
+    """A layer that comes and goes has been used."""
+
+
+class End(enum.Enum):
+    """Points up to which a pass is run."""
+
+    KV = enum.auto()
+    """The last layer's KV: nothing is sampled."""
+    NORM = enum.auto()
+    """The norm before the head."""
+    HEAD = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class PassStop:
+    """`due` before the next operation; for the matrix `role` of a layer, or for the layer."""
+
+    due: Due
+    layer: int
+    role: str = ""
+
+
+_ATTENDED_LATER = (0, 0)
+_Step = tuple[team.Program | None, PassStop | None]
+
+
+class PlannedPass:
+    """Operations and stops in order: first described, then run any number of times.
+
+    The tables of operations have to outlive it.
+    """
+
+    def __init__(self) -> None:
+        self._described: list[tuple[int, int]] = []
+        self._stops: list[tuple[int, PassStop]] = []
+        """With the number of operations before each."""
+        self._attention: list[int] = []
+        self._ends: dict[End, tuple[int, int]] = {}
+        """How many of the operations and of the stops come before."""
+        self._operations: Array | None = None
+        self._programs: dict[tuple[int, int], team.Program] = {}
+        self._steps: dict[End, list[_Step]] = {}
+
+    # -- its description --------------------------------------------------------------------------
+
+    def operation(self, kernel: int, tables: Array, i: int) -> None:
+        """The kernel at an address, on table i of `tables`."""
+        self._described.append((kernel, int(tables.ctypes.data + i * tables.strides[0])))
+
+    def attention(self) -> None:
+        """Attention of the next layer: every job has tables of its own (`attend`)."""
+        self._attention.append(len(self._described))
+        self._described.append(_ATTENDED_LATER)
+
+    def stop(self, due: Due, layer: int, role: str = "") -> None:
+        """`WAIT` and `USED` are heeded for the layers alone that a run names."""
+        self._stops.append((len(self._described), PassStop(due, layer, role)))
+
+    def end(self, end: End) -> None:
+        """A run up to `end` has the operations and stops so far."""
+        self._ends[end] = len(self._described), len(self._stops)
+
+    # -- running it -------------------------------------------------------------------------------
+
+    def attend(self, kernel: int, tables: Array) -> None:
+        """Set attention's kernel and its tables (layers, fields), which the caller keeps, for the
+        next run."""
+        operations = self._laid_out()
+        operations[self._attention, 0] = kernel
+        steps = np.arange(len(tables)) * tables.strides[0]
+        operations[self._attention, 1] = tables.ctypes.data + steps
+
+    def run(
+        self, end: End, threads: int, heeded: Collection[int], meet: Callable[[PassStop], None]
+    ) -> None:
+        """Everything up to `end`, by up to `threads` threads; `meet` is called at each stop.
+
+        `heeded`: layers that come and go. The last one of them has been used where a pass that
+        samples nothing ends.
+        """
+        steps = self._steps.get(end)
+        if heeded or steps is None:
+            steps = self._cut(end, frozenset(heeded))
+            if not heeded:
+                self._steps[end] = steps
+        for program, stop in steps:
+            if program is not None:
+                program.run(threads)
+            if stop is not None:
+                meet(stop)
+
+    def _cut(self, end: End, heeded: Collection[int]) -> list[_Step]:
+        until, n_stops = self._ends[end]
+        steps: list[_Step] = []
+        at = 0
+        begun = None
+        for place, stop in self._stops[:n_stops]:
+            if stop.due in (Due.WAIT, Due.USED):
+                if stop.layer not in heeded:
+                    continue
+                begun = stop.layer if stop.due is Due.WAIT else None
+            steps.append((self._program(at, place), stop))
+            at = place
+        last = None if begun is None else PassStop(Due.USED, begun)
+        if at < until or last is not None:
+            steps.append((self._program(at, until), last))
+        return steps
+
+    def _program(self, at: int, until: int) -> team.Program | None:
+        if at == until:
+            return None
+        program = self._programs.get((at, until))
+        if program is None:
+            program = team.Program(self._laid_out()[at:until])
+            self._programs[at, until] = program
+        return program
+
+    def _laid_out(self) -> Array:
+        if self._operations is None:
+            self._operations = np.array(self._described, np.int64)
+        return self._operations
