@@ -41,9 +41,9 @@ from rich.table import Table
 from ballast.bench.clusters import run_cluster
 from ballast.core.cost import Traffic
 from ballast.core.model import ModelSpec
-from ballast.policy.mux_estimate import Tenant, estimate
-from ballast.policy.mux_placement import place
-from ballast.policy.placement_problem import PlacementDevice
+from ballast.policy.fleet.mux_estimate import Tenant, estimate
+from ballast.policy.fleet.mux_placement import place
+from ballast.policy.fleet.placement_problem import PlacementDevice
 from ballast.policy.presets import resolve
 from ballast.sim.catalogue import facts
 from ballast.sim.cluster import Kind, kinds_of

@@ -25,9 +25,9 @@ from rich.table import Table
 from ballast.bench.clusters import run_cluster
 from ballast.core.cost import StepCosts, Traffic
 from ballast.core.model import ModelSpec
-from ballast.policy.mux_estimate import Tenant
-from ballast.policy.mux_placement import Placed, place
-from ballast.policy.placement_problem import PlacementDevice
+from ballast.policy.fleet.mux_estimate import Tenant
+from ballast.policy.fleet.mux_placement import Placed, place
+from ballast.policy.fleet.placement_problem import PlacementDevice
 from ballast.policy.presets import resolve, shared_options
 from ballast.sim.cluster import USABLE, Kind, kinds_of
 from benchmarks.common import finish, options

@@ -28,7 +28,7 @@ from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report, RequestStats
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
-from ballast.policy.migrate import LeastPressure
+from ballast.policy.fleet.migrate import LeastPressure
 from ballast.policy.presets import Preset, resolve
 from ballast.sim.catalogue import facts
 from ballast.sim.cluster import kinds_of

@@ -34,7 +34,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ballast.core import traffic
-from ballast.policy.migrate import LeastPressure
+from ballast.policy.fleet.migrate import LeastPressure
 from ballast.sim.given import NOTHING, Given
 from benchmarks.common import finish, options
 from benchmarks.prism_setting import (

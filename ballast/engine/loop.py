@@ -27,8 +27,8 @@ from ballast.engine.return_borrowed import vacate
 from ballast.engine.state import DeviceState
 from ballast.engine.story_snapshot import snapshot
 from ballast.engine.views import device_view
+from ballast.policy.memory.defaults import last_resort
 from ballast.policy.presets import Preset
-from ballast.policy.stuck import last_resort
 
 ROUNDS = 8
 """Most times that one turn asks the policy about shortages found while forming a job."""

@@ -9,21 +9,23 @@ from dataclasses import dataclass
 
 from ballast.core.errors import ConfigError
 from ballast.core.settings import DeviceSettings, FleetSettings
-from ballast.policy.adbs import AdaptiveBatches
-from ballast.policy.admission import LateLast
-from ballast.policy.balloon import Balloon
+from ballast.policy.admission.late_last import LateLast
+from ballast.policy.admission.slack import Slack
 from ballast.policy.base import AdmissionPolicy, ComputePolicy, FleetPolicy, MemoryPolicy
-from ballast.policy.deadline import Deadline
-from ballast.policy.fleets import PLACEMENTS
-from ballast.policy.kvswap import KvSwap
-from ballast.policy.mirage import Mirage
-from ballast.policy.order import FirstComeFirstServed, RoundRobin
-from ballast.policy.quotas import Quotas
-from ballast.policy.recompute import Recompute
+from ballast.policy.compute.adbs import AdaptiveBatches
+from ballast.policy.compute.basic_orders import FirstComeFirstServed, RoundRobin
+from ballast.policy.compute.deadline import Deadline
+from ballast.policy.fleet.fixed_placement import FixedPlacement
+from ballast.policy.fleet.migrate import LeastPressure
+from ballast.policy.fleet.replicate import Follow
+from ballast.policy.memory.balloon import Balloon
+from ballast.policy.memory.kvswap import KvSwap
+from ballast.policy.memory.mirage import Mirage
+from ballast.policy.memory.quotas import Quotas
+from ballast.policy.memory.recompute import Recompute
+from ballast.policy.memory.static import FixedShares
+from ballast.policy.memory.swap import WholeModels
 from ballast.policy.requirements import Requirements
-from ballast.policy.slack import Slack
-from ballast.policy.static import FixedShares
-from ballast.policy.swap import WholeModels
 
 ORDERS: Mapping[str, Callable[..., ComputePolicy]] = {
     "round-robin": RoundRobin,
@@ -32,6 +34,14 @@ ORDERS: Mapping[str, Callable[..., ComputePolicy]] = {
     "adbs": AdaptiveBatches,
 }
 """Compute policies: dataclasses, whose fields are options."""
+PLACEMENTS: Mapping[str, FleetPolicy] = {
+    "weights": FixedPlacement(),
+    "work": FixedPlacement(by_work=True),
+    "follow": Follow(),
+    "both": Follow(by_work=True),
+    "kvpr": LeastPressure(),
+}
+"""Fleet policies, by the name that `placement` gives them."""
 _JOIN = "+"
 _PLACEMENT = "work"
 

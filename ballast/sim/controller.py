@@ -12,7 +12,7 @@ from ballast.core.fleet import FleetAction, Place
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.engine.report import report
-from ballast.policy.route import Replica
+from ballast.policy.fleet.replica_choice import Replica
 from ballast.sim.device import SimDevice
 from ballast.sim.handover import Handover, replica_of
 from ballast.sim.lending import WAY

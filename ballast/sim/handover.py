@@ -17,7 +17,7 @@ from ballast.core.event import Output, TokenOut
 from ballast.core.request import Request, State, Submission
 from ballast.core.settings import Role
 from ballast.policy.base import FleetPolicy
-from ballast.policy.route import Replica, for_decode
+from ballast.policy.fleet.replica_choice import Replica, for_decode
 from ballast.sim.device import SimDevice
 from ballast.sim.lending import WAY
 from ballast.sim.migration import Movers

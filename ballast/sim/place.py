@@ -18,11 +18,11 @@ from ballast.core.cost import StepCosts, Traffic
 from ballast.core.errors import ConfigError
 from ballast.fleet.faults import first_fault
 from ballast.fleet.schema import Keys, Positive
-from ballast.policy.kvpr import ModelDemand, greedy, max_pressure, moved
-from ballast.policy.kvpr_optimal import lower_bound, optimal
-from ballast.policy.mux_estimate import Tenant
-from ballast.policy.mux_placement import place
-from ballast.policy.placement_problem import PlacementDevice
+from ballast.policy.fleet.kv_pressure import ModelDemand, greedy, max_pressure, moved
+from ballast.policy.fleet.mux_estimate import Tenant
+from ballast.policy.fleet.mux_placement import place
+from ballast.policy.fleet.optimal_placement import lower_bound, optimal
+from ballast.policy.fleet.placement_problem import PlacementDevice
 from ballast.sim.profile import DeviceProfile
 from ballast.sim.toml_file import NotNegative
 
@@ -109,12 +109,12 @@ class PlacementInputs:
     per_host: int = 8
     """Devices over which one model may be spread."""
     threshold: float = 0.0
-    """Of `policy.kvpr.greedy`."""
+    """Of `policy.fleet.kv_pressure.greedy`."""
 
 
 def muxserve(problem: Problem, terms: PlacementInputs) -> dict[str, Any]:
     """Answer by MuxServe's placement, with costs of a device's data sheet. Raises ConfigError for a
-    device without one, and as `policy.mux_placement.place`."""
+    device without one, and as `policy.fleet.mux_placement.place`."""
     began = time.perf_counter()
     tenants = [_tenant(m, terms.profile) for m in problem.models]
     found = place(tenants, _devices(problem), terms.per_host)
@@ -141,7 +141,7 @@ def muxserve(problem: Problem, terms: PlacementInputs) -> dict[str, Any]:
 
 
 def least_pressure(problem: Problem, terms: PlacementInputs) -> dict[str, Any]:
-    """Answer by Prism's Algorithm 1. Raises ConfigError, as `policy.kvpr.greedy`."""
+    """Answer by Prism's Algorithm 1. Raises ConfigError, as `policy.fleet.kv_pressure.greedy`."""
     began = time.perf_counter()
     homes = greedy(_claims(problem), _devices(problem), terms.threshold)
     return _pressed(
@@ -151,7 +151,7 @@ def least_pressure(problem: Problem, terms: PlacementInputs) -> dict[str, Any]:
 
 def optimum(problem: Problem, terms: PlacementInputs) -> dict[str, Any]:
     """Answer by the least KV pressure that is found. Raises ConfigError, as
-    `policy.kvpr_optimal.optimal`."""
+    `policy.fleet.optimal_placement.optimal`."""
     began = time.perf_counter()
     found = optimal(_claims(problem), _devices(problem))
     return _pressed(problem, "optimal", found.homes, found.lower_bound, began)

@@ -11,9 +11,9 @@ import pytest
 from ballast.core.fleet import Need, Room
 from ballast.core.settings import ModelSettings
 from ballast.policy import fleets
+from ballast.policy.fleet.fixed_placement import FixedPlacement
+from ballast.policy.fleet.replica_choice import Replica
 from ballast.policy.presets import resolve
-from ballast.policy.route import Replica
-from ballast.policy.stay import FixedPlacement
 from ballast.sim.cluster import Cluster, kinds_of
 from tests.cluster import test_devices
 from tests.cluster.fake_device import HOLD

@@ -23,9 +23,9 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.policy.base import FleetPolicy
+from ballast.policy.fleet.fixed_placement import FixedPlacement
+from ballast.policy.fleet.replica_choice import Replica
 from ballast.policy.presets import resolve
-from ballast.policy.route import Replica
-from ballast.policy.stay import FixedPlacement
 from ballast.sim.controller import SimController
 from ballast.sim.device import Profile, Said, SimDevice
 from ballast.sim.simulate import simulate, simulate_devices

@@ -23,7 +23,7 @@ from ballast.engine.story_file import StoryFile
 from ballast.kv.blocks import KvCache
 from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm
-from ballast.policy.kvswap import KvSwap
+from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.heap import EventHeap

@@ -17,8 +17,8 @@ from ballast.engine.state import DeviceState
 from ballast.engine.story_file import StoryFile
 from ballast.policy import fleets
 from ballast.policy.base import FleetPolicy
+from ballast.policy.fleet.replica_choice import Replica, held_prefix
 from ballast.policy.presets import resolve
-from ballast.policy.route import Replica, held_prefix
 from ballast.sim.cluster import Cluster, kinds_of
 from ballast.sim.given import Given
 from ballast.sim.lives import read_lives

@@ -14,7 +14,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.engine.state import DeviceState
 from ballast.policy import presets
-from ballast.policy.adbs import AdaptiveBatches
+from ballast.policy.compute.adbs import AdaptiveBatches
 from ballast.sim.device import Observe, Profile
 from ballast.sim.simulate import Simulated, simulate
 from ballast.workload.workload import WorkloadRequest

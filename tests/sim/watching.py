@@ -74,7 +74,7 @@ from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.engine.build import build_newcomer
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view, made_anew
-from ballast.policy.fair import fair_shares
+from ballast.policy.market.fair_shares import fair_shares
 from ballast.policy.presets import Preset, resolve
 from ballast.sim.device import Profile, SimDevice, copy_nothing, hosted_nowhere
 from tests.sim.neighbours import WAY, Neighbours
