@@ -34,7 +34,7 @@ def doctor(
     fleet = None if fleet_file is None else load(fleet_file)
     with importing():
         from ballast.bench.doctor import examine, table
-        from ballast.bench.finding import Verdict
+        from ballast.bench.doctor_finding import Verdict
         from ballast.live.inbox import MonotonicClock
 
     findings = []
@@ -107,7 +107,7 @@ def serve(
     from ballast.bench.progress import lines_to
     from ballast.cluster.fitness import check_machine, tight
     from ballast.cluster.logs import set_up
-    from ballast.fleet.source import FleetSource
+    from ballast.fleet.fleet_source import FleetSource
     from ballast.policy.presets import PRESETS
     from ballast.server.http.address import check_closed
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ballast.bench.finding import Finding, judged
+from ballast.bench.doctor_finding import Finding, judged
 from ballast.core.errors import DeviceError
 from ballast.core.units import format_bytes
 from ballast.live.never_run import FEATURES, WHERE

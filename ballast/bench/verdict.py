@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ballast.bench.report import Report
-from ballast.bench.show import percent, seconds
+from ballast.bench.tables import percent, seconds
 from ballast.core.settings import Slo
 from ballast.core.units import format_bytes
 

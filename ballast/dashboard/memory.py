@@ -6,7 +6,7 @@ from rich.text import Text
 
 from ballast.core.report import ModelReport
 from ballast.core.units import format_bytes
-from ballast.dashboard.words import bar
+from ballast.dashboard.formatting import bar
 from ballast.server.observe.server_state import DeviceNow, ServerNow
 
 # Marks differ also where there are no colours.

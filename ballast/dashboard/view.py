@@ -11,9 +11,9 @@ from rich.text import Text
 
 from ballast.core.units import format_bytes
 from ballast.dashboard.columns import rows, table
+from ballast.dashboard.formatting import counted, decided, rate_of, span_of, sparkline
 from ballast.dashboard.memory import legend, pool_bar
 from ballast.dashboard.reader import Rates
-from ballast.dashboard.words import counted, decided, rate_of, span_of, sparkline
 from ballast.server.observe.server_state import DeviceNow, ServerNow
 
 _STATUS = {

@@ -17,7 +17,7 @@ from ballast.policy.compute.basic_orders import FirstComeFirstServed, RoundRobin
 from ballast.policy.compute.deadline import Deadline
 from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.fleet.migrate import LeastPressure
-from ballast.policy.fleet.replicate import Follow
+from ballast.policy.fleet.replicate import ReplicateUnderLoad
 from ballast.policy.memory.balloon import Balloon
 from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.memory.mirage import Mirage
@@ -37,8 +37,8 @@ ORDERS: Mapping[str, Callable[..., ComputePolicy]] = {
 PLACEMENTS: Mapping[str, FleetPolicy] = {
     "weights": FixedPlacement(),
     "work": FixedPlacement(by_work=True),
-    "follow": Follow(),
-    "both": Follow(by_work=True),
+    "follow": ReplicateUnderLoad(),
+    "both": ReplicateUnderLoad(by_work=True),
     "kvpr": LeastPressure(),
 }
 """Fleet policies, by the name that `placement` gives them."""

@@ -23,7 +23,7 @@ from ballast.cluster.logs import tell
 from ballast.cluster.segments import SegmentBroker
 from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
-from ballast.fleet.source import FleetReading, FleetSource
+from ballast.fleet.fleet_source import FleetReading, FleetSource
 from ballast.live.inbox import MonotonicClock
 from ballast.server.access.keys import Guard
 from ballast.server.admin.admin_service import AdminService

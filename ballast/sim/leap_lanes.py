@@ -12,7 +12,7 @@ from ballast.core.job import Job
 from ballast.engine.compute_view import runnable
 from ballast.engine.loop import Loop, Stepped
 from ballast.sim.decoding import DecodeBatch, batch_of, fit
-from ballast.sim.heap import EventHeap
+from ballast.sim.event_heap import EventHeap
 from ballast.sim.runner import SimRunner
 
 

@@ -15,10 +15,10 @@ from ballast.core.actions import Lend, Operation, Recall
 from ballast.core.errors import BrokenPromise, ConfigError
 from ballast.core.lease import AskedBack, Condemned, Lent, PeerMet, Returned, Word
 from ballast.core.units import format_bytes
+from ballast.sim.cluster_files import LendingOrder, device_named
 from ballast.sim.device import SimDevice
-from ballast.sim.given import LendingOrder, device_named
+from ballast.sim.layer_passes import Pass
 from ballast.sim.link import Stream
-from ballast.sim.passes import Pass
 from ballast.sim.topology import HostPlace, PeerLinks
 from ballast.sim.world import World
 
@@ -85,7 +85,7 @@ class Lenders:
 
 
 class SimBorrowed:
-    """Implements `sim.passes.Source`: what a job of one model reads on borrowed pages."""
+    """Implements `sim.layer_passes.Source`: what a job of one model reads on borrowed pages."""
 
     stops: Sequence[int] = ()
 

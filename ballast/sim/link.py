@@ -17,9 +17,9 @@ from ballast.core.event import TransferDone
 from ballast.core.link import Direction, LinkRates
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS
+from ballast.sim.event_heap import EventHeap
 from ballast.sim.fluid import Ceiling, Ended, Fluid, Side, Wire
-from ballast.sim.heap import EventHeap
-from ballast.sim.pages import LoopTime
+from ballast.sim.page_costs import LoopTime
 
 Path = Mapping[Direction, Sequence[Side]]
 """The sides that bytes of each direction cross, the device's own first."""

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from ballast.workload.lengths import Empirical
-from ballast.workload.reading import naming, number, read_lines, read_rows
+from ballast.workload.trace_lines import naming, number, read_lines, read_rows
 from ballast.workload.workload import Workload, WorkloadError, WorkloadRequest
 
 WINDOW_SECONDS = 600.0

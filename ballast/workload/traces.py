@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from ballast.workload.lengths import CHAT_OUTPUT
-from ballast.workload.reading import naming, number, read_lines, read_rows, tokens
 from ballast.workload.servegen import ServeGenSample, sample_servegen
+from ballast.workload.trace_lines import naming, number, read_lines, read_rows, tokens
 from ballast.workload.workload import Workload, WorkloadError, WorkloadRequest
 
 KINDS = ("arena", "azure", "mooncake", "gentd", "servegen", "agentic")

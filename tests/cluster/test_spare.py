@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.serving import child_called
+from ballast.bench.server_process import child_called
 from ballast.cluster.local import LocalWorker
 from ballast.cluster.spare import Spare
 from ballast.cluster.worker import SERVING, SPARE

@@ -22,8 +22,8 @@ from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.memory.lend import OWNER
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.engine.checkpoints import VOCAB, make_llama
 from tests.engine.holding import held
 
@@ -178,7 +178,7 @@ def pair(
     with made.servers[lender], made.servers[borrower]:
         made.meet()
         yield made
-    lives = read_lives(tmp_path / "story")
+    lives = read_device_stories(tmp_path / "story")
     assert sorted(life.device for life in lives) == [lender, borrower]
     for life in lives:
         found = replay(life)

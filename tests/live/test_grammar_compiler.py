@@ -22,8 +22,8 @@ from ballast.core.request import Request, Sampling, Submission
 from ballast.core.settings import ModelSettings
 from ballast.live.grammar_compiler import Compiling
 from ballast.models.grammar import CompiledGrammar, Grammars, compile_grammar
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.engine.test_requests import GRAMMAR, asked, fleet, path  # noqa: F401
 from tests.live.test_command_executor import ordered
 from tests.policy import worlds
@@ -91,7 +91,7 @@ def test_models_run_while_a_grammar_is_compiled_once_for_all(
     assert gate.threads == {"grammars"}
     for i in range(4):
         assert again[f"choice {i} again"].tokens == server.answers[f"choice {i}"].tokens != []
-    (life,) = read_lives(tmp_path / "story")
+    (life,) = read_device_stories(tmp_path / "story")
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
     assert sum(entry.get("event") == "GrammarReady" for entry in life.entries) >= 36

@@ -17,7 +17,7 @@ from ballast.core.request import Submission
 from ballast.core.rotation import WHOLE
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.engine.state import DeviceState
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.policy.worlds import PAGE
 
@@ -112,7 +112,9 @@ def run(
         elif isinstance(output, Finished | Failed):
             ended.append(output)
 
-    profile = Profile(costs=dict.fromkeys(models, COSTS), link=LinkRates.even(LINK), overhead=1e-4)
+    profile = MachineProfile(
+        costs=dict.fromkeys(models, COSTS), link=LinkRates.even(LINK), overhead=1e-4
+    )
     done = simulate(fleet, specs, arrivals, profile, said, entries.extend)
     done.state.pool.validate()
     for m in done.state.models.values():

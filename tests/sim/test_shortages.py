@@ -21,7 +21,7 @@ from ballast.engine.views import device_view
 from ballast.memory.vm_null import NullVm
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
+from ballast.sim.device import MachineProfile, SimDevice
 from tests.sim.test_simulate import COSTS, PAGE, fleet, spec
 
 PEER = "cpu:1"
@@ -45,7 +45,7 @@ class World:
         arena = max(activation_bytes(s, settings.step_tokens, settings.step_logits) for s in specs)
         more = (lanes - 1) * arena
         settings = replace(settings, budget_bytes=settings.budget_bytes + more)
-        profile = Profile(
+        profile = MachineProfile(
             costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0.0
         )
         self.ends: dict[str, Finished | Failed] = {}
@@ -167,7 +167,7 @@ def test_policies_see_the_link_as_a_live_device_measures_it() -> None:
     specs = [spec("a", 10)]
     settings = fleet("balloon", specs, 60).device
     link = LinkRates.even(1e8)
-    profile = Profile(costs={"a": COSTS}, link=link, overhead=0.0, page_seconds=1e-3)
+    profile = MachineProfile(costs={"a": COSTS}, link=link, overhead=0.0, page_seconds=1e-3)
     device = SimDevice(settings, specs, resolve("balloon"), profile, lambda now, output: None)
     assert device_view(device.state).link_bytes_per_second == link.to_device
 

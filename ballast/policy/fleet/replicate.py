@@ -22,7 +22,7 @@ from ballast.policy.requirements import Requirements
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class ReplicateMemo:
     """What a look has to know of those before. By model, in seconds."""
 
     spare: Mapping[str, float] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class Follow(FleetPolicy):
+class ReplicateUnderLoad(FleetPolicy):
     """Looks every `every` seconds. `by_work`: as `Stay`, of where models are placed at the start.
 
     A device is behind if requests are late on it. One of its models (that with the most late ones)
@@ -63,7 +63,7 @@ class Follow(FleetPolicy):
         return spread(needs, rooms, by_work=self.by_work)
 
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
-        before = memo if isinstance(memo, Moments) else Moments()
+        before = memo if isinstance(memo, ReplicateMemo) else ReplicateMemo()
         actions: list[FleetAction] = []
         placed = {m: at for m, at in before.placed.items() if view.now < at + self.settling}
         taken = set(placed)
@@ -79,9 +79,9 @@ class Follow(FleetPolicy):
             if view.now >= at + self.patience and model not in taken:
                 actions.append(_leave(model, view))
                 del spare[model]
-        return FleetDecision(tuple(actions), Moments(spare, placed), view.now + self.every)
+        return FleetDecision(tuple(actions), ReplicateMemo(spare, placed), view.now + self.every)
 
-    def _spare(self, view: FleetView, before: Moments) -> dict[str, float]:
+    def _spare(self, view: FleetView, before: ReplicateMemo) -> dict[str, float]:
         spare: dict[str, float] = {}
         for need in view.needs:
             own = [h for _, h in _homes(need.model, view)]

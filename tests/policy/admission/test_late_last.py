@@ -24,7 +24,7 @@ from ballast.policy.admission.late_last import (
 )
 from ballast.policy.market.claims import LONGEST_WAIT
 from ballast.policy.market.offers import oldest
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.policy.worlds import device, model, request
 from tests.sim.test_enough_memory import world
@@ -116,7 +116,7 @@ def test_in_an_overload_more_requests_are_in_time_and_all_are_answered(preset: s
         for id, at in arrivals.items()
     ]
     costs = StepCosts(0.01, 0.0, 0.0, 0.0, 0.0)
-    profile = Profile(costs={one.name: costs}, link=LinkRates.even(1e9), overhead=1e-3)
+    profile = MachineProfile(costs={one.name: costs}, link=LinkRates.even(1e9), overhead=1e-3)
     in_time = {}
     for late_last in (0.0, 1.0):
         first: dict[str, float] = {}

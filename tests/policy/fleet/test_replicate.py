@@ -18,7 +18,7 @@ from ballast.core.fleet import (
     Withdraw,
 )
 from ballast.core.units import GiB
-from ballast.policy.fleet.replicate import Follow
+from ballast.policy.fleet.replicate import ReplicateUnderLoad
 
 NEEDS = tuple(Need(m, 10 * GiB, 8 * GiB) for m in "abc")
 
@@ -45,17 +45,17 @@ def said(actions: tuple[FleetAction, ...]) -> list[tuple[str, str, str]]:
 
 def test_a_device_that_is_behind_gets_help_from_the_least_busy() -> None:
     seen = view(0, {"x": {"a": (0.6, 9, 1), "b": (0.3, 9, 4)}, "y": {"c": (0.3, 5, 0)}, "z": {}})
-    assert said(Follow()(seen, None).actions) == [("Place", "b", "z")]
+    assert said(ReplicateUnderLoad()(seen, None).actions) == [("Place", "b", "z")]
 
 
 def test_a_busy_device_on_time_is_left_alone() -> None:
     seen = view(0, {"x": {"a": (1.0, 40, 0)}, "z": {}})
-    assert Follow()(seen, None).actions == ()
+    assert ReplicateUnderLoad()(seen, None).actions == ()
 
 
 def test_nobody_helps_who_is_behind_or_busy_or_has_no_room() -> None:
     x, y, w = {"a": (0.9, 8, 1)}, {"b": (0.5, 5, 0)}, {"c": (0.0, 2, 1)}
-    assert Follow()(view(0, {"x": x, "y": y, "w": w, "tiny": {}}), None).actions == ()
+    assert ReplicateUnderLoad()(view(0, {"x": x, "y": y, "w": w, "tiny": {}}), None).actions == ()
 
 
 def test_no_weights_in_use_make_way() -> None:
@@ -66,16 +66,18 @@ def test_no_weights_in_use_make_way() -> None:
         DeviceLoad(Room("y", 20 * GiB), (Hosting("b", 0.1, 1, 0),)),
         DeviceLoad(Room("z", 20 * GiB), (Hosting("b", 0.1, 0, 0), Hosting("c", 0.0, 0, 0))),
     )
-    assert said(Follow()(FleetView(0.0, devices, needs), None).actions) == [("Place", "a", "z")]
+    assert said(ReplicateUnderLoad()(FleetView(0.0, devices, needs), None).actions) == [
+        ("Place", "a", "z")
+    ]
 
 
 def test_a_device_is_given_one_model_at_a_time() -> None:
     hosting = {"x": {"a": (0.9, 9, 1)}, "y": {"b": (0.9, 9, 2)}, "z": {}}
-    assert said(Follow()(view(0, hosting), None).actions) == [("Place", "b", "z")]
+    assert said(ReplicateUnderLoad()(view(0, hosting), None).actions) == [("Place", "b", "z")]
 
 
 def test_what_is_not_needed_leaves_the_busiest_after_a_while() -> None:
-    policy, memo = Follow(every=5.0, patience=10.0), None
+    policy, memo = ReplicateUnderLoad(every=5.0, patience=10.0), None
     hosting: dict[str, Hosted] = {"x": {"a": (0.2, 1, 0)}, "y": {"a": (0.1, 1, 0)}}
     for now in (0.0, 5.0):
         decision = policy(view(now, hosting), memo)
@@ -86,7 +88,7 @@ def test_what_is_not_needed_leaves_the_busiest_after_a_while() -> None:
 
 
 def test_a_copy_that_never_got_its_weights_goes_first() -> None:
-    policy = Follow(patience=0.0)
+    policy = ReplicateUnderLoad(patience=0.0)
     devices = (
         DeviceLoad(Room("x", 80 * GiB), (Hosting("a", 0.3, 1, 0, weights=8 * GiB),)),
         DeviceLoad(Room("y", 80 * GiB), (Hosting("a", 0.0, 0, 0),)),
@@ -96,7 +98,7 @@ def test_a_copy_that_never_got_its_weights_goes_first() -> None:
 
 
 def test_who_waits_stays_so_one_more_device_is_given_time() -> None:
-    policy = Follow(every=5.0, settling=12.0)
+    policy = ReplicateUnderLoad(every=5.0, settling=12.0)
     hosting = {"x": {"a": (0.9, 9, 4)}, "y": {"b": (0.0, 0, 0)}, "z": {"c": (0.0, 0, 0)}}
     first = policy(view(0.0, hosting), None)
     assert said(first.actions) == [("Place", "a", "y")]
@@ -113,11 +115,11 @@ def test_what_is_leaving_still_counts_as_load() -> None:
         DeviceLoad(Room("x", 20 * GiB), (Hosting("a", 0.9, 9, 1),)),
         DeviceLoad(Room("y", 20 * GiB), (leaving,)),
     )
-    assert Follow()(FleetView(0.0, devices, NEEDS), None).actions == ()
+    assert ReplicateUnderLoad()(FleetView(0.0, devices, NEEDS), None).actions == ()
 
 
 def test_patience_begins_anew_when_it_was_needed() -> None:
-    policy = Follow(every=5.0, patience=10.0)
+    policy = ReplicateUnderLoad(every=5.0, patience=10.0)
     quiet = {"x": {"a": (0.1, 1, 0)}, "y": {"a": (0.1, 1, 0)}}
     busy = {"x": {"a": (0.4, 4, 0)}, "y": {"a": (0.3, 4, 0)}}
     memo = policy(view(0.0, quiet), None).memo
@@ -139,7 +141,7 @@ loads = st.tuples(st.floats(0, 1.2), st.integers(3, 20), st.integers(0, 3))
 def test_what_is_asked_for_can_be_done(
     hosting: dict[str, dict[str, tuple[float, int, int]]], since: float
 ) -> None:
-    policy, seen = Follow(), view(0.0, hosting)
+    policy, seen = ReplicateUnderLoad(), view(0.0, hosting)
     first = policy(seen, None)
     for decision in (first, policy(view(since, hosting), first.memo)):
         homes = {m: {d for d, on in hosting.items() if m in on} for m in "abc"}

@@ -15,7 +15,7 @@ from ballast.core.view import ModelView, Residency
 from ballast.engine.state import DeviceState
 from ballast.policy.memory.defaults import Expiry, expire
 from ballast.policy.presets import PRESETS
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.policy import worlds
 from tests.sim.test_simulate import COSTS, Heard, fleet, spec, watch
@@ -74,7 +74,9 @@ def test_under_every_preset_an_idle_model_leaves_on_time_and_returns_when_asked(
         gone = {e["model"] for e in story if e.get("by") == "ttl" and e["at"] == now}
         assert all(state.models[name].residency is Residency.ABSENT for name in gone)
 
-    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4)
+    profile = MachineProfile(
+        costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4
+    )
     result = simulate(
         fleet(preset, specs, 400), specs, arrivals, profile, said, story.extend, observe
     )

@@ -1,0 +1,316 @@
+"""The events that a story tells of, made again for the device that replays it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import TypeVar
+
+import msgspec
+
+from ballast.core import actions, event, lease, migration
+from ballast.core.entries import Entry, ModelTold
+from ballast.core.event import Embedded, Event, Failed, JobDone, PromptScores, Result
+from ballast.core.job import Job, Sampled
+from ballast.core.lease import Lease, PeerMet, Word
+from ballast.core.model import ModelSpec
+from ballast.core.request import Request, Sampling, Submission
+from ballast.core.rotation import Rotation
+from ballast.engine.build import build_newcomer
+from ballast.engine.loop import Loop
+from ballast.memory.copies import Copy
+from ballast.memory.vm import Exported
+from ballast.sim.device import copy_nothing, hosted_nowhere
+from ballast.sim.stand_in_tokens import StandInTokens
+from ballast.sim.story_reader import DeviceStory
+from ballast.weights.rotor import ArrivalPlan, Loads
+
+T = TypeVar("T")
+
+
+class Impossible(Exception):
+    """The story tells of an event that cannot happen in the replay."""
+
+
+class Unknown(Exception):
+    """The story tells of something that this version does not know."""
+
+
+class StoryLanes:
+    """A runner that ends a job when it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[int, Job] = {}
+        """In flight, by id."""
+
+    def start(self, job: Job) -> None:
+        self.jobs[job.id] = job
+
+
+class StoryRotor:
+    """Of a model in a replay: layers are where the story says, when it says so."""
+
+    def __init__(self) -> None:
+        self.loads = Loads()
+        self.held: Sequence[int] = ()
+
+    def settle(self) -> None:
+        """The story tells when nothing is on its way."""
+
+    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+        self.held = rotation.layers[: rotation.slots]
+
+    def forget(self) -> None:
+        self.held = ()
+
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
+        """The story tells when a job may begin, if it was before the end."""
+        return False
+
+
+class StoryGrammars:
+    """Implements `GrammarStore` for a replay: the story has the events `GrammarReady`."""
+
+    def prepare(self, request: Request) -> None:
+        """The event is in the story."""
+
+    def release(self, request: Request) -> None:
+        """There is none."""
+
+
+class StoryKvBytes:
+    """Implements `KvBytes` for a replay: the story has the events `KvRead`."""
+
+    def start(
+        self,
+        request_id: str,
+        source: str,
+        pieces: Sequence[migration.Piece],
+        targets: Sequence[tuple[int, int]],
+    ) -> None:
+        """There are no bytes."""
+
+    def stop(self, request_id: str) -> None:
+        """None are written."""
+
+    def load(self, address: int, n_bytes: int) -> bytes:
+        return b""
+
+    def store(self, address: int, data: bytes) -> None:
+        """None are written."""
+
+    def close(self) -> None:
+        """None are written."""
+
+
+class StoryEvents:
+    """Made from a life's entries, in order, for a device that has come as far as they have."""
+
+    def __init__(self, life: DeviceStory, lanes: StoryLanes, loop: Loop) -> None:
+        self._lanes = lanes
+        self._state = loop.state
+        self._lent: dict[int, tuple[int, ...]] = {}
+        """By lease, the pages that were lent."""
+        self._lent_again: dict[int, tuple[int, ...]] = {}
+        """Those that the replay has lent instead."""
+        loop.state.lending.say = self._hear
+        loop.state.grammars = StoryGrammars()
+        loop.state.migration.bytes = StoryKvBytes()
+        self._ready = loop.operations.ready
+        self._standins = StandInTokens(life.entries)
+        self._numbers: dict[str, int] = {}
+        """Of requests, by id; the last that had it."""
+        self._specs: dict[str, ModelSpec] = {}
+        """By what requests may ask for, the model that runs it."""
+        for m in life.snapshot.models:
+            self._serves(m.spec)
+
+    def _serves(self, spec: ModelSpec) -> None:
+        self._specs |= dict.fromkeys((served.name for served in spec.served), spec)
+
+    def of(self, told: Entry) -> Event:
+        """What happened. Raises Impossible and Unknown."""
+        kind = told["event"]
+        if kind == "Arrival":
+            return event.Arrival(self._submission(told))
+        if kind == "KvTail":
+            return migration.KvTail(told["request_id"], told["tokens"], b"")
+        if kind == "ImportKv":
+            return self._import(told)
+        if kind == "JobDone":
+            job, stall = self.ended_job(told), told.get("stall", 0.0)
+            return self.job_done(job, told["seconds"], _ends(told), stall)
+        if kind == "JobFailed":
+            return event.JobFailed(self.ended_job(told), told["reason"])
+        if kind == "Operate":
+            return self._operate(told)
+        if kind in _OF_LEASES:
+            return self._of_lease(told)
+        if kind == "PeerMet":
+            return self._met(told)
+        if kind in ("TransferDone", "FirstJobReady"):
+            number = told["transfer_id"]
+            if all(m.life.transfer_id != number for m in self._state.models.values()):
+                raise Impossible("no such transfer is on its way")
+        made = _EVENTS.get(kind)
+        if made is None:
+            raise Unknown(f"this version knows no event {kind!r}")
+        return _made(made, told)
+
+    def _hear(self, word: Word) -> None:
+        """What the replay says to other devices: what it lends them."""
+        if isinstance(word, lease.Lent):
+            self._lent_again[word.lease.id] = word.lease.pages
+
+    def _of_lease(self, told: Entry) -> Event:
+        """Of a lease by the replay the pages are others, in the same places."""
+        id, pages = told["lease"], told["page_numbers"]
+        if told["event"] == "Returned":
+            instead = dict(zip(self._lent.get(id, ()), self._lent_again.get(id, ()), strict=True))
+            if not instead.keys() >= set(pages):
+                raise Impossible(f"lease {id} has not lent these pages")
+            pages = [instead[page] for page in pages]
+        made = Lease(id, told["epoch"], told["lender"], told["borrower"], tuple(pages))
+        return _OF_LEASES[told["event"]](made)
+
+    def _met(self, told: Entry) -> Event:
+        """A peer without memory."""
+        met = _made(PeerMet, told)
+        page_bytes = self._state.settings.page_bytes
+        exported = Exported((-2, met.epoch), page_bytes, met.n_pages, (), None)
+        self._state.lending.exports[met.peer, met.epoch] = exported
+        return met
+
+    def _submission(self, told: Entry) -> Submission:
+        n, name, prompt = told["n"], told["model"], told["prompt_tokens"]
+        how = _ends(told).get(told["request"])
+        if how is None or "n" in how:  # else it is the second of its name, and refused
+            self._numbers[told["request"]] = n
+        spec = self._specs.get(name)
+        resumed = told.get("resumed")
+        end = prompt + (resumed or 0)
+        tokens = (0,) * end if spec is None else self._standins.tokens(spec, n, 0, end)
+        how = how or {}
+        if spec is not None and how.get("failed") == "invalid_request" and prompt:
+            tokens = (spec.vocab, *tokens[1:])  # one that the model did not have
+        return Submission(
+            id=told["request"],
+            model=name,
+            prompt=tokens[:prompt],
+            max_tokens=told["max_tokens"],
+            open_ended=told.get("open_ended", False),
+            # Which one it is decides nothing here.
+            sampling=Sampling(grammar="one") if told.get("grammar") else Sampling(),
+            arrival=told["arrival"],
+            priority=told.get("priority", 0),
+            stop_token_ids=tokens[-1:] if how.get("finished") == "stop" else (),
+            ignore_eos=True,
+            salt=told.get("salt", ""),
+            prompt_logprobs=told.get("prompt_logprobs"),
+            embed=told.get("embed", False),
+            resumed=None if resumed is None else tokens[prompt:],
+            age=told.get("age", 0.0),
+            first_token_age=told.get("first_token_age"),
+        )
+
+    def _import(self, told: Entry) -> Event:
+        """Of tokens that fill the blocks that were told; whence it comes decides nothing here."""
+        n, name = told["n"], told["model"]
+        spec = self._specs.get(name)
+        end = told["prompt_tokens"]
+        tokens = (0,) * end if spec is None else self._standins.tokens(spec, n, 0, end)
+        wanted = Submission(
+            id=told["request"], model=name, prompt=tokens, max_tokens=0, salt=told.get("salt", "")
+        )
+        return migration.ImportKv(wanted, told["form"], "", ())
+
+    def ended_job(self, told: Entry) -> Job:
+        job = self._lanes.jobs.get(told["job"])
+        if job is None or job.model != told["model"]:
+            flying = (f"job {job.id} of {job.model}" for job in self._lanes.jobs.values())
+            raise Impossible(f"{', '.join(flying) or 'no job'} is in flight")
+        return self._lanes.jobs.pop(job.id)
+
+    def job_done(
+        self, job: Job, seconds: float, ends: Mapping[str, Entry], stall: float = 0.0
+    ) -> JobDone:
+        """In the order in which live models tell results."""
+        spec = self._specs[job.model]
+        results: list[Result] = [Embedded(w.request_id, b"") for w in job.work if w.embed]
+        for w in job.work:
+            if w.scoring is not None:
+                scores = (0.0,) * len(w.scoring.targets)
+                results.append(PromptScores(w.request_id, w.scoring.start, scores))
+        for w in job.work:
+            how = ends.get(w.request_id, {})
+            failed = how.get("failed", "cancelled")
+            if w.sample is not None and failed != "cancelled":
+                results.append(Failed(w.request_id, failed, ""))
+            elif w.sample is not None:
+                n = self._numbers[w.request_id]
+                (token,) = self._standins.tokens(spec, n, w.end, w.end + 1)
+                stop = how.get("finished") == "stop"
+                results.append(Sampled(w.request_id, token, ends=stop))
+        return JobDone(job, tuple(results), seconds, stall)
+
+    def _operate(self, told: Entry) -> Event:
+        made = _OPERATIONS.get(told["operation"])
+        if made is None:
+            raise Unknown(f"this version knows no operation {told['operation']!r}")
+        operation = _made(made, told)
+        if "lease" in told:
+            self._lent[told["lease"]] = tuple(told["page_numbers"])
+        if "joining" in told:
+            joining = msgspec.convert(told["joining"], ModelTold)
+            spec, costs = joining.spec, joining.measured
+            newcomer = build_newcomer(self._state, hosted_nowhere(spec), copy_nothing, costs)
+            self._ready[spec.name] = newcomer
+            self._serves(spec)
+        return event.Operate(told["id"], operation)
+
+
+def _made(kind: type[T], told: Entry) -> T:
+    """An event or an operation, from its fields."""
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return msgspec.convert({k: v for k, v in told.items() if k in names}, kind)
+
+
+def _ends(told: Entry) -> dict[str, Entry]:
+    """What an event brought to an end, by request."""
+    return {entry["request"]: entry for entry in told.get("ended", ())}
+
+
+_EVENTS: dict[str, type[Event]] = {
+    kind.__name__: kind
+    for kind in (
+        event.Cancel,
+        event.Pause,
+        event.Resume,
+        event.GrammarReady,
+        event.TransferDone,
+        event.FirstJobReady,
+        event.Settled,
+        event.Drain,
+        event.Stop,
+        lease.PeerGone,
+        migration.ExportKv,
+        migration.Depart,
+        migration.KvRead,
+        migration.DropKv,
+    )
+}
+_OF_LEASES: dict[str, Callable[[Lease], Event]] = {
+    kind.__name__: kind for kind in (lease.Lent, lease.AskedBack, lease.Returned)
+}
+_OPERATIONS: dict[str, type[actions.Operation]] = {
+    kind.__name__: kind
+    for kind in (
+        actions.Activate,
+        actions.Evict,
+        actions.Change,
+        actions.Join,
+        actions.Leave,
+        actions.Lend,
+        actions.Recall,
+    )
+}
