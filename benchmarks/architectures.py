@@ -44,7 +44,7 @@ from ballast.isolation.limits import Limits
 from ballast.isolation.zygote import Zygote
 from ballast.kernels import linear, sampling
 from ballast.kernels.paged_attention import warm_up
-from ballast.weights.manifest import Reading, fork_zygote, read_manifest
+from ballast.weights.manifest import ManifestRequest, fork_zygote, read_manifest
 from benchmarks.common import finish, options, result_table
 from benchmarks.exactness import MARGIN, Verdict, asked, compare, fleet
 from benchmarks.families import FAMILIES, make
@@ -186,7 +186,7 @@ def attempt(case: Case) -> Outcome:
 def _serve(path: Path, model: torch.nn.Module) -> Outcome:
     settings = fleet({"model": path}, 256 * MiB)
     began = time.process_time()
-    read_manifest(Reading(settings.models[0]))
+    read_manifest(ManifestRequest(settings.models[0]))
     load_ms = 1000 * (time.process_time() - began)
     requests = asked(["model"], 3, seed=1, new_tokens=TOKENS)
     with InProcess(settings) as server:

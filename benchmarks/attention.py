@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from ballast.kernels import attention_code as code
+from ballast.kernels import attention_table as fields
 from ballast.kernels import team
 from ballast.kernels.paged_attention import KvArray, PagedBatch, warm_up
 from benchmarks.common import finish, interleave, options
@@ -138,7 +138,7 @@ class Decode:
         n = min(-(-SWEEP // self._layer_bytes), size)  # counters are good for one run
         rows = [(self._next + i) % size for i in range(n)]
         self._next = (self._next + n) % size
-        self._tables[:, [code.NEXT, code.WORKERS]] = 0
+        self._tables[:, [fields.NEXT, fields.WORKERS]] = 0
         base, stride = self._tables.ctypes.data, self._tables.strides[0]
         arguments = [base + row * stride for row in rows]
         threads = torch.get_num_threads()

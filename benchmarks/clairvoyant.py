@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ballast.core.compute import ComputeDecision, ComputeView, WorkView
 from ballast.core.cost import StepCosts
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 from ballast.core.settings import Slo
 from ballast.policy.compute.deadline import Deadline
 from ballast.policy.compute.demand import Task
@@ -61,7 +61,7 @@ class Future:
             ),
         )
 
-    def _outputs(self, model: str, order: Order) -> int:
+    def _outputs(self, model: str, order: Precedence) -> int:
         return self.outputs[model, order.arrival]
 
     def _prefill(self, r: WorkloadRequest, now: float) -> Task:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ballast.bench.inprocess import InProcess
 from ballast.cluster.machine_choice import machine_of
-from ballast.core.event import Finished, Output
+from ballast.core.event import FinishedOutput, Output
 from ballast.core.request import Submission
 from ballast.core.settings import GPU_PAGE, DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB, ceil_div
@@ -113,7 +113,7 @@ class Load:
         self._sent += 1
 
     def _hear(self, now: float, output: Output) -> None:
-        if not isinstance(output, Finished):
+        if not isinstance(output, FinishedOutput):
             return
         self._left -= 1
         if self._left >= CONCURRENT:

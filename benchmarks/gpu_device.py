@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ballast.core.errors import DeviceError
 from ballast.core.units import GiB, MiB
-from ballast.live.cuda_runner import Compute, TorchOnGpu
-from ballast.memory.cuda_devices import driver_version
-from ballast.memory.cuda_driver import CudaDriver
+from ballast.live.cuda_runner import GpuCompute, TorchOnGpu
+from ballast.memory.cuda.devices import driver_version
+from ballast.memory.cuda.driver import CudaDriver
 
 PAGE = 2 * MiB
 SIZES = {
@@ -107,7 +107,7 @@ class Gpu:
         target = torch.empty(GiB, dtype=torch.uint8, device=self.device)
         return float(GiB / self.seconds(partial(target.copy_, host, non_blocking=True), 5))
 
-    def compute(self) -> Compute:
+    def compute(self) -> GpuCompute:
         return TorchOnGpu(0)
 
     def held(self) -> tuple[int, int]:

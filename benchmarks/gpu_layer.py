@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ballast.core.settings import KvLayout
-from ballast.kernels.device_attention import attention_kernels
-from ballast.kernels.device_batch import DeviceBatch
-from ballast.kernels.device_kv import DeviceKv
-from ballast.kernels.device_layer import HeadVectors, LayerKernels, layer_kernels
-from ballast.kernels.device_plan import Bucket
+from ballast.kernels.gpu.attention import attention_kernels
+from ballast.kernels.gpu.attention_plan import Bucket
+from ballast.kernels.gpu.batch import GpuBatch
+from ballast.kernels.gpu.kv import GpuKv
+from ballast.kernels.gpu.layer import HeadVectors, LayerKernels, layer_kernels
 from benchmarks.gpu_apart import Findings, attempted
 from benchmarks.gpu_device import Gpu
 
@@ -79,9 +79,9 @@ def _launches(
     each = -(-(context + 1) // BLOCK_TOKENS)
     shape = (s.layers, 2, BLOCK_TOKENS, s.kv_heads, s.dim)
     stride = torch.Size(shape).numel()
-    kv = DeviceKv.over(drawn(n * each * stride), KvLayout.BLOCK_MAJOR, shape, stride)
+    kv = GpuKv.over(drawn(n * each * stride), KvLayout.BLOCK_MAJOR, shape, stride)
     bucket = Bucket.decode(n, n * each)
-    batch = DeviceBatch(kv, s.heads, bucket, make or attention_kernels(device))
+    batch = GpuBatch(kv, s.heads, bucket, make or attention_kernels(device))
     tables = [list(range(i, n * each, n)) for i in range(n)]
     batch.fill([0] * n, [context] * n, [1] * n, tables, list(range(n)))
     k, rows = layer_kernels(device), batch.n_tokens

@@ -2,7 +2,7 @@
 
 Layers of an 8B Llama in bfloat16 with queries, keys and values as one matrix, gate and up as
 another, each adapted, by CUDA graph. There are so many layers that no cache holds their matrices.
-What `SPLIT` of `kernels/device_lora.py` should be is seen here: it was not run on a GPU yet.
+What `SPLIT` of `kernels/gpu/lora.py` should be is seen here: it was not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ballast.kernels.device_batch import Scratch
-from ballast.kernels.device_lora import AdaptedRows, Group
-from ballast.kernels.device_plan import Bucket
-from ballast.kernels.lora import Matrices, Target
-from ballast.kernels.staging import Staged
-from ballast.memory.cuda_tensor import device_tensor_at
-from ballast.models.device_adapters import lora
+from ballast.kernels.gpu.attention_plan import Bucket
+from ballast.kernels.gpu.batch import Scratch
+from ballast.kernels.gpu.lora import GpuAdaptedRows, GpuLoraGroup
+from ballast.kernels.gpu.staging import Staged
+from ballast.kernels.lora import LoraMatrices, LoraTarget
+from ballast.memory.cuda.tensor import cuda_tensor_at
+from ballast.models.gpu.adapters import lora
 from benchmarks.common import finish, options
 from benchmarks.gpu_device import Gpu
 
@@ -47,10 +47,10 @@ class Timed(Protocol):
 
 @dataclass
 class Model:
-    """Matrices (outputs, inputs) of some layers, and what adapters add to each."""
+    """LoraMatrices (outputs, inputs) of some layers, and what adapters add to each."""
 
     weights: list[Tensor]
-    groups: list[Group]
+    groups: list[GpuLoraGroup]
     kept: list[Tensor]
 
     @classmethod
@@ -65,25 +65,25 @@ class Model:
         for inputs, outputs in shapes * LAYERS:
             targets, column = [], 0
             for n in outputs:
-                entries: list[Matrices | None] = []
+                entries: list[LoraMatrices | None] = []
                 for _ in range(ADAPTERS):
                     a, b = random(rank, inputs), random(rank, n)
                     made.kept += (a, b)
-                    entries.append(Matrices(a.data_ptr(), b.data_ptr(), rank, 0.5))
-                targets.append(Target(n, tuple(entries), column))
+                    entries.append(LoraMatrices(a.data_ptr(), b.data_ptr(), rank, 0.5))
+                targets.append(LoraTarget(n, tuple(entries), column))
                 column += n
             made.weights.append(random(column, inputs))
-            made.groups.append(Group(inputs, tuple(targets)))
+            made.groups.append(GpuLoraGroup(inputs, tuple(targets)))
         return made
 
-    def works(self, n: int, rows: AdaptedRows) -> tuple[Callable[[], None], Callable[[], None]]:
+    def works(self, n: int, rows: GpuAdaptedRows) -> tuple[Callable[[], None], Callable[[], None]]:
         """All that adapters add to `n` rows, and all that their linear layers multiply."""
         device = self.weights[0].device
         kernels = lora(
             self.groups,
             torch.bfloat16,
             device,
-            partial(device_tensor_at, device=device),
+            partial(cuda_tensor_at, device=device),
             Scratch(device),
         )
 
@@ -104,13 +104,13 @@ class Model:
         return add, multiply
 
 
-def rows_of(rows: int, adapters: int, decodes: bool, device: torch.device) -> AdaptedRows:
+def rows_of(rows: int, adapters: int, decodes: bool, device: torch.device) -> GpuAdaptedRows:
     """As many of each of so many adapters, in turn."""
     bucket = Bucket.decode(rows, 1, ADAPTERS)
     if not decodes:
         bucket = Bucket.holding([rows], rows, 1, ADAPTERS)
-    staged = Staged({**AdaptedRows.sizes(bucket), "end": ((1,), torch.int32)}, device)
-    both = AdaptedRows.both(staged.tensors, bucket)
+    staged = Staged({**GpuAdaptedRows.sizes(bucket), "end": ((1,), torch.int32)}, device)
+    both = GpuAdaptedRows.both(staged.tensors, bucket)
     assert both is not None
     host = staged.host()
     for one in both:

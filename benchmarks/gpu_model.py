@@ -15,15 +15,16 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Sampling
 from ballast.core.units import ceil_div
 from ballast.kv.layout import Layout
-from ballast.memory.cuda_calls import Driver
-from ballast.memory.cuda_tensor import device_tensor_at
-from ballast.memory.vm_cuda import CudaVm
-from ballast.models.device_fused import DeviceFusedModel
-from ballast.models.graphs import GraphCache
-from ballast.models.on_device import DeviceModel, OnDevice
+from ballast.memory.cuda.calls import Driver
+from ballast.memory.cuda.tensor import cuda_tensor_at
+from ballast.memory.cuda.vm import CudaVm
+from ballast.models.gpu.executor import GpuExecutor, GpuTransformersModel
+from ballast.models.gpu.fused import GpuFusedModel
+from ballast.models.gpu.graphs import GraphCache
 from ballast.weights import packing
-from ballast.weights.architecture import Architecture, learn
+from ballast.weights.architecture import Architecture
 from ballast.weights.host import HostBytes, HostModel
+from ballast.weights.inspection import inspect_model
 from ballast.weights.segment import Segment, pack
 
 
@@ -45,7 +46,7 @@ def segments_of(architecture: Architecture, dtype: str, fused: bool) -> tuple[Se
 
 def spec_of(config: Any, dtype: str = "bfloat16", fused: bool = True) -> ModelSpec:
     """Of a Llama of that configuration, in blocks of 16 tokens."""
-    architecture = learn(config)
+    architecture = inspect_model(config)
     segments = segments_of(architecture, dtype, fused)
     return ModelSpec(
         name="random",
@@ -100,7 +101,7 @@ class Random:
         or `one_row`: fused, by our own kernel where a decode is of one sequence. Raises
         DeviceError; MemoryError where pages are short."""
         self._device, self._sequences = device, sequences
-        architecture = learn(config)
+        architecture = inspect_model(config)
         fused = impl != "generic"
         segments = segments_of(architecture, "bfloat16", fused)
         self.spec = spec = spec_of(config, fused=fused)
@@ -127,19 +128,19 @@ class Random:
                 at += size
             for address, segment in zip(addresses, segments, strict=False):
                 count = segment.n_bytes // 2
-                device_tensor_at(address, (count,), torch.bfloat16, device).normal_(0, 0.02)
+                cuda_tensor_at(address, (count,), torch.bfloat16, device).normal_(0, 0.02)
             kv = addresses[-1]
-            device_tensor_at(kv, (kv_pages * page,), torch.uint8, device).zero_()
+            cuda_tensor_at(kv, (kv_pages * page,), torch.uint8, device).zero_()
             where = (addresses[:-1], kv, layout, kv_pages * page, device)
             self.served = self._model(impl, host, *where, make, graphs)
         except BaseException:
             self._vm.close()
             raise
 
-    def _model(self, impl: str, *where: Any) -> OnDevice:
+    def _model(self, impl: str, *where: Any) -> GpuExecutor:
         if impl == "generic":
-            return DeviceModel(*where)
-        return DeviceFusedModel(*where, one_row=impl == "one_row")
+            return GpuTransformersModel(*where)
+        return GpuFusedModel(*where, one_row=impl == "one_row")
 
     @property
     def weight_bytes(self) -> int:

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from ballast.core.errors import DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.units import GiB, KiB, MiB, ceil_div
 from ballast.live.inbox import MonotonicClock
-from ballast.memory.cuda_calls import Driver
-from ballast.memory.cuda_pins import Pins
-from ballast.memory.link_cuda import CudaLink
+from ballast.memory.cuda.calls import Driver
+from ballast.memory.cuda.link import CudaLink
+from ballast.memory.cuda.pinning import PinnedMemory
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.pool import Pool
-from ballast.memory.vm_cuda import CudaVm
 from ballast.weights.host import HostTier
 from ballast.weights.residency import WeightsOnDevice
 from ballast.weights.segment import PackedTensor, Segment
@@ -117,7 +117,7 @@ def activation(gpu: Gpu, found: Findings, configs: Configs = CONFIGS, page: int 
     gpu.give_back()
     specs = {size: spec_of(config) for size, config in configs.items()}
     largest = max(n for spec in specs.values() for n in spec.segment_bytes)
-    pins, told = Pins(gpu.driver, 0), queue.SimpleQueue[TransferDone]()
+    pins, told = PinnedMemory(gpu.driver, 0), queue.SimpleQueue[TransferDoneEvent]()
     link = CudaLink(gpu.driver, 0, MonotonicClock(), told.put)
     try:
         with host_bytes(ceil_div(largest, PAGE) * PAGE, not pins.reads_only) as address:
@@ -145,7 +145,7 @@ def activated(
     driver: Driver,
     spec: Any,
     link: CudaLink,
-    told: queue.SimpleQueue[TransferDone],
+    told: queue.SimpleQueue[TransferDoneEvent],
     address: int,
     rate: float,
     page: int,

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from ballast.core.job import Sampled, SequenceWork
+from ballast.core.job import SampledToken, SequenceWork
 from ballast.core.request import Sampling
 from ballast.core.settings import GRAPH_BYTES, KvLayout
-from ballast.kernels.device_attention import attention_kernels
-from ballast.kernels.device_batch import DeviceBatch
-from ballast.kernels.device_kv import DeviceKv
-from ballast.kernels.device_plan import Bucket
-from ballast.kernels.device_sampling import DeviceSampler
+from ballast.kernels.gpu.attention import attention_kernels
+from ballast.kernels.gpu.attention_plan import Bucket
+from ballast.kernels.gpu.batch import GpuBatch
+from ballast.kernels.gpu.kv import GpuKv
+from ballast.kernels.gpu.sampling import GpuSampler
 from ballast.kernels.sampling import sample
-from ballast.models.graphs import GraphCache
+from ballast.models.gpu.graphs import GraphCache
 from benchmarks.gpu_apart import Findings, attempted
 from benchmarks.gpu_device import CONFIGS, PAGE, SPARE, Configs, Gpu, bytes_of, wall_seconds
 from benchmarks.gpu_model import Random, reference, spec_of
@@ -109,7 +109,7 @@ def decode_steps(
 
 
 def tokens_of(results: Sequence[object]) -> list[int]:
-    return [told.token for told in results if isinstance(told, Sampled)]
+    return [told.token for told in results if isinstance(told, SampledToken)]
 
 
 def with_and_without(
@@ -171,12 +171,12 @@ def layouts(
         memory = torch.randn(n * each * stride, dtype=torch.bfloat16, device=gpu.device)
         order = torch.randperm(n * each).tolist()
         tables = [order[i * each : (i + 1) * each] for i in range(n)]
-        kv = DeviceKv.over(memory, layout, shape, stride)
+        kv = GpuKv.over(memory, layout, shape, stride)
         made = attention_kernels(gpu.device)
-        batch = DeviceBatch(kv, heads, Bucket.decode(n, n * each), made)
+        batch = GpuBatch(kv, heads, Bucket.decode(n, n * each), made)
         batch.fill([0] * n, [context - 1] * n, [1] * n, tables, [0] * n)
 
-        def step(batch: DeviceBatch = batch) -> None:
+        def step(batch: GpuBatch = batch) -> None:
             for layer in range(layers):
                 batch.attend(layer, q, dim**-0.5, batch.out)
 
@@ -202,7 +202,7 @@ def sampling(
     are moved; rows that were moved all the same, and whether tokens are the same."""
     torch.manual_seed(0)
     on_host, positions = torch.randn(rows, vocab) * 3, range(rows)
-    logits, sampler = on_host.to(gpu.device), DeviceSampler(gpu.device)
+    logits, sampler = on_host.to(gpu.device), GpuSampler(gpu.device)
     for name, asked in ASKED.items():
         params = [replace(asked, seed=i) for i in range(rows)]
         expected, _ = sample(on_host, params, positions)

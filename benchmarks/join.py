@@ -21,7 +21,7 @@ from rich.table import Table
 from ballast.cluster.controller import Controller
 from ballast.cluster.local import LocalWorker
 from ballast.cluster.segments import SegmentBroker
-from ballast.core.command import Outcome
+from ballast.core.command import CommandOutcome
 from ballast.core.settings import (
     DeviceSettings,
     FleetSettings,
@@ -49,7 +49,7 @@ def fleet(directory: Path) -> FleetSettings:
     )
 
 
-def done(outcome: Outcome) -> None:
+def done(outcome: CommandOutcome) -> None:
     assert outcome.code is None, outcome
 
 

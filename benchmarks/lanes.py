@@ -25,7 +25,7 @@ import numpy as np
 from rich.table import Table
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.event import Finished, Output, TokenOut
+from ballast.core.event import FinishedOutput, Output, TokenOutput
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import MiB
@@ -122,7 +122,7 @@ class Served:
 
     def _hear(self, now: float, output: Output) -> None:
         """On the loop's thread."""
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             model, asked = self._open[output.request_id]
             stream, in_time = self._streams[model], now < self._until
             if output.index == 0 and stream.output == 1:
@@ -132,7 +132,7 @@ class Served:
                 self._gaps.append(now - self._last[output.request_id])
                 self._done[model] += 1
             self._last[output.request_id] = now
-        elif isinstance(output, Finished):
+        elif isinstance(output, FinishedOutput):
             model, _ = self._open.pop(output.request_id)
             self._last.pop(output.request_id, None)
             if now < self._until:

@@ -36,7 +36,7 @@ from typing import Any
 
 import msgspec
 
-from ballast.core.lease import Returned
+from ballast.core.lease import PagesReturnedEvent
 from ballast.core.units import KiB, MiB
 from benchmarks import lending_worker
 from benchmarks.common import finish, options
@@ -137,7 +137,7 @@ class Pair:
         """With all that it leads to; why it was refused."""
         heard = self.workers[to].ask("hear", data)
         message = decode(data)
-        if isinstance(message, Returned) and heard["refused"] is None:
+        if isinstance(message, PagesReturnedEvent) and heard["refused"] is None:
             for page in message.lease.pages:
                 self.stamps[to].pop(page, None)
         for answer in heard["answers"]:

@@ -24,15 +24,15 @@ import numpy as np
 
 from ballast.core.actions import Short
 from ballast.core.errors import BallastError
-from ballast.core.lease import AskedBack, Lease, Lent, Returned
-from ballast.memory.borrow import Borrower
-from ballast.memory.cuda_driver import CudaDriver
-from ballast.memory.lend import OWNER, Lender
+from ballast.core.lease import Lease, PagesLentEvent, PagesRecalledEvent, PagesReturnedEvent
+from ballast.memory.cuda.driver import CudaDriver
+from ballast.memory.cuda.vm import CudaVm
+from ballast.memory.lending.borrower import Borrower
+from ballast.memory.lending.lender import OWNER, Lender
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported
-from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.transport.page_descriptors import PagesSocket, fetch_lease, fetch_pages, serve
 from ballast.transport.worker_messages.codec import decode_to_worker
@@ -93,7 +93,7 @@ class Worker:
     def lend(self, peer: str, n: int) -> bytes | None:
         """The message to the borrower; None where pages are short."""
         lease = self._lend(peer, n)
-        return None if isinstance(lease, Short) else encode(Lent(lease))
+        return None if isinstance(lease, Short) else encode(PagesLentEvent(lease))
 
     def _lend(self, peer: str, n: int) -> Lease | Short:
         lease = self._lender.lend(peer, n)
@@ -109,14 +109,14 @@ class Worker:
         lease = leases[which % len(leases)]
         skip %= len(lease.pages)
         part = self._lender.recall(lease.part(lease.pages[skip : skip + n]), due)
-        return None if part is None else encode(AskedBack(part))
+        return None if part is None else encode(PagesRecalledEvent(part))
 
     def hear(self, data: bytes) -> dict[str, Any]:
         """What a message from the peer led to: answers, or why it was refused."""
         message = decode(data)
-        if isinstance(message, Lent):
+        if isinstance(message, PagesLentEvent):
             return {"refused": self._accept(message.lease), "answers": []}
-        if isinstance(message, Returned):
+        if isinstance(message, PagesReturnedEvent):
             return {"refused": self._lender.returned(message.lease), "answers": []}
         if self._deaf:
             return {"refused": None, "answers": []}
@@ -132,7 +132,7 @@ class Worker:
         return self._borrower.accept(lease, opened)
 
     def settle(self) -> list[bytes]:
-        return [encode(Returned(part)) for part in self._borrower.settle()]
+        return [encode(PagesReturnedEvent(part)) for part in self._borrower.settle()]
 
     def offer_back(self, peer: str, n: int) -> list[bytes]:
         self._borrower.offer_back(peer, n)
@@ -205,7 +205,7 @@ class Worker:
             book.validate()
         shown = self._vm.os_pages(self._range.range)
         told = {at: self._range.pages(at, 1)[0] for at in self._stamps}
-        lent = sum(self._pool.owner_of(page) == OWNER for page in shown.values())
+        lent = sum(self._pool.ledger.owner_of(page) == OWNER for page in shown.values())
         wrong = sum(not self._right(at) for at in self._stamps)
         wrong += sum(not self._filled(page, stamp) for page, stamp in expected)
         budget = self._pool.total * self._vm.page_bytes
@@ -214,21 +214,21 @@ class Worker:
             "disagreements": (shown != told) + lent + (self._vm.physical_bytes() > budget),
             "strangers": self._strangers(),
             "free": self._pool.free,
-            "lent": self._pool.owned(OWNER),
-            "borrowed": self._pool.borrowed(),
+            "lent": self._pool.ledger.owned(OWNER),
+            "borrowed": self._pool.ledger.borrowed(),
             "unused": self._borrower.unused,
-            "own": self._pool.owned(self._range.owner),
+            "own": self._pool.ledger.owned(self._range.owner),
         }
 
     def cost(self, peer: str, call: str, data: bytes, n: int) -> tuple[float, bytes]:
         """Seconds of one step, all of `n` pages at once, and the message that it led to."""
         message = decode(data) if data else None
-        answer: Lent | AskedBack | Returned | None = None
+        answer: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent | None = None
         start = time.perf_counter()
         if call == "lend":
             lease = self._lend(peer, n)
             assert isinstance(lease, Lease)
-            answer = Lent(lease)
+            answer = PagesLentEvent(lease)
         elif call == "accept":
             assert message is not None
             assert self._accept(message.lease) is None
@@ -241,12 +241,12 @@ class Worker:
             (lease,) = self._lender.leases(peer)
             part = self._lender.recall(lease, 1e9)
             assert part is not None
-            answer = AskedBack(part)
+            answer = PagesRecalledEvent(part)
         elif call == "unmap":
             assert message is not None
             assert len(self._borrower.recall(message.lease)) == n
             self._borrower.release(self._range, 0, n)
-            (answer,) = map(Returned, self._borrower.settle())
+            (answer,) = map(PagesReturnedEvent, self._borrower.settle())
         elif call == "take_back":
             assert message is not None
             assert self._lender.returned(message.lease) is None
@@ -283,9 +283,9 @@ class Worker:
             return array_at(address, shape, np.int64)
         import torch
 
-        from ballast.memory.cuda_tensor import device_tensor_at
+        from ballast.memory.cuda.tensor import cuda_tensor_at
 
-        return device_tensor_at(address, shape, torch.int64, torch.device(self._torch))
+        return cuda_tensor_at(address, shape, torch.int64, torch.device(self._torch))
 
     def _wait(self) -> None:
         """Until what was written is there: whoever unmaps it does not wait."""
@@ -312,7 +312,7 @@ class Worker:
     def _strangers(self) -> int:
         """Memory of others that is kept for nothing: devices on a CPU, on a GPU pages."""
         if isinstance(self._vm, CudaVm):
-            return self._vm.imported - self._pool.borrowed()
+            return self._vm.imported - self._pool.ledger.borrowed()
         return len(self._memories()) - 2
 
     def _memories(self) -> set[str]:
@@ -328,11 +328,11 @@ class Worker:
         return found
 
 
-def encode(word: Lent | AskedBack | Returned) -> bytes:
+def encode(word: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent) -> bytes:
     return encode_message(LeaseMsg.of(word))
 
 
-def decode(data: bytes) -> Lent | AskedBack | Returned:
+def decode(data: bytes) -> PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent:
     message = decode_to_worker(data)
     assert isinstance(message, LeaseMsg)
     return message.event

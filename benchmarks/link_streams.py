@@ -17,7 +17,7 @@ import numpy as np
 
 from ballast.bench.run_options import workload_of
 from ballast.core.clock import VirtualClock
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS
@@ -101,7 +101,7 @@ def layer_seconds(stream: str) -> float:
     link.start(1, [Copy(0, 0, spec.segment_bytes[1])], stream)
     while True:
         for event in heap.take(None):
-            if isinstance(event, TransferDone) and event.transfer_id == 1:
+            if isinstance(event, TransferDoneEvent) and event.transfer_id == 1:
                 return clock.now()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ballast.kernels.lora import AdapterRows, LoraGroup, Matrices, Target
+from ballast.kernels.lora import AdapterRows, LoraGroup, LoraMatrices, LoraTarget
 from benchmarks.common import finish, interleave, options
 
 RANK = 16
@@ -41,10 +41,10 @@ class Case:
             LoraGroup(
                 k,
                 [
-                    Target(
+                    LoraTarget(
                         n,
                         tuple(
-                            Matrices(x.data_ptr(), y.data_ptr(), RANK, 1.0)
+                            LoraMatrices(x.data_ptr(), y.data_ptr(), RANK, 1.0)
                             for x, y in zip(self.a[i], self.b[i], strict=True)
                         ),
                     )

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from ballast.bench.servers import serving_fleets
 from ballast.cluster.controller import Controller
-from ballast.core.event import Failed, TokenOut
+from ballast.core.event import FailedOutput, TokenOutput
 from ballast.core.request import Sampling, Submission
 from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
@@ -63,10 +63,10 @@ class Stream:
         try:
             while output_stream.more:
                 for output in await output_stream.take():
-                    if isinstance(output, TokenOut):
+                    if isinstance(output, TokenOutput):
                         self.tokens.append(output.token)
                         self.times.append(time.perf_counter())
-                    elif isinstance(output, Failed):
+                    elif isinstance(output, FailedOutput):
                         self.failed = output.reason
                 if len(self.tokens) >= BEFORE:
                     self.begun.set()

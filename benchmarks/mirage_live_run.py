@@ -11,7 +11,7 @@ import numpy as np
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.bench.record import prompts_of, submission_for, vocabularies_of
-from ballast.core.event import Finished
+from ballast.core.event import FinishedOutput
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.weights.rotor import Loads
@@ -101,7 +101,7 @@ def measured(
     due: Sequence[float], answers: Sequence[Answer], preemptions: int, loads: Loads
 ) -> Measured:
     """What the clients of requests saw that were to be sent at `due`."""
-    failed = [a.end for a in answers if not isinstance(a.end, Finished)]
+    failed = [a.end for a in answers if not isinstance(a.end, FinishedOutput)]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(answers)} requests were not served: {failed[0]}")
     answered = list(zip(due, answers, strict=True))

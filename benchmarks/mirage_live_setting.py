@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.event import TransferDone
-from ballast.core.job import Load
+from ballast.core.event import TransferDoneEvent
+from ballast.core.job import JobLoad
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -111,7 +111,7 @@ def ratio_of(kind: str) -> float:
     prompt, output = (float(lengths.sample(rng, 10_000).mean()) for lengths in SHAREGPT)
     n = filling(int(spec.share / spec.kv_bytes_per_token), prompt, output)
     context = round(n * (prompt + output / 2))
-    step = device.costs(spec.name).of(Load(0, 0, 0, n, context))
+    step = device.costs(spec.name).of(JobLoad(0, 0, 0, n, context))
     return spec.segment_bytes[1] / device.rates.to_device / (step / spec.n_layers)
 
 
@@ -204,7 +204,7 @@ class Copying:
         return Copy(self._at, source, n_bytes, touched=True)
 
     def _start(self, i: int) -> None:
-        def following(done: TransferDone) -> None:
+        def following(done: TransferDoneEvent) -> None:
             if not self._over:
                 self._start(i + 1)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ballast.bench.record import submission_for
 from ballast.core.cost import activation_bytes
-from ballast.core.event import Finished, Output, TokenOut
+from ballast.core.event import FinishedOutput, Output, TokenOutput
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import ceil_div
@@ -204,13 +204,13 @@ def _run(
     arrived = {s.id: s.arrival for s in arrivals}
     later = [replace(s, arrival=BEFORE + s.arrival) for s in arrivals]
     times: dict[str, list[float]] = {s.id: [] for s in arrivals}
-    finished: dict[str, Finished] = {}
+    finished: dict[str, FinishedOutput] = {}
 
     def receive(now: float, output: Output) -> None:
         match output:
-            case TokenOut(request_id=id):
+            case TokenOutput(request_id=id):
                 times[id].append(now - BEFORE)
-            case Finished(request_id=id):
+            case FinishedOutput(request_id=id):
                 finished[id] = output
 
     watch = Watch(enough)

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.event import Result
+from ballast.core.event import JobResult
 from ballast.core.job import SequenceWork
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -162,7 +162,7 @@ def chosen(path: Path, streams: int) -> Array:
         assert model.experts is not None
         experts, run = model.experts, model.run
 
-        def observed(work: Sequence[SequenceWork]) -> list[Result]:
+        def observed(work: Sequence[SequenceWork]) -> list[JobResult]:
             results = run(work)
             if len(work) == streams and all(len(w.tokens) == 1 for w in work):
                 found.append(experts.counts)

@@ -39,7 +39,7 @@ from ballast.bench.cluster_run import ClusterRun, run_cluster
 from ballast.bench.fairness import fairness_gap
 from ballast.bench.report import Report
 from ballast.core.cost import StepCosts
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
 from ballast.policy.presets import resolve
@@ -139,7 +139,7 @@ def specs_of(setting: Setting, kind: Kind, length: float) -> list[ModelSpec]:
 
 def level(costs: StepCosts, prompt: int) -> Slo:
     """`SLO_SCALE` times what a request with such a prompt sees that is alone."""
-    step = costs.of(Load(0, 0, 0, 1, prompt))
+    step = costs.of(JobLoad(0, 0, 0, 1, prompt))
     return Slo(ttft=SLO_SCALE * costs.prefill_seconds(prompt), tpot=SLO_SCALE * step)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ballast.cluster import worker
 from ballast.cluster.segments import SegmentClient
-from ballast.core.event import Result
+from ballast.core.event import JobResult
 from ballast.core.job import SequenceWork
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import PRESETS
@@ -20,13 +20,13 @@ MAGIC = [7, 7, 7]
 """Token ids at the beginning of a job's part; a prompt of many, as a part may be shorter."""
 _WORKER = "worker"
 
-Run = Callable[[Sequence[SequenceWork]], list[Result]]
+Run = Callable[[Sequence[SequenceWork]], list[JobResult]]
 
 
 def deadly(run: Run) -> Run:
     """`run`, but for jobs that kill."""
 
-    def guarded(work: Sequence[SequenceWork]) -> list[Result]:
+    def guarded(work: Sequence[SequenceWork]) -> list[JobResult]:
         if any(list(w.tokens[: len(MAGIC)]) == MAGIC for w in work):
             os.kill(os.getpid(), signal.SIGKILL)
         return run(work)

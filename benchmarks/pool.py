@@ -88,7 +88,7 @@ def hand_over_per_mib(page_bytes: int, *, scattered: bool, moves: bool) -> float
     pool = Pool(vm, n)
     pool.populate_some(n)
     if scattered:
-        pages = pool.lease("others", n)
+        pages = pool.allocate("others", n)
         assert isinstance(pages, tuple)
         pool.give_back("others", pages[::2])
         n = pool.free
@@ -154,7 +154,7 @@ def _owner_costs(page_bytes: int) -> dict[str, float]:
     timed("release_us", lambda i: b.release(i, 1))
 
     def books(_: int) -> None:
-        pages = pool.lease("a", 1)
+        pages = pool.allocate("a", 1)
         assert isinstance(pages, tuple)
         pool.give_back("a", pages)
 

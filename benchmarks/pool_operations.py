@@ -19,8 +19,8 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.lease import Lease
 from ballast.core.units import KiB
 from ballast.memory.arena import Arena
-from ballast.memory.borrow import Borrower
-from ballast.memory.lend import Lender
+from ballast.memory.lending.borrower import Borrower
+from ballast.memory.lending.lender import Lender
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
@@ -145,8 +145,8 @@ class RandomRun:
         """Ledger against the operating system, per owner; and each owner's own list."""
         for r in self._ranges:
             r.validate()
-            told = self._pool.owned(r.owner) + self._pool.reclaiming_of(r.owner)
-            told += self._pool.held(r.owner)
+            told = self._pool.ledger.owned(r.owner) + self._pool.ledger.reclaiming_of(r.owner)
+            told += self._pool.ledger.held(r.owner)
             self._compare(told, r.os_backed())
         try:
             self._peer.validate()
@@ -249,7 +249,7 @@ class RandomRun:
 
     def _promise(self) -> None:
         if self._pool.promise("arena", self._random.randint(1, 4)) is not None:
-            self._pool.withdraw("arena")
+            self._pool.cancel_promise("arena")
 
     def _resize_arena(self) -> None:
         self._arena.resize(self._random.randint(0, 16) * self._vm.page_bytes)

@@ -34,7 +34,7 @@ from ballast.bench.inprocess import InProcess
 from ballast.bench.report import Report, RequestStats
 from ballast.bench.servers import ServersRun, run_servers
 from ballast.core.actions import Activate, Evict
-from ballast.core.command import DeviceOrder
+from ballast.core.command import DeviceCommand
 from ballast.core.settings import FleetSettings, Slo
 from ballast.core.view import Residency
 from ballast.workload.workload import Workload, WorkloadRequest
@@ -124,7 +124,7 @@ def activations(setting: Setting) -> list[float]:
     found = []
     with InProcess(fleet) as server:
 
-        def ordered(order: DeviceOrder, model: str, wanted: Residency) -> float:
+        def ordered(order: DeviceCommand, model: str, wanted: Residency) -> float:
             began = time.perf_counter()
             server.device.command(order, lambda outcome: None)
             while server.device.state.models[model].residency is not wanted:

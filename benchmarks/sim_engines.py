@@ -40,8 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ballast.core.cost import StepCosts
-from ballast.core.event import Output, TokenOut
-from ballast.core.job import Load, chunk_pairs
+from ballast.core.event import Output, TokenOutput
+from ballast.core.job import JobLoad, chunk_pairs
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.sim.cluster import SERVED, USABLE
@@ -210,8 +210,8 @@ def splits(known: Known) -> list[Split]:
         jobs: dict[str, list[tuple[float, float, float]]] = {"decode": [], "prefill": []}
         for batch, length in itertools.product(BATCHES, LENGTHS):
             n, pairs = batch * length, batch * chunk_pairs(length, 0)
-            jobs["decode"].append((batch, n, costs.of(Load(0, 0, 0, batch, n))))
-            jobs["prefill"].append((batch, n, costs.of(Load(n, batch, pairs, 0, 0))))
+            jobs["decode"].append((batch, n, costs.of(JobLoad(0, 0, 0, batch, n))))
+            jobs["prefill"].append((batch, n, costs.of(JobLoad(n, batch, pairs, 0, 0))))
         points = {phase: Points.of(jobs[phase]) for phase in jobs}
         found.append(Split(row, known.sizes(row.model), reduces.get(row.tp), **points))
     return found
@@ -363,7 +363,7 @@ def stated_left_out(known: Known, found: Errors) -> None:
         assert host is not None
         sizes = known.sizes(step.model)
         costs = step_costs(sizes, hardware, reach, host, by_size.get(step.tp))
-        off = costs.of(Load(0, 0, 0, 1, 0)) / step.seconds - 1
+        off = costs.of(JobLoad(0, 0, 0, 1, 0)) / step.seconds - 1
         found.add("stated", f"{step.model}/tp{step.tp}", "decode", [off])
     for model, seconds in ACTIVATIONS:
         ((other, seen),) = (a for a in ACTIVATIONS if a[0] != model)
@@ -375,7 +375,7 @@ def stated_left_out(known: Known, found: Errors) -> None:
 def slower(tp: int, batch: int) -> float:
     """Per cent by which steps of `batch` sequences take longer under `eager`, `tp` devices each."""
     old, new = (device_profile(ON, engine) for engine in (EAGER, GRAPHS))
-    load = Load(0, 0, 0, batch, batch * LENGTH)
+    load = JobLoad(0, 0, 0, batch, batch * LENGTH)
     return statistics.median(
         100 * (old.costs(m, tp=tp).of(load) / new.costs(m, tp=tp).of(load) - 1) for m in SIZES
     )
@@ -407,7 +407,7 @@ def served(engine: str, rate: float) -> dict[str, float]:
     first: dict[str, float] = {}
 
     def receive(now: float, output: Output) -> None:
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             first.setdefault(output.request_id, now)
 
     simulate(fleet, [spec], [asked(-1, 0.0, 1, 1), *requests], profile.of([spec]), receive)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ballast.core.clock import VirtualClock
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.core.units import MiB
 from ballast.live.inbox import MonotonicClock
@@ -85,7 +85,7 @@ def play(
     link: Link,
     copies: Callable[[Move], list[Copy]],
     now: Callable[[], float],
-    wait: Callable[[float | None], list[TransferDone]],
+    wait: Callable[[float | None], list[TransferDoneEvent]],
 ) -> dict[str, float]:
     """Ask for what is due; by name, the seconds from then to the end. `wait(until)` returns what
     has ended by then, at the latest."""
@@ -109,8 +109,8 @@ def virtual(moves: Sequence[Move]) -> dict[str, float]:
     clock = VirtualClock()
     heap = EventHeap(clock)
 
-    def wait(until: float | None) -> list[TransferDone]:
-        return [event for event in heap.take(until) if isinstance(event, TransferDone)]
+    def wait(until: float | None) -> list[TransferDoneEvent]:
+        return [event for event in heap.take(until) if isinstance(event, TransferDoneEvent)]
 
     def copies(m: Move) -> list[Copy]:
         return [Copy(0, 0, m.n_bytes)]
@@ -120,12 +120,12 @@ def virtual(moves: Sequence[Move]) -> dict[str, float]:
 
 def live(moves: Sequence[Move]) -> dict[str, float]:
     clock = MonotonicClock()
-    ended: queue.SimpleQueue[TransferDone] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[TransferDoneEvent] = queue.SimpleQueue()
     link = HostLink(clock, ended.put, RATES)
     rooms = {m.name: np.ones((2, m.n_bytes), dtype=np.uint8) for m in moves}
     began = clock.now()
 
-    def wait(until: float | None) -> list[TransferDone]:
+    def wait(until: float | None) -> list[TransferDoneEvent]:
         left = None if until is None else max(0.0, began + until - clock.now())
         try:
             return [ended.get(timeout=left)]

@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ballast.core.cost import StepCosts
-from ballast.core.job import Load, chunk_pairs
+from ballast.core.job import JobLoad, chunk_pairs
 from ballast.sim.derating import GroupDerate, median_derate
 from ballast.sim.fitting import DecodeFit, Points, PrefillFit, errors, fit_decode, fit_prefill
 from ballast.sim.profile import device_profile
@@ -74,9 +74,9 @@ def predicted(costs: StepCosts, points: Points, phase: str) -> list[float]:
     columns = zip(points.batch, points.tokens, points.pairs, points.seconds, strict=True)
     for batch, tokens, pairs, seconds in columns:
         load = (
-            Load(int(tokens), int(batch), int(pairs), 0, 0)
+            JobLoad(int(tokens), int(batch), int(pairs), 0, 0)
             if phase == "prefill"
-            else Load(0, 0, 0, int(batch), int(tokens))
+            else JobLoad(0, 0, 0, int(batch), int(tokens))
         )
         found.append(costs.of(load) / float(seconds) - 1)
     return found
@@ -120,8 +120,8 @@ def in_groups(tables: Tables, folder: Path) -> dict[str, dict[str, float]]:
         for batch, length in itertools.product(BATCHES, LENGTHS):
             n = batch * length
             loads = {
-                "prefill": Load(n, batch, batch * chunk_pairs(length, 0), 0, 0),
-                "decode": Load(0, 0, 0, batch, n),
+                "prefill": JobLoad(n, batch, batch * chunk_pairs(length, 0), 0, 0),
+                "decode": JobLoad(0, 0, 0, batch, n),
             }
             for phase, load in loads.items():
                 off[phase].append(costs.of(load) / stated.of(load) - 1)

@@ -14,7 +14,7 @@ from ballast.bench.sample import DecisionRecord, decisions_of
 from ballast.bench.simulation_samples import SimulationSampler
 from ballast.bench.stories import SinkOf
 from ballast.core.cost import Traffic
-from ballast.core.event import Failed, Output
+from ballast.core.event import FailedOutput, Output
 from ballast.core.fleet import FleetAction, Place, Withdraw
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.request import Submission
@@ -168,7 +168,7 @@ class _Observer:
         request = self.silent.pop(output.request_id, None)
         if request is None or self._missed is None:
             return
-        if isinstance(output, Failed) or at - request.at > self._slos[request.model].ttft:
+        if isinstance(output, FailedOutput) or at - request.at > self._slos[request.model].ttft:
             self._missed(request.model)
 
     def record_move(self, at: float, action: FleetAction, refused: str | None) -> None:

@@ -18,7 +18,7 @@ from ballast.bench.report import Report
 from ballast.bench.run_options import slos_of, workload_of
 from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.settings import FleetSettings, Slo
 from ballast.core.units import ceil_div, format_bytes
@@ -160,7 +160,7 @@ def bursts(names: Sequence[str], rate: float, seconds: float, seed: int) -> Work
 def step_seconds(costs: StepCosts) -> float:
     """A decode step of one sequence amid a mean request: where jobs were measured, and not at an
     empty context, which measurements extrapolate to."""
-    return costs.of(Load(0, 0, 0, 1, MEAN_TOKENS + MEAN_TOKENS // 2))
+    return costs.of(JobLoad(0, 0, 0, 1, MEAN_TOKENS + MEAN_TOKENS // 2))
 
 
 def pace(

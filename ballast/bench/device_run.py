@@ -17,7 +17,7 @@ from ballast.bench.simulation_samples import SimulationSampler
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink, both
 from ballast.core.errors import Unavailable
-from ballast.core.event import Drain, Output, PromptScores, Stop, TokenOut
+from ballast.core.event import DrainEvent, Output, PromptScoresOutput, StopEvent, TokenOutput
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
 from ballast.engine.state import DeviceState
@@ -70,9 +70,9 @@ def run_live(
         done = asyncio.run(
             replay(workload, target, prompts, timeout=timeout, progress=progress, name=fleet.preset)
         )
-        device.post(Drain())
+        device.post(DrainEvent())
     except BaseException:
-        device.post(Stop("the replay failed"))
+        device.post(StopEvent("the replay failed"))
         raise
     finally:
         loop.join()
@@ -108,7 +108,7 @@ def run_virtual(
     def said(now: float, output: Output) -> None:
         nonlocal ended
         recorder.told(now, output)
-        if not isinstance(output, TokenOut | PromptScores):
+        if not isinstance(output, TokenOutput | PromptScoresOutput):
             ended += 1
             progress(fleet.preset, ended, len(arrivals))
 

@@ -11,7 +11,7 @@ from ballast.bench.host_loading import load_as_served
 from ballast.cluster.fitness import host_budget
 from ballast.cluster.placing import homes_of
 from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.errors import BallastError, ConfigError, DeviceError
 from ballast.core.model import ModelSpec, kv_room, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
@@ -19,9 +19,9 @@ from ballast.core.units import KiB, ceil_div, format_bytes
 from ballast.engine.build import check_room, kv_layout, pages_aside, set_aside
 from ballast.isolation.calls import Isolation
 from ballast.live.never_run import WHERE, never_run
-from ballast.memory.cuda_devices import reach_of
-from ballast.memory.cuda_driver import CudaDriver
-from ballast.models.parallel import check_parallel
+from ballast.memory.cuda.devices import reach_of
+from ballast.memory.cuda.driver import CudaDriver
+from ballast.models.parallel.model import check_parallel
 from ballast.policy.presets import preset_of
 from ballast.weights.checkpoint import clipped_context, read_spec
 from ballast.weights.manifest import fork_zygote
@@ -118,7 +118,7 @@ def lending(settings: FleetSettings) -> Finding:
     return judged("lending", "; ".join(told), "")
 
 
-def _reaches(settings: FleetSettings) -> dict[str, Reach | None]:
+def _reaches(settings: FleetSettings) -> dict[str, GpuReach | None]:
     """Of its GPUs, if this process may use them."""
     gpus = {name: d.gpu for name, (d, _) in settings.devices.items() if d.gpu is not None}
     if not gpus:

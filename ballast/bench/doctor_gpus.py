@@ -10,10 +10,10 @@ from ballast.bench.doctor_finding import Finding, judged
 from ballast.core.errors import DeviceError
 from ballast.core.units import format_bytes
 from ballast.live.never_run import FEATURES, WHERE
-from ballast.memory.cuda_calls import Driver
-from ballast.memory.cuda_devices import Gpu, find_gpus
-from ballast.memory.cuda_driver import CudaDriver
-from ballast.memory.cuda_gauge import gauge
+from ballast.memory.cuda.bandwidth import measure_bandwidth
+from ballast.memory.cuda.calls import Driver
+from ballast.memory.cuda.devices import Gpu, find_gpus
+from ballast.memory.cuda.driver import CudaDriver
 
 _LOADED = Path("/proc/driver/nvidia/version")
 
@@ -39,7 +39,7 @@ def gpus(nvml: Any = None, driver: Driver | None = None) -> Iterator[Finding]:
 
 def _reached(driver: Driver, ordinal: int) -> str:
     try:
-        r = gauge(driver, ordinal)
+        r = measure_bandwidth(driver, ordinal)
     except DeviceError as error:
         return f"copies not measured: {error}"
     way = f"copies {r.to_device / 1e9:.3g} GB/s to it and {r.to_host / 1e9:.3g} to the host"

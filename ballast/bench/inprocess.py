@@ -10,15 +10,15 @@ from types import TracebackType
 from ballast.cluster.machine_choice import machine_of
 from ballast.core.cost import StepCosts
 from ballast.core.event import (
-    Arrival,
-    Cancel,
-    Drain,
-    Embedded,
-    Finished,
+    ArrivalEvent,
+    CancelEvent,
+    DrainEvent,
+    EmbeddingOutput,
+    FinishedOutput,
     Output,
-    PromptScores,
-    Stop,
-    TokenOut,
+    PromptScoresOutput,
+    StopEvent,
+    TokenOutput,
 )
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
@@ -34,16 +34,16 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
     tops: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
-    prompt: list[PromptScores] = field(default_factory=list)
+    prompt: list[PromptScoresOutput] = field(default_factory=list)
     embedding: bytes | None = None
     times: list[float] = field(default_factory=list)
     """When each token left the loop."""
     end: Output | None = None
 
     @property
-    def finished(self) -> Finished:
+    def finished(self) -> FinishedOutput:
         """The successful end; raises AssertionError with the reason for any other."""
-        assert isinstance(self.end, Finished), self.end
+        assert isinstance(self.end, FinishedOutput), self.end
         return self.end
 
 
@@ -82,7 +82,7 @@ class InProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.device.post(Drain() if kind is None else Stop("the caller failed"))
+        self.device.post(DrainEvent() if kind is None else StopEvent("the caller failed"))
         self._thread.join()
         self.device.close()
         if self._crash is not None:
@@ -91,7 +91,7 @@ class InProcess:
     def drain(self) -> None:
         """Returns when all requests have ended, and the loop with them: until the context is left,
         nobody but the caller changes what the device has."""
-        self.device.post(Drain())
+        self.device.post(DrainEvent())
         self._thread.join()
         if self._crash is not None:
             raise self._crash
@@ -106,11 +106,11 @@ class InProcess:
         with self._ended:
             self.answers |= {s.id: Answer() for s in submissions}
             self._open += len(submissions)
-        self.device.inbox.post(*(Arrival(s) for s in submissions))
+        self.device.inbox.post(*(ArrivalEvent(s) for s in submissions))
 
     def cancel(self, request_id: str) -> None:
         """The client has gone."""
-        self.device.post(Cancel(request_id))
+        self.device.post(CancelEvent(request_id))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until every request submitted has ended; False where that took longer."""
@@ -139,14 +139,14 @@ class InProcess:
         ended = 0
         for output in outputs:
             answer = self.answers[output.request_id]
-            if isinstance(output, TokenOut):
+            if isinstance(output, TokenOutput):
                 answer.tokens.append(output.token)
                 answer.logprobs.append(output.logprob)
                 answer.tops.append(output.top)
                 answer.times.append(now)
-            elif isinstance(output, PromptScores):
+            elif isinstance(output, PromptScoresOutput):
                 answer.prompt.append(output)
-            elif isinstance(output, Embedded):
+            elif isinstance(output, EmbeddingOutput):
                 answer.embedding = output.values
             else:
                 answer.end = output

@@ -20,7 +20,7 @@ from ballast.bench.run_options import slos_of
 from ballast.bench.simulation import Progress, simulate_presets
 from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
 from ballast.policy.presets import resolve
@@ -272,7 +272,7 @@ def in_time_alone(requests: Sequence[WorkloadRequest], question: Question) -> fl
 
     def in_time(r: WorkloadRequest) -> bool:
         slo, cost = slos[r.model], costs[r.model]
-        step = cost.of(Load(0, 0, 0, 1, r.prompt_tokens))
+        step = cost.of(JobLoad(0, 0, 0, 1, r.prompt_tokens))
         paced = r.output_tokens == 1 or step <= slo.tpot
         return paced and cost.prefill_seconds(r.prompt_tokens) <= slo.ttft
 

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.workload.prompts import prompt_for
@@ -118,9 +118,9 @@ class RequestRecorder:
 
     def told(self, now: float, output: Output) -> None:
         """The engine said something."""
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             self.token(output.request_id, now)
-        elif isinstance(output, Finished):
+        elif isinstance(output, FinishedOutput):
             self.finished(
                 output.request_id,
                 now,
@@ -129,7 +129,7 @@ class RequestRecorder:
                 output.cached_tokens,
                 output.preemptions,
             )
-        elif isinstance(output, Failed):
+        elif isinstance(output, FailedOutput):
             self.failed(output.request_id, now, f"{output.code}: {output.reason}")
         else:
             self.failed(output.request_id, now, "cancelled")

@@ -12,9 +12,9 @@ from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import Prompts, RequestRecord, RequestRecorder, submission_for
 from ballast.bench.sample import DecisionRecord, DeviceSample, MemorySample, decisions_of
 from ballast.core.clock import Clock
-from ballast.core.entries import Entry
+from ballast.core.entries import StoryEntry
 from ballast.core.errors import BallastError, BrokenPromise
-from ballast.core.event import Arrival, Cancel, Event, Output, TokenOut
+from ballast.core.event import ArrivalEvent, CancelEvent, Event, Output, TokenOutput
 from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
 from ballast.workload.workload import Workload, WorkloadRequest
@@ -169,7 +169,7 @@ class EngineTarget:
         self._clock = clock
         self._post: Callable[[Event], None] | None = None
         self._snapshot: Callable[[], DeviceReport] | None = None
-        self._story: Sequence[Entry] = ()
+        self._story: Sequence[StoryEntry] = ()
         self._open: dict[str, tuple[RequestRecorder, asyncio.AbstractEventLoop, asyncio.Event]] = {}
 
     @property
@@ -180,7 +180,7 @@ class EngineTarget:
         self,
         post: Callable[[Event], None],
         snapshot: Callable[[], DeviceReport] | None = None,
-        story: Sequence[Entry] = (),
+        story: Sequence[StoryEntry] = (),
     ) -> None:
         """Where events go, where memory can be read, and the growing list of a story's entries,
         with times of this target's clock."""
@@ -195,7 +195,7 @@ class EngineTarget:
                 continue
             recorder, loop, done = found
             recorder.told(now, output)
-            if not isinstance(output, TokenOut):
+            if not isinstance(output, TokenOutput):
                 # The sender may have given up meanwhile, and its event loop have gone with it.
                 with suppress(RuntimeError):
                     loop.call_soon_threadsafe(done.set)
@@ -207,10 +207,10 @@ class EngineTarget:
         done = asyncio.Event()
         self._open[submission.id] = (recorder, asyncio.get_running_loop(), done)
         try:
-            self._post(Arrival(submission))
+            self._post(ArrivalEvent(submission))
             await done.wait()
         except asyncio.CancelledError:
-            self._post(Cancel(submission.id))
+            self._post(CancelEvent(submission.id))
             raise
         finally:
             del self._open[submission.id]

@@ -10,7 +10,7 @@ import msgspec
 
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report
-from ballast.core.entries import Entry, ModelTold
+from ballast.core.entries import ModelEntry, StoryEntry
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
@@ -45,7 +45,7 @@ class StoryReport:
     """Jobs with a prefill."""
     decodes: Jobs
     """Jobs of decodes alone."""
-    decisions: tuple[Entry, ...]
+    decisions: tuple[StoryEntry, ...]
     """Those that were done, in order of time, each `at` seconds from the first arrival."""
     busy: float
     """Share of the devices' compute that jobs had."""
@@ -89,7 +89,7 @@ class _Asked:
     first: float | None = None
     last: float | None = None
     ended: float | None = None
-    end: Entry | None = None
+    end: StoryEntry | None = None
 
     def record(self, id: int, began: float) -> RequestRecord:
         how = self.end or {"failed": "not answered by the end of the story"}
@@ -119,7 +119,7 @@ class _Reader:
     def __init__(self) -> None:
         self.asked: list[_Asked] = []
         self.slos: dict[str, Slo] = {}
-        self.decisions: list[Entry] = []
+        self.decisions: list[StoryEntry] = []
         self.prefills, self.decodes = Jobs(), Jobs()
         self.seconds = 0.0
         """Of all jobs, as if each had had its whole device."""
@@ -132,7 +132,7 @@ class _Reader:
         for m in told.models:
             self._serves(m.spec)
         numbers: dict[int, _Asked] = {}
-        jobs: dict[int, Entry] = {}
+        jobs: dict[int, StoryEntry] = {}
         """In flight, by id: what was told when they began."""
         for entry in life.entries:
             at = told.began + entry.get("at", life.at)
@@ -160,7 +160,7 @@ class _Reader:
                 self.decodes.add(entry["steps"], seconds)
                 self.seconds += seconds
             elif "joining" in entry:
-                self._serves(msgspec.convert(entry["joining"], ModelTold).spec)
+                self._serves(msgspec.convert(entry["joining"], ModelEntry).spec)
             elif event == "JobFailed":
                 jobs.pop(entry["job"], None)
             elif "job" in entry:
@@ -179,7 +179,7 @@ class _Reader:
         for served in spec.served:
             self.slos.setdefault(served.name, served.slo)
 
-    def _arrives(self, began: float, entry: Entry) -> _Asked:
+    def _arrives(self, began: float, entry: StoryEntry) -> _Asked:
         name = entry["request"]
         if "resumed" in entry and name in self._open:
             return self._open[name]
@@ -190,7 +190,7 @@ class _Reader:
         return asked
 
 
-def _sampling(job: Entry) -> Iterator[int]:
+def _sampling(job: StoryEntry) -> Iterator[int]:
     """Numbers of the requests that get a token from a job."""
     yield from job.get("decode", ())
     yield from (n for n, _, _, samples in job.get("prefill", ()) if samples)

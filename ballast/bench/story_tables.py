@@ -12,7 +12,7 @@ from rich.table import Table
 from ballast import __version__
 from ballast.bench.story_report import Jobs, StoryReport
 from ballast.bench.tables import comparison_table, percent, seconds
-from ballast.core.entries import Entry
+from ballast.core.entries import StoryEntry
 from ballast.sim.replay import StoryDifference, StoryReplay
 from ballast.sim.story_reader import DeviceStory
 
@@ -39,7 +39,7 @@ def story_table(a: StoryReport, b: StoryReport) -> Table:
 
 def first_difference(
     a: StoryReport, b: StoryReport
-) -> tuple[int, Entry | None, Entry | None] | None:
+) -> tuple[int, StoryEntry | None, StoryEntry | None] | None:
     """Of the sequences of decisions: how many are the same, then either's next (None: it has no
     more). None if they are the same to the end. When and why they were taken does not count."""
     pairs = itertools.zip_longest(a.decisions, b.decisions)
@@ -82,11 +82,11 @@ def _json(t: StoryReport) -> dict[str, Any]:
     }
 
 
-def _what(entry: Entry) -> tuple[Any, ...]:
+def _what(entry: StoryEntry) -> tuple[Any, ...]:
     return entry["action"], entry["model"], entry.get("request_id"), entry.get("rotation")
 
 
-def _said(entry: Entry) -> str:
+def _said(entry: StoryEntry) -> str:
     *parts, rotation = _what(entry)
     if rotation is not None:
         parts.append(f"layers {list(rotation['layers'])} / {rotation['slots']}")
@@ -130,5 +130,5 @@ def _shown(life: DeviceStory, d: StoryDifference) -> Iterator[str]:
         yield f"  {d.why}"
 
 
-def _entry_text(entry: Entry | None) -> str:
+def _entry_text(entry: StoryEntry | None) -> str:
     return "nothing" if entry is None else msgspec.json.encode(entry).decode()

@@ -21,9 +21,9 @@ from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
 from ballast.cluster.worker_link import WorkerLink
 from ballast.core.actions import Activate, Evict, Lend, Recall
-from ballast.core.command import Add, DeviceOrder, Order, Outcome, Remove
+from ballast.core.command import Add, CommandOutcome, DeviceCommand, ModelCommand, Remove
 from ballast.core.errors import ConfigError, Unavailable
-from ballast.core.migration import Word
+from ballast.core.migration import MigrationAnswer
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings, ModelSettings, ServerSettings
@@ -93,7 +93,7 @@ class Controller(RequestRouter):
 
     # -- orders -----------------------------------------------------------------------------------
 
-    async def command(self, order: Order, device: str | None = None) -> Outcome:
+    async def command(self, order: ModelCommand, device: str | None = None) -> CommandOutcome:
         """Have the devices that it concerns carry out an operator's order, or none of them; or
         only one of a model's devices.
 
@@ -105,38 +105,38 @@ class Controller(RequestRouter):
         if device is not None:
             found = self.devices.get(device)
             if found is None or not found.serves(order.model):
-                return Outcome("refused", f"{order.model} is not on {device!r}")
+                return CommandOutcome("refused", f"{order.model} is not on {device!r}")
             return await found.command(order)
         return await self._command(order)
 
-    async def place(self, model: str, device: str) -> Outcome:
+    async def place(self, model: str, device: str) -> CommandOutcome:
         """Serve a model on one more device. Raises Unavailable, as `command`."""
         async with self.changing:
             settings = next((m for m in self.fleet.models if m.name == model), None)
             found = self.devices.get(device)
             if settings is None or found is None:
                 what = f"there is no device {device!r}" if settings else f"no model {model!r}"
-                return Outcome("refused", f"{what}; devices: {', '.join(self.devices)}")
+                return CommandOutcome("refused", f"{what}; devices: {', '.join(self.devices)}")
             if found.cordoned:
-                return Outcome("refused", f"{device} is drained; uncordon it first")
+                return CommandOutcome("refused", f"{device} is drained; uncordon it first")
             if found.takes(model):
-                return Outcome("refused", f"{device} serves {model} already")
+                return CommandOutcome("refused", f"{device} serves {model} already")
             return await found.join(settings)
 
-    async def withdraw_model(self, model: str, device: str, patience: float) -> Outcome:
+    async def withdraw_model(self, model: str, device: str, patience: float) -> CommandOutcome:
         """Take a model from one of its devices. Requests that run there go on at others that have
         its weights; what stays has `patience` seconds to end. Raises Unavailable, as `command`."""
         async with self.changing:
             here = [d for d in self.devices.values() if d.takes(model)]
             found = self.devices.get(device)
             if found not in here:
-                return Outcome("refused", f"{model} is not on {device!r}")
+                return CommandOutcome("refused", f"{model} is not on {device!r}")
             if len(here) < 2:
-                return Outcome("refused", f"{model} is on no other device")
+                return CommandOutcome("refused", f"{model} is on no other device")
             assert found is not None
             return await self._take_off(found, model, patience)
 
-    async def _take_off(self, device: RemoteDevice, model: str, patience: float) -> Outcome:
+    async def _take_off(self, device: RemoteDevice, model: str, patience: float) -> CommandOutcome:
         """Take a model from a device that is not its only one."""
         device.leaving.add(model)
         try:
@@ -149,7 +149,7 @@ class Controller(RequestRouter):
             device.leaving.discard(model)
         return outcome
 
-    async def drain(self, device: str) -> Outcome:
+    async def drain(self, device: str) -> CommandOutcome:
         """Empty a device for maintenance, until it is `uncordon`ed.
 
         Models that no other device serves are placed on others first, those with the least weights
@@ -161,7 +161,7 @@ class Controller(RequestRouter):
         async with self.changing:
             found = self.devices.get(device)
             if found is None:
-                return Outcome(
+                return CommandOutcome(
                     "refused", f"no device {device!r}; devices: {', '.join(self.devices)}"
                 )
             others = [
@@ -179,7 +179,7 @@ class Controller(RequestRouter):
                     with suppress(Unavailable):
                         await self._take_off(d, name, PATIENCE)
                 if isinstance(error, _Refused):
-                    return Outcome("refused", f"{model} stays on {device}: {error}")
+                    return CommandOutcome("refused", f"{model} stays on {device}: {error}")
                 raise
             found.cordoned = True
             bases = list(found.specs.values())
@@ -194,7 +194,7 @@ class Controller(RequestRouter):
                     outcome = await found.command(Evict(model, "its device is drained"))
                     if outcome.code is not None:
                         log.warning("%s keeps the weights of %s: %s", device, model, outcome.reason)
-            return Outcome()
+            return CommandOutcome()
 
     async def migrate(self, device: RemoteDevice, model: str) -> int:
         """Have requests of a model that run on a device go on, with their KV, at others that serve
@@ -250,13 +250,15 @@ class Controller(RequestRouter):
         """Further devices that take requests of a model now."""
         return [d for d in self._serving(model) if d is not device and d.down is None]
 
-    async def uncordon(self, device: str) -> Outcome:
+    async def uncordon(self, device: str) -> CommandOutcome:
         """A device that was drained takes requests again, of the models that it has."""
         found = self.devices.get(device)
         if found is None:
-            return Outcome("refused", f"no device {device!r}; devices: {', '.join(self.devices)}")
+            return CommandOutcome(
+                "refused", f"no device {device!r}; devices: {', '.join(self.devices)}"
+            )
         found.cordoned = False
-        return Outcome()
+        return CommandOutcome()
 
     async def _place_on_any(self, model: str, devices: Sequence[RemoteDevice]) -> RemoteDevice:
         """Have one of some devices serve a model. Raises _Refused where none does."""
@@ -274,35 +276,37 @@ class Controller(RequestRouter):
             refused = f"{d.name}: {outcome.reason}"
         raise _Refused(refused)
 
-    async def lend(self, lender: str, borrower: str, n_bytes: int) -> Outcome:
+    async def lend(self, lender: str, borrower: str, n_bytes: int) -> CommandOutcome:
         """Have a device lend free pages, so many bytes of them. Raises Unavailable."""
         device = self.devices.get(lender)
         way = next((c for c in self.lending if (c.lender, c.borrower) == (lender, borrower)), None)
         if device is None or way is None:
-            return Outcome("refused", f"there is no lending from {lender!r} to {borrower!r}")
+            return CommandOutcome("refused", f"there is no lending from {lender!r} to {borrower!r}")
         if way.means is None:
-            return Outcome("refused", f"{lender} cannot lend to {borrower}: {way.why}")
+            return CommandOutcome("refused", f"{lender} cannot lend to {borrower}: {way.why}")
         if not self._acquaintances.acquainted(lender, borrower):
-            return Outcome("refused", f"{lender} and {borrower} do not know each other yet")
+            return CommandOutcome("refused", f"{lender} and {borrower} do not know each other yet")
         report = self.devices[borrower].report
         assert report is not None  # it has said that it knows the other
         pages = n_bytes // report.page_bytes
         if pages < 1:
-            return Outcome("invalid", f"{n_bytes} bytes are less than a page")
+            return CommandOutcome("invalid", f"{n_bytes} bytes are less than a page")
         if sum(report.borrowed.values()) + pages > report.total:
-            return Outcome("refused", f"{borrower} would have borrowed more than it has itself")
+            return CommandOutcome(
+                "refused", f"{borrower} would have borrowed more than it has itself"
+            )
         return await device.command(Lend(borrower, pages, "by an operator"))
 
     async def recall(
         self, lender: str, borrower: str, n_bytes: int | None, seconds: float
-    ) -> Outcome:
+    ) -> CommandOutcome:
         """Have a device ask back what it has lent, or so much of it; returns when it is there, or
         the borrower has been killed, as it is after so many seconds. Raises Unavailable, as
         `command`."""
         device = self.devices.get(lender)
         report = None if device is None else device.report
         if device is None or report is None:
-            return Outcome("refused", f"there is no device {lender!r}")
+            return CommandOutcome("refused", f"there is no device {lender!r}")
         pages = None if n_bytes is None else max(1, n_bytes // report.page_bytes)
         return await device.command(Recall(borrower, pages, seconds, "by an operator"))
 
@@ -325,22 +329,22 @@ class Controller(RequestRouter):
         )
         self.fleet = replace(self.fleet, models=tuple(models))
 
-    async def _command(self, order: Order) -> Outcome:
+    async def _command(self, order: ModelCommand) -> CommandOutcome:
         refused = refusal(self.fleet, self.specs, order)
         if refused is not None:
-            return Outcome("refused", refused)
+            return CommandOutcome("refused", refused)
         several = len(self.devices) > 1  # a single one knows what it serves
         if several and isinstance(order, Add) and order.settings.name in self.specs:
-            return Outcome("refused", f"there is a model {order.settings.name!r} already")
+            return CommandOutcome("refused", f"there is a model {order.settings.name!r} already")
         try:
             devices = await self._concerned(order)
         except ConfigError as error:
-            return Outcome("invalid", str(error))
+            return CommandOutcome("invalid", str(error))
         missing = [d.down for d in devices if d.down is not None]
         if missing:
             raise Unavailable(missing[0])
-        done: list[tuple[RemoteDevice, Order | None]] = []
-        outcome = Outcome()
+        done: list[tuple[RemoteDevice, ModelCommand | None]] = []
+        outcome = CommandOutcome()
         try:
             for device in devices:
                 undo = undoing(order, device.fleet)
@@ -353,7 +357,7 @@ class Controller(RequestRouter):
                 await self._undo(done)
         return outcome
 
-    async def _undo(self, done: Iterable[tuple[RemoteDevice, Order | None]]) -> None:
+    async def _undo(self, done: Iterable[tuple[RemoteDevice, ModelCommand | None]]) -> None:
         """A later device did not do what these did."""
         for device, order in done:
             if order is None:
@@ -366,7 +370,7 @@ class Controller(RequestRouter):
             if failed:
                 log.error("%s: what another device did not do stays done: %s", device.name, failed)
 
-    async def _concerned(self, order: Order) -> list[RemoteDevice]:
+    async def _concerned(self, order: ModelCommand) -> list[RemoteDevice]:
         """Devices that have to carry out an order. Raises ConfigError."""
         match order:
             case Add(settings):
@@ -402,7 +406,7 @@ class Controller(RequestRouter):
         """Of pages that are lent."""
         self._acquaintances.said(device, message)
 
-    def said_of_request(self, device: RemoteDevice, word: Word) -> None:
+    def said_of_request(self, device: RemoteDevice, word: MigrationAnswer) -> None:
         """Of a request that moves from it or to it."""
         self._migrations.said(device, word)
 
@@ -410,7 +414,7 @@ class Controller(RequestRouter):
         """Its worker has been reaped; returns when nobody uses its memory any more."""
         await self._acquaintances.buried(device)
 
-    def carried_out(self, device: RemoteDevice, order: DeviceOrder) -> None:
+    def carried_out(self, device: RemoteDevice, order: DeviceCommand) -> None:
         """A device has done what was ordered: what all of them serve follows."""
         if isinstance(order, Remove) and self._having(order.model):
             return

@@ -15,9 +15,9 @@ from ballast.cluster.pending_orders import PendingOrders, changed, names_of
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
 from ballast.cluster.worker_link import WorkerLink
-from ballast.core.command import Add, DeviceOrder, Outcome, Remove
+from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.errors import BallastError, Unavailable
-from ballast.core.migration import Word
+from ballast.core.migration import MigrationAnswer
 from ballast.core.settings import FleetSettings, ModelSettings, Role
 from ballast.transport.worker_messages.admin_messages import CommandDoneMsg
 from ballast.transport.worker_messages.codec import ToServer, ToWorker
@@ -35,7 +35,7 @@ from ballast.transport.worker_messages.request_messages import OutputsMsg
 log = logging.getLogger(__name__)
 
 WORKER_LOST = "worker_lost"
-"""Code of `Failed` for requests whose worker died and could not be replaced."""
+"""Code of `FailedOutput` for requests whose worker died and could not be replaced."""
 LOST_AFTER = 3
 """Starts that fail one after another before requests fail instead of waiting."""
 BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
@@ -49,7 +49,7 @@ class Neighbours(Protocol):
     def take_over(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
         """Its worker has died: others may have its requests, but those that were `in_flight`."""
 
-    def carried_out(self, device: RemoteDevice, order: DeviceOrder) -> None:
+    def carried_out(self, device: RemoteDevice, order: DeviceCommand) -> None:
         """It has done what was ordered."""
 
     def serving(self, device: RemoteDevice, pages: str) -> None:
@@ -61,7 +61,7 @@ class Neighbours(Protocol):
     def prefilled(self, device: RemoteDevice, request_id: str) -> None:
         """A request has its first token at a device that only prefills."""
 
-    def said_of_request(self, device: RemoteDevice, word: Word) -> None:
+    def said_of_request(self, device: RemoteDevice, word: MigrationAnswer) -> None:
         """Of a request that moves from it or to it."""
 
     async def buried(self, device: RemoteDevice) -> None:
@@ -106,7 +106,7 @@ class RemoteDevice(DeviceRecord):
         """End the worker that serves; another takes its place."""
         self.worker.kill(why)
 
-    async def command(self, order: DeviceOrder) -> Outcome:
+    async def command(self, order: DeviceCommand) -> CommandOutcome:
         """Have it carry out an operator's order; the next worker serves what came of it.
 
         Raises Unavailable where no worker serves, or it dies before it has answered: the next one
@@ -118,23 +118,23 @@ class RemoteDevice(DeviceRecord):
             raise Unavailable("the server is stopping")
         known = {m.name for m in self.fleet.models}
         if isinstance(order, Remove) and order.model in known.difference(self.specs):
-            outcome = Outcome(specs=dict(self.specs))  # it could not be loaded
+            outcome = CommandOutcome(specs=dict(self.specs))  # it could not be loaded
             self._carried_out(order, outcome)
             return outcome
         return await self._orders.send(order)
 
-    async def join(self, settings: ModelSettings) -> Outcome:
+    async def join(self, settings: ModelSettings) -> CommandOutcome:
         """Serve one more model; one that was about to leave stays. Raises as `command`."""
         if settings.name in self.leaving:
             self.leaving.discard(settings.name)
-            return Outcome(specs=dict(self.specs))
+            return CommandOutcome(specs=dict(self.specs))
         return await self.command(Add(settings))
 
     def _began(self, request_id: str) -> None:
         if self.fleet.device.role is Role.PREFILL:
             self._neighbours.prefilled(self, request_id)
 
-    def _carried_out(self, order: DeviceOrder, outcome: Outcome) -> None:
+    def _carried_out(self, order: DeviceCommand, outcome: CommandOutcome) -> None:
         if outcome.code is not None:
             return
         self.specs = outcome.specs

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ballast.cluster.given_prefixes import GivenPrefixes
 from ballast.cluster.open_requests import OpenRequests
 from ballast.cluster.suspicion import Suspicions
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.request import Request, Submission
@@ -30,7 +30,7 @@ class DeviceRecord:
         self.report: DeviceReport | None = None
         self.pages = ""
         """Where its worker's memory is to be had; empty: nowhere."""
-        self.reach: Reach | None = None
+        self.reach: GpuReach | None = None
         """Of a GPU, as its last worker has told."""
         self.leaving: set[str] = set()
         """Models that it serves until their open requests have ended."""

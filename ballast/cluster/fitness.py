@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.settings import FleetSettings
 from ballast.core.units import format_bytes
-from ballast.memory.cuda_probe import gpu_bytes
+from ballast.memory.cuda.probe import gpu_bytes
 from ballast.memory.host_memory import Bound, available, installed
 
 

@@ -2,10 +2,11 @@
 
 ::
 
-    serving ─MeetPeerMsg─> both ─HasMet─>   acquainted, in an epoch of their own
+    serving ─MeetPeerMsg─> both ─PeerMetReport─>   acquainted, in an epoch of their own
     LeaseMsg                         passed on, in order, while the epoch lasts
-    Condemned                        the borrower is killed
-    died, buried ─PeerEndedMsg─> the other ─LetGo─>   only then is the dead one's successor started
+    PeerOverdueReport                the borrower is killed
+    died, buried ─PeerEndedMsg─> the other ─PeerReleasedReport─>
+                                     only then is the dead one's successor started
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ballast.core.capability import Capability
-from ballast.core.lease import Returned
+from ballast.core.lease import PagesReturnedEvent
 from ballast.transport.worker_messages.codec import ToWorker
 from ballast.transport.worker_messages.lending_messages import (
     LeaseMsg,
@@ -137,7 +138,7 @@ class Acquaintances:
     def _pass_on(self, device: Peer, message: LeaseMsg) -> None:
         lease = message.lease
         by, to = lease.lender, lease.borrower
-        if isinstance(message.event, Returned):
+        if isinstance(message.event, PagesReturnedEvent):
             by, to = to, by
         pair = self._pairs.get(frozenset((by, to)))
         if by == device.name and pair is not None and pair.epoch == lease.epoch:

@@ -13,15 +13,15 @@ from typing import TypeVar
 from ballast.cluster.device import RemoteDevice
 from ballast.core.migration import (
     AT_ONCE,
-    Depart,
-    Departed,
-    DropKv,
-    ExportKv,
-    ImportKv,
-    KvExported,
-    KvImported,
-    KvTail,
-    Word,
+    DepartedAnswer,
+    DepartEvent,
+    DropKvEvent,
+    ExportKvEvent,
+    ImportKvEvent,
+    KvExportedAnswer,
+    KvImportedAnswer,
+    KvTailEvent,
+    MigrationAnswer,
     wanted,
 )
 from ballast.core.request import Submission
@@ -31,17 +31,17 @@ from ballast.transport.worker_messages.request_messages import WithdrawMsg
 PATIENCE = 10.0
 """Seconds for a device to answer: it may be amid a long job, and have a GiB to read."""
 
-W = TypeVar("W", KvExported, KvImported, Departed)
+W = TypeVar("W", KvExportedAnswer, KvImportedAnswer, DepartedAnswer)
 
 
 class Migrations:
     """Between the devices of one server."""
 
     def __init__(self) -> None:
-        self._awaited: dict[tuple[str, type, str], asyncio.Future[Word | None]] = {}
+        self._awaited: dict[tuple[str, type, str], asyncio.Future[MigrationAnswer | None]] = {}
         """By device, kind of word and request."""
 
-    def said(self, device: RemoteDevice, word: Word) -> None:
+    def said(self, device: RemoteDevice, word: MigrationAnswer) -> None:
         """A device has said something of a request."""
         self._answer((device.name, type(word), word.request_id), word)
 
@@ -78,40 +78,43 @@ class Migrations:
         request = source.requests.get(request_id)
         if imported and target.down is None and request is not None:
             request.departing = True
-            departed = await self._ask(source, Depart(request_id), Departed)
+            departed = await self._ask(source, DepartEvent(request_id), DepartedAnswer)
             if request_id in source.requests and source.down is None:
                 if departed is None:
                     source.tell(WithdrawMsg((request_id,)))
                 if departed is None or not departed.intact:
-                    target.tell(MigrationOrderMsg.of(DropKv(request_id)))
+                    target.tell(MigrationOrderMsg.of(DropKvEvent(request_id)))
                 else:
-                    tail = KvTail(request_id, departed.tokens, departed.tail)
+                    tail = KvTailEvent(request_id, departed.tokens, departed.tail)
                     target.tell(MigrationOrderMsg.of(tail))
                     target.moved_in += 1
                 target.requests.take(source.requests.let_go([request_id]))
                 return True
         if target.down is None:
-            target.tell(MigrationOrderMsg.of(DropKv(request_id)))
+            target.tell(MigrationOrderMsg.of(DropKvEvent(request_id)))
         return request_id not in source.requests
 
     async def _import(self, request_id: str, source: RemoteDevice, target: RemoteDevice) -> bool:
         """Have the target read what is there of a request's KV; whether it has."""
-        exported = await self._ask(source, ExportKv(request_id), KvExported)
+        exported = await self._ask(source, ExportKvEvent(request_id), KvExportedAnswer)
         request = source.requests.get(request_id)
         if exported is None or not exported.tokens or request is None or target.down is not None:
             return False
         prefix = wanted(request.submission, request.told, exported.tokens)
-        order = ImportKv(prefix, exported.form, source.pages, exported.pieces)
-        imported = await self._ask(target, order, KvImported)
+        order = ImportKvEvent(prefix, exported.form, source.pages, exported.pieces)
+        imported = await self._ask(target, order, KvImportedAnswer)
         return imported is not None and imported.tokens > 0
 
     async def _ask(
-        self, device: RemoteDevice, order: ExportKv | ImportKv | Depart, kind: type[W]
+        self,
+        device: RemoteDevice,
+        order: ExportKvEvent | ImportKvEvent | DepartEvent,
+        kind: type[W],
     ) -> W | None:
         """None: its worker has died, or does not answer."""
         if device.down is not None:
             return None
-        request_id = order.wanted.id if isinstance(order, ImportKv) else order.request_id
+        request_id = order.wanted.id if isinstance(order, ImportKvEvent) else order.request_id
         key = device.name, kind, request_id
         future = asyncio.get_running_loop().create_future()
         self._awaited[key] = future
@@ -127,7 +130,7 @@ class Migrations:
         assert word is None or isinstance(word, kind)
         return word
 
-    def _answer(self, key: tuple[str, type, str], word: Word | None) -> None:
+    def _answer(self, key: tuple[str, type, str], word: MigrationAnswer | None) -> None:
         future = self._awaited.get(key)
         if future is not None and not future.done():
             future.set_result(word)

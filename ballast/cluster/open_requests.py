@@ -14,7 +14,7 @@ from ballast.cluster.fairness import chosen
 from ballast.cluster.output_stream import OpenRequest
 from ballast.cluster.suspicion import Suspicions
 from ballast.core.errors import BrokenPromise
-from ballast.core.event import Cancelled, Failed, Finished, Output, TokenOut
+from ballast.core.event import CancelledOutput, FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.model import ModelSpec
 from ballast.transport.worker_messages.codec import ToWorker
 from ballast.transport.worker_messages.request_messages import (
@@ -26,7 +26,7 @@ from ballast.transport.worker_messages.request_messages import (
 log = logging.getLogger(__name__)
 
 POISON = "poison"
-"""Code of `Failed` for a request that killed workers, the last of them alone."""
+"""Code of `FailedOutput` for a request that killed workers, the last of them alone."""
 
 
 class OpenRequests:
@@ -169,7 +169,7 @@ class OpenRequests:
         ended = list(self._open.values())
         self.withdraw(list(self._open))
         for request in ended:
-            request.stream.put(Failed(request.submission.id, code, reason))
+            request.stream.put(FailedOutput(request.submission.id, code, reason))
 
     def serve(self, send: Callable[[ToWorker], None]) -> None:
         """There is a worker from now on."""
@@ -217,23 +217,23 @@ class OpenRequests:
     def deliver(self, output: Output) -> None:
         """Tell the client what the worker said."""
         request = self._open.get(output.request_id)
-        if request is None or (request.departing and isinstance(output, Cancelled)):
+        if request is None or (request.departing and isinstance(output, CancelledOutput)):
             return  # withdrawn meanwhile, or about to go on elsewhere
         try:
             news = request.news(output)
         except BrokenPromise as error:
             log.error("%s", error)
             self.withdraw([output.request_id])
-            request.stream.put(Failed(output.request_id, "internal_error", str(error)))
+            request.stream.put(FailedOutput(output.request_id, "internal_error", str(error)))
             return
         if news is None:
             return
-        if len(request.told) == 1 and isinstance(news, TokenOut):
+        if len(request.told) == 1 and isinstance(news, TokenOutput):
             self._silent[request.submission.model] -= 1
-        if isinstance(output, Finished | Failed | Cancelled):
+        if isinstance(output, FinishedOutput | FailedOutput | CancelledOutput):
             self._close(output.request_id)
         request.stream.put(news)
-        if not request.begun and isinstance(news, TokenOut) and self._has_block(request):
+        if not request.begun and isinstance(news, TokenOutput) and self._has_block(request):
             request.begun = True
             self._began(output.request_id)
 
@@ -311,7 +311,7 @@ class OpenRequests:
     def _fail(self, request: OpenRequest, code: str, reason: str) -> None:
         """A request that no worker has ends with an error."""
         self._close(request.submission.id)
-        request.stream.put(Failed(request.submission.id, code, reason))
+        request.stream.put(FailedOutput(request.submission.id, code, reason))
 
     def _close(self, request_id: str) -> OpenRequest:
         request = self._open.pop(request_id)

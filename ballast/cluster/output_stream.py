@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ballast.core.errors import BrokenPromise
-from ballast.core.event import Embedded, Output, PromptScores, TokenOut
+from ballast.core.event import EmbeddingOutput, Output, PromptScoresOutput, TokenOutput
 from ballast.core.request import Submission
 
 MOST_UNREAD, MOST_UNREAD_EACH = 1024, 64
@@ -26,11 +26,11 @@ UNITS_PER_TAKE = 256
 def size(output: Output) -> int:
     """Units of an output: a token, or a likely alternative to one, has one."""
     match output:
-        case TokenOut():
+        case TokenOutput():
             return 1 + len(output.top)
-        case PromptScores():
+        case PromptScoresOutput():
             return len(output.logprobs) + sum(map(len, output.top))
-        case Embedded():
+        case EmbeddingOutput():
             return 1 + len(output.values) // 128
         case _:
             return 1
@@ -180,7 +180,7 @@ class OpenRequest:
     def news(self, output: Output) -> Output | None:
         """What of `output` the client does not have yet. Raises BrokenPromise for a gap."""
         match output:
-            case TokenOut():
+            case TokenOutput():
                 if output.index < len(self.told):
                     return None
                 if output.index > len(self.told):
@@ -190,7 +190,7 @@ class OpenRequest:
                 self.told.append(output.token)
                 if self.first_token is None:
                     self.first_token = time.monotonic()
-            case PromptScores():
+            case PromptScoresOutput():
                 end = output.start + len(output.logprobs)
                 known = max(0, min(self.scored, end) - output.start)
                 self.scored = max(self.scored, end)
@@ -203,7 +203,7 @@ class OpenRequest:
                         logprobs=output.logprobs[known:],
                         top=output.top[known:],
                     )
-            case Embedded():
+            case EmbeddingOutput():
                 if self.embedded:
                     return None
                 self.embedded = True

@@ -13,7 +13,14 @@ from typing import Protocol
 
 from ballast.core.errors import DeviceError
 from ballast.core.event import Event
-from ballast.core.lease import AskedBack, Lease, Lent, PeerGone, Returned, Word
+from ballast.core.lease import (
+    Lease,
+    LendingMessage,
+    PagesLentEvent,
+    PagesRecalledEvent,
+    PagesReturnedEvent,
+    PeerGoneEvent,
+)
 from ballast.memory.vm import Exported
 from ballast.transport.page_descriptors import PagesSocket, fetch_lease, fetch_pages, serve
 from ballast.transport.worker_messages.lending_messages import MeetPeerMsg, PeerEndedMsg
@@ -63,7 +70,7 @@ class _Peer:
 class Peers:
     """All calls from the main thread, while the device may come and go."""
 
-    def __init__(self, use: Use, say: Callable[[Word], None]) -> None:
+    def __init__(self, use: Use, say: Callable[[LendingMessage], None]) -> None:
         """`say`: to the server, by any thread."""
         self.socket = PagesSocket()
         self._use, self._say = use, say
@@ -81,16 +88,19 @@ class Peers:
 
     def gone(self, message: PeerEndedMsg) -> None:
         """Told when nothing of what it had lent is about to be used here any more."""
-        event, known = PeerGone(message.peer, message.epoch), self._peers.pop(message.peer, None)
+        event, known = (
+            PeerGoneEvent(message.peer, message.epoch),
+            self._peers.pop(message.peer, None),
+        )
         if known is None:
             self._post(event)
             return
         known.do(self._post, event)
         known.thread.shutdown(wait=False)
 
-    def hear(self, word: Lent | AskedBack | Returned) -> None:
+    def hear(self, word: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent) -> None:
         known = self._peers.get(word.lease.lender)
-        if known is None or isinstance(word, Returned):
+        if known is None or isinstance(word, PagesReturnedEvent):
             self._post(word)
         else:
             known.do(self._hear, known, word)
@@ -126,8 +136,8 @@ class Peers:
             if device is not None:
                 device.meet(message.peer, message.epoch, exported)
 
-    def _hear(self, known: _Peer, word: Lent | AskedBack) -> None:
-        if isinstance(word, Lent) and known.by_page:
+    def _hear(self, known: _Peer, word: PagesLentEvent | PagesRecalledEvent) -> None:
+        if isinstance(word, PagesLentEvent) and known.by_page:
             self._fetch(known.address, word.lease)
         else:
             self._post(word)
@@ -152,7 +162,7 @@ class Peers:
                 _close(opened)
         else:
             log.warning("%d pages of %s cannot be used: %s", len(lease.pages), lease.lender, why)
-            self._say(Returned(lease))
+            self._say(PagesReturnedEvent(lease))
             return
         with self._use() as device:
             if device is not None:

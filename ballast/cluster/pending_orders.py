@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ballast.core.actions import Change
-from ballast.core.command import Add, DeviceOrder, Order, Outcome, Remove
+from ballast.core.command import Add, CommandOutcome, DeviceCommand, ModelCommand, Remove
 from ballast.core.errors import Unavailable
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 from ballast.fleet.levels import change_to
@@ -21,17 +21,17 @@ class PendingOrders:
     def __init__(self, send: Callable[[CommandMsg], None]) -> None:
         self._send = send
         self._numbers = itertools.count(1)
-        self._pending: dict[int, tuple[DeviceOrder, asyncio.Future[Outcome]]] = {}
+        self._pending: dict[int, tuple[DeviceCommand, asyncio.Future[CommandOutcome]]] = {}
 
-    def send(self, order: DeviceOrder) -> asyncio.Future[Outcome]:
+    def send(self, order: DeviceCommand) -> asyncio.Future[CommandOutcome]:
         """Its outcome, or Unavailable."""
-        asked: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        asked: asyncio.Future[CommandOutcome] = asyncio.get_running_loop().create_future()
         id = next(self._numbers)
         self._pending[id] = order, asked
         self._send(CommandMsg.of(id, order))
         return asked
 
-    def done(self, message: CommandDoneMsg) -> DeviceOrder | None:
+    def done(self, message: CommandDoneMsg) -> DeviceCommand | None:
         """Tell whoever waits, if anybody does; the order that was meant."""
         order, asked = self._pending.pop(message.id, (None, None))
         if asked is not None and not asked.done():
@@ -53,7 +53,7 @@ def names_of(fleet: FleetSettings) -> set[str]:
     return {m.name for m in fleet.models} | {a.name for m in fleet.models for a in m.adapters}
 
 
-def refusal(fleet: FleetSettings, served: Collection[str], order: Order) -> str | None:
+def refusal(fleet: FleetSettings, served: Collection[str], order: ModelCommand) -> str | None:
     """Why a fleet cannot become what an order would make of it; the device judges the rest."""
     if isinstance(order, Remove) and set(served) == {order.model}:
         return f"{order.model!r} is the only model that is served; add another one first"
@@ -66,7 +66,7 @@ def refusal(fleet: FleetSettings, served: Collection[str], order: Order) -> str 
     return None
 
 
-def undoing(order: Order, fleet: FleetSettings) -> Order | None:
+def undoing(order: ModelCommand, fleet: FleetSettings) -> ModelCommand | None:
     """What makes a fleet that an order was carried out on `fleet` again; None where nothing can."""
     match order:
         case Add(settings):
@@ -80,7 +80,7 @@ def undoing(order: Order, fleet: FleetSettings) -> Order | None:
             return None
 
 
-def changed(fleet: FleetSettings, order: DeviceOrder) -> FleetSettings:
+def changed(fleet: FleetSettings, order: DeviceCommand) -> FleetSettings:
     """What a worker has to be started with after an order was carried out."""
     models = list(fleet.models)
     match order:

@@ -25,12 +25,21 @@ from ballast.cluster.peers import Lends, Peers
 from ballast.cluster.segments import SegmentClient
 from ballast.cluster.tensor_parallel.remote_rank import start_ranks
 from ballast.core import migration
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.clock import Clock
-from ballast.core.command import DeviceOrder, Outcome
+from ballast.core.command import CommandOutcome, DeviceCommand
 from ballast.core.errors import BallastError
-from ballast.core.event import Arrival, Cancel, Drain, Event, Output, Pause, Resume, Stop
-from ballast.core.lease import Word
+from ballast.core.event import (
+    ArrivalEvent,
+    CancelEvent,
+    DrainEvent,
+    Event,
+    Output,
+    PauseEvent,
+    ResumeEvent,
+    StopEvent,
+)
+from ballast.core.lease import LendingMessage
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings, ModelSettings
@@ -88,17 +97,17 @@ class Device(Lends, Protocol):
     def failed(self) -> dict[str, str]: ...
 
     @property
-    def reach(self) -> Reach | None: ...
+    def reach(self) -> GpuReach | None: ...
 
     def run(self) -> None: ...
 
-    def tell_peers(self, say: Callable[[Word], None]) -> None: ...
+    def tell_peers(self, say: Callable[[LendingMessage], None]) -> None: ...
 
-    def migrate(self, order: migration.Order) -> None: ...
+    def migrate(self, order: migration.MigrationStep) -> None: ...
 
-    def tell_controller(self, say: Callable[[migration.Word], None]) -> None: ...
+    def tell_controller(self, say: Callable[[migration.MigrationAnswer], None]) -> None: ...
 
-    def command(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None: ...
+    def command(self, order: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None: ...
 
     def snapshot(self) -> DeviceReport: ...
 
@@ -188,19 +197,19 @@ class Worker:
                 self._thread.start()
             case SubmitMsg():
                 for submission in message.unwrap():
-                    self._post(Arrival(submission))
+                    self._post(ArrivalEvent(submission))
             case WithdrawMsg():
                 for request_id in message.request_ids:
-                    self._post(Cancel(request_id))
+                    self._post(CancelEvent(request_id))
             case FlowControlMsg():
                 for request_id in message.paused:
-                    self._post(Pause(request_id))
+                    self._post(PauseEvent(request_id))
                 for request_id in message.resumed:
-                    self._post(Resume(request_id))
+                    self._post(ResumeEvent(request_id))
             case DrainMsg():
-                self._post(Drain())
+                self._post(DrainEvent())
             case StopMsg():
-                self._post(Stop(message.reason))
+                self._post(StopEvent(message.reason))
             case CommandMsg():
                 self._command(message)
             case MeetPeerMsg():
@@ -216,7 +225,7 @@ class Worker:
         with self._lock:
             if self._device is not None:
                 self._device.post(event)
-            elif isinstance(event, Drain | Stop):
+            elif isinstance(event, DrainEvent | StopEvent):
                 self.abandoned = True  # still loading: nothing was accepted, nothing is lost
 
     @contextmanager
@@ -225,14 +234,14 @@ class Worker:
             yield self._device
 
     def _command(self, command: CommandMsg) -> None:
-        def done(outcome: Outcome) -> None:
+        def done(outcome: CommandOutcome) -> None:
             self._outgoing.put(CommandDoneMsg(command.id, outcome))
 
         with self._lock:
             if self._device is not None:
                 self._device.command(command.order, done)
                 return
-        done(Outcome("unavailable", "the device is not serving"))
+        done(CommandOutcome("unavailable", "the device is not serving"))
 
     def _migrate(self, message: MigrationOrderMsg) -> None:
         with self._lock:

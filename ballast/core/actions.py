@@ -243,7 +243,7 @@ class Lend:
     why: str = ""
 
 
-Operation = Activate | Evict | Change | Join | Leave | Lend | Recall
+LoopCommand = Activate | Evict | Change | Join | Leave | Lend | Recall
 """What only operators may ask for, and what they may beside policies."""
 
 

@@ -18,7 +18,7 @@ _MEANS = {(CPU, CPU): MAP, (CUDA, CUDA): IMPORT}
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class GpuReach:
     """What a process that has a GPU says of it, by names that are the same in all processes:
     ordinals are not."""
 
@@ -38,7 +38,7 @@ class Lendable:
     kind: str = CPU
     host: str = ""
     """The same for all devices of one host."""
-    reach: Reach | None = None
+    reach: GpuReach | None = None
     """Of a GPU; None: nobody has said so far."""
     layered: bool = False
     """Its KV lies layer by layer: only slabs of whole blocks can lie on borrowed pages."""

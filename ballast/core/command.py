@@ -27,14 +27,14 @@ class Remove:
     patience: float
 
 
-Order = Add | Remove | Change | Activate | Evict
+ModelCommand = Add | Remove | Change | Activate | Evict
 """About a model."""
-DeviceOrder = Order | Lend | Recall
+DeviceCommand = ModelCommand | Lend | Recall
 """What one device may be ordered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandOutcome:
     """How an order ended."""
 
     code: str | None = None

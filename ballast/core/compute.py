@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ballast.core.cost import StepCosts
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 
 
 class DecodeView(NamedTuple):
     """A running request that decodes: one more token with each step of its model."""
 
-    order: Order
+    order: Precedence
     due: float
     """When its first token was, or is, due, in seconds on the device's clock."""
     first: float | None
@@ -34,7 +34,7 @@ class DecodeView(NamedTuple):
 class PromptView(NamedTuple):
     """A request of whose prompt (after a preemption: and output so far) some is not computed."""
 
-    order: Order
+    order: Precedence
     tokens: int
     """Left to compute."""
     start: int
@@ -68,7 +68,7 @@ class Runnable:
     model: str
     last_run: float
     """When its last job ended; -inf: it has never run."""
-    first_prompt: Order | None
+    first_prompt: Precedence | None
     """Order of the first request whose prompt is not computed, if any."""
     moves_kv: bool = False
     """Its next job moves KV between device and host, and nothing else."""

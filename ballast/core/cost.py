@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
 
-from ballast.core.job import Job, Load, chunk_pairs
+from ballast.core.job import Job, JobLoad, chunk_pairs
 from ballast.core.model import JobMemory, ModelSpec
 from ballast.core.units import MiB, ceil_div
 
@@ -71,7 +71,7 @@ class StepCosts:
     hidden: float = 0.0
     per_tile: float = 0.0
 
-    def of(self, load: Load) -> float:
+    def of(self, load: JobLoad) -> float:
         tokens, chunks, pairs, sequences, context = load
         seconds = self.base
         if tokens:
@@ -89,7 +89,7 @@ class StepCosts:
         tiles = (sequences - 1) // TILE * self.per_tile
         return lambda context: base + (each + context * reads) + tiles
 
-    def split(self, load: Load) -> tuple[float, float]:
+    def split(self, load: JobLoad) -> tuple[float, float]:
         """Of the seconds of a job, those of arithmetic and those of reading weights and KV.
 
         The pass over the weights and what decodes read of KV count as reading; what tokens and
@@ -107,7 +107,7 @@ class StepCosts:
 
     def prefill_seconds(self, tokens: int, start: int = 0) -> float:
         """To compute `tokens` more positions of one sequence that has `start` of them."""
-        return self.of(Load(tokens, 1, chunk_pairs(tokens, start), 0, 0))
+        return self.of(JobLoad(tokens, 1, chunk_pairs(tokens, start), 0, 0))
 
     def work(self, traffic: Traffic, tpot: float, most: int) -> float:
         """Share of a device that `traffic` takes, roughly, if nothing else is served there.
@@ -118,7 +118,7 @@ class StepCosts:
         context = round(traffic.prompt_tokens + traffic.output_tokens / 2)
 
         def step(batch: int) -> float:
-            return self.of(Load(0, 0, 0, batch, batch * context))
+            return self.of(JobLoad(0, 0, 0, batch, batch * context))
 
         batch = max(1, bisect_right(range(1, most + 1), 0.8 * tpot, key=step))
         prefill = self.prefill_seconds(round(traffic.prompt_tokens))

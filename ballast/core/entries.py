@@ -6,27 +6,57 @@ A story that can be replayed begins with a snapshot.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ballast.core.actions import OMITTED, Action, Operation
+from ballast.core.actions import OMITTED, Action, LoopCommand
 from ballast.core.cost import StepCosts
-from ballast.core.event import Arrival, Event, GrammarReady, JobDone, JobFailed, Operate
-from ballast.core.lease import AskedBack, Lease, Lent, Returned
-from ballast.core.migration import ImportKv, KvTail
+from ballast.core.event import (
+    ArrivalEvent,
+    CancelEvent,
+    CommandEvent,
+    DrainEvent,
+    Event,
+    FirstJobReadyEvent,
+    GrammarReadyEvent,
+    JobDoneEvent,
+    JobFailedEvent,
+    PauseEvent,
+    ResumeEvent,
+    RotationSettledEvent,
+    StopEvent,
+    TimerEvent,
+    TransferDoneEvent,
+)
+from ballast.core.lease import (
+    Lease,
+    PagesLentEvent,
+    PagesRecalledEvent,
+    PagesReturnedEvent,
+    PeerGoneEvent,
+    PeerMetEvent,
+)
+from ballast.core.migration import (
+    DepartEvent,
+    DropKvEvent,
+    ExportKvEvent,
+    ImportKvEvent,
+    KvReadEvent,
+    KvTailEvent,
+)
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
 
 FORMAT = 1
 """Of stories that can be replayed; a reader refuses others."""
 
-Entry = dict[str, Any]
-Sink = Callable[[Sequence[Entry]], None]
+StoryEntry = dict[str, Any]
+Sink = Callable[[Sequence[StoryEntry]], None]
 """Takes the entries of a turn."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelTold:
+class ModelEntry:
     """A model of a snapshot."""
 
     spec: ModelSpec
@@ -52,7 +82,7 @@ class Snapshot:
     preset: str
     options: dict[str, float]
     link_bytes_per_second: float
-    models: tuple[ModelTold, ...]
+    models: tuple[ModelEntry, ...]
     began: float
     """Unix time when its clock showed 0, in seconds; 0 in virtual time."""
     overhead: float | None
@@ -63,10 +93,40 @@ class Snapshot:
     """The order of compute; stories of before there were several say nothing of it."""
 
 
-def describe(event: Event) -> Entry:
+EVENT_TAGS: Mapping[type[Event], str] = {
+    ArrivalEvent: "Arrival",
+    CancelEvent: "Cancel",
+    PauseEvent: "Pause",
+    ResumeEvent: "Resume",
+    GrammarReadyEvent: "GrammarReady",
+    JobDoneEvent: "JobDone",
+    JobFailedEvent: "JobFailed",
+    TransferDoneEvent: "TransferDone",
+    FirstJobReadyEvent: "FirstJobReady",
+    RotationSettledEvent: "Settled",
+    TimerEvent: "Timer",
+    DrainEvent: "Drain",
+    StopEvent: "Stop",
+    CommandEvent: "Operate",
+    PeerMetEvent: "PeerMet",
+    PeerGoneEvent: "PeerGone",
+    PagesLentEvent: "Lent",
+    PagesRecalledEvent: "AskedBack",
+    PagesReturnedEvent: "Returned",
+    ExportKvEvent: "ExportKv",
+    DepartEvent: "Depart",
+    ImportKvEvent: "ImportKv",
+    KvReadEvent: "KvRead",
+    KvTailEvent: "KvTail",
+    DropKvEvent: "DropKv",
+}
+"""Tag of each event in a story. Tags are a file format: a class may be renamed, its tag stays."""
+
+
+def describe(event: Event) -> StoryEntry:
     """An event as plain data, without token ids: their number is what the story needs."""
-    kind = type(event).__name__
-    if isinstance(event, Arrival):
+    kind = EVENT_TAGS[type(event)]
+    if isinstance(event, ArrivalEvent):
         s = event.submission
         return {
             "event": kind,
@@ -75,7 +135,7 @@ def describe(event: Event) -> Entry:
             "prompt_tokens": len(s.prompt),
             "max_tokens": s.max_tokens,
         }
-    if isinstance(event, ImportKv):
+    if isinstance(event, ImportKvEvent):
         return {
             "event": kind,
             "request": event.wanted.id,
@@ -83,9 +143,9 @@ def describe(event: Event) -> Entry:
             "prompt_tokens": len(event.wanted.prompt),
             "form": event.form,
         }
-    if isinstance(event, KvTail):
+    if isinstance(event, KvTailEvent):
         return {"event": kind, "request_id": event.request_id, "tokens": event.tokens}
-    if isinstance(event, JobDone | JobFailed):
+    if isinstance(event, JobDoneEvent | JobFailedEvent):
         job = event.job
         told = {
             "event": kind,
@@ -93,30 +153,30 @@ def describe(event: Event) -> Entry:
             "model": job.model,
             **job.load._asdict(),
         }
-        if isinstance(event, JobFailed):
+        if isinstance(event, JobFailedEvent):
             return told | {"reason": event.reason}
         told["seconds"] = event.seconds
         if event.stall:
             told["stall"] = event.stall
         return told
-    if isinstance(event, GrammarReady):
+    if isinstance(event, GrammarReadyEvent):
         # Not its reason, which may quote the grammar.
         entry = {"event": kind, "request_id": event.request_id}
         return entry if event.code is None else entry | {"code": event.code}
-    if isinstance(event, Operate):
-        wanted = event.operation
+    if isinstance(event, CommandEvent):
+        wanted = event.command
         return {
             "event": kind,
             "id": event.id,
             "operation": type(wanted).__name__,
             **describe_action(wanted),
         }
-    if isinstance(event, Lent | AskedBack | Returned):
+    if isinstance(event, PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent):
         return {"event": kind, **describe_lease(event.lease)}
     return {"event": kind, **dataclasses.asdict(event)}
 
 
-def describe_action(action: Action | Operation) -> Entry:
+def describe_action(action: Action | LoopCommand) -> StoryEntry:
     """An action as plain data."""
     told = dataclasses.asdict(action)
     for field in dataclasses.fields(action):
@@ -125,7 +185,7 @@ def describe_action(action: Action | Operation) -> Entry:
     return told
 
 
-def describe_lease(lease: Lease) -> Entry:
+def describe_lease(lease: Lease) -> StoryEntry:
     """A lease as plain data. Which pages it is of depends on more than the story tells."""
     told = dataclasses.asdict(lease)
     return {"lease": told.pop("id"), "page_numbers": told.pop("pages"), **told}
@@ -136,7 +196,7 @@ def both(a: Sink | None, b: Sink | None) -> Sink | None:
     if a is None or b is None:
         return a or b
 
-    def tell(entries: Sequence[Entry]) -> None:
+    def tell(entries: Sequence[StoryEntry]) -> None:
         a(entries)
         b(entries)
 

@@ -4,64 +4,77 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ballast.core.actions import Operation
-from ballast.core.job import Job, Sampled
-from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
-from ballast.core.migration import Depart, DropKv, ExportKv, ImportKv, KvRead, KvTail
+from ballast.core.actions import LoopCommand
+from ballast.core.job import Job, SampledToken
+from ballast.core.lease import (
+    PagesLentEvent,
+    PagesRecalledEvent,
+    PagesReturnedEvent,
+    PeerGoneEvent,
+    PeerMetEvent,
+)
+from ballast.core.migration import (
+    DepartEvent,
+    DropKvEvent,
+    ExportKvEvent,
+    ImportKvEvent,
+    KvReadEvent,
+    KvTailEvent,
+)
 from ballast.core.request import Submission
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ArrivalEvent:
     """A request reached the device."""
 
     submission: Submission
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelEvent:
     """The client of a request is gone, or has what it wanted (a stop string)."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
-    """The client of a request does not read: nothing more is computed for it until `Resume`."""
+class PauseEvent:
+    """The client of a request does not read: nothing more is computed until `ResumeEvent`."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeEvent:
     """The client of a paused request reads again."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarReady:
+class GrammarReadyEvent:
     """The grammar of a request has been compiled, or cannot be followed, or not now."""
 
     request_id: str
     code: str | None = None
-    """As in `Failed`, where it cannot; None: it is ready."""
+    """As in `FailedOutput`, where it cannot; None: it is ready."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class JobDone:
+class JobDoneEvent:
     """A job ended. `seconds` is its time on the lane."""
 
     job: Job
-    results: tuple[Result, ...]
+    results: tuple[JobResult, ...]
     seconds: float
     stall: float = 0.0
     """Of these, seconds in which it waited for layers."""
 
 
 @dataclass(frozen=True, slots=True)
-class JobFailed:
+class JobFailedEvent:
     """A job raised; its requests fail with `reason`, the rest of the fleet goes on."""
 
     job: Job
@@ -69,7 +82,7 @@ class JobFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferDone:
+class TransferDoneEvent:
     """All copies of one transfer (a model's activation) have landed."""
 
     transfer_id: int
@@ -80,7 +93,7 @@ class TransferDone:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstJobReady:
+class FirstJobReadyEvent:
     """So much of a transfer's weights has landed that the model's first job may begin: it waits for
     each layer that is still on its way."""
 
@@ -88,68 +101,68 @@ class FirstJobReady:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class RotationSettledEvent:
     """No layer of a model is on its way any more, so that its rotation can change."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
-class Timer:
+class TimerEvent:
     """The moment a policy asked to be woken at, or a request has waited long enough."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class DrainEvent:
     """No new requests; the loop ends when the last accepted one is answered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopEvent:
     """The loop ends now; unfinished requests fail with `reason`."""
 
     reason: str = "the worker was stopped"
 
 
 @dataclass(frozen=True, slots=True)
-class Operate:
+class CommandEvent:
     """The operator wants something done; how it ends is told under the same id."""
 
     id: str
-    operation: Operation
+    command: LoopCommand
 
 
 Event = (
-    Arrival
-    | Cancel
-    | Pause
-    | Resume
-    | GrammarReady
-    | JobDone
-    | JobFailed
-    | TransferDone
-    | FirstJobReady
-    | Settled
-    | Timer
-    | Drain
-    | Stop
-    | Operate
-    | PeerMet
-    | PeerGone
-    | Lent
-    | AskedBack
-    | Returned
-    | ExportKv
-    | Depart
-    | ImportKv
-    | KvRead
-    | KvTail
-    | DropKv
+    ArrivalEvent
+    | CancelEvent
+    | PauseEvent
+    | ResumeEvent
+    | GrammarReadyEvent
+    | JobDoneEvent
+    | JobFailedEvent
+    | TransferDoneEvent
+    | FirstJobReadyEvent
+    | RotationSettledEvent
+    | TimerEvent
+    | DrainEvent
+    | StopEvent
+    | CommandEvent
+    | PeerMetEvent
+    | PeerGoneEvent
+    | PagesLentEvent
+    | PagesRecalledEvent
+    | PagesReturnedEvent
+    | ExportKvEvent
+    | DepartEvent
+    | ImportKvEvent
+    | KvReadEvent
+    | KvTailEvent
+    | DropKvEvent
 )
 
 
 @dataclass(frozen=True, slots=True)
-class TokenOut:
+class TokenOutput:
     """To the client: one new token. `index` counts from 0 within the output."""
 
     request_id: str
@@ -163,7 +176,7 @@ class TokenOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedOutput:
     """To the client: the request is complete. `reason` is `stop` or `length`."""
 
     request_id: str
@@ -175,7 +188,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedOutput:
     """To the client: the request ends with an error. `code` as in `RequestError.code`."""
 
     request_id: str
@@ -184,14 +197,14 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class CancelledOutput:
     """To the server: the request is gone and its memory is free."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScores:
+class PromptScoresOutput:
     """To the client: how likely the prompt's tokens from `start` on were, each after those before.
 
     Position 0 of a prompt has no score: `start` is at least 1. Parts come in order.
@@ -205,15 +218,22 @@ class PromptScores:
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
-    """To the client: the embedding of a prompt; `Finished` follows, without any tokens."""
+class EmbeddingOutput:
+    """To the client: the embedding of a prompt; `FinishedOutput` follows, without any tokens."""
 
     request_id: str
     values: bytes
     """float32, little endian, as many as the model's hidden size, of Euclidean length 1."""
 
 
-Result = Sampled | PromptScores | Embedded | Failed
-"""What a job brings for one request; `Failed`: it cannot go on, through its own fault alone."""
+JobResult = SampledToken | PromptScoresOutput | EmbeddingOutput | FailedOutput
+"""Result of a job for one request; `FailedOutput`: it cannot go on, through its own fault."""
 
-Output = TokenOut | Finished | Failed | Cancelled | PromptScores | Embedded
+Output = (
+    TokenOutput
+    | FinishedOutput
+    | FailedOutput
+    | CancelledOutput
+    | PromptScoresOutput
+    | EmbeddingOutput
+)

@@ -64,7 +64,7 @@ class SequenceWork:
         return rows
 
 
-class Load(NamedTuple):
+class JobLoad(NamedTuple):
     """What a job's cost depends on."""
 
     prefill_tokens: int
@@ -98,7 +98,7 @@ class Job:
         return any(len(w.tokens) > 1 for w in self.work)
 
     @property
-    def load(self) -> Load:
+    def load(self) -> JobLoad:
         """A sequence that computes more than one token is a prefill chunk, else it decodes."""
         tokens = chunks = pairs = sequences = context = 0
         for w in self.work:
@@ -110,11 +110,11 @@ class Job:
             elif n:
                 sequences += 1
                 context += w.end
-        return Load(tokens, chunks, pairs, sequences, context)
+        return JobLoad(tokens, chunks, pairs, sequences, context)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledToken:
     """One new token of one request."""
 
     request_id: str

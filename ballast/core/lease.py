@@ -28,28 +28,28 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class PagesLentEvent:
     """Lender to borrower: these pages are yours to use."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
-class AskedBack:
+class PagesRecalledEvent:
     """Lender to borrower: these are to be returned."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class PagesReturnedEvent:
     """Borrower to lender: these are unmapped."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
-class PeerMet:
+class PeerMetEvent:
     """Another device's process is there, of so many pages, which can be mapped here."""
 
     peer: str
@@ -58,7 +58,7 @@ class PeerMet:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerGone:
+class PeerGoneEvent:
     """It has ended: what it had borrowed is free, what it had lent is to be let go of."""
 
     peer: str
@@ -66,7 +66,7 @@ class PeerGone:
 
 
 @dataclass(frozen=True, slots=True)
-class HasMet:
+class PeerMetReport:
     """To the supervisor: pages can be lent between this device and the peer."""
 
     peer: str
@@ -74,7 +74,7 @@ class HasMet:
 
 
 @dataclass(frozen=True, slots=True)
-class Condemned:
+class PeerOverdueReport:
     """To the supervisor: the peer has not returned pages in time and has to end."""
 
     peer: str
@@ -82,12 +82,19 @@ class Condemned:
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
+class PeerReleasedReport:
     """To the supervisor: nothing of the peer, which is gone, is mapped here any more."""
 
     peer: str
     epoch: int
 
 
-Word = Lent | AskedBack | Returned | HasMet | Condemned | LetGo
+LendingMessage = (
+    PagesLentEvent
+    | PagesRecalledEvent
+    | PagesReturnedEvent
+    | PeerMetReport
+    | PeerOverdueReport
+    | PeerReleasedReport
+)
 """What a device has to say; the first three are for another device."""

@@ -31,34 +31,34 @@ Piece = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class ExportKv:
+class ExportKvEvent:
     """To the source: say where the KV of a request lies."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Depart:
+class DepartEvent:
     """To the source: a request goes on elsewhere; end it as soon as its KV is whole blocks."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class ImportKv:
+class ImportKvEvent:
     """To the target: have the KV of a request that is to come."""
 
     wanted: Submission
     """With the request's id; its prompt are the tokens whose KV it is, whole blocks."""
     form: str
-    """Of the KV, as `KvExported` says."""
+    """Of the KV, as `KvExportedAnswer` says."""
     source: str
     """Where the memory of the source's process is to be had."""
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class KvRead:
+class KvReadEvent:
     """At the target: the bytes of an import are there, or cannot be had."""
 
     request_id: str
@@ -66,7 +66,7 @@ class KvRead:
 
 
 @dataclass(frozen=True, slots=True)
-class KvTail:
+class KvTailEvent:
     """To the target: what follows the KV that was read, whole blocks."""
 
     request_id: str
@@ -75,18 +75,18 @@ class KvTail:
 
 
 @dataclass(frozen=True, slots=True)
-class DropKv:
+class DropKvEvent:
     """To the target: the request does not come, or what was imported is not its KV."""
 
     request_id: str
 
 
-Order = ExportKv | Depart | ImportKv | KvTail | DropKv
-"""What a controller has to say; with `KvRead`, events of a device."""
+MigrationStep = ExportKvEvent | DepartEvent | ImportKvEvent | KvTailEvent | DropKvEvent
+"""What a controller has to say; with `KvReadEvent`, events of a device."""
 
 
 @dataclass(frozen=True, slots=True)
-class KvExported:
+class KvExportedAnswer:
     """Of the source, to the controller."""
 
     request_id: str
@@ -99,7 +99,7 @@ class KvExported:
 
 
 @dataclass(frozen=True, slots=True)
-class KvImported:
+class KvImportedAnswer:
     """Of the target, to the controller."""
 
     request_id: str
@@ -108,7 +108,7 @@ class KvImported:
 
 
 @dataclass(frozen=True, slots=True)
-class Departed:
+class DepartedAnswer:
     """Of the source, to the controller."""
 
     request_id: str
@@ -119,12 +119,12 @@ class Departed:
     tail: bytes = b""
 
 
-Word = KvExported | KvImported | Departed
+MigrationAnswer = KvExportedAnswer | KvImportedAnswer | DepartedAnswer
 """What a device has to say; the request is the controller's business from then on."""
 
 
 def wanted(submission: Submission, output: Sequence[int], n: int) -> Submission:
-    """The first `n` tokens of a request and its output so far as a prompt, for `ImportKv`."""
+    """The first `n` tokens of a request and its output so far as a prompt, for `ImportKvEvent`."""
     return replace(
         submission,
         prompt=(*submission.prompt, *output)[:n],

@@ -81,10 +81,10 @@ class Submission:
     tenant: str = ""
     """The API key that it came with, by name: what is scarce is divided between tenants."""
     prompt_logprobs: int | None = None
-    """Also tell the prompt's tokens' log-probabilities (`PromptScores`), with so many of the
+    """Also tell the prompt's tokens' log-probabilities (`PromptScoresOutput`), with so many of the
     likeliest at each position; None: no."""
     embed: bool = False
-    """The model's embedding of the prompt (`Embedded`) is wanted: nothing is generated."""
+    """The model's embedding of the prompt (`EmbeddingOutput`) is wanted: nothing is generated."""
     resumed: tuple[int, ...] | None = None
     """Not None: it was accepted before, by a worker that died or another device. The output goes on
     after these tokens, which the client has already, token for token as it would have."""
@@ -104,7 +104,7 @@ class WaitsFor(enum.Flag):
     """Its client does not read what has been generated."""
 
 
-class State(enum.Enum):
+class RequestState(enum.Enum):
     """Where a request is."""
 
     WAITING = "waiting"
@@ -119,22 +119,27 @@ class State(enum.Enum):
 
 
 _LEGAL = {
-    State.WAITING: {State.RUNNING, State.PAUSED, State.CANCELLED, State.FAILED},
-    State.RUNNING: {
-        State.WAITING,
-        State.PAUSED,
-        State.FINISHED,
-        State.CANCELLED,
-        State.FAILED,
+    RequestState.WAITING: {
+        RequestState.RUNNING,
+        RequestState.PAUSED,
+        RequestState.CANCELLED,
+        RequestState.FAILED,
     },
-    State.PAUSED: {State.WAITING, State.CANCELLED, State.FAILED},
-    State.FINISHED: set[State](),
-    State.CANCELLED: set[State](),
-    State.FAILED: set[State](),
+    RequestState.RUNNING: {
+        RequestState.WAITING,
+        RequestState.PAUSED,
+        RequestState.FINISHED,
+        RequestState.CANCELLED,
+        RequestState.FAILED,
+    },
+    RequestState.PAUSED: {RequestState.WAITING, RequestState.CANCELLED, RequestState.FAILED},
+    RequestState.FINISHED: set[RequestState](),
+    RequestState.CANCELLED: set[RequestState](),
+    RequestState.FAILED: set[RequestState](),
 }
 
 
-class Order(NamedTuple):
+class Precedence(NamedTuple):
     """Who comes first where not all can: a total order of all requests of a device.
 
     The more important, then the earlier. Whoever is first of all is never undone for another.
@@ -170,7 +175,7 @@ class Request:
 
     submission: Submission
     tokens: list[int]
-    order: Order
+    order: Precedence
     model: str
     """The model that runs it: of an adapter, the base."""
     adapter: int | None = None
@@ -179,7 +184,7 @@ class Request:
     """What keeps its cached prefixes apart from those of other adapters and tenants."""
     place: int = 0
     """In its model's queue (`ballast.core.actions.Reorder`)."""
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     cached_tokens: int = 0
@@ -218,7 +223,7 @@ class Request:
         return cls(
             submission,
             [*submission.prompt, *(submission.resumed or ())],
-            Order(-submission.priority, submission.arrival, sequence),
+            Precedence(-submission.priority, submission.arrival, sequence),
             spec.name,
             adapter,
             cls.salt_of(submission, spec, adapter),
@@ -278,9 +283,9 @@ class Request:
 
     @property
     def decoding(self) -> bool:
-        return self.state is State.RUNNING and self.computed == len(self.tokens) - 1 > 0
+        return self.state is RequestState.RUNNING and self.computed == len(self.tokens) - 1 > 0
 
-    def to(self, state: State) -> None:
+    def to(self, state: RequestState) -> None:
         """Change state; raises BrokenPromise for a transition that is not legal."""
         if state not in _LEGAL[self.state]:
             raise BrokenPromise(f"request {self.id}: {self.state.value} -> {state.value}")

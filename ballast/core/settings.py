@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ballast.core.capability import CPU, CUDA, GROUP, Capability, Lendable, Reach, capabilities
+from ballast.core.capability import CPU, CUDA, GROUP, Capability, GpuReach, Lendable, capabilities
 from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
 from ballast.core.units import KiB, MiB, format_bytes
@@ -311,7 +311,7 @@ class FleetSettings:
         return any(d.gpu is not None for d in (self.device, *self.others))
 
     def lending(
-        self, reaches: Mapping[str, Reach | None], swapping: bool
+        self, reaches: Mapping[str, GpuReach | None], swapping: bool
     ) -> tuple[Capability, ...]:
         """Which of its devices, all of one host, can lend pages to which; `reaches`: of GPUs;
         `swapping`: whether its preset swaps KV layer by layer."""

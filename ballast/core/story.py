@@ -12,33 +12,33 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from ballast.core.actions import Action, Operation, Promise
+from ballast.core.actions import Action, LoopCommand, Promise
 from ballast.core.chains import Chain, digest
 from ballast.core.entries import (
-    Entry,
-    ModelTold,
+    ModelEntry,
     Sink,
     Snapshot,
+    StoryEntry,
     describe,
     describe_action,
     describe_lease,
 )
 from ballast.core.event import (
-    Arrival,
-    Cancelled,
+    ArrivalEvent,
+    CancelledOutput,
     Event,
-    Failed,
-    Finished,
+    FailedOutput,
+    FinishedOutput,
     Output,
-    TokenOut,
+    TokenOutput,
 )
 from ballast.core.job import Job
 from ballast.core.lease import Lease
-from ballast.core.migration import ImportKv
+from ballast.core.migration import ImportKvEvent
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Submission
 
-_End = Finished | Failed | Cancelled
+_End = FinishedOutput | FailedOutput | CancelledOutput
 
 
 class Story:
@@ -57,16 +57,16 @@ class Story:
         overhead: float | None = None,
     ) -> None:
         """`key`: of the digests that stand for tokens; `began` and `overhead` as in `Snapshot`."""
-        self.entries: deque[Entry] = deque(maxlen=keep)
-        self._untold: deque[Entry] = deque(maxlen=keep)
+        self.entries: deque[StoryEntry] = deque(maxlen=keep)
+        self._untold: deque[StoryEntry] = deque(maxlen=keep)
         """Decisions, which would soon be lost among the events, until somebody takes them."""
         self._sink = sink
         self._key = key
         self.began, self.overhead = began, overhead
-        self._turn: list[Entry] = []
+        self._turn: list[StoryEntry] = []
         """Told to nobody yet."""
         self._turns = 0
-        self._last: Entry = {}
+        self._last: StoryEntry = {}
         self._link = 0.0
         self._arrivals = 0
         self._open: dict[str, tuple[int, Chain | None]] = {}
@@ -94,14 +94,14 @@ class Story:
         told = {"at": at, **describe(event)}
         if self._sink is not None:
             told["turn"] = self._turns
-            if isinstance(event, Arrival):
+            if isinstance(event, ArrivalEvent):
                 self._arrives(told, event.submission)
-            elif isinstance(event, ImportKv):
+            elif isinstance(event, ImportKvEvent):
                 self._numbers(told, event.wanted)
         self._last = told
         self._tell(told)
 
-    def joins(self, joining: ModelTold) -> None:
+    def joins(self, joining: ModelEntry) -> None:
         """The event told last lets a model in."""
         if self._sink is not None:
             self._last["joining"] = joining
@@ -122,7 +122,7 @@ class Story:
         refused = self._last.pop("open_already", False)
         blocks: dict[str, bytes] = {}
         for output in outputs:
-            if type(output) is TokenOut:
+            if type(output) is TokenOutput:
                 number, chain = self._open[output.request_id]
                 if chain is not None and (full := chain.add(output.token)):
                     blocks[str(number)] = full
@@ -151,7 +151,7 @@ class Story:
                 decode.append(number)
             else:
                 prefill.append((number, w.start, len(w.tokens), w.sample is not None))
-        told: Entry = {"at": at, "job": job.id, "model": job.model}
+        told: StoryEntry = {"at": at, "job": job.id, "model": job.model}
         if job.parts is not None:
             told |= {"lane": job.lane, "parts": job.parts}
         if prefill:
@@ -201,7 +201,7 @@ class Story:
             self._tell(told)
 
     def decision(
-        self, at: float, action: Action | Operation, refused: str | None, by: str | None = None
+        self, at: float, action: Action | LoopCommand, refused: str | None, by: str | None = None
     ) -> None:
         """A policy, or whom `by` names, asked for `action`; `refused` says why it was not done, if
         it was not."""
@@ -230,7 +230,7 @@ class Story:
 
     def ends(self, at: float, why: str, outputs: Sequence[Output]) -> None:
         """The device's life is over, as it should be; this is what it says last."""
-        told: Entry = {"at": at, "end": why}
+        told: StoryEntry = {"at": at, "end": why}
         if self._sink is not None:
             told["turn"] = self._turns
             if outputs:
@@ -240,7 +240,7 @@ class Story:
         self._tell(told)
         self.turned()
 
-    def take(self) -> tuple[Entry, ...]:
+    def take(self) -> tuple[StoryEntry, ...]:
         """The decisions since the last call, of which the oldest may be missing. By one thread,
         which may be another than the teller's."""
         taken = []
@@ -249,7 +249,7 @@ class Story:
                 taken.append(self._untold.popleft())
         return tuple(taken)
 
-    def _tell(self, entry: Entry) -> None:
+    def _tell(self, entry: StoryEntry) -> None:
         self.entries.append(entry)
         if self._sink is not None:
             self._turn.append(entry)
@@ -260,7 +260,7 @@ class Story:
         for served in spec.served:
             self._named[served.name] = served.fingerprint, spec.block_tokens
 
-    def _arrives(self, told: Entry, s: Submission) -> None:
+    def _arrives(self, told: StoryEntry, s: Submission) -> None:
         """All else that the engine goes by."""
         chain = self._numbers(told, s)
         if s.id in self._open:
@@ -282,7 +282,7 @@ class Story:
             if s.first_token_age is not None:
                 told["first_token_age"] = s.first_token_age
 
-    def _numbers(self, told: Entry, s: Submission) -> Chain | None:
+    def _numbers(self, told: StoryEntry, s: Submission) -> Chain | None:
         """Number a sequence of tokens; the blocks that it fills, where prefixes are cached."""
         told["n"] = self._arrivals
         self._arrivals += 1
@@ -297,19 +297,19 @@ class Story:
             told["blocks"] = b64encode(full).decode()
         return chain
 
-    def _ended(self, outputs: Sequence[Output], refused: bool = False) -> list[Entry]:
+    def _ended(self, outputs: Sequence[Output], refused: bool = False) -> list[StoryEntry]:
         return [
             self._ends(output, refused)
             for output in outputs
-            if type(output) is not TokenOut and isinstance(output, _End)
+            if type(output) is not TokenOutput and isinstance(output, _End)
         ]
 
-    def _ends(self, output: _End, refused: bool) -> Entry:
+    def _ends(self, output: _End, refused: bool) -> StoryEntry:
         """`refused`: it was the second of its name, and the first stays open."""
-        told: Entry = {"request": output.request_id}
+        told: StoryEntry = {"request": output.request_id}
         if not refused:
             told["n"] = self._open.pop(output.request_id)[0]
-        if isinstance(output, Finished):
+        if isinstance(output, FinishedOutput):
             told |= {
                 "finished": output.reason,
                 "output_tokens": output.output_tokens,
@@ -318,7 +318,7 @@ class Story:
             }
         else:
             # Not its reason, which may speak of tokens.
-            told["failed"] = output.code if isinstance(output, Failed) else "cancelled"
+            told["failed"] = output.code if isinstance(output, FailedOutput) else "cancelled"
         return told
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ballast.core.cost import StepCosts
 from ballast.core.model import ModelSpec
-from ballast.core.request import Order, next_due
+from ballast.core.request import Precedence, next_due
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.traffic import TrafficStats
 
@@ -35,7 +35,7 @@ class RequestView(NamedTuple):
     """One request. Times are in seconds on the device's clock."""
 
     id: str
-    order: Order
+    order: Precedence
     tokens: int
     """Prompt and output so far."""
     computed: int

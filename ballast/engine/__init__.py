@@ -11,15 +11,18 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `commands`: Operators' commands, carried out within the loop.
 - `compute_view`: The view of compute policies: which model could run which job.
 - `cost_estimator`: Learned cost of a model's jobs.
+- `decider`: Ask the memory and admission policies, and apply what they decide.
+- `dispatcher`: Start jobs: choose a model, form its next job, hand it to the runner.
 - `events`: How each event changes the device's state.
 - `head_start`: When a model's first job may begin while its weights still arrive.
 - `jobs`: The end of a job: its tokens, KV, and what waited for it.
 - `kv_swap`: Jobs that change which layers' KV is swapped.
 - `lanes`: Jobs that run at once, and each one's share of compute.
 - `layer_remap`: Change which layers rotate, or evict a model.
+- `leaps`: Account for many decode steps at once, in virtual time.
 - `lending`: Leases of this device, as its loop handles them.
 - `life`: A model's life on a device, as a state machine with a table of transitions.
-- `loop`: One turn: take events, decide, apply, form a job, run it.
+- `loop`: One turn: take events, decide, dispatch jobs, send outputs.
 - `migration`: Requests that leave for another device with their KV, and KV that arrives.
 - `model`: One model on one device: weights, KV cache, costs, requests.
 - `pausing`: Pause and resume of requests.

@@ -22,7 +22,7 @@ from ballast.core.actions import (
     SwapKv,
 )
 from ballast.core.event import Output
-from ballast.core.request import State
+from ballast.core.request import RequestState
 from ballast.core.view import Residency
 from ballast.engine import kv_swap, layer_remap
 from ballast.engine.head_start import bytes_ahead
@@ -81,7 +81,7 @@ def _evict(state: DeviceState, a: Evict) -> Refusal:
 def _preempt(state: DeviceState, a: Preempt) -> Refusal:
     m = state.models[a.model]
     request = state.requests.get(a.request_id)
-    if request is None or request.state is not State.RUNNING:
+    if request is None or request.state is not RequestState.RUNNING:
         return f"{a.request_id} is not running"
     if request.in_flight:
         m.running.leave(request)
@@ -124,7 +124,7 @@ def _hold(state: DeviceState, a: Hold) -> Refusal:
 def _reorder(state: DeviceState, a: Reorder) -> Refusal:
     m = state.models[a.model]
     requests = [state.requests.get(name) for name in a.requests]
-    waiting = [r for r in requests if r is not None and r.state is State.WAITING]
+    waiting = [r for r in requests if r is not None and r.state is RequestState.WAITING]
     if len(waiting) < len(requests):
         return "not all of these requests wait"
     for r in waiting:
@@ -159,7 +159,7 @@ def _swap_kv(state: DeviceState, a: SwapKv) -> Refusal:
 
 def _refuse(state: DeviceState, a: Refuse, outputs: list[Output]) -> Refusal:
     request = state.requests.get(a.request_id)
-    if request is None or request.state is not State.WAITING:
+    if request is None or request.state is not RequestState.WAITING:
         return f"{a.request_id} is not waiting"
     outputs.append(state.fail(request, "insufficient_memory", a.why))
     return None

@@ -20,8 +20,8 @@ from ballast.kv.layered import LayeredLayout
 from ballast.kv.layout import Layout
 from ballast.kv.swapper import KvSwapper, MakeSwapper
 from ballast.memory.arena import Arena
-from ballast.memory.borrow import Borrower
 from ballast.memory.copies import copy_now
+from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm

@@ -13,18 +13,18 @@ from ballast.core.actions import (
     Join,
     Leave,
     Lend,
-    Operation,
+    LoopCommand,
     Recall,
 )
 from ballast.core.errors import ConfigError
-from ballast.core.event import Operate, Output
+from ballast.core.event import CommandEvent, Output
 from ballast.core.story import Story
 from ballast.core.units import ceil_div
 from ballast.core.view import Residency
 from ballast.engine import layer_remap
 from ballast.engine.apply import apply
 from ballast.engine.build import check_room, largest_jobs
-from ballast.engine.life import Stay
+from ballast.engine.life import Membership
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.engine.story_snapshot import model_told
@@ -32,35 +32,35 @@ from ballast.engine.views import device_view
 from ballast.policy.base import MemoryPolicy
 from ballast.weights.shared import SharedSegment
 
-Answered = Callable[[str, str | None], None]
+CommandEnded = Callable[[str, str | None], None]
 """(id of the operation, why it was not done; None: it was)."""
 Refusal = str | None
 REMOVED = "the model is being removed from this server"
 
 
-class Operations:
+class CommandHandler:
     """Operations that were begun and have not ended. Used by the loop's thread, but for `ready`."""
 
     def __init__(
-        self, state: DeviceState, policy: MemoryPolicy, story: Story, answered: Answered | None
+        self, state: DeviceState, policy: MemoryPolicy, story: Story, answered: CommandEnded | None
     ) -> None:
         self._state = state
         self._policy = policy
         self._story = story
         self._answered = answered or (lambda id, refusal: None)
-        self.pending: dict[str, Operation] = {}
+        self.pending: dict[str, LoopCommand] = {}
         """By id."""
         self.ready: dict[str, tuple[ModelState, dict[str, SharedSegment]]] = {}
         """Models that may join, by name, and the segments that are shared for their sake: put in
         by whoever has made them, before `Join` is asked for."""
 
-    def begin(self, event: Operate, outputs: list[Output]) -> None:
+    def begin(self, event: CommandEvent, outputs: list[Output]) -> None:
         """Do it, or begin to. It comes before what a policy has set pages aside for."""
         self._state.promises.withdraw()
-        refused = self._try(event.operation, outputs)
-        self._story.decision(self._state.now, event.operation, refused, by="operator")
-        if refused is None and isinstance(event.operation, Activate | Evict | Leave | Recall):
-            self.pending[event.id] = event.operation
+        refused = self._try(event.command, outputs)
+        self._story.decision(self._state.now, event.command, refused, by="operator")
+        if refused is None and isinstance(event.command, Activate | Evict | Leave | Recall):
+            self.pending[event.id] = event.command
         else:
             self._answered(event.id, refused)
 
@@ -81,7 +81,7 @@ class Operations:
 
     # -- what each begins with --------------------------------------------------------------------
 
-    def _try(self, wanted: Operation, outputs: list[Output]) -> Refusal:
+    def _try(self, wanted: LoopCommand, outputs: list[Output]) -> Refusal:
         state = self._state
         if isinstance(wanted, Lend):
             return self._lend(wanted, outputs)
@@ -91,7 +91,7 @@ class Operations:
             return self._join(wanted.model, outputs)
         if isinstance(wanted, Leave) and wanted.at_once and wanted.model not in state.named:
             there = state.models.get(wanted.model)
-            if there is not None and there.life.stay is Stay.LEAVING:
+            if there is not None and there.life.stay is Membership.LEAVING:
                 return None
         if wanted.model not in state.named:
             return f"no model {wanted.model!r} on this device"
@@ -200,7 +200,7 @@ class Operations:
 
     # -- what each ends with ----------------------------------------------------------------------
 
-    def _look(self, wanted: Operation, outputs: list[Output]) -> tuple[bool, Refusal]:
+    def _look(self, wanted: LoopCommand, outputs: list[Output]) -> tuple[bool, Refusal]:
         """Whether it has ended, and why it was not done if so."""
         state = self._state
         if isinstance(wanted, Recall):

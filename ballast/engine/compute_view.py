@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain, islice
 
 from ballast.core.compute import ComputeView, DecodeView, PromptView, Runnable, WorkView
-from ballast.core.request import Order, Request, next_due
+from ballast.core.request import Precedence, Request, next_due
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 
@@ -62,7 +62,7 @@ def compute_view(
     )
 
 
-def _first_prompt(state: DeviceState, m: ModelState) -> Order | None:
+def _first_prompt(state: DeviceState, m: ModelState) -> Precedence | None:
     if admissible(state, m):
         return m.waiting.first.order
     return next((r.order for r in m.running if not r.decoding), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ballast.core.cost import StepCosts
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 
 _DECAY = 0.5 ** (1 / 500)
 """Of a job's weight with each one that follows: 500 jobs later it counts half, so that estimates
@@ -49,7 +49,7 @@ class CostEstimator:
         self._jobs = 0
         self._next_fit = 1
 
-    def observe(self, load: Load, seconds: float) -> None:
+    def observe(self, load: JobLoad, seconds: float) -> None:
         """Take in a job that has ended, less the seconds in which it waited for layers; one that
         took no time tells nothing."""
         if seconds <= 0:

@@ -6,28 +6,41 @@ from collections.abc import Callable
 from typing import Any
 
 from ballast.core.event import (
-    Arrival,
-    Cancel,
-    Cancelled,
-    Drain,
+    ArrivalEvent,
+    CancelEvent,
+    CancelledOutput,
+    DrainEvent,
     Event,
-    Failed,
-    Finished,
-    FirstJobReady,
-    GrammarReady,
-    JobDone,
-    JobFailed,
+    FailedOutput,
+    FinishedOutput,
+    FirstJobReadyEvent,
+    GrammarReadyEvent,
+    JobDoneEvent,
+    JobFailedEvent,
     Output,
-    Pause,
-    Resume,
-    Settled,
-    Stop,
-    Timer,
-    TransferDone,
+    PauseEvent,
+    ResumeEvent,
+    RotationSettledEvent,
+    StopEvent,
+    TimerEvent,
+    TransferDoneEvent,
 )
-from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
-from ballast.core.migration import Depart, DropKv, ExportKv, ImportKv, KvRead, KvTail
-from ballast.core.request import Request, State, WaitsFor
+from ballast.core.lease import (
+    PagesLentEvent,
+    PagesRecalledEvent,
+    PagesReturnedEvent,
+    PeerGoneEvent,
+    PeerMetEvent,
+)
+from ballast.core.migration import (
+    DepartEvent,
+    DropKvEvent,
+    ExportKvEvent,
+    ImportKvEvent,
+    KvReadEvent,
+    KvTailEvent,
+)
+from ballast.core.request import Request, RequestState, WaitsFor
 from ballast.engine import jobs, layer_remap, pausing
 from ballast.engine.admission import finish_reason, fitted, refusal
 from ballast.engine.lending import Heard
@@ -39,31 +52,31 @@ def handle(state: DeviceState, event: Event) -> list[Output]:
     return _HANDLERS[type(event)](state, event)
 
 
-def _arrival(state: DeviceState, event: Arrival) -> list[Output]:
+def _arrival(state: DeviceState, event: ArrivalEvent) -> list[Output]:
     outputs = _arrives(state, event)
     if outputs:
-        state.migration.drop(DropKv(event.submission.id))
+        state.migration.drop(DropKvEvent(event.submission.id))
     return outputs
 
 
-def _arrives(state: DeviceState, event: Arrival) -> list[Output]:
+def _arrives(state: DeviceState, event: ArrivalEvent) -> list[Output]:
     s = event.submission
     m, adapter = state.named.get(s.model, (None, None))
     if state.draining or state.stopped is not None:
-        return [Failed(s.id, "unavailable", "the server is draining")]
+        return [FailedOutput(s.id, "unavailable", "the server is draining")]
     if m is None:
-        return [Failed(s.id, "model_not_found", f"no model {s.model!r} on this device")]
+        return [FailedOutput(s.id, "model_not_found", f"no model {s.model!r} on this device")]
     if s.id in state.requests:
-        return [Failed(s.id, "invalid_request", f"a request {s.id!r} is already open")]
+        return [FailedOutput(s.id, "invalid_request", f"a request {s.id!r} is already open")]
     room = state.room(m)
     s = fitted(s, m, room)
     refused = refusal(s, m, adapter, room)
     if refused is not None:
-        return [Failed(s.id, *refused)]
+        return [FailedOutput(s.id, *refused)]
     # The worker that died may have generated all of it.
     reason = finish_reason(m, s, s.resumed[-1], len(s.resumed)) if s.resumed else None
     if s.resumed and reason is not None:
-        return [Finished(s.id, reason, len(s.prompt), len(s.resumed), 0, 0)]
+        return [FinishedOutput(s.id, reason, len(s.prompt), len(s.resumed), 0, 0)]
     state._sequence += 1
     request = Request.of(s, state._sequence, m.spec, adapter)
     state.requests[s.id] = request
@@ -74,38 +87,38 @@ def _arrives(state: DeviceState, event: Arrival) -> list[Output]:
         state.grammars.prepare(request)
     seconds = m.queue_seconds(adapter)
     if seconds is not None and not s.resumed:
-        state.patience.begin(request, seconds)
+        state.queue_deadlines.begin(request, seconds)
     m.last_used = s.arrival if s.resumed is None else max(m.last_used, s.arrival)
     if s.resumed is None:
         m.traffic = m.traffic.arrived(s.arrival)
     return []
 
 
-def _cancel(state: DeviceState, event: Cancel) -> list[Output]:
+def _cancel(state: DeviceState, event: CancelEvent) -> list[Output]:
     request = state.requests.get(event.request_id)
     if request is None:
         return []
     if request.in_flight:
         request.cancelled = True
         return []
-    return [state.end(request, State.CANCELLED, Cancelled(request.id))]
+    return [state.end(request, RequestState.CANCELLED, CancelledOutput(request.id))]
 
 
-def _pause(state: DeviceState, event: Pause) -> list[Output]:
+def _pause(state: DeviceState, event: PauseEvent) -> list[Output]:
     request = state.requests.get(event.request_id)
     if request is not None:
         pausing.pause(state, request, WaitsFor.READER)
     return []
 
 
-def _resume(state: DeviceState, event: Resume) -> list[Output]:
+def _resume(state: DeviceState, event: ResumeEvent) -> list[Output]:
     request = state.requests.get(event.request_id)
     if request is not None:
         pausing.resume(state, request, WaitsFor.READER)
     return []
 
 
-def _grammar_ready(state: DeviceState, event: GrammarReady) -> list[Output]:
+def _grammar_ready(state: DeviceState, event: GrammarReadyEvent) -> list[Output]:
     request = state.requests.get(event.request_id)
     if request is None or WaitsFor.GRAMMAR not in request.waits_for:
         return []
@@ -115,7 +128,7 @@ def _grammar_ready(state: DeviceState, event: GrammarReady) -> list[Output]:
     return []
 
 
-def _transfer_done(state: DeviceState, event: TransferDone) -> list[Output]:
+def _transfer_done(state: DeviceState, event: TransferDoneEvent) -> list[Output]:
     m = next(m for m in state.models.values() if m.life.transfer_id == event.transfer_id)
     failed = event.error is not None
     state.activation_rate.end(event.transfer_id, event.n_bytes, state.now, failed=failed)
@@ -135,7 +148,7 @@ def _transfer_done(state: DeviceState, event: TransferDone) -> list[Output]:
     return []
 
 
-def _opened(state: DeviceState, event: FirstJobReady) -> list[Output]:
+def _opened(state: DeviceState, event: FirstJobReadyEvent) -> list[Output]:
     """A model's first job may begin; nothing, where its load has ended meanwhile."""
     for m in state.models.values():
         if m.life.transfer_id == event.transfer_id:
@@ -143,11 +156,11 @@ def _opened(state: DeviceState, event: FirstJobReady) -> list[Output]:
     return []
 
 
-def _timer(state: DeviceState, event: Timer) -> list[Output]:
+def _timer(state: DeviceState, event: TimerEvent) -> list[Output]:
     state.lending.check(state.now)
     state.news.n += 1  # a moment has come that somebody waited for
     reason = "it was not admitted in the time that its model gives requests to wait"
-    overdue = state.patience.over(state.now)
+    overdue = state.queue_deadlines.over(state.now)
     return [state.fail(request, "queue_timeout", reason) for request in overdue]
 
 
@@ -156,7 +169,7 @@ def _of_peers(state: DeviceState, event: Heard) -> list[Output]:
     return []
 
 
-def _export_kv(state: DeviceState, event: ExportKv) -> list[Output]:
+def _export_kv(state: DeviceState, event: ExportKvEvent) -> list[Output]:
     request = state.requests.get(event.request_id)
     if request is None:
         state.migration.nothing(event.request_id)
@@ -165,7 +178,7 @@ def _export_kv(state: DeviceState, event: ExportKv) -> list[Output]:
     return []
 
 
-def _depart(state: DeviceState, event: Depart) -> list[Output]:
+def _depart(state: DeviceState, event: DepartEvent) -> list[Output]:
     state.migration.depart(event.request_id)
     request = state.requests.get(event.request_id)
     if request is None:
@@ -174,56 +187,59 @@ def _depart(state: DeviceState, event: Depart) -> list[Output]:
     return [] if request.in_flight else jobs.depart(state, state.models[request.model], request)
 
 
-def _import_kv(state: DeviceState, event: ImportKv) -> list[Output]:
+def _import_kv(state: DeviceState, event: ImportKvEvent) -> list[Output]:
     m, adapter = state.named.get(event.wanted.model, (None, None))
     state.migration.begin(m, event, adapter)
     return []
 
 
-def _kv_read(state: DeviceState, event: KvRead) -> list[Output]:
+def _kv_read(state: DeviceState, event: KvReadEvent) -> list[Output]:
     state.migration.read(event)
     return []
 
 
-def _kv_tail(state: DeviceState, event: KvTail) -> list[Output]:
+def _kv_tail(state: DeviceState, event: KvTailEvent) -> list[Output]:
     state.migration.extend(event)
     return []
 
 
-def _drop_kv(state: DeviceState, event: DropKv) -> list[Output]:
+def _drop_kv(state: DeviceState, event: DropKvEvent) -> list[Output]:
     state.migration.drop(event)
     return []
 
 
-def _drain(state: DeviceState, event: Drain) -> list[Output]:
+def _drain(state: DeviceState, event: DrainEvent) -> list[Output]:
     state.draining = True
     return []
 
 
-def _stop(state: DeviceState, event: Stop) -> list[Output]:
+def _stop(state: DeviceState, event: StopEvent) -> list[Output]:
     state.stopped = event.reason
     return []
 
 
 _HANDLERS: dict[type, Callable[[DeviceState, Any], list[Output]]] = {
-    Arrival: _arrival,
-    Cancel: _cancel,
-    Pause: _pause,
-    Resume: _resume,
-    GrammarReady: _grammar_ready,
-    JobDone: jobs.done,
-    JobFailed: jobs.failed,
-    TransferDone: _transfer_done,
-    FirstJobReady: _opened,
-    Settled: layer_remap.settled,
-    Timer: _timer,
-    ExportKv: _export_kv,
-    Depart: _depart,
-    ImportKv: _import_kv,
-    KvRead: _kv_read,
-    KvTail: _kv_tail,
-    DropKv: _drop_kv,
-    Drain: _drain,
-    Stop: _stop,
-    **dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), _of_peers),
+    ArrivalEvent: _arrival,
+    CancelEvent: _cancel,
+    PauseEvent: _pause,
+    ResumeEvent: _resume,
+    GrammarReadyEvent: _grammar_ready,
+    JobDoneEvent: jobs.done,
+    JobFailedEvent: jobs.failed,
+    TransferDoneEvent: _transfer_done,
+    FirstJobReadyEvent: _opened,
+    RotationSettledEvent: layer_remap.settled,
+    TimerEvent: _timer,
+    ExportKvEvent: _export_kv,
+    DepartEvent: _depart,
+    ImportKvEvent: _import_kv,
+    KvReadEvent: _kv_read,
+    KvTailEvent: _kv_tail,
+    DropKvEvent: _drop_kv,
+    DrainEvent: _drain,
+    StopEvent: _stop,
+    **dict.fromkeys(
+        (PeerMetEvent, PeerGoneEvent, PagesLentEvent, PagesRecalledEvent, PagesReturnedEvent),
+        _of_peers,
+    ),
 }

@@ -13,7 +13,7 @@ follows the last layer, by one layer's work.
 
 from __future__ import annotations
 
-from ballast.core.job import Load, chunk_pairs
+from ballast.core.job import JobLoad, chunk_pairs
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 
@@ -25,7 +25,7 @@ def bytes_ahead(state: DeviceState, m: ModelState) -> int:
     return int(m.costs.of(_first_load(state, m)) * rate) if m.waiting else 0
 
 
-def _first_load(state: DeviceState, m: ModelState) -> Load:
+def _first_load(state: DeviceState, m: ModelState) -> JobLoad:
     """Of the job that the requests which wait now would have together; nothing is cached of a
     model that is absent."""
     left = state.settings.step_tokens
@@ -35,4 +35,4 @@ def _first_load(state: DeviceState, m: ModelState) -> Load:
         if n <= 0 or chunks >= m.spec.max_running:
             break
         tokens, chunks, pairs, left = tokens + n, chunks + 1, pairs + chunk_pairs(n, 0), left - n
-    return Load(tokens, chunks, pairs, 0, 0)
+    return JobLoad(tokens, chunks, pairs, 0, 0)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from ballast.core.event import (
-    Cancelled,
-    Failed,
-    Finished,
-    JobDone,
-    JobFailed,
+    CancelledOutput,
+    FailedOutput,
+    FinishedOutput,
+    JobDoneEvent,
+    JobFailedEvent,
     Output,
-    PromptScores,
-    TokenOut,
+    PromptScoresOutput,
+    TokenOutput,
 )
-from ballast.core.job import Job, Sampled
-from ballast.core.request import Request, State
+from ballast.core.job import Job, SampledToken
+from ballast.core.request import Request, RequestState
 from ballast.engine import kv_swap, layer_remap, pausing
 from ballast.engine.admission import finish_reason
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 
 
-def done(state: DeviceState, event: JobDone) -> list[Output]:
+def done(state: DeviceState, event: JobDoneEvent) -> list[Output]:
     """It has ended well; what clients are to be told."""
     m = _close(state, event.job)
     now = m.last_run = state.now
@@ -42,13 +42,13 @@ def done(state: DeviceState, event: JobDone) -> list[Output]:
         request = state.requests[result.request_id]
         if request.cancelled:
             continue
-        if isinstance(result, Sampled):
+        if isinstance(result, SampledToken):
             outputs += _token(state, m, request, result, now)
-        elif isinstance(result, Failed):
-            outputs.append(state.end(request, State.FAILED, result))
+        elif isinstance(result, FailedOutput):
+            outputs.append(state.end(request, RequestState.FAILED, result))
         else:
             outputs.append(result)
-            if isinstance(result, PromptScores):
+            if isinstance(result, PromptScoresOutput):
                 request.unscored = result.start + len(result.logprobs)
     for work in event.job.work:
         open_request = state.requests.get(work.request_id)
@@ -64,7 +64,7 @@ def done(state: DeviceState, event: JobDone) -> list[Output]:
     return outputs
 
 
-def failed(state: DeviceState, event: JobFailed) -> list[Output]:
+def failed(state: DeviceState, event: JobFailedEvent) -> list[Output]:
     """Fail the request of a job that had one; each of several has its next job to itself.
 
     Returns the outputs for clients. KV that was there before the job is right: a job writes only
@@ -91,7 +91,7 @@ def depart(state: DeviceState, m: ModelState, request: Request) -> list[Output]:
     """End a request, in no job, that goes on at another device, if it may end now."""
     if not state.migration.leaves(m, request):
         return []
-    return [state.end(request, State.CANCELLED, Cancelled(request.id))]
+    return [state.end(request, RequestState.CANCELLED, CancelledOutput(request.id))]
 
 
 def _kv_is_lost(state: DeviceState, m: ModelState, requests: list[Request], reason: str) -> None:
@@ -105,7 +105,7 @@ def _kv_is_lost(state: DeviceState, m: ModelState, requests: list[Request], reas
 
 
 def _token(
-    state: DeviceState, m: ModelState, request: Request, new: Sampled, now: float
+    state: DeviceState, m: ModelState, request: Request, new: SampledToken, now: float
 ) -> list[Output]:
     """One more token of a request's output; its last, perhaps."""
     queued = None
@@ -114,7 +114,7 @@ def _token(
         queued = request.admitted_at - request.submission.arrival
     m.running.extend(request, new.token, now)
     n = request.generated
-    told = TokenOut(request.id, new.token, n - 1, new.logprob, new.top, queued)
+    told = TokenOutput(request.id, new.token, n - 1, new.logprob, new.top, queued)
     reason = "stop" if new.ends else finish_reason(m, request.submission, new.token, n)
     return [told] if reason is None else [told, _finished(state, m, request, reason)]
 
@@ -125,7 +125,7 @@ def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) 
     m.output_tokens += request.generated - len(request.submission.resumed or ())
     m.traffic = m.traffic.ended(request.prompt_tokens, request.generated)
     state.remember(m, request)
-    told = Finished(
+    told = FinishedOutput(
         request.id,
         reason,
         request.prompt_tokens,
@@ -133,7 +133,7 @@ def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) 
         request.cached_tokens,
         request.preemptions,
     )
-    return state.end(request, State.FINISHED, told)
+    return state.end(request, RequestState.FINISHED, told)
 
 
 def _close(state: DeviceState, job: Job) -> ModelState:
@@ -155,11 +155,11 @@ def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
     for work in job.work:
         request = state.requests.get(work.request_id)
         if request is not None and request.cancelled:
-            outputs.append(state.end(request, State.CANCELLED, Cancelled(request.id)))
+            outputs.append(state.end(request, RequestState.CANCELLED, CancelledOutput(request.id)))
         elif request is not None and departing:
             outputs += depart(state, m, request)
     for request in m.running.left():
-        if request.state is State.RUNNING:
+        if request.state is RequestState.RUNNING:
             state.preempt(m, request)
     for work in job.work:
         request = state.requests.get(work.request_id)

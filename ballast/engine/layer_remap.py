@@ -7,7 +7,7 @@ of a layer is in the way.
 from __future__ import annotations
 
 from ballast.core.actions import Short
-from ballast.core.event import Output, Settled
+from ballast.core.event import Output, RotationSettledEvent
 from ballast.core.rotation import Rotation
 from ballast.core.view import Residency
 from ballast.engine.life import Step
@@ -19,7 +19,7 @@ def remap(state: DeviceState, m: ModelState, wanted: Rotation) -> Short | None:
     """Let these layers of a resident model rotate as soon as nothing stands in the way. Pages that
     it takes more are promised to it now, or nothing changes."""
     back = (m.weights.slots.rotation.lent - wanted.lent) * m.weights.slots.layer_pages
-    short = state.pool.promise_instead(m.weights.owner, max(0, back))
+    short = state.pool.replace_promise(m.weights.owner, max(0, back))
     if short is not None:
         return short
     m.life.order_turn(wanted)
@@ -31,7 +31,7 @@ def drive_out(state: DeviceState, m: ModelState) -> None:
     """Evict a model as soon as no job, and no load of a layer, stands in the way."""
     m.life.order_eviction()
     m.weights.going()
-    state.pool.promise_instead(m.weights.owner, 0)
+    state.pool.replace_promise(m.weights.owner, 0)
     proceed(state, m)
 
 
@@ -50,7 +50,7 @@ def proceed(state: DeviceState, m: ModelState) -> list[Output]:
     return []
 
 
-def settled(state: DeviceState, event: Settled) -> list[Output]:
+def settled(state: DeviceState, event: RotationSettledEvent) -> list[Output]:
     """Turn a model, or let it go: no load is in flight any more."""
     m = state.models.get(event.model)
     if m is None or not m.life.settling:
@@ -68,4 +68,4 @@ def _turn(state: DeviceState, m: ModelState, wanted: Rotation) -> None:
         # Its promise is worth less than it was: pages that others were to give back are not
         # there yet. The policy will see, and may ask again; layers stay as they are.
         m.weights.turn(m.weights.slots.rotation)
-    state.pool.promise_instead(m.weights.owner, 0)
+    state.pool.replace_promise(m.weights.owner, 0)

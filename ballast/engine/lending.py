@@ -9,26 +9,26 @@ from collections.abc import Callable
 from ballast.core.actions import Short
 from ballast.core.errors import DeviceError, Unavailable
 from ballast.core.lease import (
-    AskedBack,
-    Condemned,
-    HasMet,
     Lease,
-    Lent,
-    LetGo,
-    PeerGone,
-    PeerMet,
-    Returned,
-    Word,
+    LendingMessage,
+    PagesLentEvent,
+    PagesRecalledEvent,
+    PagesReturnedEvent,
+    PeerGoneEvent,
+    PeerMetEvent,
+    PeerMetReport,
+    PeerOverdueReport,
+    PeerReleasedReport,
 )
 from ballast.core.version import Version
-from ballast.memory.borrow import Borrower
-from ballast.memory.lend import Lender
+from ballast.memory.lending.borrower import Borrower
+from ballast.memory.lending.lender import Lender
 from ballast.memory.pool import Pool
 from ballast.memory.vm import Exported
 
 log = logging.getLogger(__name__)
 
-Heard = Lent | AskedBack | Returned | PeerMet | PeerGone
+Heard = PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent | PeerMetEvent | PeerGoneEvent
 """Events of other devices."""
 
 
@@ -38,11 +38,11 @@ class Lending:
 
     def __init__(self, pool: Pool, borrower: Borrower, device: str) -> None:
         self.borrower = borrower
-        self.say: Callable[[Word], None] = _say_nothing
+        self.say: Callable[[LendingMessage], None] = _say_nothing
         self.exports: dict[tuple[str, int], Exported] = {}
-        """By peer and epoch: put in by whoever has fetched it, before `PeerMet`."""
+        """By peer and epoch: put in by whoever has fetched it, before `PeerMetEvent`."""
         self.opened: dict[tuple[str, int, int], tuple[Exported, ...]] = {}
-        """By lender, epoch and lease, of a GPU: put in by whoever has fetched it, before `Lent`."""
+        """By lender, epoch and lease, of a GPU: stored before `PagesLentEvent` is posted."""
         self.offered: dict[tuple[str, int, int], tuple[int, ...]] = {}
         """By borrower, epoch and lease, pages of which none has come back: those that a GPU's
         borrower may fetch. From any thread."""
@@ -56,7 +56,9 @@ class Lending:
         """Nothing was ever heard of another device."""
         self.next: float | None = None
         """When `check` is to be called."""
-        self._lender = Lender(pool, device, lambda peer, epoch: self.say(Condemned(peer, epoch)))
+        self._lender = Lender(
+            pool, device, lambda peer, epoch: self.say(PeerOverdueReport(peer, epoch))
+        )
         self._over: dict[str, int] = {}
         """The last epoch of each peer that is known to be over."""
         self._left: set[tuple[str, int]] = set()
@@ -86,16 +88,16 @@ class Lending:
         free or can be borrowed."""
         self.alone = more = False
         match event:
-            case PeerMet():
+            case PeerMetEvent():
                 self._meet(event)
-            case PeerGone(peer, epoch):
+            case PeerGoneEvent(peer, epoch):
                 more = self._gone(peer, epoch)
-            case Lent(lease):
+            case PagesLentEvent(lease):
                 opened = self.opened.pop((lease.lender, lease.epoch, lease.id), ())
                 more = _taken(self.borrower.accept(lease, opened))
-            case AskedBack(lease):
+            case PagesRecalledEvent(lease):
                 self.borrower.recall(lease)
-            case Returned(lease):
+            case PagesReturnedEvent(lease):
                 self.offered.pop((lease.borrower, lease.epoch, lease.id), None)
                 more = _taken(self._lender.returned(lease))
         self._count()
@@ -112,7 +114,7 @@ class Lending:
         self._count()
         self.news.n += 1
         self.offered[peer, lease.epoch, lease.id] = lease.pages
-        self.say(Lent(lease))
+        self.say(PagesLentEvent(lease))
         return lease
 
     def recall(self, peer: str | None, pages: int | None, due: float) -> int:
@@ -127,7 +129,7 @@ class Lending:
                 part = self._lender.recall(lease.part(lease.pages[-left:] if left else ()), due)
                 if part is not None:
                     asked += len(part.pages)
-                    self.say(AskedBack(part))
+                    self.say(PagesRecalledEvent(part))
         if asked:
             self.next = due if self.next is None else min(self.next, due)
         return asked
@@ -147,20 +149,20 @@ class Lending:
         """Say what has been returned, and which dead peers' memory is let go of."""
         told = self.borrower.settle()
         for part in told:
-            self.say(Returned(part))
+            self.say(PagesReturnedEvent(part))
         if told or self._left:
             self._count()
         for peer, epoch in sorted(self._left):
             if not self.borrower.knows(peer, epoch):
                 self._left.discard((peer, epoch))
-                self.say(LetGo(peer, epoch))
+                self.say(PeerReleasedReport(peer, epoch))
 
     def validate(self) -> None:
         """Raises BrokenPromise unless the ledger shows what was lent and borrowed."""
         self._lender.validate()
         self.borrower.validate()
 
-    def _meet(self, event: PeerMet) -> None:
+    def _meet(self, event: PeerMetEvent) -> None:
         exported = self.exports.pop((event.peer, event.epoch))
         try:
             if event.epoch <= self._over.get(event.peer, -1):
@@ -171,7 +173,7 @@ class Lending:
             exported.discard()
             return
         self._lender.meet(event.peer, event.epoch)
-        self.say(HasMet(event.peer, event.epoch))
+        self.say(PeerMetReport(event.peer, event.epoch))
 
     def _gone(self, peer: str, epoch: int) -> bool:
         self._over[peer] = max(epoch, self._over.get(peer, -1))
@@ -192,5 +194,5 @@ def _taken(refused: str | None) -> bool:
     return refused is None
 
 
-def _say_nothing(word: Word) -> None:
+def _say_nothing(word: LendingMessage) -> None:
     """In simulations nobody listens."""

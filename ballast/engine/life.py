@@ -49,7 +49,7 @@ class Work(enum.Enum):
     BUSY = "busy"
 
 
-class Layers(enum.Enum):
+class RemapPhase(enum.Enum):
     """How far a change of the layers that rotate has come."""
 
     STILL = "still"
@@ -57,12 +57,12 @@ class Layers(enum.Enum):
     ORDERED = "ordered"
     """One is wanted; the job in flight is in its way."""
     SETTLING = "settling"
-    """One is wanted; loads of layers are in its way: `Settled` will come when they have ended."""
+    """One is wanted; it waits for loads of layers, whose end is a `RotationSettledEvent`."""
     QUIETING = "quieting"
-    """None is wanted (any more), but loads are being waited for: `Settled` will come."""
+    """None is wanted (any more); loads of layers are awaited: `RotationSettledEvent` will come."""
 
 
-class Kv(enum.Enum):
+class SwapPhase(enum.Enum):
     """How far a change of the layers whose KV rotates has come."""
 
     STILL = "still"
@@ -75,7 +75,7 @@ class Kv(enum.Enum):
     """A copy has failed: KV of this model is moved no more."""
 
 
-class Stay(enum.Enum):
+class Membership(enum.Enum):
     """Whether the model belongs to the device."""
 
     SERVED = "served"
@@ -127,7 +127,7 @@ class Transition(enum.Enum):
     STRIKE = "strike"
 
 
-_R, _A, _W, _L, _K, _S = Residency, Landing, Work, Layers, Kv, Stay
+_R, _A, _W, _L, _K, _S = Residency, Landing, Work, RemapPhase, SwapPhase, Membership
 _HERE = {_S.SERVED: _S.SERVED, _S.LEAVING: _S.LEAVING}
 _IDLE = {_W.IDLE: _W.IDLE}
 _RESIDENT = {_R.RESIDENT: _R.RESIDENT}
@@ -141,9 +141,9 @@ class Rule:
     residency: Mapping[Residency, Residency] | None = None
     landing: Mapping[Landing, Landing] | None = None
     work: Mapping[Work, Work] | None = None
-    layers: Mapping[Layers, Layers] | None = None
-    kv: Mapping[Kv, Kv] | None = None
-    stay: Mapping[Stay, Stay] | None = None
+    layers: Mapping[RemapPhase, RemapPhase] | None = None
+    kv: Mapping[SwapPhase, SwapPhase] | None = None
+    stay: Mapping[Membership, Membership] | None = None
 
 
 RULES: Mapping[Transition, Rule] = {
@@ -289,8 +289,8 @@ class Life:
         """Whether the job in flight, or the last one, began while weights still arrived."""
         self.resident_since = float("-inf")
         """When the model became resident last, on the device's clock."""
-        self._residency, self._work, self._stay = Residency.ABSENT, Work.IDLE, Stay.SERVED
-        self._landing, self._layers, self._kv = Landing.SHUT, Layers.STILL, Kv.STILL
+        self._residency, self._work, self._stay = Residency.ABSENT, Work.IDLE, Membership.SERVED
+        self._landing, self._layers, self._kv = Landing.SHUT, RemapPhase.STILL, SwapPhase.STILL
         self._transfer: int | None = None
         self._broken: str | None = None
         self._job: Job | None = None
@@ -313,16 +313,16 @@ class Life:
         return self._work
 
     @property
-    def layers(self) -> Layers:
+    def layers(self) -> RemapPhase:
         return self._layers
 
     @property
-    def kv(self) -> Kv:
+    def kv(self) -> SwapPhase:
         """How far a change of the layers whose KV rotates has come."""
         return self._kv
 
     @property
-    def stay(self) -> Stay:
+    def stay(self) -> Membership:
         return self._stay
 
     @property
@@ -357,19 +357,19 @@ class Life:
 
     @property
     def settling(self) -> bool:
-        """Whether loads of layers are being waited for: `Settled` is bound to come."""
-        return self._layers is Layers.SETTLING or self._layers is Layers.QUIETING
+        """Whether loads of layers are being waited for: `RotationSettledEvent` is bound to come."""
+        return self._layers is RemapPhase.SETTLING or self._layers is RemapPhase.QUIETING
 
     @property
     def moving(self) -> bool:
         """Whether the job in flight, or the next one, copies KV and computes nothing."""
-        return self._kv is Kv.MOVING
+        return self._kv is SwapPhase.MOVING
 
     @property
     def awaited(self) -> bool:
         """Whether an event other than the end of a job is bound to come for it."""
         layers = self._layers
-        waits = layers is Layers.SETTLING or layers is Layers.QUIETING
+        waits = layers is RemapPhase.SETTLING or layers is RemapPhase.QUIETING
         return waits or self._transfer is not None
 
     @property
@@ -379,7 +379,7 @@ class Life:
         return (
             (self._residency is Residency.RESIDENT or self._landing is Landing.OPEN)
             and self._work is Work.IDLE
-            and self._layers is Layers.STILL
+            and self._layers is RemapPhase.STILL
         )
 
     def due(self, *, stirred: bool) -> Step | None:
@@ -393,7 +393,7 @@ class Life:
             return Step.FAIL
         if self._residency is Residency.EVICTING and not stirred:
             return Step.EVICT
-        wanted = self._residency is Residency.EVICTING or self._layers is Layers.ORDERED
+        wanted = self._residency is Residency.EVICTING or self._layers is RemapPhase.ORDERED
         return Step.SETTLE if wanted and not self.settling else None
 
     # -- what happens to it -----------------------------------------------------------------------
@@ -523,17 +523,18 @@ class Life:
                 "an eviction that nothing is in the way of",
             ),
             (
-                layers is Layers.ORDERED and work is Work.IDLE,
+                layers is RemapPhase.ORDERED and work is Work.IDLE,
                 "a turn that nothing is in the way of",
             ),
             (
-                layers in (Layers.ORDERED, Layers.SETTLING) and residency is not Residency.RESIDENT,
+                layers in (RemapPhase.ORDERED, RemapPhase.SETTLING)
+                and residency is not Residency.RESIDENT,
                 "a turn without weights",
             ),
-            (kv is Kv.MOVING and work is Work.IDLE, "KV that no job moves"),
-            (kv in (Kv.ORDERED, Kv.MOVING) and not there, "a swap without weights"),
+            (kv is SwapPhase.MOVING and work is Work.IDLE, "KV that no job moves"),
+            (kv in (SwapPhase.ORDERED, SwapPhase.MOVING) and not there, "a swap without weights"),
             (
-                self._stay is Stay.GONE and (there or work is Work.BUSY or self.awaited),
+                self._stay is Membership.GONE and (there or work is Work.BUSY or self.awaited),
                 "something happens to it though it is gone",
             ),
             (
@@ -542,9 +543,12 @@ class Life:
             ),
             ((self._broken is not None) != (landing is Landing.BROKEN), "a broken load"),
             ((self._job is not None) != (work is Work.BUSY), "a job"),
-            ((self._turn is not None) != (layers in (Layers.ORDERED, Layers.SETTLING)), "a turn"),
-            ((self._swap is not None) != (kv in (Kv.ORDERED, Kv.MOVING)), "a swap"),
-            ((self._stuck is not None) != (kv is Kv.STUCK), "a failure"),
+            (
+                (self._turn is not None) != (layers in (RemapPhase.ORDERED, RemapPhase.SETTLING)),
+                "a turn",
+            ),
+            ((self._swap is not None) != (kv in (SwapPhase.ORDERED, SwapPhase.MOVING)), "a swap"),
+            ((self._stuck is not None) != (kv is SwapPhase.STUCK), "a failure"),
         ):
             if wrong:
                 raise BrokenPromise(f"{self}: {what}")

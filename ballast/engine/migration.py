@@ -13,8 +13,14 @@ from typing import Any, Protocol
 
 from ballast.core import migration
 from ballast.core.event import Event
-from ballast.core.migration import DropKv, ImportKv, KvRead, KvTail, Word
-from ballast.core.request import Request, State
+from ballast.core.migration import (
+    DropKvEvent,
+    ImportKvEvent,
+    KvReadEvent,
+    KvTailEvent,
+    MigrationAnswer,
+)
+from ballast.core.request import Request, RequestState
 from ballast.core.view import Residency
 from ballast.engine.model import ModelState
 from ballast.kv import extents
@@ -35,10 +41,10 @@ class KvBytes(Protocol):
         targets: Sequence[tuple[int, int]],
     ) -> None:
         """Read `pieces` of the process at `source` to `targets`, (address, bytes) in order;
-        `KvRead` will come through the inbox."""
+        `KvReadEvent` will come through the inbox."""
 
     def stop(self, request_id: str) -> None:
-        """Write nothing any more for a request once this has returned; `KvRead` may come yet."""
+        """Stop writing for a request before this returns; a `KvReadEvent` may still come."""
 
     def load(self, address: int, n_bytes: int) -> bytes:
         """What lies here."""
@@ -83,12 +89,12 @@ class Migration:
         """None: nothing can be imported here, nor exported."""
         self.exports = False
         """Whether others can read this device's memory; there are `bytes` then."""
-        self.say: Callable[[Word], None] = _say_nothing
+        self.say: Callable[[MigrationAnswer], None] = _say_nothing
         """Must not wait for anything."""
         self._exported: dict[str, _Export] = {}
         self._departing: set[str] = set()
         self._imported: dict[str, _Import] = {}
-        self._said: list[Word] = []
+        self._said: list[MigrationAnswer] = []
 
     @property
     def departing(self) -> bool:
@@ -100,7 +106,7 @@ class Migration:
     def export(self, m: ModelState, request: Request) -> None:
         """Say where the KV of a request lies; it goes on."""
         n = request.computed // m.spec.block_tokens
-        if m.swapper is not None or request.state is not State.RUNNING:
+        if m.swapper is not None or request.state is not RequestState.RUNNING:
             n = 0
         n, pieces = extents.pieces(m.kv, request.blocks[:n])
         if n == 0:
@@ -111,11 +117,11 @@ class Migration:
             self.nothing(request.id)
             return
         tokens, form = n * m.spec.block_tokens, extents.form(m.kv)
-        self._said.append(migration.KvExported(request.id, tokens, form, pieces))
+        self._said.append(migration.KvExportedAnswer(request.id, tokens, form, pieces))
 
     def nothing(self, request_id: str) -> None:
         """There is no KV of such a request."""
-        self._said.append(migration.KvExported(request_id, 0))
+        self._said.append(migration.KvExportedAnswer(request_id, 0))
 
     def depart(self, request_id: str) -> None:
         """A request is to leave (`leaves`)."""
@@ -145,14 +151,18 @@ class Migration:
     def _stayed(self, m: ModelState, request: Request) -> _Export | None:
         """What was exported of a request; None: nothing, or it is not where it was."""
         was = self._exported.get(request.id)
-        if was is None or request.state is not State.RUNNING or request.blocks is not was.table:
+        if (
+            was is None
+            or request.state is not RequestState.RUNNING
+            or request.blocks is not was.table
+        ):
             return None
         return was if m.kv.relocations == was.relocations else None
 
     def _depart(self, request_id: str, **how: Any) -> None:
         self._departing.discard(request_id)
         self._exported.pop(request_id, None)
-        self._said.append(migration.Departed(request_id, **how))
+        self._said.append(migration.DepartedAnswer(request_id, **how))
 
     def ended(self, request_id: str) -> None:
         """A request has ended, or there is none."""
@@ -162,21 +172,21 @@ class Migration:
 
     # -- the target -------------------------------------------------------------------------------
 
-    def begin(self, m: ModelState | None, event: ImportKv, adapter: int | None) -> None:
+    def begin(self, m: ModelState | None, event: ImportKvEvent, adapter: int | None) -> None:
         """Read the KV of a request that is to come, if its model is here and pages are free."""
         wanted = event.wanted
         self._drop(wanted.id)
         assert self.bytes is not None, "a device without them is not asked"
         blocks = [] if m is None else self._room(m, event)
         if m is None or not blocks:
-            self._said.append(migration.KvImported(wanted.id, 0))
+            self._said.append(migration.KvImportedAnswer(wanted.id, 0))
             return
         salt = Request.salt_of(wanted, m.spec, adapter)
         self._imported[wanted.id] = _Import(m, wanted.prompt, salt, blocks, len(wanted.prompt))
         targets = extents.extents(m.kv, blocks)
         self.bytes.start(wanted.id, event.source, event.pieces, targets)
 
-    def _room(self, m: ModelState, event: ImportKv) -> list[int]:
+    def _room(self, m: ModelState, event: ImportKvEvent) -> list[int]:
         """Blocks for it; none where it cannot be."""
         tokens = len(event.wanted.prompt)
         if m.swapper is not None or m.residency is not Residency.RESIDENT:
@@ -191,7 +201,7 @@ class Migration:
             return []
         return blocks
 
-    def read(self, event: KvRead) -> None:
+    def read(self, event: KvReadEvent) -> None:
         """The bytes are there, or will not be."""
         here = self._imported.get(event.request_id)
         if here is None:
@@ -200,9 +210,9 @@ class Migration:
         if not here.read:
             self._drop(event.request_id)
         tokens = here.tokens if here.read else 0
-        self._said.append(migration.KvImported(event.request_id, tokens))
+        self._said.append(migration.KvImportedAnswer(event.request_id, tokens))
 
-    def extend(self, event: KvTail) -> None:
+    def extend(self, event: KvTailEvent) -> None:
         """More of the KV that was read, if there is room for it."""
         here = self._imported.get(event.request_id)
         if here is None or self.bytes is None or not here.read or not event.tokens:
@@ -223,7 +233,7 @@ class Migration:
             at += n
         here.tokens += event.tokens
 
-    def drop(self, event: DropKv) -> None:
+    def drop(self, event: DropKvEvent) -> None:
         """The request does not come, or its KV is another."""
         self._drop(event.request_id)
 
@@ -272,5 +282,5 @@ class Migration:
                 self.say(word)
 
 
-def _say_nothing(word: Word) -> None:
+def _say_nothing(word: MigrationAnswer) -> None:
     """Nobody listens."""

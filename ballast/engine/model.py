@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from ballast.core.cost import StepCosts
-from ballast.core.job import Job, Load
+from ballast.core.job import Job, JobLoad
 from ballast.core.model import ModelSpec
 from ballast.core.report import STEP_BOUNDS
 from ballast.core.request import Request
@@ -152,7 +152,7 @@ class ModelState:
         slots = self.weights.slots
         return (slots.rotation.lent - self.rotation.lent) * slots.layer_pages
 
-    def took(self, seconds: float | None, load: Load, jobs: int = 1) -> None:
+    def took(self, seconds: float | None, load: JobLoad, jobs: int = 1) -> None:
         """Note a job that has ended: its `seconds` without waiting for layers, and its tokens; the
         last of several `jobs` with as many tokens. None: it is no measure of others."""
         tokens = load.prefill_tokens + load.decode_sequences
@@ -165,7 +165,7 @@ class ModelState:
         else:
             self.decode_seconds = seconds
 
-    def cost(self, seconds: float, load: Load) -> None:
+    def cost(self, seconds: float, load: JobLoad) -> None:
         """A job of it had a lane for so long, without waiting for layers, the engine's own time
         included."""
         if self.estimator is not None:

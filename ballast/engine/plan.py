@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from ballast.core.actions import Short
 from ballast.core.compute import ComputeDecision, Phase
 from ballast.core.job import Scoring, SequenceWork
-from ballast.core.request import Request, State
+from ballast.core.request import Request, RequestState
 from ballast.core.settings import DeviceSettings
 from ballast.core.view import Shortage
 from ballast.engine.model import ModelState
@@ -165,6 +165,6 @@ def _admit(m: ModelState, r: Request, now: float) -> Short | None:
     if r.admitted_at is None:
         r.admitted_at = now
         r.cached_tokens = cached
-    r.to(State.RUNNING)
+    r.to(RequestState.RUNNING)
     m.running.add(r)
     return None

@@ -34,12 +34,12 @@ class Promises:
     @property
     def pages(self) -> int:
         """Pages set aside now."""
-        return sum(self._pool.promised_to(owner) for owner in self._owners)
+        return sum(self._pool.ledger.promised_to(owner) for owner in self._owners)
 
     def suspend(self) -> None:
         """Set nothing aside until a decision's promises are made: its actions come first."""
         for owner in self._owners:
-            self._pool.withdraw(owner)
+            self._pool.cancel_promise(owner)
         self._owners, self._unfilled = [], []
 
     def withdraw(self) -> None:
@@ -74,7 +74,7 @@ class Promises:
             return
         unfilled = []
         for owner, lacking in self._unfilled:
-            spare = self._pool.free + self._pool.reclaiming - self._pool.promised
+            spare = self._pool.free + self._pool.ledger.reclaiming - self._pool.ledger.promised
             n = min(lacking, max(0, spare))
             short = self._pool.promise(owner, n)
             assert short is None, "it was spare"

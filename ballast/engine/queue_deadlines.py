@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
-from ballast.core.request import Request, State
+from ballast.core.request import Request, RequestState
 
 
-class Patience:
+class QueueDeadlines:
     """Deadlines of requests that have not been admitted yet; those of others are left out."""
 
     def __init__(self, requests: Mapping[str, Request]) -> None:
@@ -48,6 +48,6 @@ class Patience:
         request = self._requests.get(name)
         if request is None or request.order.sequence != sequence:
             return None
-        queued = request.state in (State.WAITING, State.PAUSED)
+        queued = request.state in (RequestState.WAITING, RequestState.PAUSED)
         waits = queued and request.admitted_at is None
         return request if waits else None

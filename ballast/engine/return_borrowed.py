@@ -17,7 +17,7 @@ from ballast.engine.views import device_view
 from ballast.policy.base import MemoryPolicy
 
 
-def vacate(state: DeviceState, story: Story, policy: MemoryPolicy) -> None:
+def return_borrowed(state: DeviceState, story: Story, policy: MemoryPolicy) -> None:
     """As far as it goes now."""
     ranges = {id(m.kv.range): m for m in state.models.values()}
     slabs: dict[tuple[str, int], tuple[ModelState, int]] = {}

@@ -8,12 +8,12 @@ from typing import Protocol
 from ballast.core.clock import Clock
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import (
-    Failed,
+    FailedOutput,
     Output,
 )
 from ballast.core.job import SequenceWork
 from ballast.core.model import kv_room
-from ballast.core.request import Request, State
+from ballast.core.request import Request, RequestState
 from ballast.core.settings import DeviceSettings
 from ballast.core.traffic import TrafficStats
 from ballast.core.version import Version
@@ -25,7 +25,7 @@ from ballast.engine.lending import Lending
 from ballast.engine.migration import Migration
 from ballast.engine.model import ModelState
 from ballast.engine.promises import Promises
-from ballast.engine.queue_deadlines import Patience
+from ballast.engine.queue_deadlines import QueueDeadlines
 from ballast.kv.swapper import MakeSwapper
 from ballast.memory.arena import Arena
 from ballast.memory.pool import Pool
@@ -35,7 +35,7 @@ from ballast.weights.shared import SharedSegment
 
 
 class GrammarStore(Protocol):
-    """Grammars of open requests; `ballast.live.grammar_compiler.Compiling` of a live device."""
+    """Grammars of open requests; `ballast.live.grammar_compiler` implements it."""
 
     def prepare(self, request: Request) -> None:
         """Begin to compile a request's grammar; the event `GrammarReady` ends its wait."""
@@ -94,7 +94,7 @@ class DeviceState:
         self.activation_rate = ActivationRate()
         self.arena, self.graphs = arena, graphs
         self.requests: dict[str, Request] = {}
-        self.patience = Patience(self.requests)
+        self.queue_deadlines = QueueDeadlines(self.requests)
         self.lanes = Lanes(settings)
         self.draining = False
         self.stopped: str | None = None
@@ -159,7 +159,7 @@ class DeviceState:
         """Offer the blocks that have filled to the prefix cache."""
         m.kv.remember(request.tokens, request.blocks, request.computed, request.salt)
 
-    def end(self, request: Request, state: State, told: Output) -> Output:
+    def end(self, request: Request, state: RequestState, told: Output) -> Output:
         """The request is over; its memory is free."""
         m = self.models[request.model]
         self.withdraw(m, request)
@@ -174,13 +174,13 @@ class DeviceState:
     def fail_all(self, m: ModelState, code: str, reason: str) -> list[Output]:
         """End every request of a model with an error."""
         return [
-            self.end(r, State.FAILED, Failed(r.id, code, reason))
+            self.end(r, RequestState.FAILED, FailedOutput(r.id, code, reason))
             for r in [*m.running, *m.waiting, *m.paused.values()]
         ]
 
     def fail(self, request: Request, code: str, reason: str) -> Output:
         """End one request, not in flight, with an error."""
-        return self.end(request, State.FAILED, Failed(request.id, code, reason))
+        return self.end(request, RequestState.FAILED, FailedOutput(request.id, code, reason))
 
     @staticmethod
     def _forget_shortage(m: ModelState, request: Request) -> None:
@@ -197,9 +197,9 @@ class DeviceState:
     def withdraw(self, m: ModelState, request: Request, *, surrender: bool = False) -> None:
         """Take a request out of the queue, the batch or those paused; its blocks are given back as
         by `release`."""
-        if request.state is State.PAUSED:
+        if request.state is RequestState.PAUSED:
             m.paused.remove(request)
-        elif request.state is State.RUNNING:
+        elif request.state is RequestState.RUNNING:
             m.running.remove(request)
         else:
             m.waiting.remove(request)
@@ -211,7 +211,7 @@ class DeviceState:
     def preempt(self, m: ModelState, request: Request) -> None:
         """Back to the queue without KV; it will be recomputed, token for token."""
         self.withdraw(m, request, surrender=True)
-        request.to(State.WAITING)
+        request.to(RequestState.WAITING)
         request.preemptions += 1
         m.preemptions += 1
         m.waiting.add(request)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ballast.core.entries import Entry
+from ballast.core.entries import StoryEntry
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class StoryFile:
         """Entries that the file has not taken since it last took some."""
         self._complained = False
 
-    def write(self, entries: Sequence[Entry]) -> None:
+    def write(self, entries: Sequence[StoryEntry]) -> None:
         """More lines, at once; never raises for what the file does."""
         lines = [b"\n"] if self._torn else []
         if self._missing:
@@ -119,7 +119,7 @@ class StoryFile:
     def _open(self) -> int:
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, MODE)
 
-    def _line(self, entry: Entry) -> bytes:
+    def _line(self, entry: StoryEntry) -> bytes:
         return self._begin + self._encode(entry)[1:] + b"\n"
 
 

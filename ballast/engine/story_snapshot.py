@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ballast import __version__
-from ballast.core.entries import ModelTold, Snapshot
+from ballast.core.entries import ModelEntry, Snapshot
 from ballast.core.story import Story
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 
 
-def model_told(m: ModelState) -> ModelTold:
+def model_told(m: ModelState) -> ModelEntry:
     """One model of the device."""
-    return ModelTold(spec=m.spec, costs=m.costs, learned=m.estimator is not None)
+    return ModelEntry(spec=m.spec, costs=m.costs, learned=m.estimator is not None)
 
 
 def snapshot(state: DeviceState, preset: Preset, story: Story) -> Snapshot:

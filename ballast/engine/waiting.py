@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
-from ballast.core.request import Order, Request
+from ballast.core.request import Precedence, Request
 from ballast.core.version import Version
 from ballast.core.view import RequestView
 
@@ -109,5 +109,5 @@ def _view(r: Request, spec: ModelSpec) -> RequestView:
     )
 
 
-def _key(request: Request) -> tuple[int, int, Order]:
+def _key(request: Request) -> tuple[int, int, Precedence]:
     return request.order.rank, request.place, request.order

@@ -1,23 +1,19 @@
 """Compute the operations of a forward pass: kernels for CPU (Numba) and GPU (Triton).
 
 Packages from `weights` up may import it; `weights`, `models`, `engine` and `cluster` do. It imports
-`memory` and `core`. A module `X_code` has the compiled part of module `X`; `plain_X` is a reference
-in PyTorch's own operations.
+`memory` and `core`. A module `X_code` has the compiled part of module `X`.
 
 - `attention_code`: Compiled part of paged attention: what one thread computes.
+- `attention_intrinsics`: Loops over vectors held in registers, for these steps.
+- `attention_steps_code`: Compiled steps of attention: scores, softmax, values, merging.
+- `attention_table`: Fields of the table that attention's kernels read; sizes of their memory.
 - `binding_code`: Compiled part of `team.bind`: pins a thread to one CPU.
 - `choice_file`: The file in which these choices are kept.
 - `choices`: From how many rows oneDNN multiplies a matrix: measured once per machine.
 - `contest`: Time our linear kernel against oneDNN's on one matrix.
-- `device_attention`: Choice of the attention backend of a GPU: Triton or plain PyTorch.
-- `device_batch`: A job's sequences as GPU tensors at stable addresses; the twin of `PagedBatch`.
-- `device_kv`: A model's KV cache on a GPU as kernels index it.
-- `device_layer`: The protocol of a Llama-shaped layer's operations between its GEMMs.
-- `device_lora`: Which rows of a job use which adapter, as GPU tables.
-- `device_plan`: Work items of paged attention on a GPU, planned on the host.
-- `device_sampling`: Sampling from logits on a GPU, equal to `sampling.sample`.
 - `experts`: A mixture's router and experts: tables of the kernels in `experts_code`.
 - `experts_code`: Compiled router, and the sum of a row's experts.
+- `gpu`: Package: operations on a GPU: protocols, host-made tables, choice of kernels.
 - `intrinsics`: Numba intrinsics: addresses as arrays, atomics, bfloat16, calls by address.
 - `layer`: Operation tables of the kernels in `layer_code`.
 - `layer_code`: Compiled embedding, norms, rotary position, and KV writes.
@@ -29,24 +25,14 @@ in PyTorch's own operations.
 - `meeting_code`: Compiled part of the barrier.
 - `onednn`: Linear layers by oneDNN on packed weights in memory of the pool.
 - `paged_attention`: Paged attention on CPU for decodes and prefill chunks together.
-- `plain_attention`: Paged attention in PyTorch's operations, as a reference on any device.
-- `plain_layer`: `LayerKernels` in PyTorch's operations, as a reference.
-- `plain_lora`: LoRA in PyTorch's operations, as a reference and without Triton.
+- `plain`: Package: operations in PyTorch's own, as a reference on any device.
 - `program_code`: Compiled part of programs: operations separated by barriers.
 - `sampling`: The next token as a function of logits, parameters, seed and position.
-- `staging`: Device tensors at stable addresses, filled through pinned host memory.
 - `stream_copy`: Copies of weights that pass the caches by.
 - `stream_copy_code`: Compiled part of such copies: non-temporal stores.
 - `team`: Compiled kernels on PyTorch's OpenMP threads.
-- `triton_attention`: Paged attention by Triton: launch and buffers.
-- `triton_code`: Triton kernels of paged attention.
-- `triton_layer`: `LayerKernels` by Triton.
-- `triton_layer_code`: Triton kernels of a layer's operations between its GEMMs.
-- `triton_lora`: LoRA by Triton.
-- `triton_lora_code`: Triton kernels of LoRA's shrink and expand.
-- `triton_row_code`: A Triton GEMV with fused prologue and epilogue.
-- `triton_sampling`: Gumbel-max sampling by Triton.
-- `triton_sampling_code`: Triton kernel of Gumbel-max.
+- `triton`: Package: our Triton kernels.
+- `vector_code`: LLVM code for vectors of float32.
 - `workspace`: A grow-only activation buffer of a lane with stable addresses.
 """
 

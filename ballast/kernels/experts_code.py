@@ -85,7 +85,7 @@ _MINUS_ONE = np.float32(-1.0)
 
 
 @njit(error_model="numpy")
-def _take_rows(table, counter):
+def _next_rows(table, counter):
     """(first row, one past the last) of the next item; empty when there is none."""
     first = fetch_add(table, counter, 1) * table[ITEM_ROWS]
     return first, min(first + table[ITEM_ROWS], table[ROWS])
@@ -168,7 +168,7 @@ def _group(table):
 def _route(table, weight):
     x, scores = float32_at(table[X]), float32_at(table[SCORES])
     width, n = table[WIDTH], table[EXPERTS]
-    first, end = _take_rows(table, ROUTED)
+    first, end = _next_rows(table, ROUTED)
     while first < end:
         for row in range(first, end):
             for e in range(n):
@@ -178,7 +178,7 @@ def _route(table, weight):
         # The counter orders what threads wrote before they added to it: the last one sees it all.
         if fetch_add(table, DONE, end - first) + end - first == table[ROWS]:
             _group(table)
-        first, end = _take_rows(table, ROUTED)
+        first, end = _next_rows(table, ROUTED)
 
 
 @njit(error_model="numpy")
@@ -217,7 +217,7 @@ def _combine(address):
     table = int64_at(address)
     made, out, shares = float32_at(table[MADE]), float32_at(table[OUT]), float32_at(table[SHARES])
     width, k = table[WIDTH], table[TOP_K]
-    first, end = _take_rows(table, COMBINED)
+    first, end = _next_rows(table, COMBINED)
     while first < end:
         for row in range(first, end):
             total, to = row * k * width, row * width
@@ -228,7 +228,7 @@ def _combine(address):
                     made[total + d] += shares[pair] * made[pair * width + d]
             for d in range(width):
                 out[to + d] += made[total + d]
-        first, end = _take_rows(table, COMBINED)
+        first, end = _next_rows(table, COMBINED)
 
 
 _PLAIN = {

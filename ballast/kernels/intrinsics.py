@@ -1,7 +1,8 @@
 """What Numba cannot say, for all kernels: addresses as arrays, atomics, bfloat16, calls by address.
 
 A bfloat16 number is handled as its bits, uint16. Numba's cache does not see that a kernel depends
-on this file: whoever changes it has to touch those that import it.
+on this file: touch the modules that import it when it changes, or let their kernels close over its
+digest (`digest_of`).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -9,7 +10,10 @@ on this file: whoever changes it has to touch those that import it.
 from __future__ import annotations
 
 import functools
+import hashlib
 import platform
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import llvmlite.ir as ir
@@ -26,6 +30,15 @@ _I16 = ir.IntType(16)
 
 _kept: list[Any] = []
 """Compiled functions: their code lives as long as these do."""
+
+
+def digest_of(*modules: ModuleType) -> int:
+    """A digest of the source of some modules, as an int64: equal only where that is."""
+    digest = hashlib.sha256()
+    for module in modules:
+        assert module.__file__ is not None, "it is a file of this package"
+        digest.update(Path(module.__file__).read_bytes())
+    return int.from_bytes(digest.digest()[:7], "big")
 
 
 @functools.cache

@@ -2,8 +2,8 @@
 what hands rows to a library's kernels and takes them back.
 
 Kernels take the address of a table of int64 whose fields are the constants below; threads share
-work through the counter NEXT (see `attention_code.py`). Activations are float32; weights and KV are
-float32 or bfloat16. An item is some rows (tokens); a row's result depends on that row alone.
+work through the counter NEXT (see `attention_table.py`). Activations are float32; weights and KV
+are float32 or bfloat16. An item is some rows (tokens); a row's result depends on that row alone.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -79,7 +79,7 @@ _ONE = np.float32(1.0)
 
 
 @njit(error_model="numpy")
-def _take(table):
+def _next_rows(table):
     """(first row, one past the last) of the next item; empty when there is none."""
     first = fetch_add(table, NEXT, 1) * table[ITEM_ROWS]
     return first, min(first + table[ITEM_ROWS], table[ROWS])
@@ -98,7 +98,7 @@ def _norm(table, weight):
     source, target = float32_at(table[SOURCE]), float32_at(table[TARGET])
     index = int64_at(table[INDEX])
     width, epsilon = table[WIDTH], float_of(table[EPSILON])
-    first, end = _take(table)
+    first, end = _next_rows(table)
     while first < end:
         for row in range(first, end):
             at = (index[row] if table[INDEX] != 0 else row) * table[SOURCE_ROW]
@@ -106,7 +106,7 @@ def _norm(table, weight):
             scale = _inverse_rms(source, at, width, epsilon)
             for d in range(width):
                 target[to + d] = source[at + d] * scale * widen(weight[d])
-        first, end = _take(table)
+        first, end = _next_rows(table)
 
 
 @njit(error_model="numpy")
@@ -114,7 +114,7 @@ def _land(table, weight):
     """Add rows of SOURCE to rows of TARGET, normed if there is a WEIGHT, and scaled."""
     source, target = float32_at(table[SOURCE]), float32_at(table[TARGET])
     width, epsilon, scale = table[WIDTH], float_of(table[EPSILON]), float_of(table[SCALE])
-    first, end = _take(table)
+    first, end = _next_rows(table)
     while first < end:
         for row in range(first, end):
             at, to = row * table[SOURCE_ROW], row * table[TARGET_ROW]
@@ -125,7 +125,7 @@ def _land(table, weight):
             else:
                 for d in range(width):
                     target[to + d] += source[at + d] * scale
-        first, end = _take(table)
+        first, end = _next_rows(table)
 
 
 @njit(error_model="numpy")
@@ -138,7 +138,7 @@ def _times(x, scale):
 def _embed(table, embeddings, scale):
     target, index = float32_at(table[TARGET]), int64_at(table[INDEX])
     width, group = table[WIDTH], table[PANEL_GROUP]
-    first, end = _take(table)
+    first, end = _next_rows(table)
     while first < end:
         for row in range(first, end):
             token, to = index[row], row * table[TARGET_ROW]
@@ -151,7 +151,7 @@ def _embed(table, embeddings, scale):
                 for d in range(width):
                     x = widen(embeddings[at + d // group * 64 * group + d % group])
                     target[to + d] = _times(x, scale)
-        first, end = _take(table)
+        first, end = _next_rows(table)
 
 
 @njit(error_model="numpy")
@@ -177,7 +177,7 @@ def _rotary(table, kv, query_weight, key_weight):
     places = int64_at(table[PLACES])
     heads, kv_heads, dim = table[HEADS], table[KV_HEADS], table[WIDTH]
     half, epsilon = table[ROTARY] // 2, float_of(table[EPSILON])
-    first, end = _take(table)
+    first, end = _next_rows(table)
     while first < end:
         for row in range(first, end):
             queries = row * table[SOURCE_ROW]
@@ -200,46 +200,46 @@ def _rotary(table, kv, query_weight, key_weight):
             to += table[VALUES]
             for d in range(kv_heads * dim):
                 kv[to + d] = narrow(x[values + d], kv[0])
-        first, end = _take(table)
+        first, end = _next_rows(table)
 
 
 @njit(error_model="numpy")
 def _narrow(table, target):
     """Round float32 rows to the element type of `target`."""
     source, width = float32_at(table[SOURCE]), table[WIDTH]
-    first, end = _take(table)
+    first, end = _next_rows(table)
     while first < end:
         for row in range(first, end):
             at, to = row * table[SOURCE_ROW], row * table[TARGET_ROW]
             for d in range(width):
                 target[to + d] = narrow(source[at + d], target[0])
-        first, end = _take(table)
+        first, end = _next_rows(table)
 
 
 @njit(error_model="numpy")
 def _store(table, source):
     """Widen rows of `source` into float32 rows."""
     target, width = float32_at(table[TARGET]), table[WIDTH]
-    first, end = _take(table)
+    first, end = _next_rows(table)
     while first < end:
         for row in range(first, end):
             at, to = row * table[SOURCE_ROW], row * table[TARGET_ROW]
             for d in range(width):
                 target[to + d] = widen(source[at + d])
-        first, end = _take(table)
+        first, end = _next_rows(table)
 
 
 @njit(error_model="numpy")
 def _add(table, source):
     """Add rows of `source` to float32 rows."""
     target, width = float32_at(table[TARGET]), table[WIDTH]
-    first, end = _take(table)
+    first, end = _next_rows(table)
     while first < end:
         for row in range(first, end):
             at, to = row * table[SOURCE_ROW], row * table[TARGET_ROW]
             for d in range(width):
                 target[to + d] += widen(source[at + d])
-        first, end = _take(table)
+        first, end = _next_rows(table)
 
 
 def _norm_float32(address):

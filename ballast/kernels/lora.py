@@ -37,7 +37,7 @@ _compiling = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Matrices:
+class LoraMatrices:
     """What one adapter adds to one linear module. `a` and `b`: addresses."""
 
     a: int
@@ -47,7 +47,7 @@ class Matrices:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoraTarget:
     """One linear module, and what each adapter adds to it, if anything.
 
     Its outputs are columns `column ..` of y: all side by side, or `block` of them every
@@ -55,7 +55,7 @@ class Target:
     """
 
     outputs: int
-    adapters: tuple[Matrices | None, ...]
+    adapters: tuple[LoraMatrices | None, ...]
     column: int = 0
     block: int | None = None
     block_step: int = 0
@@ -141,7 +141,7 @@ class LoraGroup:
     `width`: columns of y, up to the last that any of them has.
     """
 
-    def __init__(self, inputs: int, targets: Sequence[Target], dtype: torch.dtype) -> None:
+    def __init__(self, inputs: int, targets: Sequence[LoraTarget], dtype: torch.dtype) -> None:
         self.inputs = inputs
         self.targets = tuple(targets)
         self.dtype = dtype
@@ -229,7 +229,7 @@ def kernels(activations: torch.dtype, weights: torch.dtype) -> tuple[int, int]:
         return code.address_of(f"shrink_{kinds}"), code.address_of(f"expand_{kinds}")
 
 
-def _adapters(target: Target) -> Array:
+def _adapters(target: LoraTarget) -> Array:
     """int64 (adapters, 4), as the kernels read them."""
     made = np.zeros((len(target.adapters), 4), np.int64)
     for row, m in zip(made, target.adapters, strict=True):

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from ballast.core.errors import BrokenPromise
-from ballast.kernels import attention_code as code
-from ballast.kernels import team
-from ballast.kernels.attention_code import NO_WINDOW as NO_WINDOW
+from ballast.kernels import attention_code, team
+from ballast.kernels import attention_table as fields
+from ballast.kernels.attention_table import NO_WINDOW as NO_WINDOW
 
 Array = np.ndarray[Any, Any]
 
@@ -107,21 +107,21 @@ class PagedBatch:
         self._attend = self._table(self._attend_tiles, items)
         self._write = self._table(self._write_tiles, len(self._write_tiles))
         self._workers = min(items, n_threads)
-        n_bytes = code.scratch_bytes(rows, item_heads, kv.head_dim)
-        slot_floats = code.slot_floats(rows, kv.kv_heads, kv.head_dim)
+        n_bytes = fields.scratch_bytes(rows, item_heads, kv.head_dim)
+        slot_floats = fields.slot_floats(rows, kv.kv_heads, kv.head_dim)
         # PyTorch's, so that a profile run counts it (`ballast.models.profile_run`).
         self._scratch = torch.empty(
-            code.ALIGNMENT + n_threads * n_bytes + 4 * n_slots * slot_floats, dtype=torch.uint8
+            fields.ALIGNMENT + n_threads * n_bytes + 4 * n_slots * slot_floats, dtype=torch.uint8
         )
-        scratch = -(-self._scratch.data_ptr() // code.ALIGNMENT) * code.ALIGNMENT
+        scratch = -(-self._scratch.data_ptr() // fields.ALIGNMENT) * fields.ALIGNMENT
         self._pending = np.zeros(len(self._attend_tiles) * parts, np.int64)
-        self._attend[code.MAX_ROWS] = rows
-        self._attend[code.ITEM_HEADS] = item_heads
-        self._attend[code.SCRATCH] = scratch
-        self._attend[code.SCRATCH_BYTES] = n_bytes
-        self._attend[code.SLOTS] = scratch + n_threads * n_bytes
-        self._attend[code.ORDER] = self._order.ctypes.data
-        self._attend[code.PENDING] = self._pending.ctypes.data
+        self._attend[fields.MAX_ROWS] = rows
+        self._attend[fields.ITEM_HEADS] = item_heads
+        self._attend[fields.SCRATCH] = scratch
+        self._attend[fields.SCRATCH_BYTES] = n_bytes
+        self._attend[fields.SLOTS] = scratch + n_threads * n_bytes
+        self._attend[fields.ORDER] = self._order.ctypes.data
+        self._attend[fields.PENDING] = self._pending.ctypes.data
         self._writers = 1 if self.n_tokens * kv.kv_heads * kv.head_dim <= ALONE else 1 << 16
         # The address of an array costs a microsecond to ask for.
         self._attend_at, self._write_at = self._attend.ctypes.data, self._write.ctypes.data
@@ -136,12 +136,12 @@ class PagedBatch:
         self._check(key, self.kv.kv_heads)
         self._check(value, self.kv.kv_heads)
         table = self._write
-        table[code.NEXT] = 0
-        table[code.KV] = self.kv.base + layer * self.kv.layer_stride
-        table[code.SOURCE] = key.data_ptr()
-        table[code.SOURCE_TOKEN], table[code.SOURCE_HEAD] = key.stride()[:2]
-        table[code.VALUE] = value.data_ptr()
-        table[code.VALUE_TOKEN], table[code.VALUE_HEAD] = value.stride()[:2]
+        table[fields.NEXT] = 0
+        table[fields.KV] = self.kv.base + layer * self.kv.layer_stride
+        table[fields.SOURCE] = key.data_ptr()
+        table[fields.SOURCE_TOKEN], table[fields.SOURCE_HEAD] = key.stride()[:2]
+        table[fields.VALUE] = value.data_ptr()
+        table[fields.VALUE_TOKEN], table[fields.VALUE_HEAD] = value.stride()[:2]
         team.run(self._write_code, self._write_at, min(self._writers, len(self._write_tiles)))
 
     def attend(
@@ -167,18 +167,18 @@ class PagedBatch:
         if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
             raise BrokenPromise("attention's output is not like its query, and contiguous")
         table = self._attend
-        table[code.NEXT] = table[code.WORKERS] = 0
-        table[code.KV] = self.kv.base + layer * self.kv.layer_stride
-        table[code.SOURCE] = query.data_ptr()
-        table[code.SOURCE_TOKEN], table[code.SOURCE_HEAD] = query.stride()[:2]
-        table[code.TARGET] = out.data_ptr()
-        table[code.WINDOW] = NO_WINDOW if window is None else window
-        self._attend_float64[code.SCALE] = scale
-        self._attend_float64[code.SOFTCAP] = softcap or 0.0
+        table[fields.NEXT] = table[fields.WORKERS] = 0
+        table[fields.KV] = self.kv.base + layer * self.kv.layer_stride
+        table[fields.SOURCE] = query.data_ptr()
+        table[fields.SOURCE_TOKEN], table[fields.SOURCE_HEAD] = query.stride()[:2]
+        table[fields.TARGET] = out.data_ptr()
+        table[fields.WINDOW] = NO_WINDOW if window is None else window
+        self._attend_float64[fields.SCALE] = scale
+        self._attend_float64[fields.SOFTCAP] = softcap or 0.0
         own = None if sinks is None else sinks.float().contiguous()
         if own is not None and own.shape != (self.heads,):
             raise BrokenPromise(f"{tuple(own.shape)} sinks for {self.heads} heads")
-        table[code.SINKS] = 0 if own is None else own.data_ptr()
+        table[fields.SINKS] = 0 if own is None else own.data_ptr()
         team.run(_attend_kernel(query.dtype, self.kv.dtype), self._attend_at, self._workers)
 
     def attend_tables(
@@ -202,17 +202,17 @@ class PagedBatch:
         (0: none) are as for `attend`, of all layers or one by one.
         """
         kv = self.kv
-        tables = np.empty((kv.n_layers, code.N_FIELDS), np.int64)
+        tables = np.empty((kv.n_layers, fields.N_FIELDS), np.int64)
         tables[:] = self._attend
-        tables[:, code.NEXT] = tables[:, code.WORKERS] = 0
-        tables[:, code.KV] = kv.base + np.arange(kv.n_layers) * kv.layer_stride
-        tables[:, code.SOURCE] = query
-        tables[:, code.SOURCE_TOKEN], tables[:, code.SOURCE_HEAD] = strides
-        tables[:, code.TARGET] = out
-        tables[:, code.WINDOW] = window
+        tables[:, fields.NEXT] = tables[:, fields.WORKERS] = 0
+        tables[:, fields.KV] = kv.base + np.arange(kv.n_layers) * kv.layer_stride
+        tables[:, fields.SOURCE] = query
+        tables[:, fields.SOURCE_TOKEN], tables[:, fields.SOURCE_HEAD] = strides
+        tables[:, fields.TARGET] = out
+        tables[:, fields.WINDOW] = window
         floats = tables.view(np.float64)
-        floats[:, code.SCALE] = scale
-        floats[:, code.SOFTCAP] = softcap
+        floats[:, fields.SCALE] = scale
+        floats[:, fields.SOFTCAP] = softcap
         return _attend_kernel(dtype, kv.dtype), tables
 
     def _check(self, given: torch.Tensor, heads: int, other: torch.dtype | None = None) -> None:
@@ -225,15 +225,15 @@ class PagedBatch:
             )
 
     def _table(self, tiles: Array, items: int) -> Array:
-        table = np.zeros(code.N_FIELDS, np.int64)
-        table[code.ITEMS] = items
-        table[code.TILES] = tiles.ctypes.data
-        table[code.TABLES] = self.tables.ctypes.data
-        table[code.BLOCK_STRIDE] = self.kv.block_stride
-        table[code.BLOCK_TOKENS] = self.kv.block_tokens
-        table[code.HEADS] = self.heads
-        table[code.KV_HEADS] = self.kv.kv_heads
-        table[code.HEAD_DIM] = self.kv.head_dim
+        table = np.zeros(fields.N_FIELDS, np.int64)
+        table[fields.ITEMS] = items
+        table[fields.TILES] = tiles.ctypes.data
+        table[fields.TABLES] = self.tables.ctypes.data
+        table[fields.BLOCK_STRIDE] = self.kv.block_stride
+        table[fields.BLOCK_TOKENS] = self.kv.block_tokens
+        table[fields.HEADS] = self.heads
+        table[fields.KV_HEADS] = self.kv.kv_heads
+        table[fields.HEAD_DIM] = self.kv.head_dim
         return table
 
 
@@ -248,7 +248,7 @@ def warm_up(dtype: torch.dtype | None = None) -> None:
 def scratch_bytes(heads: int, kv_heads: int, head_dim: int) -> int:
     """Most bytes of scratch memory that one thread needs to attend."""
     rows = max(TILE_ROWS, heads // kv_heads)
-    return code.scratch_bytes(rows, max(1, ITEM_ROWS // rows), head_dim)
+    return fields.scratch_bytes(rows, max(1, ITEM_ROWS // rows), head_dim)
 
 
 def _order(tiles: Array, threads: int) -> tuple[Array, int]:
@@ -258,7 +258,7 @@ def _order(tiles: Array, threads: int) -> tuple[Array, int]:
     thread busy after the others have ended.
     """
     contexts = tiles[:, 1] + tiles[:, 2]
-    splits = (contexts + code.SPLIT - 1) // code.SPLIT
+    splits = (contexts + fields.SPLIT - 1) // fields.SPLIT
     work = contexts * tiles[:, 1]
     cut = (work * (ITEMS_PER_THREAD * threads) > work.sum()) & (splits > 1) & (threads > 1)
     pieces = np.where(cut, splits, 1)
@@ -293,7 +293,7 @@ def _attend_kernel(rows: torch.dtype, kv: torch.dtype) -> int:
 
 def _kernel(name: str) -> int:
     with _compiling:
-        return code.address_of(name)
+        return attention_code.address_of(name)
 
 
 def _tiles(

@@ -31,7 +31,7 @@ Scores = tuple[float, tuple[tuple[int, float], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SamplingContext:
     """What the next token depends on beside its logits."""
 
     history: Sequence[int]
@@ -41,14 +41,14 @@ class Shape:
     """(vocab,) bool: what the output's grammar allows, at least one; None: there is no grammar."""
 
 
-_NO_SHAPES: Mapping[int, Shape] = MappingProxyType({})
+_NO_SHAPES: Mapping[int, SamplingContext] = MappingProxyType({})
 
 
 def sample(
     logits: torch.Tensor,
     params: Sequence[Sampling],
     positions: Sequence[int],
-    shapes: Mapping[int, Shape] = _NO_SHAPES,
+    shapes: Mapping[int, SamplingContext] = _NO_SHAPES,
 ) -> tuple[list[int], dict[int, Scores]]:
     """Choose one token for each row of `logits` (n, vocab), float32 and contiguous.
 
@@ -74,11 +74,11 @@ def sample(
         row = shaped(logits[i].numpy(), params[i], shape)
         greedy_row = params[i].temperature <= 0.0
         tokens[i] = int(row.argmax()) if greedy_row else _drawn(row, params[i], positions[i])
-    asked = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-    if not asked:
+    scored = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+    if not scored:
         return tokens, {}
-    found = scores(logits, list(asked), [tokens[i] for i in asked], list(asked.values()))
-    return tokens, dict(zip(asked, found, strict=True))
+    found = scores(logits, list(scored), [tokens[i] for i in scored], list(scored.values()))
+    return tokens, dict(zip(scored, found, strict=True))
 
 
 def scores(
@@ -105,7 +105,7 @@ def _likeliest(row: torch.Tensor, k: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(tokens.tolist(), row[tokens].tolist(), strict=True))
 
 
-def shaped(row: Array, p: Sampling, shape: Shape) -> Array:
+def shaped(row: Array, p: Sampling, shape: SamplingContext) -> Array:
     """The logits (vocab,) after bias, penalties, bans and grammar; `row` stays as it is."""
     row = row.copy()
     output = shape.history[shape.prompt_tokens :]
@@ -119,9 +119,9 @@ def shaped(row: Array, p: Sampling, shape: Shape) -> Array:
         row[seen] = np.where(found > 0.0, found / by, found * by)
     if p.presence_penalty or p.frequency_penalty:
         counts = Counter(output)
-        told = np.fromiter(counts, np.int64, len(counts))
+        counted = np.fromiter(counts, np.int64, len(counts))
         times = np.fromiter(counts.values(), np.float32, len(counts))
-        row[told] -= np.float32(p.frequency_penalty) * times + np.float32(p.presence_penalty)
+        row[counted] -= np.float32(p.frequency_penalty) * times + np.float32(p.presence_penalty)
     allowed = shape.allowed
     if p.banned and len(output) < p.min_tokens:
         rest = np.ones(len(row), np.bool_) if allowed is None else allowed.copy()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.kv.layout import Layout
-from ballast.memory.borrow import Borrower
+from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.vm import Vm
@@ -119,8 +119,10 @@ class Backing:
             raise BrokenPromise(f"{self.owner}: {self.pages} pages, {self.range.backed} backed")
         if not self.abroad <= backed or self.range.aliased != len(self.abroad) * pages:
             raise BrokenPromise(f"{self.owner}: {self.range.aliased} pages are borrowed")
-        if self.pages != self._pool.owned(self.owner):
-            raise BrokenPromise(f"{self.owner}: the pool counts {self._pool.owned(self.owner)}")
+        if self.pages != self._pool.ledger.owned(self.owner):
+            raise BrokenPromise(
+                f"{self.owner}: the pool counts {self._pool.ledger.owned(self.owner)}"
+            )
         if sorted([*backed, *self._vacant]) != list(range(self._end)):
             raise BrokenPromise(f"{self.owner}: a slab is lost")
 

@@ -16,7 +16,7 @@ from ballast.kv.layered import LayeredBacking, LayeredLayout
 from ballast.kv.layout import Layout
 from ballast.kv.prefix import PrefixIndex
 from ballast.kv.slabs import Slabs
-from ballast.memory.borrow import Borrower
+from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.vm import Vm

@@ -9,9 +9,9 @@ from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.kv.blocks import KvCache
 from ballast.kv.spilled import Piece, Spilled
-from ballast.memory.cuda_calls import Driver
-from ballast.memory.cuda_events import Events, Stalls
-from ballast.memory.cuda_pins import Pins
+from ballast.memory.cuda.calls import Driver
+from ballast.memory.cuda.fences import EventPool, StreamStalls
+from ballast.memory.cuda.pinning import PinnedMemory
 
 
 class EventSwapper:
@@ -27,7 +27,7 @@ class EventSwapper:
         kv: KvCache,
         driver: Driver,
         context: int,
-        pins: Pins,
+        pins: PinnedMemory,
         stream: Callable[[], int],
         dirty: bool,
     ) -> None:
@@ -38,8 +38,8 @@ class EventSwapper:
         self._driver, self._context, self._pins, self._lane = driver, context, pins, stream
         driver.set_current(context)
         self._streams = {way: driver.new_stream() for way in Direction}
-        self._events, self._timed = Events(driver), Events(driver, timed=True)
-        self._stalls = Stalls(self._timed)
+        self._events, self._timed = EventPool(driver), EventPool(driver, timed=True)
+        self._stalls = StreamStalls(self._timed)
         self._recorded: list[int] = []
         """Events of this job."""
         self._rotation = WHOLE
@@ -133,7 +133,7 @@ class EventSwapper:
 
     def _after(self, stream: int) -> int:
         """An event that follows what the stream has now."""
-        event = self._events.take()
+        event = self._events.acquire()
         self._recorded.append(event)
         self._driver.record(event, stream)
         return event
@@ -143,7 +143,7 @@ class EventSwapper:
         recorded, self._recorded = self._recorded, []
         for event in recorded:
             if self._driver.is_done(event):
-                self._events.put_back(event)
+                self._events.release(event)
             else:
                 self._recorded.append(event)
 

@@ -146,7 +146,7 @@ class LayeredBacking(Backing):
             raise BrokenPromise(f"{self.owner}: {self.pages} pages, {self.range.backed} + {slots}")
         if self.range.aliased != len(backed) * pages * len(self.rotation.layers):
             raise BrokenPromise(f"{self.owner}: {self.range.aliased} pages of slots")
-        owned = self._pool.owned(self.owner), self._pool.owned(self._slot_owner)
+        owned = self._pool.ledger.owned(self.owner), self._pool.ledger.owned(self._slot_owner)
         if owned != (self.range.backed, slots):
             raise BrokenPromise(f"{self.owner}: the pool counts {owned}")
         if sorted([*backed, *self._vacant]) != list(range(self._end)):
@@ -179,7 +179,7 @@ class LayeredBacking(Backing):
     def _back_home(self, indices: Sequence[int]) -> bool:
         runs = self._planes(indices)
         own = [(self._at(layer, at), n) for layer in self._own for at, n in runs]
-        promised = self._pool.promised_to(self.owner)
+        promised = self._pool.ledger.promised_to(self.owner)
         if self.range.back_many(own) is not None:
             return False
         self._promise_slots(len(self._slots) * self.layout.plane_pages * len(indices))
@@ -193,8 +193,8 @@ class LayeredBacking(Backing):
                     slot.release(at, n)
             for at, n in own:
                 self.range.release(at, n)
-            self._pool.withdraw(self._slot_owner)
-            self._pool.withdraw(self.owner)
+            self._pool.cancel_promise(self._slot_owner)
+            self._pool.cancel_promise(self.owner)
             short = self._pool.promise(self.owner, promised)
             assert short is None, "as many are free as before"
             return False
@@ -205,14 +205,14 @@ class LayeredBacking(Backing):
     def _promise_slots(self, pages: int) -> None:
         """Let the slots have up to so many of the pages that are promised to the cache: its slabs
         are made of both."""
-        left = self._pool.withdraw(self.owner)
+        left = self._pool.cancel_promise(self.owner)
         for owner, n in ((self._slot_owner, min(pages, left)), (self.owner, left - pages)):
             short = self._pool.promise(owner, max(0, n))
             assert short is None, "they were promised"
 
     def _undo(self, indices: Sequence[int]) -> None:
         """Nothing was backed, or, where the operating system refused to map, not all was."""
-        self._pool.withdraw(self._slot_owner)
+        self._pool.cancel_promise(self._slot_owner)
         pages = self.layout.plane_pages
         for index in indices:
             at = index * pages

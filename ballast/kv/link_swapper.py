@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.job import SequenceWork
 from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
@@ -139,7 +139,7 @@ class LinkSwapper:
             then()
             return
 
-        def done(event: TransferDone) -> None:
+        def done(event: TransferDoneEvent) -> None:
             if event.error is None:
                 then()
             with self._change:

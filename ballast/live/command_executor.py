@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from ballast.core.actions import Join, Leave, Operation
-from ballast.core.command import Add, DeviceOrder, Outcome, Remove
+from ballast.core.actions import Join, Leave, LoopCommand
+from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.errors import BallastError, DeviceError
-from ballast.core.event import Event, Operate
+from ballast.core.event import CommandEvent, Event
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.engine.build import Hosted, build_newcomer
@@ -32,7 +32,7 @@ NICENESS = 10
 """Of the thread that loads: what serves comes first."""
 
 
-class Refused(BallastError):
+class CommandRefused(BallastError):
     """The state of the device does not allow it."""
 
 
@@ -61,7 +61,7 @@ class OperatedDevice(Protocol):
     def beside_jobs(self) -> AbstractContextManager[object]: ...
 
 
-class Operator:
+class CommandExecutor:
     """Orders that load or wait are carried out one after the other, by a thread of their own."""
 
     def __init__(self, device: OperatedDevice) -> None:
@@ -74,14 +74,14 @@ class Operator:
         """Held while `_open` or `_closed` change."""
         self._closed = False
 
-    def carry_out(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None:
+    def carry_out(self, order: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None:
         """From any thread; returns at once. `done` is called once, by any thread."""
         match order:
             case Add() | Remove():
                 try:
                     self._thread.submit(self._work, order, done)
                 except RuntimeError:
-                    done(Outcome("unavailable", ENDING))
+                    done(CommandOutcome("unavailable", ENDING))
             case _:
                 asked = self._ask(order)
                 asked.add_done_callback(lambda a: done(self._outcome(a.result())))
@@ -105,7 +105,7 @@ class Operator:
 
     # -- in the operator's thread -----------------------------------------------------------------
 
-    def _work(self, order: Add | Remove, done: Callable[[Outcome], None]) -> None:
+    def _work(self, order: Add | Remove, done: Callable[[CommandOutcome], None]) -> None:
         device = self._device
         failed: dict[str, str] = {}
         try:
@@ -114,21 +114,21 @@ class Operator:
                     failed = dict(self._add(order.settings).failed)
                 else:
                     self._remove(order)
-            outcome = Outcome(specs=device.specs, failed=failed)
-        except (Refused, DeviceError) as error:
-            outcome = Outcome("unavailable" if self._closed else "refused", str(error))
+            outcome = CommandOutcome(specs=device.specs, failed=failed)
+        except (CommandRefused, DeviceError) as error:
+            outcome = CommandOutcome("unavailable" if self._closed else "refused", str(error))
         except BallastError as error:
-            outcome = Outcome("invalid", str(error))
+            outcome = CommandOutcome("invalid", str(error))
         except Exception as error:
             log.exception("%s failed", type(order).__name__)
-            outcome = Outcome("broken", f"{type(error).__name__}: {error}")
+            outcome = CommandOutcome("broken", f"{type(error).__name__}: {error}")
         done(outcome)
 
     def _add(self, settings: ModelSettings) -> HostModel:
         device = self._device
         for name in (settings.name, *(a.name for a in settings.adapters)):
             if name in device.state.named:
-                raise Refused(f"there is a model {name!r} already")
+                raise CommandRefused(f"there is a model {name!r} already")
         host = device.load(settings, threads=1)
         try:
             self._join(host)
@@ -145,10 +145,10 @@ class Operator:
         m, new = build_newcomer(device.state, hosted, device.machine.copy)
         try:
             device.executors[name] = device.executors_of(host, m)
-            device.loop.operations.ready[name] = m, new
+            device.loop.commands.ready[name] = m, new
             refusal = self._ask(Join(name)).result()
             if refusal is not None:
-                raise Refused(refusal)
+                raise CommandRefused(refusal)
         except BaseException:
             self._discard(m)
             raise
@@ -157,7 +157,7 @@ class Operator:
     def _discard(self, m: ModelState) -> None:
         """It has not joined."""
         self._device.forget_model(m.spec.name)
-        self._device.loop.operations.ready.pop(m.spec.name, None)
+        self._device.loop.commands.ready.pop(m.spec.name, None)
         m.kv.close()
         m.weights.close()
 
@@ -170,7 +170,7 @@ class Operator:
             self._ask(Leave(name, at_once=True)).result()
             refusal = asked.result()
         if refusal is not None:
-            raise Refused(refusal)
+            raise CommandRefused(refusal)
         device.forget_model(name)
         host = device.hosts[name]
         device.hosts = {n: h for n, h in device.hosts.items() if n != name}
@@ -178,7 +178,7 @@ class Operator:
 
     # -- in any thread ----------------------------------------------------------------------------
 
-    def _ask(self, operation: Operation) -> Future[str | None]:
+    def _ask(self, operation: LoopCommand) -> Future[str | None]:
         """Have the loop do it."""
         asked: Future[str | None] = Future()
         with self._lock:
@@ -187,13 +187,13 @@ class Operator:
                 return asked
             id = f"operation-{next(self._numbers)}"
             self._open[id] = asked
-        self._device.post(Operate(id, operation))
+        self._device.post(CommandEvent(id, operation))
         return asked
 
-    def _outcome(self, refusal: str | None) -> Outcome:
+    def _outcome(self, refusal: str | None) -> CommandOutcome:
         if refusal is None:
-            return Outcome(specs=self._device.specs)
-        return Outcome("unavailable" if self._closed else "refused", refusal)
+            return CommandOutcome(specs=self._device.specs)
+        return CommandOutcome("unavailable" if self._closed else "refused", refusal)
 
 
 def _stand_back() -> None:

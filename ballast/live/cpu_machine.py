@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
-from ballast.core.event import Event, FirstJobReady, Settled
+from ballast.core.event import Event, FirstJobReadyEvent, RotationSettledEvent
 from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -23,12 +23,12 @@ from ballast.live.runner import CpuRunner, Executor, LaneRunner, Record
 from ballast.memory import syscalls
 from ballast.memory.arena import AllocatorCap
 from ballast.memory.copies import Copy, copy_now
-from ballast.memory.cuda_calls import WhenLost
+from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
+from ballast.models.executor import ModelExecutor
 from ballast.models.on_cpu import on_cpu
 from ballast.models.profile_run import measured
-from ballast.models.served import Served
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
@@ -40,7 +40,7 @@ class OnCpu:
     lanes."""
 
     graphs: GraphReport | None = None
-    reach: Reach | None = None
+    reach: GpuReach | None = None
 
     @property
     def copies_beside_jobs(self) -> bool:
@@ -90,7 +90,7 @@ class CpuMachine(OnCpu):
         segments: Sequence[int],
         kv: KvCache,
         workspaces: Sequence[Workspace],
-    ) -> tuple[Served, ...]:
+    ) -> tuple[ModelExecutor, ...]:
         # The fast path alone computes in its lane's workspace.
         several = workspaces if host.fused else workspaces[:1]
         made = [on_cpu(host, segments, kv.base, kv.layout, w, self.device) for w in several]
@@ -106,12 +106,12 @@ class CpuMachine(OnCpu):
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
         def opened(transfer_id: int) -> None:
-            post(FirstJobReady(transfer_id))
+            post(FirstJobReadyEvent(transfer_id))
 
         tell = opened if self.copies_beside_jobs else None
 
         def make(spec: ModelSpec, copies: Sequence[Copy]) -> LinkRotor:
-            settled = Settled(spec.name)
+            settled = RotationSettledEvent(spec.name)
             return LinkRotor(spec.name, copies, self.link, clock, lambda: post(settled), tell)
 
         return make

@@ -8,31 +8,31 @@ from dataclasses import replace
 
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError, DeviceError
-from ballast.core.event import Event, Settled
+from ballast.core.event import Event, RotationSettledEvent
 from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import format_bytes
-from ballast.kernels.device_batch import Scratch
+from ballast.kernels.gpu.batch import Scratch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.event_swapper import EventSwapper
 from ballast.kv.swapper import MakeSwapper
-from ballast.live.cuda_runner import AllocatorOnDevice, Compute, CudaRunner, TorchOnGpu
+from ballast.live.cuda_runner import AllocatorOnDevice, CudaRunner, GpuCompute, TorchOnGpu
 from ballast.live.cuda_streams import lane_streams
 from ballast.live.machine import Cap
 from ballast.live.runner import Executor, LaneRunner, Record
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import Driver, WhenLost
-from ballast.memory.cuda_devices import reach_of
-from ballast.memory.cuda_driver import CudaDriver
-from ballast.memory.cuda_pins import Pins
-from ballast.memory.link_cuda import CudaLink
-from ballast.memory.vm_cuda import CudaVm
-from ballast.models.device_fused import DeviceFusedModel
-from ballast.models.graphs import GraphCache
-from ballast.models.on_device import DeviceModel
-from ballast.models.served import Served
+from ballast.memory.cuda.calls import Driver, WhenLost
+from ballast.memory.cuda.devices import reach_of
+from ballast.memory.cuda.driver import CudaDriver
+from ballast.memory.cuda.link import CudaLink
+from ballast.memory.cuda.pinning import PinnedMemory
+from ballast.memory.cuda.vm import CudaVm
+from ballast.models.executor import ModelExecutor
+from ballast.models.gpu.executor import GpuTransformersModel
+from ballast.models.gpu.fused import GpuFusedModel
+from ballast.models.gpu.graphs import GraphCache
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.event_rotor import EventRotor
 from ballast.weights.host import HostModel, HostTier
@@ -49,7 +49,7 @@ class CudaMachine:
         clock: Clock,
         post: Callable[[Event], None],
         driver: Driver | None = None,
-        compute: Compute | None = None,
+        compute: GpuCompute | None = None,
     ) -> None:
         """`driver` and `compute` stand in for the real ones.
 
@@ -76,7 +76,7 @@ class CudaMachine:
         n_pages = device.budget_bytes // device.page_bytes
         self.vm = CudaVm(driver, ordinal, device.page_bytes, n_pages)
         self.link = CudaLink(driver, ordinal, clock, post)
-        self.pins = Pins(driver, ordinal)
+        self.pins = PinnedMemory(driver, ordinal)
         self._pinned: Counter[int] = Counter()
         """By address of a segment in host memory: models of this device that have it."""
         self._copies = driver.new_stream()
@@ -146,11 +146,11 @@ class CudaMachine:
         segments: Sequence[int],
         kv: KvCache,
         workspaces: Sequence[Workspace],
-    ) -> tuple[Served, ...]:
+    ) -> tuple[ModelExecutor, ...]:
         """Of `workspaces` only the number matters: PyTorch's allocator gives what a job needs."""
         compute = self._compute
         where = (segments, kv.base, kv.layout, kv.range.range.n_bytes, compute.device)
-        kind = DeviceFusedModel if host.fused else DeviceModel
+        kind = GpuFusedModel if host.fused else GpuTransformersModel
         made = kind(host, *where, compute.attention, self._graphs, self._common)
         return (made,) * len(workspaces)
 
@@ -190,7 +190,7 @@ class CudaMachine:
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
         def make(spec: ModelSpec, copies: Sequence[Copy]) -> EventRotor:
-            settled, lane = Settled(spec.name), self._compute.current
+            settled, lane = RotationSettledEvent(spec.name), self._compute.current
             known = (self._driver, self._context)
             rotor = EventRotor(*known, copies, lane, lambda: post(settled))
             self._rotors[spec.name] = rotor

@@ -14,18 +14,18 @@ import torch
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.job import Job
-from ballast.kernels.device_attention import attention_kernels
-from ballast.kernels.device_batch import Attention, DeviceBatch
+from ballast.kernels.gpu.attention import attention_kernels
+from ballast.kernels.gpu.batch import Attention, GpuBatch
 from ballast.live.cuda_streams import Streams
-from ballast.live.runner import Coming, Executor, Keeper, LaneRunner, Record
-from ballast.memory.cuda_calls import Driver
-from ballast.memory.cuda_cap import CachingCap
-from ballast.memory.cuda_events import Events
-from ballast.memory.cuda_graphs import TorchRecorder
-from ballast.models.device_parallel import DeviceExchange
-from ballast.models.graphs import GraphCache
-from ballast.models.nccl import NcclExchange
-from ballast.models.recording import Recorder
+from ballast.live.runner import Executor, Keeper, LaneRunner, ModelActivating, Record
+from ballast.memory.cuda.allocator_cap import CudaAllocatorCap
+from ballast.memory.cuda.calls import Driver
+from ballast.memory.cuda.fences import EventPool
+from ballast.memory.cuda.graphs import TorchRecorder
+from ballast.models.gpu.graphs import GraphCache
+from ballast.models.gpu.parallel import GpuExchange
+from ballast.models.gpu.recording import GraphRecorder
+from ballast.models.parallel.exchanges import NcclExchange
 from ballast.weights.sharding import Shard
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ MOST_PAUSES = 0.05
 
 
 class AllocatorOnDevice(Protocol):
-    """What is capped; `ballast.memory.cuda_cap.CachingCap` in earnest."""
+    """What is capped; `ballast.memory.cuda.allocator_cap.CudaAllocatorCap` in earnest."""
 
     @property
     def n_bytes(self) -> int: ...
@@ -52,14 +52,14 @@ class AllocatorOnDevice(Protocol):
     def close(self) -> None: ...
 
 
-class Compute(Protocol):
+class GpuCompute(Protocol):
     """What PyTorch does on a device."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
-    def attention(self) -> Callable[[DeviceBatch], Attention]:
+    def attention(self) -> Callable[[GpuBatch], Attention]:
         """The attention of its models' batches."""
 
     def on(self, stream: int) -> AbstractContextManager[object]:
@@ -71,17 +71,17 @@ class Compute(Protocol):
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
         """Its allocator there, capped."""
 
-    def recorder(self, stream: int) -> Recorder:
+    def recorder(self, stream: int) -> GraphRecorder:
         """Of graphs, on a stream that nothing else uses."""
 
-    def exchange(self, meeting: Path, shard: Shard) -> DeviceExchange:
+    def exchange(self, meeting: Path, shard: Shard) -> GpuExchange:
         """How it meets the other ranks of a group, each of which names that file, not there yet.
         Returns when all have come; raises ConfigError where it cannot, DeviceError where that
         fails."""
 
 
 class TorchOnGpu:
-    """Implements `Compute`."""
+    """Implements `GpuCompute`."""
 
     def __init__(self, ordinal: int) -> None:
         self.device = torch.device("cuda", ordinal)
@@ -95,12 +95,12 @@ class TorchOnGpu:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
-        return CachingCap(self.device.index or 0, n_bytes)
+        return CudaAllocatorCap(self.device.index or 0, n_bytes)
 
-    def recorder(self, stream: int) -> Recorder:
+    def recorder(self, stream: int) -> GraphRecorder:
         return TorchRecorder(self.device.index or 0, stream)
 
-    def exchange(self, meeting: Path, shard: Shard) -> DeviceExchange:
+    def exchange(self, meeting: Path, shard: Shard) -> GpuExchange:
         return NcclExchange(meeting, shard, self.device)
 
 
@@ -114,7 +114,7 @@ class CudaRunner(LaneRunner):
         clock: Clock,
         driver: Driver,
         context: int,
-        compute: Compute,
+        compute: GpuCompute,
         streams: Streams,
         lanes: int = 1,
         keeper: Keeper | None = None,
@@ -131,7 +131,7 @@ class CudaRunner(LaneRunner):
         self._graphs, self._quiet_seconds = graphs, quiet_seconds
         self._driver, self._context = driver, context
         self._compute, self._streams = compute, streams
-        self._events = [Events(driver) for _ in range(lanes)]
+        self._events = [EventPool(driver) for _ in range(lanes)]
         super().__init__(executors, post, clock, lanes, keeper, record)
 
     @contextmanager
@@ -144,10 +144,10 @@ class CudaRunner(LaneRunner):
         finally:
             # Also of a job that broke off: what it had launched by then may still run.
             try:
-                event = events.take()
+                event = events.acquire()
                 self._driver.record(event, stream)
                 self._driver.wait(event)
-                events.put_back(event)
+                events.release(event)
             finally:
                 self._streams.give_back(job)
 
@@ -158,7 +158,7 @@ class CudaRunner(LaneRunner):
         """A graph that it has lost is recorded meanwhile, if no job runs."""
         if self._graphs is not None:
             # Not here, in the loop's thread: while something is recorded, the cache is locked.
-            self._jobs[0].put(Coming(model))
+            self._jobs[0].put(ModelActivating(model))
 
     def _next(self, lane: int) -> Job | None:
         graphs = self._graphs
@@ -169,7 +169,7 @@ class CudaRunner(LaneRunner):
             except queue.Empty:
                 self.record_one(graphs)
                 continue
-            if not isinstance(job, Coming):
+            if not isinstance(job, ModelActivating):
                 return job
             graphs.activating(job.model)
             if graphs.due(RUNS):

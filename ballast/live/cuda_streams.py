@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.job import Job
-from ballast.memory.cuda_calls import Driver
+from ballast.memory.cuda.calls import Driver
 
 log = logging.getLogger(__name__)
 

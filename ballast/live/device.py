@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from ballast.core import migration
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.clock import Clock
-from ballast.core.command import DeviceOrder, Outcome
+from ballast.core.command import CommandOutcome, DeviceCommand
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink, both
 from ballast.core.errors import BallastError, ConfigError, DeviceError, brief
 from ballast.core.event import Event, Output
-from ballast.core.lease import Lease, Lent, PeerMet, Word
+from ballast.core.lease import Lease, LendingMessage, PagesLentEvent, PeerMetEvent
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -36,23 +36,23 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.event_swapper import EventSwapper
 from ballast.kv.link_swapper import LinkSwapper
 from ballast.kv.swapper import MakeSwapper
-from ballast.live.command_executor import Operator
+from ballast.live.command_executor import CommandExecutor
 from ballast.live.cpu_machine import CpuMachine
-from ballast.live.grammar_compiler import Compiling
+from ballast.live.grammar_compiler import GrammarCompiler
 from ballast.live.inbox import MonotonicClock, QueueInbox
 from ballast.live.machine import MakeMachine
 from ballast.live.never_run import WHERE as NEVER_RUN_WHERE
 from ballast.live.never_run import never_run
 from ballast.live.runner import Executor, Record
-from ballast.live.swap_executor import Swapped
+from ballast.live.swap_executor import KvSwapExecutor
 from ballast.memory.arena import confine_allocator
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported
-from ballast.memory.vm_cuda import CudaVm
 from ballast.policy.presets import Preset, preset_of
 from ballast.weights.checkpoint import THREADS, clipped_context
 from ballast.weights.event_rotor import EventRotor
-from ballast.weights.host import Exchange, HostModel, HostTier
+from ballast.weights.host import HostModel, HostTier, SegmentExchange
 from ballast.weights.link_rotor import LinkRotor
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class LiveDevice:
         sink: Sink | None = None,
         record: Record | None = None,
         progress: Callable[[], object] = lambda: None,
-        exchange: Exchange | None = None,
+        exchange: SegmentExchange | None = None,
         isolation: Isolation | None = None,
         vet: Callable[[ModelSettings], object] = lambda settings: None,
         make_machine: MakeMachine = CpuMachine,
@@ -143,7 +143,7 @@ class LiveDevice:
         closing.callback(self._reserve.close)
         self.workspaces = [Workspace(device.budget_bytes) for _ in range(device.lanes)]
         """Of the fast path. Memory comes where a job first writes, which the arena stands for."""
-        self._compiling = Compiling(
+        self._compiling = GrammarCompiler(
             self.post, self.inbox.break_off, self.beside_jobs, lambda n: self.cap.exempt(n)
         )
         closing.callback(self._compiling.close)
@@ -175,7 +175,7 @@ class LiveDevice:
             self.state.migration.bytes = moves = self._make_kv_bytes(self.post)
             closing.callback(moves.close)
             self.state.migration.exports = self.export() is not None
-        self._operator = Operator(self)
+        self._operator = CommandExecutor(self)
         closing.callback(self._operator.close)
         self.loop = Loop(
             self.state,
@@ -198,7 +198,7 @@ class LiveDevice:
         self.inbox.post(event)
 
     @property
-    def reach(self) -> Reach | None:
+    def reach(self) -> GpuReach | None:
         """Of a GPU."""
         return self.machine.reach
 
@@ -223,30 +223,30 @@ class LiveDevice:
     def take(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
         """Pages of another GPU are lent to this one."""
         self.state.lending.opened[lease.lender, lease.epoch, lease.id] = opened
-        self.post(Lent(lease))
+        self.post(PagesLentEvent(lease))
 
     def meet(self, peer: str, epoch: int, exported: Exported) -> None:
         """Another process's device may lend and borrow."""
         self.state.lending.exports[peer, epoch] = exported
-        self.post(PeerMet(peer, epoch, exported.n_pages))
+        self.post(PeerMetEvent(peer, epoch, exported.n_pages))
 
-    def tell_peers(self, say: Callable[[Word], None]) -> None:
+    def tell_peers(self, say: Callable[[LendingMessage], None]) -> None:
         """What it has to say to others goes to `say`; before `run`."""
         self.state.lending.say = say
 
-    def migrate(self, order: migration.Order) -> None:
+    def migrate(self, order: migration.MigrationStep) -> None:
         """Carry out a step of a request's move, from any thread."""
         moves = self.state.migration
-        if isinstance(order, migration.ImportKv) and moves.bytes is None:
-            moves.say(migration.KvImported(order.wanted.id, 0))
+        if isinstance(order, migration.ImportKvEvent) and moves.bytes is None:
+            moves.say(migration.KvImportedAnswer(order.wanted.id, 0))
         else:
             self.post(order)
 
-    def tell_controller(self, say: Callable[[migration.Word], None]) -> None:
+    def tell_controller(self, say: Callable[[migration.MigrationAnswer], None]) -> None:
         """What it has to say of requests that move goes to `say`; before `run`."""
         self.state.migration.say = say
 
-    def command(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None:
+    def command(self, order: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None:
         """Carry out an operator's order; `done` is called once, by any thread."""
         self._operator.carry_out(order, done)
 
@@ -344,7 +344,7 @@ class LiveDevice:
         self._compiling.serve(host.spec.name, made[0].grammars)
         swapper = m.swapper
         if isinstance(swapper, LinkSwapper | EventSwapper):
-            return tuple(Swapped(executor, swapper) for executor in made)
+            return tuple(KvSwapExecutor(executor, swapper) for executor in made)
         return made
 
     def renew(self) -> None:

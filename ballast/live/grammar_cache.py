@@ -23,7 +23,7 @@ LEAST_CHARGE = 2 * MiB
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CachedGrammar:
     """A grammar, for one tokenizer."""
 
     key: tuple[str, str]
@@ -48,17 +48,17 @@ class Entry:
         return max(LEAST_CHARGE, estimated_bytes(self.text))
 
 
-class GrammarBook:
+class GrammarCache:
     """Each grammar is there once, however many requests need it. For one thread at a time.
 
     Grammars that no request needs stay, the most recently used, as long as there is room.
     """
 
     def __init__(self) -> None:
-        self._queue: FairQueue[Entry] = FairQueue(MOST_WAITING_EACH, MOST_WAITING)
-        self._known: OrderedDict[tuple[str, str], Entry] = OrderedDict()
+        self._queue: FairQueue[CachedGrammar] = FairQueue(MOST_WAITING_EACH, MOST_WAITING)
+        self._known: OrderedDict[tuple[str, str], CachedGrammar] = OrderedDict()
         """Least recently used first."""
-        self._of: dict[str, Entry] = {}
+        self._of: dict[str, CachedGrammar] = {}
         """By the id of an open request."""
         self._charged = 0
         """Bytes in all."""
@@ -70,7 +70,9 @@ class GrammarBook:
         """About what all take that are compiled."""
         return sum(estimated_bytes(e.text) for e in self._known.values() if not e.waits)
 
-    def need(self, request_id: str, text: str, tenant: str, grammars: Grammars) -> Entry | str:
+    def need(
+        self, request_id: str, text: str, tenant: str, grammars: Grammars
+    ) -> CachedGrammar | str:
         """Note that a request needs a grammar. Returns why it is refused where too many wait."""
         key = grammars.tokenizer.key, text
         entry = self._known.get(key)
@@ -78,7 +80,7 @@ class GrammarBook:
             self._forget(entry)
             entry = None
         if entry is None:
-            entry = Entry(key, tenant)
+            entry = CachedGrammar(key, tenant)
             refusal = self._queue.put(tenant, entry)
             if refusal is not None:
                 return f"grammars to be compiled: {refusal}"
@@ -106,7 +108,7 @@ class GrammarBook:
         if not entry.known:
             self._charged -= entry.charge
 
-    def next(self) -> Entry | None:
+    def next(self) -> CachedGrammar | None:
         """Take the grammar to be compiled next out of the queue; None: none can be, now."""
         entry = self._queue.take(self._fits)
         if entry is not None:
@@ -116,7 +118,7 @@ class GrammarBook:
             self._charged_to[entry.tenant] += entry.charge
         return entry
 
-    def compiled(self, entry: Entry, compiled: CompiledGrammar | None) -> None:
+    def compiled(self, entry: CachedGrammar, compiled: CompiledGrammar | None) -> None:
         """Note how the one that `next` returned has ended; None: it cannot be followed."""
         entry.compiled = compiled
         if compiled is None:
@@ -142,7 +144,7 @@ class GrammarBook:
         if self._charged > MOST_BYTES and len(made) > 1:
             raise BrokenPromise("grammars: more memory is charged than may be")
 
-    def _fits(self, entry: Entry) -> bool:
+    def _fits(self, entry: CachedGrammar) -> bool:
         """Whether there is, or can be made, room for it: for one at least there always is."""
         own, needed = self._charged_to[entry.tenant], self._charged_to.total()
         return (not own or own + entry.charge <= MOST_BYTES_EACH) and (
@@ -156,7 +158,7 @@ class GrammarBook:
                 return
             self._forget(entry)
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: CachedGrammar) -> None:
         """Let no request to come share it; those that need it keep it until they end."""
         entry.known = False
         del self._known[entry.key]

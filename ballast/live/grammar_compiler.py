@@ -13,15 +13,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ballast.core.errors import DeviceError, InvalidRequest
-from ballast.core.event import Event, GrammarReady
+from ballast.core.event import Event, GrammarReadyEvent
 from ballast.core.request import Request
-from ballast.live.grammar_cache import Entry, GrammarBook
+from ballast.live.grammar_cache import CachedGrammar, GrammarCache
 from ballast.models.grammar import CompiledGrammar, Grammars, GrammarTokenizer, compile_grammar
 
 log = logging.getLogger(__name__)
 
 
-class Compiling:
+class GrammarCompiler:
     """Implements `GrammarStore`, whose methods are for the loop's thread."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Compiling:
         """By `GrammarTokenizer.key`, those of models served. For the thread alone."""
         self._change = threading.Condition()
         """Held while `book` or `_closing` are used."""
-        self.book = GrammarBook()
+        self.book = GrammarCache()
         self._closing = False
         self._thread = threading.Thread(target=self._live, name="grammars", daemon=True)
         self._thread.start()
@@ -74,7 +74,7 @@ class Compiling:
                 request.id, s.sampling.grammar, s.tenant, self._models[request.model]
             )
             if isinstance(found, str):
-                self._post(GrammarReady(request.id, "queue_full", found))
+                self._post(GrammarReadyEvent(request.id, "queue_full", found))
             elif found.compiled is not None:
                 self._ready(found, request.id)
             else:
@@ -96,7 +96,7 @@ class Compiling:
             self._lost(lost)
             log.critical("the thread that compiles grammars has ended", exc_info=True)
 
-    def _next(self) -> tuple[Entry, GrammarTokenizer] | None:
+    def _next(self) -> tuple[CachedGrammar, GrammarTokenizer] | None:
         """The next grammar to be compiled, waited for; None: the thread ends."""
         with self._change:
             while not self._closing:
@@ -106,7 +106,7 @@ class Compiling:
                 self._change.wait()
         return None
 
-    def _make(self, wanted: tuple[Entry, GrammarTokenizer]) -> None:
+    def _make(self, wanted: tuple[CachedGrammar, GrammarTokenizer]) -> None:
         entry, tokenizer = wanted
         compiled, error = None, ""
         try:
@@ -122,7 +122,7 @@ class Compiling:
                 if compiled is not None:
                     self._ready(entry, request_id)
                 else:
-                    self._post(GrammarReady(request_id, InvalidRequest.code, error))
+                    self._post(GrammarReadyEvent(request_id, InvalidRequest.code, error))
             self._exempt(self.book.estimated_bytes)
 
     def _loaded(self, tokenizer: GrammarTokenizer) -> Any:
@@ -133,8 +133,8 @@ class Compiling:
                 self._tokenizers[tokenizer.key] = tokenizer.load()
         return self._tokenizers[tokenizer.key]
 
-    def _ready(self, entry: Entry, request_id: str) -> None:
+    def _ready(self, entry: CachedGrammar, request_id: str) -> None:
         """Let a request go on with a grammar that is compiled."""
         assert entry.compiled is not None
         entry.users[request_id].hold(request_id, entry.compiled)
-        self._post(GrammarReady(request_id))
+        self._post(GrammarReadyEvent(request_id))

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 from ballast.core.clock import Clock
-from ballast.core.event import Arrival, Event
+from ballast.core.event import ArrivalEvent, Event
 
 
 class MonotonicClock:
@@ -57,7 +57,7 @@ class QueueInbox:
         return events
 
     def _stamped(self, event: Event) -> Event:
-        if isinstance(event, Arrival):
+        if isinstance(event, ArrivalEvent):
             s = event.submission
-            return Arrival(replace(s, arrival=self._clock.now() - s.age))
+            return ArrivalEvent(replace(s, arrival=self._clock.now() - s.age))
         return event

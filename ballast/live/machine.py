@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.report import GraphReport
@@ -14,10 +14,10 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import MakeSwapper
 from ballast.live.runner import Executor, Keeper, LaneRunner, Record
-from ballast.memory.cuda_calls import WhenLost
+from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
-from ballast.models.served import Served
+from ballast.models.executor import ModelExecutor
 from ballast.weights.checkpoint import THREADS
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.rotor import MakeRotor
@@ -58,7 +58,7 @@ class Machine(Protocol):
         """CUDA graphs, now; None: it has none. From any thread."""
 
     @property
-    def reach(self) -> Reach | None:
+    def reach(self) -> GpuReach | None:
         """Of a GPU."""
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
@@ -77,7 +77,7 @@ class Machine(Protocol):
         segments: Sequence[int],
         kv: KvCache,
         workspaces: Sequence[Workspace],
-    ) -> tuple[Served, ...]:
+    ) -> tuple[ModelExecutor, ...]:
         """What runs a model on each lane, which has one of `workspaces`; `segments`: where its
         weights are. It runs on one lane at a time, so what is not bound to one is there once."""
 

@@ -16,7 +16,7 @@ import torch
 
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError, DeviceLost
-from ballast.core.event import Event, JobDone, JobFailed, Result
+from ballast.core.event import Event, JobDoneEvent, JobFailedEvent, JobResult
 from ballast.core.job import Job, SequenceWork
 from ballast.kernels.team import bind
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class Executor(Protocol):
     """A model that can run the work of a job."""
 
-    def run(self, work: Sequence[SequenceWork]) -> list[Result]: ...
+    def run(self, work: Sequence[SequenceWork]) -> list[JobResult]: ...
 
     def stalled(self) -> float:
         """Seconds that jobs have waited for layers since this was last asked."""
@@ -44,7 +44,7 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class ModelActivating:
     """In the queue of a lane: the weights of a model are on their way."""
 
     model: str
@@ -82,7 +82,7 @@ class LaneRunner(ABC):
         """Held while it changes which jobs run, and while `keeper` and `record` are called."""
         self._running: dict[int, tuple[Job, float]] = {}
         """By lane, with the time at which it began; replaced, never changed."""
-        self._jobs: list[queue.SimpleQueue[Job | Coming | None]] = []
+        self._jobs: list[queue.SimpleQueue[Job | ModelActivating | None]] = []
         self._lanes: list[threading.Thread] = []
         for lane in range(lanes):
             self._jobs.append(queue.SimpleQueue())
@@ -141,14 +141,14 @@ class LaneRunner(ABC):
             except BaseException as error:
                 # Also what is no Exception: `sys.exit` in a library, a panic in Rust.
                 log.exception("job %d of %s failed", job.id, job.model)
-                self._post(JobFailed(job, f"{type(error).__name__}: {error}"))
+                self._post(JobFailedEvent(job, f"{type(error).__name__}: {error}"))
             else:
-                self._post(JobDone(job, results, seconds, stall))
+                self._post(JobDoneEvent(job, results, seconds, stall))
             self._end(job)
 
     def _next(self, lane: int) -> Job | None:
         """The lane's next job, waited for; None: it ends."""
-        while isinstance(job := self._jobs[lane].get(), Coming):
+        while isinstance(job := self._jobs[lane].get(), ModelActivating):
             pass
         return job
 

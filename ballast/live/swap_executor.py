@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ballast.core.event import Result
+from ballast.core.event import JobResult
 from ballast.core.job import SequenceWork
 from ballast.kv.event_swapper import EventSwapper
 from ballast.kv.link_swapper import LinkSwapper
-from ballast.models.served import Served
+from ballast.models.executor import ModelExecutor
 
 
-class Swapped:
+class KvSwapExecutor:
     """Implements `Executor`. When a job ends, nothing is on its way."""
 
-    def __init__(self, model: Served, swapper: LinkSwapper | EventSwapper) -> None:
+    def __init__(self, model: ModelExecutor, swapper: LinkSwapper | EventSwapper) -> None:
         self._model, self._swapper = model, swapper
         model.barriers = swapper
 
-    def run(self, work: Sequence[SequenceWork]) -> list[Result]:
+    def run(self, work: Sequence[SequenceWork]) -> list[JobResult]:
         if not any(w.tokens for w in work):
             self._swapper.move()
             return []

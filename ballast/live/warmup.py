@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 
 import ballast.live.device  # noqa: F401
 from ballast.kernels import sampling
-from ballast.weights.architecture import learn
+from ballast.weights.inspection import inspect_model
 
 _SIZES = {
     "vocab_size": 32,
@@ -24,4 +24,4 @@ def rehearse() -> None:
     Not beside anything else that uses torch: it changes settings of the process meanwhile.
     """
     sampling.warm_up()
-    learn(LlamaConfig(**_SIZES))
+    inspect_model(LlamaConfig(**_SIZES))

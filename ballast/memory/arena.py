@@ -1,4 +1,4 @@
-"""Activations count against the budget too: an arena owns the pages that they stand for."""
+"""Pages set aside for activations, so that these count against the budget; caps on allocators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ballast.memory.vm import Fence
 
 
 class Arena:
-    """Pages of `owner`, bare and mapped nowhere.
+    """Bare pages of `owner`, mapped nowhere, that stand for the memory of activations.
 
     On a CPU, PyTorch takes activations from the C allocator, as anonymous memory; on a GPU, from
     its own, as memory of the driver. The arena keeps as many bytes of the pool without physical
@@ -22,17 +22,17 @@ class Arena:
     """
 
     def __init__(self, pool: Pool, owner: str, n_bytes: int, most_bytes: int | None = None) -> None:
-        """Leases pages for `n_bytes` at once; where they are short it holds none and says so.
+        """Allocate pages for `n_bytes`; where these are short, none, and `short` is set.
 
-        `most_bytes`: what it may ever be resized to; None: `n_bytes`.
+        `most_bytes`: the most that it may ever be resized to; None: `n_bytes`.
         """
         self.owner = owner
         self.most_pages = ceil_div(max(n_bytes, most_bytes or 0), pool.vm.page_bytes)
-        """Pages it was made for."""
+        """Most pages that it may have."""
         self._pool = pool
         self._pages: tuple[int, ...] = ()
         self.short: Short | None = self.resize(n_bytes)
-        """What the last `resize` could not get, if it failed."""
+        """Pages that the last `resize` was short of; None: it succeeded."""
 
     @property
     def pages(self) -> int:
@@ -40,8 +40,8 @@ class Arena:
         return len(self._pages)
 
     def resize(self, n_bytes: int, fence: Fence | None = None) -> Short | None:
-        """Have pages for `n_bytes`, at most those it was made for: lease what is missing (wholly or
-        not at all) or give back what is too much, once `fence` is done."""
+        """Resize to pages for `n_bytes`, at most `most_pages`: allocate all missing pages or none,
+        or free the surplus once `fence` is done."""
         wanted = ceil_div(n_bytes, self._pool.vm.page_bytes)
         if not 0 <= wanted <= self.most_pages:
             raise BrokenPromise(f"{self.owner}: {wanted} pages of at most {self.most_pages}")
@@ -51,7 +51,7 @@ class Arena:
             self._pages = kept
             self._pool.give_back(self.owner, gone, fence)
         elif wanted > self.pages:
-            more = self._pool.lease(self.owner, wanted - self.pages, bare=True)
+            more = self._pool.allocate(self.owner, wanted - self.pages, bare=True)
             if isinstance(more, Short):
                 self.short = more
             else:
@@ -60,7 +60,7 @@ class Arena:
 
     def validate(self) -> None:
         """Raises BrokenPromise unless the ledger says that these pages are the owner's."""
-        if any(self._pool.owner_of(page) != self.owner for page in self._pages):
+        if any(self._pool.ledger.owner_of(page) != self.owner for page in self._pages):
             raise BrokenPromise(f"{self.owner}: a page of the arena is another's")
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ def confine_allocator(mmap_threshold: int = 1024 * MiB, keep: int = 1024 * MiB) 
 
 
 class AllocatorCap:
-    """Holds the anonymous memory of the process to `n_bytes` above what it was when this was made.
+    """Bounds the process's anonymous memory to `n_bytes` above its size when this was made.
 
     Make it after loading and warming up, with the bytes of the arena; `check` after each job.
     Freed memory that the allocator kept beyond the cap goes back to the machine, wherever in the
@@ -109,8 +109,8 @@ class AllocatorCap:
         self._renewal: tuple[int, Callable[[], None]] | None = None
 
     def exempt(self, n_bytes: int) -> None:
-        """From now on, so many bytes are no activations, beside the base: others than jobs have
-        allocated them. Replaces the last such number. Callable from any thread."""
+        """Exempt `n_bytes` that others than jobs have allocated, beside the base. Replaces the last
+        such number. Callable from any thread."""
         self._exempt = n_bytes
 
     @property
@@ -120,7 +120,7 @@ class AllocatorCap:
 
     @property
     def renewing(self) -> bool:
-        """Whether `check` is waited for while no job runs."""
+        """Whether a renewal waits for a `check` while no job runs."""
         return self._renewal is not None
 
     def check(self, *, alone: bool = True) -> bool:
@@ -141,12 +141,12 @@ class AllocatorCap:
         return self.used <= self.n_bytes
 
     def pause(self) -> None:
-        """Something is being loaded beside the jobs; until `renew`, nothing is trimmed."""
+        """Stop trimming until `renew`, while something is loaded beside the jobs."""
         self._paused = True
 
     def renew(self, n_bytes: int, forget: Callable[[], None]) -> None:
-        """From the next `check` on that is alone, hold to `n_bytes` above what there is then, once
-        `forget` has given back what jobs keep for themselves. Callable from any thread."""
+        """At the next `check` that is alone, call `forget`, which frees what jobs keep for
+        themselves, and bound memory to `n_bytes` above its size then. Callable from any thread."""
         self._renewal = n_bytes, forget
 
 

@@ -1,12 +1,12 @@
-"""The book of a device's pages: who owns each, who uses it, who was promised how many.
+"""Record of a device's pages: the owner and holders of each, and the promises to each owner.
 
 Pure counting; no memory is touched here. Invariants, checked by `validate`:
 
 - every page is free, owned by one owner, or reclaiming (given back, its last use not yet over);
 - `free + reclaiming + sum(owned)` is the number of pages;
 - `promised <= free + reclaiming`;
-- only an owned page can be lent, to any number of holders; owner and holder differ, and the owner,
-  who answers for it, keeps it until the last of them has let go;
+- only an owned page can have holders, any number; owner and holder differ, and the owner cannot
+  free the page until the last of them has unmapped it;
 - pages *borrowed* from another device have numbers of their own, above those of this device's, and
   count in none of the above: the other device owns them, owners of this one hold them.
 """
@@ -28,7 +28,7 @@ _AWAY = -2
 
 
 class Ledger:
-    """Every change is checked first and made wholly or not at all; O(1) a page."""
+    """Owners, holders and promises; each change is checked, whole or not made, and O(1) a page."""
 
     def __init__(self, n_pages: int) -> None:
         self.total = n_pages
@@ -46,7 +46,7 @@ class Ledger:
         self._borrowed: dict[str, int] = {}
 
     def owned(self, owner: str) -> int:
-        """Pages of `owner`, lent ones included, reclaiming ones not."""
+        """Pages of `owner`, those with holders included, reclaiming ones not."""
         key = self._ids.get(owner)
         return 0 if key is None else self._owned[key]
 
@@ -68,15 +68,15 @@ class Ledger:
         return None if code < 0 or code & 1 else self._names[code >> 1]
 
     def holders_of(self, page: int) -> tuple[str, ...]:
-        """Who borrowed the page, once for each time, in that order."""
+        """Holders of the page, once for each `add_holder`, in that order."""
         return tuple(self._holders.get(page, ()))
 
     def held(self, holder: str) -> int:
-        """Pages of others, or of other devices, that `holder` uses; lent twice, it counts twice."""
+        """Pages of other owners or devices that `holder` uses; held twice, a page counts twice."""
         return self._held.get(holder, 0)
 
-    def lent(self, owner: str) -> dict[str, int]:
-        """Pages of `owner` that others hold, by holder."""
+    def held_of(self, owner: str) -> dict[str, int]:
+        """Number of pages of `owner` that others hold, by holder."""
         found: dict[str, int] = {}
         for page, holders in self._holders.items():
             if self.owner_of(page) == owner:
@@ -89,7 +89,7 @@ class Ledger:
         return max(0, self.free - (self.promised - self._promises.get(owner, 0)))
 
     def promise(self, owner: str, n: int) -> Short | None:
-        """Set `n` more pages aside for `owner`, out of what is free or will be."""
+        """Reserve `n` more pages for `owner`, out of what is free or will be."""
         if n < 0:
             raise BrokenPromise(f"promised {n} pages to {owner}")
         short = n - (self.free + self.reclaiming - self.promised)
@@ -100,17 +100,17 @@ class Ledger:
             self._promises[owner] = self._promises.get(owner, 0) + n
         return None
 
-    def withdraw(self, owner: str) -> int:
-        """Forget what is promised to `owner`; the pages that were."""
+    def cancel_promise(self, owner: str) -> int:
+        """Cancel what is promised to `owner`; returns the number of pages."""
         n = self._promises.pop(owner, 0)
         self.promised -= n
         return n
 
-    def lease(self, owner: str, pages: Sequence[int]) -> None:
-        """Free pages become the owner's; its promise is used up first."""
+    def allocate(self, owner: str, pages: Sequence[int]) -> None:
+        """Give free pages to `owner`; its promise is used up first."""
         self._check(pages, _FREE, "is not free")
         if len(pages) > self.available(owner):
-            raise BrokenPromise(f"{owner} leases {len(pages)} pages, some promised to others")
+            raise BrokenPromise(f"{owner} allocates {len(pages)} pages, some promised to others")
         key = self._key(owner)
         self._write(pages, 2 * key)
         self._owned[key] += len(pages)
@@ -122,7 +122,7 @@ class Ledger:
                 del self._promises[owner]
 
     def give_back(self, owner: str, pages: Sequence[int]) -> None:
-        """The owner's pages become reclaiming; `freed` ends that."""
+        """Mark the owner's pages as reclaiming, until `freed`."""
         key = self._check_owned(owner, pages)
         self._write(pages, 2 * key + 1)
         self._owned[key] -= len(pages)
@@ -130,7 +130,7 @@ class Ledger:
         self.reclaiming += len(pages)
 
     def freed(self, owner: str, pages: Sequence[int]) -> None:
-        """The last use of reclaiming pages is over: they are free."""
+        """Mark reclaiming pages as free: their last use is over."""
         key = self._key(owner)
         self._check(pages, 2 * key + 1, f"is not reclaiming from {owner}")
         self._write(pages, _FREE)
@@ -139,30 +139,30 @@ class Ledger:
         self.free += len(pages)
 
     def hand_over(self, source: str, target: str, pages: Sequence[int]) -> None:
-        """Pages change owner without being free in between."""
+        """Change the owner of pages, without freeing them in between."""
         source_key = self._check_owned(source, pages)
         key = self._key(target)
         self._write(pages, 2 * key)
         self._owned[source_key] -= len(pages)
         self._owned[key] += len(pages)
 
-    def lend(self, owner: str, pages: Sequence[int], holder: str) -> None:
-        """`holder` uses pages that stay the owner's and cannot be given back until recalled."""
+    def add_holder(self, owner: str, pages: Sequence[int], holder: str) -> None:
+        """Record that `holder` uses pages of `owner`: they cannot be freed until it is removed."""
         key = self._ids.get(owner, -1)
         self._check(pages, 2 * key, f"is not owned by {owner}", attached=True)
         if holder == owner:
-            raise BrokenPromise(f"{owner} lends pages to itself")
+            raise BrokenPromise(f"{owner} holds its own pages")
         for page in pages:
             self._holders.setdefault(page, []).append(holder)
         self._held[holder] = self._held.get(holder, 0) + len(pages)
 
-    def recall(self, owner: str, pages: Sequence[int], holder: str) -> None:
-        """Ends one `lend` of each page; the caller knows the holder has let go."""
+    def remove_holder(self, owner: str, pages: Sequence[int], holder: str) -> None:
+        """Undo one `add_holder` of each page; the caller knows that the holder has unmapped it."""
         key = self._ids.get(owner, -1)
         self._check(pages, 2 * key, f"is not owned by {owner}", attached=True)
         for page in pages:
             if holder not in self._holders.get(page, ()):
-                raise BrokenPromise(f"page {page} of {owner} is not lent to {holder}")
+                raise BrokenPromise(f"page {page} of {owner} is not held by {holder}")
         for page in pages:
             self._holders[page].remove(holder)
             if not self._holders[page]:
@@ -171,7 +171,7 @@ class Ledger:
             self._held[holder] -= len(pages)
 
     def borrow(self, peer: str, pages: Sequence[int]) -> None:
-        """Pages of another device, `peer`, can be used here: lent by `peer` to owners of ours."""
+        """Add pages of another device: `peer` owns them, and owners of this one can hold them."""
         if pages and min(pages) < self.total:
             raise BrokenPromise(f"borrowed from {peer} a page of our own")
         if pages and (more := max(pages) + 1 - len(self._codes)) > 0:
@@ -180,8 +180,8 @@ class Ledger:
         self._write(pages, 2 * self._key(peer))
         self._borrowed[peer] = self._borrowed.get(peer, 0) + len(pages)
 
-    def restore(self, peer: str, pages: Sequence[int]) -> None:
-        """Borrowed pages that nobody here holds are the peer's alone again."""
+    def return_borrowed(self, peer: str, pages: Sequence[int]) -> None:
+        """Remove borrowed pages, which nobody here holds, from the ledger."""
         if pages and min(pages) < self.total:
             raise BrokenPromise(f"restored to {peer} a page of our own")
         self._check_owned(peer, pages, attached=True)
@@ -204,13 +204,13 @@ class Ledger:
         found = (int(counts[0]), counts[1::2].tolist(), counts[2::2].tolist())
         if found != (self.free, self._owned, self._reclaimed):
             raise BrokenPromise(
-                f"pages say {found}, the book says {(self.free, self._owned, self._reclaimed)}"
+                f"pages say {found}, the ledger says {(self.free, self._owned, self._reclaimed)}"
             )
         borrowed = np.bincount(others[others >= 0] >> 1, minlength=len(self._names)).tolist()
         if borrowed != [self._borrowed.get(name, 0) for name in self._names] or (
             (others[others >= 0] & 1).any() or (others == _FREE).any()
         ):
-            raise BrokenPromise(f"borrowed pages say {borrowed}, the book says {self._borrowed}")
+            raise BrokenPromise(f"borrowed pages say {borrowed}, the ledger says {self._borrowed}")
         if self.reclaiming != sum(self._reclaimed):
             raise BrokenPromise(f"reclaiming {self.reclaiming}, not {sum(self._reclaimed)}")
         if self.free + self.reclaiming + sum(self._owned) != self.total:
@@ -225,11 +225,11 @@ class Ledger:
         held: dict[str, int] = {}
         for page, holders in self._holders.items():
             if not holders or self.owner_of(page) in (None, *holders):
-                raise BrokenPromise(f"page {page} is lent to {holders} but its owner is gone")
+                raise BrokenPromise(f"page {page} is held by {holders} but its owner is gone")
             for holder in holders:
                 held[holder] = held.get(holder, 0) + 1
         if held != {holder: n for holder, n in self._held.items() if n}:
-            raise BrokenPromise(f"lent pages say {held}, the book says {self._held}")
+            raise BrokenPromise(f"held pages say {held}, the ledger says {self._held}")
 
     def _key(self, owner: str) -> int:
         key = self._ids.get(owner)
@@ -261,7 +261,7 @@ class Ledger:
         if self._holders:
             for page in pages:
                 if page in self._holders:
-                    raise BrokenPromise(f"page {page} is lent to {self._holders[page][0]}")
+                    raise BrokenPromise(f"page {page} is held by {self._holders[page][0]}")
         return key
 
     def _write(self, pages: Sequence[int], code: int) -> None:

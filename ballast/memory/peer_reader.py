@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ballast.core.errors import DeviceError
 from ballast.core.event import Event
-from ballast.core.migration import KvRead, Piece
+from ballast.core.migration import KvReadEvent, Piece
 from ballast.core.units import MiB
 from ballast.memory.vm import Exported
 
@@ -88,7 +88,7 @@ class PeerReader:
             if self._numbers.get(request_id) != number:
                 return
             del self._numbers[request_id]
-        self._post(KvRead(request_id, error))
+        self._post(KvReadEvent(request_id, error))
 
     def _copy(
         self, request_id: str, number: int, fd: int, offset: int, address: int, n_bytes: int

@@ -1,4 +1,4 @@
-"""Virtual addresses of one owner, backed by pages of the pool where and when it needs them."""
+"""Virtual addresses of one owner, backed by pages of the pool where and while it needs them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ is weights, filled by a link, which prefaults in its own thread while the loop g
 class BackedRange:
     """`n_pages` indices from address `base`, each backed by a page of the owner or by nothing.
 
-    Backing more than one index happens wholly or not at all. An index can also be an *alias* of
-    a page that another owns and lends. Pages the operating system shows mapped here are
-    `backed + aliased + leaving`; `leaving` ones wait for a fence.
+    Several indices are backed all or not at all. An index can also be an *alias* of a page of
+    another owner; the range's owner is then a holder of that page. Pages that the operating system
+    shows mapped here are `backed + aliased + leaving`; `leaving` ones wait for a fence.
     """
 
     def __init__(self, pool: Pool, vm: Vm, owner: str, n_bytes: int) -> None:
@@ -61,7 +61,7 @@ class BackedRange:
         return self._range.address(at)
 
     def pages(self, at: int, n: int) -> tuple[int, ...]:
-        """Pages beneath `n` indices from `at`. Raises BrokenPromise if one has none."""
+        """Return the pages of `n` indices from `at`. Raises BrokenPromise if one has none."""
         pages = tuple(self._within(at, n))
         if pages and min(pages) < 0:
             raise BrokenPromise(f"{self.owner}: not all of {at} .. {at + n} is backed")
@@ -75,14 +75,14 @@ class BackedRange:
         return self._within(at, 1)[0] == _LEAVING
 
     def back(self, at: int, n: int) -> Short | None:
-        """Lease and map `n` pages at indices `at ..`, or nothing."""
+        """Allocate and map `n` pages at indices `at ..`, or nothing."""
         return self.back_many(((at, n),))
 
     def back_many(self, where: Sequence[tuple[int, int]]) -> Short | None:
-        """Lease and map pages at all of several `(at, n)`, or nothing.
+        """Allocate and map pages at all of several `(at, n)`, or nothing.
 
         Short also while an index still holds a page that waits for its fence. A failing map raises
-        DeviceError with nothing leased or mapped.
+        DeviceError with nothing allocated or mapped.
         """
         leaving = self._check_empty(where)
         if leaving:
@@ -92,14 +92,14 @@ class BackedRange:
             return None
         first = where[0][0]
         near = self._slots[first - 1] if first else _EMPTY
-        leased = self._pool.lease(self.owner, total, near=near if near >= 0 else None)
-        if isinstance(leased, Short):
-            return leased
-        self._map_all(where, leased)
+        pages = self._pool.allocate(self.owner, total, near=near if near >= 0 else None)
+        if isinstance(pages, Short):
+            return pages
+        self._map_all(where, pages)
         return None
 
     def release(self, at: int, n: int, fence: Fence | None = None) -> None:
-        """Unmap `n` indices and give their pages back, once `fence` is done (`Pool.reap`)."""
+        """Unmap `n` indices and free their pages, once `fence` is done (`Pool.reap`)."""
         pages = self.pages(at, n)
         if not n:
             return
@@ -114,38 +114,38 @@ class BackedRange:
             self.leaving -= n
             raise
 
-    def alias(self, at: int, pages: Sequence[int], lender: str, *, prefault: bool = False) -> None:
-        """Map populated pages of another owner, which lends them, at indices `at ..` as well.
+    def alias(self, at: int, pages: Sequence[int], owner: str, *, prefault: bool = False) -> None:
+        """Map populated pages of another owner at indices `at ..` as well.
 
         `prefault`: up to 4 MiB are entered into the page tables, for a job that writes them soon.
         Raises BrokenPromise if part of that is backed; a failing map (DeviceError) changes nothing.
         """
         if self._check_empty(((at, len(pages)),)):
             raise BrokenPromise(f"{self.owner}: pages at {at} .. are still leaving")
-        self._pool.lend(lender, pages, self.owner)
+        self._pool.add_holder(owner, pages, self.owner)
         try:
             small = len(pages) * self.page_bytes <= _PREFAULT_BYTES
             self._vm.map(self._range, at, pages, alias=True, prefault=prefault and small)
         except DeviceError:
-            self._pool.recall(lender, pages, self.owner)
+            self._pool.remove_holder(owner, pages, self.owner)
             raise
         self._slots[at : at + len(pages)] = array("i", pages)
         self.aliased += len(pages)
 
-    def unalias(self, at: int, n: int, lender: str) -> None:
-        """Unmap `n` aliases of pages that `lender` owns. Nothing in flight may use them here."""
+    def unalias(self, at: int, n: int, owner: str) -> None:
+        """Unmap `n` aliases of pages that `owner` owns. Nothing in flight may use them here."""
         pages = self.pages(at, n)
-        self._pool.recall(lender, pages, self.owner)
+        self._pool.remove_holder(owner, pages, self.owner)
         try:
             self._vm.unmap(self._range, at, n)
         except DeviceError:
-            self._pool.lend(lender, pages, self.owner)
+            self._pool.add_holder(owner, pages, self.owner)
             raise
         self._slots[at : at + n] = array("i", [_EMPTY]) * n
         self.aliased -= n
 
     def hand_to(self, at: int, n: int, target: BackedRange, to: int) -> None:
-        """Pages at `at ..` move to another range and its owner, contents kept, never free between.
+        """Move the pages at `at ..` to another range and its owner; contents are kept.
 
         Nothing in flight may use them. Raises BrokenPromise if the target is backed there.
         """
@@ -167,18 +167,18 @@ class BackedRange:
         target.backed += n
 
     def cede(self, at: int, n: int, owner: str) -> tuple[int, ...]:
-        """Pages at `at ..` become another owner's, who lends them: they stay where they are, as
-        aliases. Returns them. What runs does not notice."""
+        """Give the pages at `at ..` to another owner and keep them mapped as aliases; returns them.
+        Nothing that runs is disturbed."""
         pages = self.pages(at, n)
         self._pool.hand_over(self.owner, owner, pages)
-        self._pool.lend(owner, pages, self.owner)
+        self._pool.add_holder(owner, pages, self.owner)
         self.backed -= n
         self.aliased += n
         return pages
 
     def take_over(self, at: int, pages: Sequence[int], owner: str) -> None:
-        """Pages of another owner, which has lent them to nobody, become this one's, mapped at
-        indices `at ..`, contents kept. A failing map (DeviceError) changes nothing."""
+        """Make pages of another owner, without holders, this one's, mapped at indices `at ..`;
+        contents are kept. A failing map (DeviceError) changes nothing."""
         if self._check_empty(((at, len(pages)),)):
             raise BrokenPromise(f"{self.owner}: pages at {at} .. are still leaving")
         self._pool.hand_over(owner, self.owner, pages)
@@ -206,13 +206,15 @@ class BackedRange:
     def validate(self) -> None:
         """Raises BrokenPromise unless every page here is the owner's or lent to it, as counted."""
         here = [page for page in self._slots if page >= 0]
-        others = [page for page in here if self._pool.owner_of(page) != self.owner]
+        others = [page for page in here if self._pool.ledger.owner_of(page) != self.owner]
         counts = (len(here) - len(others), len(others), self._slots.count(_LEAVING))
         if counts != (self.backed, self.aliased, self.leaving):
             raise BrokenPromise(f"{self.owner}: slots say {counts}")
         for page in others:
-            if self.owner not in self._pool.holders_of(page):
-                raise BrokenPromise(f"{self.owner}: page {page} is {self._pool.owner_of(page)}'s")
+            if self.owner not in self._pool.ledger.holders_of(page):
+                raise BrokenPromise(
+                    f"{self.owner}: page {page} is {self._pool.ledger.owner_of(page)}'s"
+                )
 
     def _map_all(self, where: Sequence[tuple[int, int]], pages: tuple[int, ...]) -> None:
         done: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
 """A background thread that keeps free pages populated ahead of need.
 
-First touch of fresh memory runs at about 0.4 GB/s where re-use runs at 12, so a lease that finds
-its pages populated saves some 0.6 ms per 256 KiB. Live only: a simulation has no such cost.
+First touch of fresh memory runs at about 0.4 GB/s where re-use runs at 12, so an allocation that
+finds its pages populated saves some 0.6 ms per 256 KiB. Live only: a simulation has no such cost.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ballast.memory.pool import Pool
 log = logging.getLogger(__name__)
 
 _STEP_BYTES = 256 * KiB
-"""Populated at a time; a lease in need of the very last pages waits for at most one step."""
+"""Populated at a time; an allocation of the very last pages waits for at most one step."""
 
 
 class PopulatedReserve:
     """Keeps up to `n_pages` free pages of the pool populated, from `start` to `close`.
 
     It never holds the GIL while the system works, and `close` (also called at exit) waits for no
-    more than one step. When the machine has no memory left it rests until the next lease.
+    more than one step. When the machine has no memory left it rests until the next allocation.
     """
 
     def __init__(self, pool: Pool, n_pages: int | None = None) -> None:
@@ -37,14 +37,14 @@ class PopulatedReserve:
         self._closing = False
         self._thread: threading.Thread | None = None
         self.short: Short | None = None
-        """What the last step could not get, if it failed."""
+        """Pages that the last step was short of; None: it succeeded."""
 
     def start(self) -> None:
-        """Begin in the background; once."""
+        """Start the thread, once."""
         if self._thread is not None or self._closing:
             return
         self._thread = threading.Thread(target=self._run, name="ballast-reserve", daemon=True)
-        self._pool.on_taken(self._wake.set)
+        self._pool.on_allocate(self._wake.set)
         self._wake.set()
         self._thread.start()
         atexit.register(self.close)
@@ -54,7 +54,7 @@ class PopulatedReserve:
         self._closing = True
         if self._thread is None:
             return
-        self._pool.on_taken(None)
+        self._pool.on_allocate(None)
         self._wake.set()
         self._thread.join()
         self._thread = None
@@ -77,7 +77,7 @@ class PopulatedReserve:
             try:
                 self._fill()
             except DeviceError as error:
-                # A lease meets the same error, and its caller can answer a request.
+                # An allocation meets the same error, and its caller can answer a request.
                 log.warning("free pages are not populated ahead of need: %s", error)
 
     def _fill(self) -> None:

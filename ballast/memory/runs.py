@@ -50,7 +50,7 @@ class Runs:
             length += self._drop(after)
         self._put(first, length)
 
-    def take(self, n: int, near: int | None = None) -> list[int]:
+    def pop(self, n: int, near: int | None = None) -> list[int]:
         """Remove and return `n` pages, or all if fewer; in as few runs as is cheap to find.
 
         `near`: a run that starts right after this page is preferred, so that a range growing page

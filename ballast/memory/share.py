@@ -1,4 +1,4 @@
-"""Pages to another process: the device's file descriptor over a Unix socket."""
+"""Transfer of pages to another process: their file descriptors over a Unix socket."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _MOST_FDS = 128
 
 
 def send_pages(connection: socket.socket, exported: Exported) -> None:
-    """Send a description of the pages and the right to map them over a connected Unix socket.
+    """Send a description of the pages, and the descriptors to map them by, over a Unix socket.
 
-    Whoever receives can map *every* page of the device (of a GPU: those exported): send to workers
-    of the same user only. Descriptors stay the sender's.
+    The receiver can map *every* page of the device (of a GPU: those exported): send to workers of
+    the same user only. Descriptors stay the sender's.
     """
     fds = exported.page_fds if exported.fd is None else (exported.fd,)
     if fds is None:
         raise DeviceError("send_pages", "these pages come from a vm without memory")
-    told = json.dumps(
+    payload = json.dumps(
         {
             "device": exported.device,
             "page_bytes": exported.page_bytes,
@@ -40,8 +40,8 @@ def send_pages(connection: socket.socket, exported: Exported) -> None:
     ).encode()
     try:
         # The descriptor travels with the length: a stream gives it with the first of these bytes.
-        socket.send_fds(connection, [_LENGTH.pack(len(told))], list(fds[:1]))
-        connection.sendall(told)
+        socket.send_fds(connection, [_LENGTH.pack(len(payload))], list(fds[:1]))
+        connection.sendall(payload)
         for start in range(1, len(fds), _MOST_FDS):
             socket.send_fds(connection, [b"+"], list(fds[start : start + _MOST_FDS]))
     except OSError as error:
@@ -49,7 +49,7 @@ def send_pages(connection: socket.socket, exported: Exported) -> None:
 
 
 def receive_pages(connection: socket.socket) -> Exported:
-    """The other end of `send_pages`. The descriptor is the caller's: give it to `Vm.attach`."""
+    """Receive what `send_pages` sent. The descriptor is the caller's, for `Vm.attach`."""
     fds: list[int] = []
     try:
         head, fds = receive(connection, _LENGTH.size)
@@ -76,11 +76,12 @@ def receive_pages(connection: socket.socket) -> Exported:
 
 
 def receive(connection: socket.socket, most: int, fds: int = 1) -> tuple[bytes, list[int]]:
-    """Up to `most` bytes, and the descriptors, up to `fds`, that came with them, if any did: no
-    child process inherits them. Raises OSError.
+    """Receive up to `most` bytes, and the descriptors, up to `fds`, that came with them, if any.
+
+    Child processes do not inherit the descriptors. Raises OSError.
     """
     # `socket.recv_fds` ignores its flags.
-    told, ancillary, _, _ = connection.recvmsg(
+    data, ancillary, _, _ = connection.recvmsg(
         most, socket.CMSG_LEN(fds * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
     )
     found = [
@@ -89,7 +90,7 @@ def receive(connection: socket.socket, most: int, fds: int = 1) -> tuple[bytes, 
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
         for fd in array("i", data)
     ]
-    return told, found
+    return data, found
 
 
 def _decode(fields: dict[str, Any], fds: list[int]) -> Exported:

@@ -1,4 +1,4 @@
-"""Bytes travel over links, in the background. `HostLink` joins host tier and device on a CPU."""
+"""Transfers over links in the background: the protocol, and `HostLink`, the link on a CPU."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Protocol
 
 from ballast.core.clock import Clock
 from ballast.core.errors import BallastError, DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.core.units import MiB
 from ballast.memory import syscalls
 from ballast.memory.copies import Copy, CopyBytes, batches, copy_checked
-from ballast.memory.turns import Turns
+from ballast.memory.fair_queueing import StartTimeFairQueues
 
 PRIOR_BYTES_PER_SECOND = 4e9
 """Taken for an unpaced link's bandwidth until it has copied something."""
 
 
 MOST_THREADS = 4
-"""Of an unpaced link: more than so many fill no link of a CPU's memory that we know of."""
+"""Most threads of an unpaced link: no CPU's memory that we know of carries more than they copy."""
 
 
 def copy_threads(cpus: int) -> int:
@@ -41,9 +41,9 @@ this order what several models have in common arrives before the second needs it
 class Link(Protocol):
     """A bandwidth between host and device, shared by all transfers.
 
-    Those of one direction and `stream` are served in the order they were started; streams of one
-    direction get equal shares of its bytes per second, whatever they carry. What a direction has
-    while the other carries, too, is told in `core.link.LinkRates`.
+    Transfers of one direction and `stream` are served in the order they were started; streams of
+    one direction get equal shares of its bytes per second, whatever they carry.
+    `core.link.LinkRates` has the rates of one direction alone, and of both together.
     """
 
     @property
@@ -57,27 +57,27 @@ class Link(Protocol):
         stream: str = ACTIVATIONS,
         direction: Direction = Direction.TO_DEVICE,
     ) -> None:
-        """Begin a transfer and return at once. Its end is told as a `TransferDone`."""
+        """Begin a transfer and return at once. Its end is posted as a `TransferDoneEvent`."""
 
     def close(self) -> None:
-        """End after the chunk in flight; transfers not finished are told as failed."""
+        """End after the chunk in flight; transfers not finished end as failed."""
 
 
-OnDone = Callable[[TransferDone], None]
+OnDone = Callable[[TransferDoneEvent], None]
 
 
 class TransferWatch(Protocol):
     """Follows one transfer while it lands; called in the link's thread."""
 
     def landed(self, n_bytes: int) -> None:
-        """So many bytes are there, in the order of the copies; there are more to come."""
+        """The first `n_bytes`, in the order of the copies, have landed; there are more to come."""
 
     def ended(self, error: str | None) -> None:
-        """Nothing more will land; its end has been told already. None: all of it is there."""
+        """Nothing more will land; the end has been posted. `error` is None if all has landed."""
 
 
 class Transfer:
-    """One that waits or is in flight; its copies are cut into batches as they are needed."""
+    """A transfer that waits or is in flight; its copies are cut into batches as needed."""
 
     def __init__(
         self,
@@ -90,27 +90,27 @@ class Transfer:
         self.id, self.stream, self.on_done, self.watch = transfer_id, stream, on_done, watch
         self._batches = batches
         self.coming = next(batches, None)
-        """What it copies next; None: everything is there."""
+        """The next batch; None: everything has been copied."""
         self.began: float | None = None
-        """When its first batch did, in seconds of the link's clock."""
+        """Begin of its first batch, in seconds of the link's clock."""
         self.n_bytes = 0
         """Copied so far."""
         self.seconds = 0.0
-        """Of copying, without waiting."""
+        """Seconds of copying, without waiting."""
         self.error: str | None = None
-        """Why it is given up."""
+        """Why it failed."""
 
-    def take(self) -> list[Copy]:
+    def next_batch(self) -> list[Copy]:
         batch, self.coming = self.coming or [], next(self._batches, None)
         return batch
 
 
 class HostLink:
-    """Implements `Link` by copying in a background thread, a batch of one transfer after another's.
+    """Implements `Link` by copying in a background thread, batch by batch, transfers interleaved.
 
-    Paced: after each batch it sleeps until the link as a whole was due to have carried it, counted
-    from when it was last idle, so that errors of single sleeps do not add up. Directions take turns
-    as streams do. `on_done` is called in the link's thread, after the last byte has landed.
+    A paced link sleeps after each batch until the time by which it was due to have carried all
+    batches since it was last idle, so that errors of single sleeps do not add up. Directions share
+    the link as streams do. `on_done` is called in its thread, after the last byte has landed.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class HostLink:
         chunk_bytes: int = 4 * MiB,
         copy_bytes: CopyBytes = ctypes.memmove,
     ) -> None:
-        """`threads` copy the chunks of a batch, the link's own among them; None: one of a paced
-        link, which has nothing to gain, else `copy_threads`."""
+        """`threads`: threads that copy the chunks of a batch, the link's own among them; None: one
+        for a paced link, which has nothing to gain from more, else `copy_threads`."""
         if threads is None:
             threads = copy_threads(syscalls.usable_cpus()) if pace is None else 1
         if threads < 1 or chunk_bytes < 1 or (pace is not None and not pace.positive):
@@ -133,9 +133,11 @@ class HostLink:
         self._copy_bytes = copy_bytes
         self._measured = PRIOR_BYTES_PER_SECOND
         self._due = 0.0
-        """Paced: when all batches so far should have been carried."""
-        self._sides: Turns[Direction, Turns[str, Transfer]] = Turns()
-        """By direction, its streams; those in which any transfer waits or is in flight."""
+        """Of a paced link: time by which all batches so far should have been carried."""
+        self._sides: StartTimeFairQueues[Direction, StartTimeFairQueues[str, Transfer]] = (
+            StartTimeFairQueues()
+        )
+        """Streams by direction, those in which a transfer waits or is in flight."""
         self._wake = threading.Condition()
         self._closing = threading.Event()
         self._helpers = ThreadPoolExecutor(threads - 1, "ballast-copy") if threads > 1 else None
@@ -149,7 +151,7 @@ class HostLink:
 
     @property
     def threads(self) -> int:
-        """That copy."""
+        """Threads that copy."""
         return self._threads
 
     @property
@@ -165,9 +167,10 @@ class HostLink:
         on_done: OnDone | None = None,
         watch: TransferWatch | None = None,
     ) -> None:
-        """As `Link.start`; its end is told to `on_done` alone, in the link's thread, if given.
+        """Begin a transfer, as `Link.start`. `on_done`, if given, receives its end in place of the
+        link's own; both are called in the link's thread.
 
-        `watch` is told of each batch but the last, and of the end after all others were.
+        `watch` is called after each batch but the last, and after `on_done`.
         """
         cut = batches(copies, self._chunk_bytes, self._threads)
         transfer = Transfer(transfer_id, stream, cut, on_done, watch)
@@ -177,7 +180,9 @@ class HostLink:
             if not self._sides:
                 # Never before it was asked for, never before the link was due to be free.
                 self._due = max(self._due, self._clock.now())
-            side = self._sides.first(direction) if direction in self._sides else Turns()
+            side = (
+                self._sides.first(direction) if direction in self._sides else StartTimeFairQueues()
+            )
             side.add(stream, transfer)
             if direction not in self._sides:
                 self._sides.add(direction, side)
@@ -203,7 +208,7 @@ class HostLink:
                 direction = self._sides.next()
                 side = self._sides.first(direction)
                 transfer = side.first(side.next())
-                batch = transfer.take()
+                batch = transfer.next_batch()
                 self._charge(direction, transfer.stream, batch)
             slept, error = self._carry(transfer, batch)
             if error is None and transfer.coming is not None:
@@ -219,7 +224,7 @@ class HostLink:
                 transfer.watch.ended(error)
 
     def _charge(self, direction: Direction, stream: str, batch: Sequence[Copy]) -> None:
-        """For a turn: to those who share the link, and to the time that it takes."""
+        """Charge a batch to its stream and direction, and to the time by which it is due."""
         n_bytes = sum(max(0, copy.n_bytes) for copy in batch)
         pace = self._pace or LinkRates.even(1.0)
         self._sides.first(direction).charge(stream, n_bytes)
@@ -229,7 +234,7 @@ class HostLink:
             self._due += n_bytes / (pace.mixed if mixed else pace.of(direction, mixed=False))
 
     def _carry(self, transfer: Transfer, batch: Sequence[Copy]) -> tuple[bool, str | None]:
-        """Whether there was anything to wait for; what went wrong."""
+        """Copy a batch at the link's pace; returns whether it slept, and the error, if any."""
         began = self._clock.now()
         if transfer.began is None:
             transfer.began = began
@@ -245,7 +250,7 @@ class HostLink:
 
     def _end(
         self, transfer: Transfer, direction: Direction, slept: bool, error: str | None
-    ) -> TransferDone:
+    ) -> TransferDoneEvent:
         ended = self._clock.now()
         assert transfer.began is not None, "it was carried"
         if self._pace is not None and not slept:
@@ -254,11 +259,11 @@ class HostLink:
         big = direction is Direction.TO_DEVICE and transfer.n_bytes >= self._chunk_bytes
         if self._pace is None and big and transfer.seconds > 0:
             self._measured += (transfer.n_bytes / transfer.seconds - self._measured) / 4
-        return TransferDone(transfer.id, transfer.n_bytes, ended - transfer.began, error)
+        return TransferDoneEvent(transfer.id, transfer.n_bytes, ended - transfer.began, error)
 
     def _move(self, batch: Sequence[Copy]) -> None:
-        """When this returns, or raises, nothing of the batch is being written any more."""
-        left = iter(batch)  # each copy is taken by one thread: `next` of it holds the GIL
+        """Copy a batch. When this returns, or raises, none of it is being written any more."""
+        left = iter(batch)  # each copy goes to one thread: `next` of it holds the GIL
 
         def copy_what_is_left() -> None:
             for copy in left:
@@ -280,7 +285,7 @@ class HostLink:
             help_.result()
 
     def _sleep_until_due(self) -> bool:
-        """Whether there was anything to wait for."""
+        """Sleep until a paced link has been due to carry all so far; returns whether it slept."""
         slept = False
         if self._pace is not None:
             while (left := self._due - self._clock.now()) > 0:

@@ -1,4 +1,6 @@
-"""What the pool asks of a device's virtual memory. One page; `vm_null` is its fake.
+"""The protocol of a device's virtual memory: pages and the ranges they are mapped into.
+
+`vm_null` is its fake.
 
 ::
 
@@ -35,36 +37,37 @@ class Range:
         return self.base + self.n_bytes
 
     def address(self, at: int) -> int:
-        """Of the page at index `at`, 0 <= at <= n_pages."""
+        """Address of the page at index `at`, 0 <= at <= n_pages."""
         return self.base + at * self.page_bytes
 
 
 class Imported(Protocol):
-    """A right to the pages of another process, which is one's own."""
+    """Handles to pages of another process, owned by this one."""
 
     def close(self) -> None:
-        """Give it back, if nobody has taken it over. Raises DeviceError."""
+        """Release those that were not taken over. Raises DeviceError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Physical pages another process may map: hand it over with `ballast.memory.share`."""
+    """Physical pages that another process may map; `ballast.memory.share` sends them there."""
 
     device: tuple[int, int]
-    """The same in everything that one device exports."""
+    """Identity of the device, the same in all its exports."""
     page_bytes: int
     n_pages: int
-    """Of the whole device; `pages` lie below it."""
+    """Pages of the whole device; all of `pages` are below it."""
     pages: tuple[int, ...]
     fd: int | None
-    """Of all pages. Borrowed from the vm that exported, owned by whoever received; None: none."""
+    """Descriptor of all pages: the vm's in the process that exports, the receiver's own in the
+    other; None on a GPU."""
     page_fds: tuple[int, ...] | None = None
-    """On a GPU, one for each of `pages`: owned by whoever has this, see `close`."""
+    """On a GPU, a descriptor for each of `pages`, owned by the holder of this object (`close`)."""
     imported: Imported | None = None
-    """What `CudaVm.open` has made of `page_fds`."""
+    """The handles that `CudaVm.open` has made of `page_fds`."""
 
     def close(self) -> None:
-        """Of an export that nobody takes over: its `page_fds`, or what was made of them."""
+        """Close `page_fds`, or release the handles made of them, of an export not taken over."""
         for fd in self.page_fds or ():
             os.close(fd)
         if self.imported is not None:
@@ -91,7 +94,7 @@ class Fence(Protocol):
 
 
 class Latch:
-    """A fence that is done once someone says so. Safe to set from another thread."""
+    """A fence that is done once `set` was called, by any thread."""
 
     __slots__ = ("_set",)
 
@@ -108,22 +111,22 @@ class Latch:
 class Vm(Protocol):
     """Physical pages `0 .. n_pages` of `page_bytes` each, and ranges they are mapped into.
 
-    A call that breaks its promise (a double map, an unmap of the unmapped, an index out of range)
-    raises BrokenPromise; a failing system call raises DeviceError. Either way the books and the
+    A call that breaks the rules (a double map, an unmap of the unmapped, an index out of range)
+    raises BrokenPromise; a failing system call raises DeviceError. Either way the records and the
     mappings are as they were before the call.
 
-    Pages of other devices can be *attached*: numbers above `n_pages` that are mapped and unmapped
-    like one's own, and neither populated, discarded nor exported.
+    Pages of other devices can be *attached*: they get numbers above `n_pages`, are mapped and
+    unmapped like the device's own, and are neither populated, discarded nor exported.
     """
 
     page_bytes: int
     n_pages: int
 
     def reserve(self, n_bytes: int) -> Range:
-        """Addresses for `n_bytes`, rounded up to pages, aligned to a page, backed by nothing."""
+        """Reserve addresses for `n_bytes`, rounded up to pages and aligned; none is backed."""
 
     def release(self, range: Range) -> None:
-        """Give addresses back. Nothing may be mapped in them any more."""
+        """Release the addresses of a range in which nothing is mapped any more."""
 
     def map(
         self,
@@ -136,29 +139,29 @@ class Vm(Protocol):
     ) -> None:
         """Back range indices `at ..` by `pages`, in order; runs of adjacent pages cost one call.
 
-        Without `alias`, a page that is mapped anywhere already is refused. On a GPU pages have to
-        be populated, attached ones to be exported to us, or it is refused. `prefault`: enter the
-        (populated) pages into the page tables now, at a quarter of what faulting them in one by
-        one would cost whoever touches them first.
+        Without `alias`, a page that is mapped anywhere already is refused. On a GPU, so are pages
+        that are not populated, or attached ones that are not exported to this process. `prefault`:
+        enter the (populated) pages into the page tables now, at a quarter of the cost of faulting
+        them in one by one at first touch.
         """
 
     def unmap(self, range: Range, at: int, n: int) -> None:
-        """Take the backing of `n` indices away. The pages keep their contents."""
+        """Unmap the pages of `n` indices. They keep their contents."""
 
     def populate(self, pages: Sequence[int]) -> Short | None:
         """Give pages physical memory ahead of their first use; contents are kept.
 
-        Needs no mapping by an owner. Short when the machine has no more; never a fatal signal.
+        They need not be mapped. Short when the machine has no more memory; never a fatal signal.
         """
 
     def discard(self, pages: Sequence[int]) -> None:
         """Give the physical memory of unmapped pages back to the machine; contents are lost."""
 
     def attach(self, exported: Exported) -> int:
-        """Make all pages of another device known; its page `i` is number `attach(...) + i` here.
+        """Attach all pages of another device; its page `i` is number `attach(...) + i` here.
 
-        Takes `exported.fd` and `page_fds` over if it returns. A device attached already keeps its
-        numbers. On a GPU only the pages exported can be mapped, each again after every lease.
+        Takes over `exported.fd` and `page_fds` if it returns. A device attached already keeps its
+        numbers. On a GPU only the exported pages can be mapped, and need a new export each lease.
         """
 
     def detach(self, first: int) -> None:
@@ -168,23 +171,23 @@ class Vm(Protocol):
         """
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Attached pages, none of them mapped, that are not ours to use until exported again. On a
-        GPU their owner could not give their memory back before; elsewhere nothing changes."""
+        """Drop the handles of attached pages, none mapped, until they are exported again. On a
+        GPU their owner can free their memory only then; elsewhere nothing changes."""
 
     def os_mapped(self, range: Range) -> int:
         """Pages mapped in the range, of whatever device, as `os_pages` finds them."""
 
     def os_pages(self, range: Range) -> dict[int, int]:
-        """Index -> page wherever one is mapped; asked of the operating system, not of a book."""
+        """Map index -> page of all that is mapped, as the operating system shows it."""
 
     def mappings(self) -> int:
-        """Mappings the whole process has now (the operating system allows so many)."""
+        """Number of mappings that the process has now; the operating system limits it."""
 
     def export(self, pages: Sequence[int]) -> Exported:
-        """Physical pages that another process can map."""
+        """Export physical pages for another process to map."""
 
     def fence(self) -> Fence:
-        """Done when all memory operations issued so far have taken effect."""
+        """Return a fence that is done once all memory operations so far have taken effect."""
 
     def close(self) -> None:
-        """Give everything back. Nothing may touch the device's addresses any more."""
+        """Release all memory and addresses. Nothing may touch them any more."""

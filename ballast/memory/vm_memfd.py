@@ -117,7 +117,7 @@ class MemfdVm:
         address = range.address(at)
         try:
             for first, n in runs:
-                self._take_run(address, first, n, prefault)
+                self._map_pages(address, first, n, prefault)
                 address += n * self.page_bytes
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -240,7 +240,7 @@ class MemfdVm:
             if self._huge:
                 huge_pages.ask(address, n * size)
 
-    def _take_run(self, address: int, first: int, n: int, prefault: bool) -> None:
+    def _map_pages(self, address: int, first: int, n: int, prefault: bool) -> None:
         """Map adjacent pages, with their page tables if the window has them. Raises OSError."""
         size = self.page_bytes
         alone = first < self.n_pages and not any(map(self._book.is_mapped, range(first, first + n)))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
-from ballast.kernels.lora import AdapterRows, LoraGroup, Matrices, Target, kernels
-from ballast.weights.host import Delta, HostAdapter
+from ballast.kernels.lora import AdapterRows, LoraGroup, LoraMatrices, LoraTarget, kernels
+from ballast.weights.host import HostAdapter, LoraDelta
 
 Rows = TypeVar("Rows")
 """Which rows go through which adapter, as kernels are told: `AdapterRows`, or a GPU's."""
@@ -38,24 +38,24 @@ def groups_of(
 
 def targets_of(
     adapters: Sequence[HostAdapter], addresses: Sequence[int]
-) -> dict[str, tuple[int, Target]]:
+) -> dict[str, tuple[int, LoraTarget]]:
     """By path of a module: its inputs, and what the adapters add. `addresses`: of their segments"""
-    sizes: dict[str, Delta] = {d.module: d for adapter in adapters for d in adapter.deltas}
+    sizes: dict[str, LoraDelta] = {d.module: d for adapter in adapters for d in adapter.deltas}
     return {
-        module: (sizes[module].inputs, Target(sizes[module].outputs, tuple(entries)))
+        module: (sizes[module].inputs, LoraTarget(sizes[module].outputs, tuple(entries)))
         for module, entries in matrices_of(adapters, addresses).items()
     }
 
 
 def matrices_of(
     adapters: Sequence[HostAdapter], addresses: Sequence[int]
-) -> dict[str, list[Matrices | None]]:
+) -> dict[str, list[LoraMatrices | None]]:
     """By path of a module: what each adapter has for it. `addresses`: of their segments."""
-    found: dict[str, list[Matrices | None]] = {}
+    found: dict[str, list[LoraMatrices | None]] = {}
     for i, (adapter, base) in enumerate(zip(adapters, addresses, strict=True)):
         for d in adapter.deltas:
             entries = found.setdefault(d.module, [None] * len(adapters))
-            entries[i] = Matrices(base + d.a.offset, base + d.b.offset, d.rank, d.scale)
+            entries[i] = LoraMatrices(base + d.a.offset, base + d.b.offset, d.rank, d.scale)
     return found
 
 

@@ -24,8 +24,8 @@ NAME = "ballast"
 """The implementation's name in `transformers`."""
 
 
-class Batch(Protocol):
-    """The sequences of a job: `PagedBatch` on a CPU, `DeviceBatch` on a GPU, which see."""
+class AttentionBatch(Protocol):
+    """The sequences of a job: `PagedBatch` on a CPU, `GpuBatch` on a GPU, which see."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None: ...
 
@@ -46,7 +46,7 @@ class Batch(Protocol):
 class JobContext:
     """What all layers of one job share. `out` (T, heads, head_dim) is re-used by every layer."""
 
-    batch: Batch
+    batch: AttentionBatch
     out: Tensor
 
     @classmethod

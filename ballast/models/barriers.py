@@ -1,4 +1,4 @@
-"""What a pass over the layers has to heed while some of them come and go (MIRAGE, 4.1)."""
+"""Barriers of a pass over the layers while some of them are loaded and evicted (MIRAGE, 4.1)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ballast.core.job import SequenceWork
 
 
 class Barriers(Protocol):
-    """Of one model; called by the lane that runs its job. A pass goes through all layers, in order.
+    """Barriers of one model, called by the lane that runs its job, layer by layer in order.
 
-    Each layer that `begin_pass` names is waited for before it is run, and `used` after.
+    For each layer that `begin_pass` returns, `wait` is called before it is run, and `used` after.
     """
 
     def begin_pass(self, work: Sequence[SequenceWork]) -> Collection[int]:
-        """Layers that rotate, or are not there yet, for a pass that computes `work`."""
+        """Begin a pass that computes `work`; returns the layers that rotate or are still absent."""
 
     def wait(self, layer: int) -> None:
-        """Returns when it is there. Raises DeviceError if it cannot be brought."""
+        """Wait until a layer is present. Raises DeviceError if it cannot be loaded."""
 
     def used(self, layer: int) -> None:
-        """The pass is done with it."""
+        """Mark a layer as used: its memory may be overwritten."""
 
     def stalled(self) -> float:
-        """Seconds that passes have waited since this was last asked."""
+        """Seconds that passes have waited since the last call."""

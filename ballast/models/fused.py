@@ -30,10 +30,11 @@ from ballast.kernels.paged_attention import NO_WINDOW
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import array_at, tensor_at
+from ballast.models.executor import ModelExecutor, Rows
 from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
 from ballast.models.fused_angles import Angles
 from ballast.models.fused_experts import FusedExperts, layers_of_experts
-from ballast.models.fused_tables import FusedTables, Roles
+from ballast.models.fused_tables import FusedTables
 from ballast.models.fused_workspace import (
     ActivationBuffers,
     MatrixPlace,
@@ -43,11 +44,10 @@ from ballast.models.fused_workspace import (
 )
 from ballast.models.library import Library
 from ballast.models.passes import Due, End, PassStop, PlannedPass
-from ballast.models.served import Rows, Served
 from ballast.weights.decoder_recipe import GELU, GELU_TANH, LLAMA, POST, SILU
 from ballast.weights.host import HostModel
 from ballast.weights.packing import GATED, MATRICES
-from ballast.weights.segment import PackedTensor
+from ballast.weights.segment import PackedTensor, Segment, TensorsByRole
 
 Array = np.ndarray[Any, Any]
 
@@ -56,7 +56,12 @@ ROWS_ALONE = 8
 _GATED = {SILU: linear.GATED, GELU: linear.GATED_ERF, GELU_TANH: linear.GATED_TANH}
 
 
-class FusedModel(Served):
+def _is_interleaved(layers: Sequence[TensorsByRole]) -> bool:
+    """Whether rows of gate and up alternate in memory, in all layers that have such a matrix."""
+    return all(w["gate_up"][0].layout == GATED for w in layers if "gate_up" in w)
+
+
+class FusedModel(ModelExecutor):
     """Runs the jobs of a model whose host tier is in the layout `ballast.weights.packing.fused`.
 
     No two jobs of models that share a workspace may run at the same time.
@@ -94,38 +99,18 @@ class FusedModel(Served):
         self._softcap = recipe.softcap or 0.0
         self._norm_dtype = torch.float32 if recipe.norm_offset else self.dtype
         """In which the weights of norms lie (`ballast.weights.packing.SHIFTED`)."""
-        weights = [
-            {role: (p, at + p.offset) for p in segment.tensors for role in p.names}
-            for segment, at in zip(host.segments, segment_addresses, strict=False)
-        ]
-        first, layers = weights[0], weights[1 : 1 + spec.n_layers]
-        last = weights[-1] if len(weights) > 1 + spec.n_layers else first
-        last = {**last, "head": self._head_of(*last["head"])}
+        first, layers, last = self._weights_by_role(host.segments, segment_addresses)
         epsilon = layer.bits_of(host.config.get_text_config().rms_norm_eps)
-        tables = FusedTables(spec, recipe, b, self.dtype, epsilon)
-        self._embed = tables.embedding(*first["embeddings"], self._embedding_scale)
-        self._norms = tables.norms([*layers, last])
-        self._lands = tables.lands(layers)
-        self._rotary = tables.rotary(layers, self._angles, self._kv)
-        self._linears = {role: self._linear_tables(role, layers) for role in MATRICES}
-        self._linears["head"] = self._linear_tables("head", [last])
+        self._make_operation_tables(first, layers, last, epsilon)
         self.experts: FusedExperts | None = None
         if layers_of_experts(layers):
             text, hidden = host.config.get_text_config(), (b.normed, b.hidden)
             self.experts = FusedExperts(spec, text, layers, self.dtype, b.experts, hidden, max_rows)
         self._logits = tensor_at(b.logits, (max_sampled, spec.vocab), torch.float32)
         self._hidden = tensor_at(b.hidden, (max_rows, spec.hidden), torch.float32)
-        interleaved = all(w["gate_up"][0].layout == GATED for w in layers if "gate_up" in w)
-        places = {role: self._place(role) for role in self._linears} | {"opened": self._opened()}
-        self._places = places
-        self._library = Library.of(layers, last, self.dtype, places, b.gate_up)
-        self._opened_tables = self._linear_tables("gate_up", layers, self._opened())
-        mode = places["gate_up"].mode
-        self._gate = linear.gate_tables(
-            spec.n_layers, spec.intermediate, interleaved=interleaved, mode=mode
-        )
-        linear.place(self._gate, 0, (b.gate_up, gate_up_width(spec)), (b.gated, spec.intermediate))
+        self._make_matrix_tables(layers, last)
         addresses = segment_addresses[len(host.segments) :]
+        interleaved = _is_interleaved(layers)
         self._adapters = FusedAdapters(host, addresses, self.dtype, interleaved=interleaved)
         self._passes: dict[tuple[frozenset[str], bool], PlannedPass] = {}
         self._product: Tensor | None = None
@@ -259,7 +244,7 @@ class FusedModel(Served):
         if self.SUMS and role in ("o", "down"):
             planned.stop(Due.SUM, i, role)
 
-    # -- what a rank of several does otherwise (`models/parallel.py`) ------------------------------
+    # -- what a rank of several overrides (`models/parallel/model.py`) -----------------------------
 
     def _head_of(self, packed: PackedTensor, address: int) -> tuple[PackedTensor, int]:
         """What of the head is computed here, and where it is."""
@@ -294,6 +279,50 @@ class FusedModel(Served):
 
     # -- tables, made once ------------------------------------------------------------------------
 
+    def _weights_by_role(
+        self, segments: Sequence[Segment], addresses: Sequence[int]
+    ) -> tuple[TensorsByRole, Sequence[TensorsByRole], TensorsByRole]:
+        """Tensors and their addresses, by role: of the first segment, the layers, and the last."""
+        n_layers = self.spec.n_layers
+        weights = [
+            {role: (p, at + p.offset) for p in segment.tensors for role in p.names}
+            for segment, at in zip(segments, addresses, strict=False)
+        ]
+        first = weights[0]
+        last = weights[-1] if len(weights) > 1 + n_layers else first
+        return first, weights[1 : 1 + n_layers], {**last, "head": self._head_of(*last["head"])}
+
+    def _make_operation_tables(
+        self,
+        first: TensorsByRole,
+        layers: Sequence[TensorsByRole],
+        last: TensorsByRole,
+        epsilon: int,
+    ) -> None:
+        """Make the tables of what runs between the matrices: embedding, norms, rotary and KV."""
+        tables = FusedTables(self.spec, self._recipe, self._buffers, self.dtype, epsilon)
+        self._embed = tables.embedding(*first["embeddings"], self._embedding_scale)
+        self._norms = tables.norms([*layers, last])
+        self._lands = tables.lands(layers)
+        self._rotary = tables.rotary(layers, self._angles, self._kv)
+
+    def _make_matrix_tables(self, layers: Sequence[TensorsByRole], last: TensorsByRole) -> None:
+        """Make the tables of the matrices, by role, for our kernel and for the library's."""
+        b, spec = self._buffers, self.spec
+        self._linears = {role: self._linear_tables(role, layers) for role in MATRICES}
+        self._linears["head"] = self._linear_tables("head", [last])
+        places = {role: self._place(role) for role in self._linears} | {"opened": self._opened()}
+        self._places = places
+        self._library = Library.of(layers, last, self.dtype, places, b.gate_up)
+        self._opened_tables = self._linear_tables("gate_up", layers, self._opened())
+        self._gate = linear.gate_tables(
+            spec.n_layers,
+            spec.intermediate,
+            interleaved=_is_interleaved(layers),
+            mode=places["gate_up"].mode,
+        )
+        linear.place(self._gate, 0, (b.gate_up, gate_up_width(spec)), (b.gated, spec.intermediate))
+
     @property
     def _embedding_scale(self) -> float:
         scale = self._recipe.embedding_scale
@@ -302,7 +331,7 @@ class FusedModel(Served):
         return scale
 
     def _linear_tables(
-        self, role: str, weights: Sequence[Roles], place: MatrixPlace | None = None
+        self, role: str, weights: Sequence[TensorsByRole], place: MatrixPlace | None = None
     ) -> Array:
         place = place or self._place(role)
         bias = f"{role}.bias"

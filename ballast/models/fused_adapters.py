@@ -10,7 +10,7 @@ from torch import Tensor
 from ballast.core.job import SequenceWork
 from ballast.core.model import ModelSpec
 from ballast.kernels.linear_code import PANEL
-from ballast.kernels.lora import AdapterRows, LoraGroup, Matrices, Target, kernels
+from ballast.kernels.lora import AdapterRows, LoraGroup, LoraMatrices, LoraTarget, kernels
 from ballast.models.adapters import matrices_of, rows_of
 from ballast.weights.host import HostModel
 from ballast.weights.packing import MATRICES
@@ -74,7 +74,7 @@ def targets_by_role(
     addresses: Sequence[int],
     *,
     interleaved: bool,
-) -> dict[str, list[list[Target] | None]]:
+) -> dict[str, list[list[LoraTarget] | None]]:
     """What the adapters add to each matrix, by role and layer; None: nothing. Of `head` there is
     one. `addresses`, `interleaved`: as `FusedAdapters` has them."""
     spec = host.spec
@@ -87,17 +87,17 @@ def targets_by_role(
     if interleaved:
         columns["gate_up"] = (0, half)
 
-    def targets(role: str, paths: Sequence[str]) -> list[Target] | None:
+    def targets(role: str, paths: Sequence[str]) -> list[LoraTarget] | None:
         made = []
         blocks = (half, PANEL) if interleaved and role == "gate_up" else (None, 0)
         for i, path in enumerate(paths):
-            entries: Sequence[Matrices | None] | None = found.get(path)
+            entries: Sequence[LoraMatrices | None] | None = found.get(path)
             if entries is not None:
                 n = outputs[role][i] if role in outputs else spec.hidden
                 if len(paths) == 1 and role in outputs:  # stored as one
                     n = sum(outputs[role])
                 column = columns[role][i] if role in columns else 0
-                made.append(Target(n, tuple(entries), column, *blocks))
+                made.append(LoraTarget(n, tuple(entries), column, *blocks))
         return made or None
 
     layers = host.segments[1 : 1 + spec.n_layers]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ballast.memory.tensor import tensor_at
-from ballast.weights.architecture import rotary_of
+from ballast.weights.meta_module import rotary_of
 from ballast.weights.recipe_search import frequencies, scaling
 
 Array = np.ndarray[Any, Any]

@@ -24,11 +24,10 @@ from ballast.core.units import ceil_div
 from ballast.kernels import experts, program_code, team
 from ballast.models.passes import PlannedPass
 from ballast.weights.packing_experts import DOWN, GATE_UP, ROUTER, routing_of
-from ballast.weights.segment import PackedTensor
+from ballast.weights.segment import TensorsByRole
 
 Array = np.ndarray[Any, Any]
 
-_Roles = dict[str, tuple[PackedTensor, int]]
 """A layer's tensors and their device addresses, by role."""
 
 _ALIGNMENT = 64
@@ -41,7 +40,7 @@ class FusedExperts:
         self,
         spec: ModelSpec,
         config: Any,
-        weights: Sequence[_Roles],
+        weights: Sequence[TensorsByRole],
         dtype: torch.dtype,
         memory: int,
         hidden: tuple[int, int],
@@ -105,7 +104,7 @@ class FusedExperts:
         self._experts.fill(rows, item_rows)
 
 
-def layers_of_experts(weights: Sequence[_Roles]) -> list[int]:
+def layers_of_experts(weights: Sequence[TensorsByRole]) -> list[int]:
     """Numbers of the layers that have experts."""
     return [i for i, w in enumerate(weights) if ROUTER in w]
 

@@ -5,7 +5,7 @@ What differs from job to job (`rows`, items, the next item) is filled in by `Fus
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,9 @@ from ballast.models.fused_angles import Angles
 from ballast.models.fused_workspace import ActivationBuffers, qkv_width
 from ballast.weights.decoder_recipe import DecoderRecipe
 from ballast.weights.packing import PANELS
-from ballast.weights.segment import PackedTensor
+from ballast.weights.segment import PackedTensor, TensorsByRole
 
 Array = np.ndarray[Any, Any]
-Roles = Mapping[str, tuple[PackedTensor, int]]
-"""A segment's tensors and their device addresses, by role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class FusedTables:
             scale=layer.bits_of(scale),
         )
 
-    def norms(self, weights: Sequence[Roles]) -> Array:
+    def norms(self, weights: Sequence[TensorsByRole]) -> Array:
         """Of each layer those before its matrices, and the last: the sampled rows alone."""
         b, spec = self.buffers, self.spec
         roles = ("input_norm", "post_norm") if self.recipe.norms_before else ()
@@ -72,7 +70,7 @@ class FusedTables:
         tables[-1, layer_code.INDEX] = b.sampled
         return tables
 
-    def lands(self, weights: Sequence[Roles]) -> Array:
+    def lands(self, weights: Sequence[TensorsByRole]) -> Array:
         """Two of each layer, where it has any."""
         b, spec = self.buffers, self.spec
         if not self.recipe.lands_apart:
@@ -90,7 +88,7 @@ class FusedTables:
             scale=layer.bits_of(self.recipe.residual_scale),
         )
 
-    def rotary(self, weights: Sequence[Roles], angles: Angles, kv: KvArray) -> Array:
+    def rotary(self, weights: Sequence[TensorsByRole], angles: Angles, kv: KvArray) -> Array:
         """One of each layer, which also writes KV."""
         b, spec = self.buffers, self.spec
         normed = "q_norm" in weights[0]

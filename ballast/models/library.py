@@ -19,11 +19,10 @@ from ballast.core.units import ceil_div
 from ballast.kernels import choices, layer, layer_code, linear, linear_code, onednn
 from ballast.kernels.linear_code import PANEL
 from ballast.memory.tensor import tensor_at
-from ballast.models.fused_tables import Roles
 from ballast.models.fused_workspace import MatrixPlace
 from ballast.models.passes import Due, PlannedPass
 from ballast.weights.packing import GATED, MATRICES
-from ballast.weights.segment import PLAIN, PackedTensor
+from ballast.weights.segment import PLAIN, PackedTensor, TensorsByRole
 
 Array = np.ndarray[Any, Any]
 
@@ -33,8 +32,8 @@ class Library:
 
     def __init__(
         self,
-        layers: Sequence[Roles],
-        last: Roles,
+        layers: Sequence[TensorsByRole],
+        last: TensorsByRole,
         dtype: torch.dtype,
         places: Mapping[str, MatrixPlace],
         narrowed: int,
@@ -69,8 +68,8 @@ class Library:
     @classmethod
     def of(
         cls,
-        layers: Sequence[Roles],
-        last: Roles,
+        layers: Sequence[TensorsByRole],
+        last: TensorsByRole,
         dtype: torch.dtype,
         places: Mapping[str, MatrixPlace],
         narrowed: int,
@@ -148,7 +147,7 @@ class Library:
         return product
 
 
-def _matrix(role: str, weights: Roles, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _matrix(role: str, weights: TensorsByRole, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """A matrix as the library takes it, and its bias."""
     tensor, address = weights[role]
     n, k = _stored_shape(tensor)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ballast.core.errors import BrokenPromise
 from ballast.models import attention, linears
-from ballast.weights.architecture import build
 from ballast.weights.buffers import set_up_buffers
 from ballast.weights.host import HostModel
+from ballast.weights.meta_module import build_module
 from ballast.weights.packing import DTYPES, PANELS
 from ballast.weights.segment import Segment
 
@@ -34,7 +34,7 @@ def placed(
     `device`. Raises UnsupportedModel where it keeps state that cannot be set up without its
     weights.
     """
-    module = build(host.config, DTYPES[host.spec.dtype])
+    module = build_module(host.config, DTYPES[host.spec.dtype])
     _cut(module, layers_of(module, host))
     module.set_attn_implementation(attention.NAME)  # type: ignore[operator]
     _place(module, host.segments, addresses, view)

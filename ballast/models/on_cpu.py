@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from ballast.core.settings import DeviceSettings
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.models.executor import ModelExecutor
 from ballast.models.fused import FusedModel
-from ballast.models.served import Served
-from ballast.models.transformers import ServedModel
+from ballast.models.transformers import TransformersModel
 from ballast.weights.host import HostModel
 
 
@@ -20,7 +20,7 @@ def on_cpu(
     layout: Layout,
     workspace: Workspace,
     device: DeviceSettings,
-) -> Served:
+) -> ModelExecutor:
     """The fast path where `host` is laid out for it, else `transformers`' own module.
 
     `segment_addresses[i]`: where segment i is while the model is resident; `kv_base`: where block 0
@@ -29,4 +29,4 @@ def on_cpu(
     where = (host, segment_addresses, kv_base, layout)
     if host.fused:
         return FusedModel(*where, workspace, device.step_tokens, device.step_logits)
-    return ServedModel(*where)
+    return TransformersModel(*where)

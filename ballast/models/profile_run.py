@@ -29,13 +29,13 @@ from ballast.core.settings import DeviceSettings
 from ballast.core.units import KiB, ceil_div
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.models.executor import ModelExecutor
 from ballast.models.fused_workspace import workspace_bytes
 from ballast.models.module import layer_path
-from ballast.models.served import Served
 from ballast.weights.host import HostModel
 from ballast.weights.segment import Segment
 
-Make = Callable[[HostModel, Sequence[int], int, Layout, Workspace, DeviceSettings], Served]
+Make = Callable[[HostModel, Sequence[int], int, Layout, Workspace, DeviceSettings], ModelExecutor]
 """Makes what runs a model, as `ballast.models.on_cpu.on_cpu` does."""
 
 _PAGE_BYTES = 64 * KiB

@@ -15,12 +15,12 @@ from ballast.kv.layout import Layout
 from ballast.memory.tensor import tensor_at
 from ballast.models import attention
 from ballast.models.adapters import AdaptedModules, groups_of, rows_of
+from ballast.models.executor import ModelExecutor, Rows
 from ballast.models.module import layers_of, placed
-from ballast.models.served import Rows, Served
 from ballast.weights.host import HostModel
 
 
-class ServedModel(Served):
+class TransformersModel(ModelExecutor):
     """Runs the jobs of any decoder, through its own module."""
 
     def __init__(

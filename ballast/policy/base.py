@@ -80,7 +80,7 @@ class MemoryPolicy(Policy, ABC):
 
 class AdmissionPolicy(Policy, ABC):
     """In which order waiting requests are admitted. That is not who comes first where work is
-    undone: precedence stays with `Order`."""
+    undone: precedence stays with `Precedence`."""
 
     __slots__ = ()
 

@@ -13,7 +13,14 @@ from typing import Any
 from ballast.cluster.machine_choice import machine_of_one_rank
 from ballast.core.actions import Short
 from ballast.core.errors import DeviceError
-from ballast.core.event import Arrival, Drain, Finished, Output, TokenOut, TransferDone
+from ballast.core.event import (
+    ArrivalEvent,
+    DrainEvent,
+    FinishedOutput,
+    Output,
+    TokenOutput,
+    TransferDoneEvent,
+)
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -147,13 +154,13 @@ class _Mapping:
             map=self._mapping / self._pages, unmap=self._unmapping / self._pages, kv=False
         )
 
-    def activate(self, device: LiveDevice, m: ModelState) -> TransferDone:
+    def activate(self, device: LiveDevice, m: ModelState) -> TransferDoneEvent:
         began = device.clock.now()
         short = m.weights.activate(device.state.next_transfer())
         if isinstance(short, Short):
             raise DeviceError("calibrate", f"{m.spec.name} alone is short of {short.pages} pages")
         event = device.inbox.take(None)[0]
-        assert isinstance(event, TransferDone)
+        assert isinstance(event, TransferDoneEvent)
         self._mapping += max(0.0, device.clock.now() - began - event.seconds)
         self._pages += event.n_bytes // device.fleet.device.page_bytes
         return event
@@ -193,13 +200,13 @@ class _Client:
         if self.device.loop.turn_since is not None:
             seconds = self.device.clock.now() - self.device.loop.turn_since
             self.answer_seconds.append(seconds)
-        ends = [o for o in outputs if not isinstance(o, TokenOut)]
+        ends = [o for o in outputs if not isinstance(o, TokenOutput)]
         if not ends:
             return
         with self._changed:
             for end in ends:
                 model = self._open.pop(end.request_id)
-                if isinstance(end, Finished):
+                if isinstance(end, FinishedOutput):
                     self.served.add(model)
             self._changed.notify_all()
 
@@ -219,7 +226,7 @@ class _Client:
                     # Nothing will come: a wait that only time ends.
                     self._changed.wait(self._rng.choice(PAUSES))
         self._progress("measuring jobs", n, n)
-        device.post(Drain())
+        device.post(DrainEvent())
 
     def _bursts(self, specs: Sequence[ModelSpec]) -> Iterator[list[ModelSpec]]:
         """Yield a round of bursts, each the models of its requests.
@@ -247,4 +254,4 @@ class _Client:
         )
         with self._changed:
             self._open[submission.id] = spec.name
-        device.post(Arrival(submission))
+        device.post(ArrivalEvent(submission))

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 
-from ballast.core.event import TokenOut
-from ballast.core.job import Load
+from ballast.core.event import TokenOutput
+from ballast.core.job import JobLoad
 from ballast.core.request import Request
 from ballast.core.view import Residency
 from ballast.engine.model import ModelState
@@ -136,7 +136,7 @@ class DecodeBatch:
         # Setting `last_used` counts the requests' new tokens as a change, too.
         m.last_used = self.ends[-1]
         m.lane_seconds = self._seconds
-        m.took(self._last, Load(0, 0, 0, len(rows), self.context), steps - self._written)
+        m.took(self._last, JobLoad(0, 0, 0, len(rows), self.context), steps - self._written)
         self._written = steps
 
 
@@ -206,7 +206,7 @@ def fit(pool: Pool, needs: Iterable[tuple[DecodeBatch, int]]) -> bool:
         limit = inf if kv.limit is None else kv.limit - kv.pages
         pages += most if most <= limit else limit if within else inf
         covered = covered and within
-    return covered or pages <= pool.free - pool.promised
+    return covered or pages <= pool.free - pool.ledger.promised
 
 
 def _admits_nobody(m: ModelState, state: DeviceState, prompts: bool) -> bool:
@@ -219,11 +219,11 @@ def _admits_nobody(m: ModelState, state: DeviceState, prompts: bool) -> bool:
     return known and (not prompts or m.blocked == (first, state.freed))
 
 
-def tokens_of(steps: Iterable[DecodeBatch]) -> Iterator[tuple[float, TokenOut]]:
+def tokens_of(steps: Iterable[DecodeBatch]) -> Iterator[tuple[float, TokenOutput]]:
     """Yield what clients are told of steps, given as the batch of each, in order, and when."""
     done: dict[int, int] = {}
     for batch in steps:
         n = done[id(batch)] = done.get(id(batch), -1) + 1
         for row in batch.rows:
             r, at = row.request, row.start + n
-            yield batch.ends[n], TokenOut(r.id, r.tokens[at], at - r.prompt_tokens)
+            yield batch.ends[n], TokenOutput(r.id, r.tokens[at], at - r.prompt_tokens)

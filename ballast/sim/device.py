@@ -7,12 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ballast.core.actions import Join, Leave, Operation
+from ballast.core.actions import Join, Leave, LoopCommand
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
-from ballast.core.event import Arrival, Cancelled, Drain, Event, Operate, Output
+from ballast.core.event import (
+    ArrivalEvent,
+    CancelledOutput,
+    CommandEvent,
+    DrainEvent,
+    Event,
+    Output,
+)
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Submission
@@ -194,7 +201,7 @@ class SimDevice:
             make_swapper=None if swappers is None else swappers.make,
         )
         if isinstance(vm, TimedVm):
-            vm.owner_of = state.pool.owner_of
+            vm.owner_of = state.pool.ledger.owner_of
         return state
 
     def _make_runner(
@@ -259,7 +266,7 @@ class SimDevice:
         """Serve one more model from `now` on; why not, if not."""
         known = costs.after(self._overhead)
         m, shared = build_newcomer(self.state, hosted_nowhere(spec), copy_nothing, known)
-        self._loop.operations.ready[spec.name] = m, shared
+        self._loop.commands.ready[spec.name] = m, shared
         self._specs[spec.name], self._costs[spec.name] = spec, costs
         refused = self._operate(now, Join(spec.name))
         if refused is not None:
@@ -285,7 +292,7 @@ class SimDevice:
 
     def submit(self, submission: Submission) -> None:
         """It will arrive at its `arrival`, or now if that is past."""
-        self._heap.schedule(submission.arrival, Arrival(submission))
+        self._heap.schedule(submission.arrival, ArrivalEvent(submission))
 
     def advance(self, until: float) -> None:
         """Let everything happen in its world that is due before `until`."""
@@ -293,7 +300,7 @@ class SimDevice:
 
     def drain(self, at: float) -> None:
         """Nothing arrives after `at`."""
-        self._heap.schedule(at, Drain())
+        self._heap.schedule(at, DrainEvent())
 
     def finish(self, drained_from: float) -> None:
         """Drain, and go on until everything has been answered."""
@@ -320,9 +327,9 @@ class SimDevice:
         """`event` comes from outside at `at`."""
         self._heap.schedule(at, event)
 
-    def order(self, at: float, id: str, operation: Operation) -> None:
+    def order(self, at: float, id: str, operation: LoopCommand) -> None:
         """An operator orders something at `at`; nobody waits for the answer."""
-        self.receive(at, Operate(id, operation))
+        self.receive(at, CommandEvent(id, operation))
 
     def borrows_over(self, source: Callable[[str], LayerSource]) -> None:
         """Jobs read KV on borrowed pages through `source`, by model."""
@@ -330,12 +337,12 @@ class SimDevice:
 
     @property
     def _next(self) -> str:
-        return f"operation-{len(self._answers) + len(self._loop.operations.pending) + 1}"
+        return f"operation-{len(self._answers) + len(self._loop.commands.pending) + 1}"
 
-    def _operate(self, now: float, operation: Operation) -> str | None:
+    def _operate(self, now: float, operation: LoopCommand) -> str | None:
         """Done at `now`; why not, if that is known then."""
         id = self._next
-        self._heap.schedule(now, Operate(id, operation))
+        self._heap.schedule(now, CommandEvent(id, operation))
         self.advance(math.nextafter(now, math.inf))
         return self._answers.get(id)
 
@@ -347,7 +354,7 @@ class SimDevice:
 
     def _tell(self, outputs: list[Output]) -> None:
         for output in outputs:
-            if not (isinstance(output, Cancelled) and output.request_id in self.unsaid):
+            if not (isinstance(output, CancelledOutput) and output.request_id in self.unsaid):
                 self._said(self.clock.now(), output)
 
     def _passed(self, steps: Sequence[DecodeBatch]) -> None:

@@ -10,38 +10,68 @@ from math import inf
 from ballast.core.clock import VirtualClock
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import (
-    Arrival,
-    Cancel,
-    Drain,
+    ArrivalEvent,
+    CancelEvent,
+    CommandEvent,
+    DrainEvent,
     Event,
-    FirstJobReady,
-    GrammarReady,
-    JobDone,
-    JobFailed,
-    Operate,
-    Pause,
-    Result,
-    Resume,
-    Settled,
-    Stop,
-    Timer,
-    TransferDone,
+    FirstJobReadyEvent,
+    GrammarReadyEvent,
+    JobDoneEvent,
+    JobFailedEvent,
+    JobResult,
+    PauseEvent,
+    ResumeEvent,
+    RotationSettledEvent,
+    StopEvent,
+    TimerEvent,
+    TransferDoneEvent,
 )
 from ballast.core.job import Job
-from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
-from ballast.core.migration import Depart, DropKv, ExportKv, ImportKv, KvRead, KvTail
+from ballast.core.lease import (
+    PagesLentEvent,
+    PagesRecalledEvent,
+    PagesReturnedEvent,
+    PeerGoneEvent,
+    PeerMetEvent,
+)
+from ballast.core.migration import (
+    DepartEvent,
+    DropKvEvent,
+    ExportKvEvent,
+    ImportKvEvent,
+    KvReadEvent,
+    KvTailEvent,
+)
 from ballast.sim.change_queue import ChangeQueue
 
 RANK: dict[type[Event], int] = {
     kind: rank
     for rank, kind in enumerate(
-        (JobDone, JobFailed, TransferDone, Settled, Operate, Cancel, Arrival, Timer, Drain, Stop)
+        (
+            JobDoneEvent,
+            JobFailedEvent,
+            TransferDoneEvent,
+            RotationSettledEvent,
+            CommandEvent,
+            CancelEvent,
+            ArrivalEvent,
+            TimerEvent,
+            DrainEvent,
+            StopEvent,
+        )
     )
 }
-RANK[FirstJobReady] = RANK[TransferDone]
-RANK |= dict.fromkeys((Pause, Resume, GrammarReady), RANK[Arrival])
-RANK |= dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), RANK[Operate])
-RANK |= dict.fromkeys((ExportKv, Depart, ImportKv, KvRead, KvTail, DropKv), RANK[Operate])
+RANK[FirstJobReadyEvent] = RANK[TransferDoneEvent]
+RANK |= dict.fromkeys((PauseEvent, ResumeEvent, GrammarReadyEvent), RANK[ArrivalEvent])
+RANK |= dict.fromkeys(
+    (PeerMetEvent, PeerGoneEvent, PagesLentEvent, PagesRecalledEvent, PagesReturnedEvent),
+    RANK[CommandEvent],
+)
+RANK |= dict.fromkeys(
+    (ExportKvEvent, DepartEvent, ImportKvEvent, KvReadEvent, KvTailEvent, DropKvEvent),
+    RANK[CommandEvent],
+)
 """At equal times, what ended comes before what begins; other devices' words stay in order."""
 
 
@@ -93,24 +123,24 @@ class EventHeap:
     def _first(self) -> float:
         return self._heap[0][0] if self._heap else inf
 
-    def withdraw(self, job: Job) -> tuple[float, JobDone] | None:
+    def withdraw(self, job: Job) -> tuple[float, JobDoneEvent] | None:
         """The end of `job`, and when, if that is what happens next; it will not happen then."""
         if not self._heap:
             return None
         at, _, _, event = self._heap[0]
-        if not isinstance(event, JobDone) or event.job is not job:
+        if not isinstance(event, JobDoneEvent) or event.job is not job:
             return None
         heapq.heappop(self._heap)
         self._skip()
         return at, event
 
     @property
-    def next_end(self) -> tuple[float, JobDone] | None:
+    def next_end(self) -> tuple[float, JobDoneEvent] | None:
         """The end of a job, and when, if that is all that happens next."""
         if not self._heap:
             return None
         at, _, _, event = self._heap[0]
-        if not isinstance(event, JobDone) or any(entry[0] <= at for entry in self._heap[1:3]):
+        if not isinstance(event, JobDoneEvent) or any(entry[0] <= at for entry in self._heap[1:3]):
             return None
         return at, event
 
@@ -123,10 +153,10 @@ class EventHeap:
         if number in self._then:
             self._then.pop(number)()
 
-    def give_work(self, job: Job, results: tuple[Result, ...]) -> None:
+    def give_work(self, job: Job, results: tuple[JobResult, ...]) -> None:
         """The job of that number, whose end is scheduled, is `job`, and brings `results`."""
         for i, (at, rank, number, event) in enumerate(self._heap):
-            if isinstance(event, JobDone) and event.job.id == job.id:
+            if isinstance(event, JobDoneEvent) and event.job.id == job.id:
                 self._heap[i] = at, rank, number, replace(event, job=job, results=results)
 
     def ready(self, until: float | None) -> bool:

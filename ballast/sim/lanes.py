@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from ballast.core.clock import Clock
 from ballast.core.cost import StepCosts
-from ballast.core.event import JobDone, Result
-from ballast.core.job import Job, Load
+from ballast.core.event import JobDoneEvent, JobResult
+from ballast.core.job import Job, JobLoad
 from ballast.sim.change_queue import Change, ScheduledChange
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.layer_passes import Pass
@@ -54,7 +54,7 @@ def measured(share: float, seconds: float, memory: float, reach: float) -> Part:
     return Part(seconds, min(seconds, memory / min(1.0, reach * share)), min(seconds, memory))
 
 
-def measured_seconds(seen: Sequence[tuple[float, StepCosts]], load: Load, share: float) -> float:
+def measured_seconds(seen: Sequence[tuple[float, StepCosts]], load: JobLoad, share: float) -> float:
     """Return what a job takes on `share` of a device, from costs on some shares of it, ascending.
 
     Between them it is linear in 1 / share, as it is of a job of which a part gains from more
@@ -98,7 +98,7 @@ class Running:
 
     lanes: SimLanes
     job: Job
-    results: tuple[Result, ...]
+    results: tuple[JobResult, ...]
     part: Part
     began: float
     left: float = 1.0
@@ -162,7 +162,7 @@ class SimLanes:
         """Whether any job goes through its layers one by one."""
         return any(one.entry is not None or one.waits is not None for one in self._running)
 
-    def give_work(self, job: Job, results: tuple[Result, ...]) -> None:
+    def give_work(self, job: Job, results: tuple[JobResult, ...]) -> None:
         """The job of that number that runs is `job`, and brings `results`."""
         for one in self._running:
             if one.job.id == job.id:
@@ -173,7 +173,7 @@ class SimLanes:
         now: float,
         job: Job,
         part: Part,
-        results: tuple[Result, ...],
+        results: tuple[JobResult, ...],
         way: tuple[Callable[[Running], Pass], int, int] | None = None,
     ) -> None:
         """Begin a job at `now`.
@@ -211,7 +211,7 @@ class SimLanes:
         if one.then is not None:
             one.entry = self._heap.agenda.schedule(at, partial(self._reached, one))
             return
-        done = JobDone(one.job, one.results, at - one.began, one.stall)
+        done = JobDoneEvent(one.job, one.results, at - one.began, one.stall)
         one.event = self._heap.schedule(at + self._overhead, done, partial(self._ended, one))
 
     def _forget(self, one: Running) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from ballast.core.clock import VirtualClock
-from ballast.core.event import JobDone
+from ballast.core.event import JobDoneEvent
 from ballast.core.job import Job
 from ballast.engine.compute_view import runnable
 from ballast.engine.loop import Loop
@@ -45,7 +45,7 @@ def leap(
     leap in which bytes move does not go beyond it, any other leap does.
     """
     state = loop.state
-    if state.asking or loop.operations.pending or state.lending.borrower.wanted():
+    if state.asking or loop.commands.pending or state.lending.borrower.wanted():
         return 0
     if state.migration.departing:
         return 0  # a request leaves when a block of it has filled
@@ -73,8 +73,8 @@ def _leap_alone(
     turns = _turns(loop, job)
     if turns is None:
         return []
-    if not loop.preset.compute.in_turns and loop.choice is not None:
-        until = min(until, loop.choice.until)
+    if not loop.preset.compute.in_turns and loop.dispatcher.choice is not None:
+        until = min(until, loop.dispatcher.choice.until)
     moves = runner.moves(turn.m.spec.name for turn in turns)
     if moves:
         until = min(until, near)
@@ -90,7 +90,7 @@ def _leap_alone(
         return []
     for batch in turns:
         batch.write()
-    loop.leapt(job, turns[0].m, len(steps))
+    loop.leaps.finish_alone(job, turns[0].m, len(steps))
     return steps
 
 
@@ -100,7 +100,7 @@ def _repeat(
     runner: SimRunner,
     clock: VirtualClock,
     turns: deque[DecodeBatch],
-    first: tuple[float, JobDone],
+    first: tuple[float, JobDoneEvent],
     until: float,
     *,
     moves: bool,
@@ -159,9 +159,8 @@ def _turns(loop: Loop, job: Job) -> deque[DecodeBatch] | None:
     following = _following(loop, job)
     if following is None:
         return None
-    prompts = (  # models in turn are asked about anew
-        loop.preset.compute.in_turns or loop.choice is None or loop.choice.computes_prompts
-    )
+    choice = loop.dispatcher.choice  # models in turn are asked about anew
+    prompts = loop.preset.compute.in_turns or choice is None or choice.computes_prompts
     turns: deque[DecodeBatch] = deque()
     for m in (state.models[job.model], *following):
         batch = batch_of(m, state, prompts)
@@ -178,6 +177,6 @@ def _following(loop: Loop, job: Job) -> list[ModelState] | None:
     if loop.preset.compute.in_turns:
         others = sorted(runnable(state), key=lambda m: m.last_run)
         return others if len(state.lanes.jobs) == 1 or not others else None
-    held = loop.choice
+    held = loop.dispatcher.choice
     alone = len(state.lanes.jobs) == 1 or not runnable(state)
     return [] if alone and held is not None and held.model == job.model else None

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from ballast.core.job import Job
 from ballast.engine.compute_view import runnable
-from ballast.engine.loop import Loop, Stepped
+from ballast.engine.leaps import EndedStep
+from ballast.engine.loop import Loop
 from ballast.sim.decoding import DecodeBatch, batch_of, fit
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.runner import SimRunner
@@ -38,7 +39,7 @@ def leap_on_lanes(
         until = min(until, near, heap.agenda.next)
     state, since = loop.state, loop.state.now
     steps: list[DecodeBatch] = []
-    ended: list[Stepped] = []
+    ended: list[EndedStep] = []
     begun: dict[int, Job] = {}
     """Jobs in flight that have begun within the leap, by id."""
     while (found := heap.next_end) is not None and not state.asking:
@@ -55,11 +56,11 @@ def leap_on_lanes(
             break
         heap.take_end(job)
         batch.end_step(at, done.seconds, done.stall, state.lanes.share(job))
-        loop.step_ended(job)
+        loop.leaps.end_step(job)
         begun.pop(job.id, None)
         steps.append(batch)
-        ended.append(Stepped(job, at, done.seconds - done.stall))
-        while (new := loop.next_step(lambda name: batches[name].write())) is not None:
+        ended.append(EndedStep(job, at, done.seconds - done.stall))
+        while (new := loop.leaps.begin_step(lambda name: batches[name].write())) is not None:
             begun[new.id] = new
             its = batches[new.model]
             its.begin_step()
@@ -67,7 +68,7 @@ def leap_on_lanes(
     if steps:
         for batch in batches.values():
             batch.write()
-        for whole in loop.leapt_on_lanes(ended, list(begun.values()), since):
+        for whole in loop.leaps.finish_on_lanes(ended, list(begun.values()), since):
             runner.give_work(whole)
     return steps
 

@@ -11,9 +11,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
 
-from ballast.core.actions import Lend, Operation, Recall
+from ballast.core.actions import Lend, LoopCommand, Recall
 from ballast.core.errors import BrokenPromise, ConfigError
-from ballast.core.lease import AskedBack, Condemned, Lent, PeerMet, Returned, Word
+from ballast.core.lease import (
+    LendingMessage,
+    PagesLentEvent,
+    PagesRecalledEvent,
+    PagesReturnedEvent,
+    PeerMetEvent,
+    PeerOverdueReport,
+)
 from ballast.core.units import format_bytes
 from ballast.sim.cluster_files import LendingOrder, device_named
 from ballast.sim.device import SimDevice
@@ -49,7 +56,7 @@ class Lenders:
                 pair = min(epoch, list(devices).index(other) + 1)
                 exported = lender.state.pool.vm.export(())
                 device.state.lending.exports[other, pair] = exported
-                device.receive(0.0, PeerMet(other, pair, exported.n_pages))
+                device.receive(0.0, PeerMetEvent(other, pair, exported.n_pages))
                 if place.host.joints.peers is not PeerLinks.MEMORY:
                     fluid = place.host.world.fluid
                     streams[other] = Stream(device.link, fluid, there.to_peer(place))
@@ -57,7 +64,7 @@ class Lenders:
                 device.borrows_over(partial(SimBorrowed, device, streams))
         world.reaching.append(self)
 
-    def order(self, at: float, device: str, operation: Operation) -> None:
+    def order(self, at: float, device: str, operation: LoopCommand) -> None:
         """Let an operator order something of a device at `at`."""
         self._ids += 1
         self._orders = sorted([*self._orders, at])
@@ -72,14 +79,14 @@ class Lenders:
             del self._orders[0]
         return self._orders[0] + WAY if self._orders else inf
 
-    def _pass_on(self, name: str, word: Word) -> None:
+    def _pass_on(self, name: str, word: LendingMessage) -> None:
         now = self._devices[name].clock.now()
         match word:
-            case Lent(lease) | AskedBack(lease):
+            case PagesLentEvent(lease) | PagesRecalledEvent(lease):
                 self._devices[lease.borrower].receive(now + WAY, word)
-            case Returned(lease):
+            case PagesReturnedEvent(lease):
                 self._devices[lease.lender].receive(now + WAY, word)
-            case Condemned(peer, _):
+            case PeerOverdueReport(peer, _):
                 why = f"{peer} did not return what {name} had lent it; live it would be killed"
                 raise BrokenPromise(why)
 
@@ -159,7 +166,7 @@ def carry_out(
         if pages == 0:
             raise ConfigError("orders", n_bytes, f"a page or more, of {format_bytes(page)}")
         if order.lend is None or pages is None:
-            operation: Operation = Recall(borrower, pages, order.seconds, "ordered")
+            operation: LoopCommand = Recall(borrower, pages, order.seconds, "ordered")
         else:
             operation = Lend(borrower, pages, "ordered")
         lenders[place.host.world].order(order.at, lender, operation)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from ballast.core.clock import Clock
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS
@@ -98,7 +98,7 @@ class SimLink:
             nonlocal taken
             taken += seconds
             if mark == n_bytes:
-                self._heap.schedule(at, TransferDone(transfer_id, n_bytes, taken))
+                self._heap.schedule(at, TransferDoneEvent(transfer_id, n_bytes, taken))
             if watch is not None:
                 watch.landed(at, mark)
 

@@ -9,7 +9,7 @@ from mmap import PAGESIZE
 import numpy as np
 
 from ballast.core.errors import DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.core.units import ceil_div
 from ballast.engine.model import ModelState
@@ -28,12 +28,12 @@ class LinkMeter:
     """
 
     def __init__(self) -> None:
-        self._activations: list[TransferDone] = []
-        self.alone: dict[Direction, list[TransferDone]] = {d: [] for d in Direction}
+        self._activations: list[TransferDoneEvent] = []
+        self.alone: dict[Direction, list[TransferDoneEvent]] = {d: [] for d in Direction}
         """On pages that are there."""
         self._mixed: list[tuple[int, float]] = []
 
-    def activated(self, done: TransferDone) -> None:
+    def activated(self, done: TransferDoneEvent) -> None:
         """A model was brought in, alone."""
         self._activations.append(done)
 
@@ -58,8 +58,8 @@ class LinkMeter:
 
 
 def rates_of(
-    activations: Sequence[TransferDone],
-    alone: Mapping[Direction, Sequence[TransferDone]],
+    activations: Sequence[TransferDoneEvent],
+    alone: Mapping[Direction, Sequence[TransferDoneEvent]],
     mixed: Sequence[tuple[int, float]],
 ) -> LinkRates:
     """What these show; `mixed`: bytes each way, and seconds until both ways were done."""
@@ -89,20 +89,20 @@ def _landing(machine: Machine, n_bytes: int) -> Iterator[int]:
             pins.unpin(address)
 
 
-def _rate(ends: Sequence[TransferDone]) -> float:
+def _rate(ends: Sequence[TransferDoneEvent]) -> float:
     return sum(e.n_bytes for e in ends) / sum(e.seconds for e in ends)
 
 
 def _carry(
     device: LiveDevice, wanted: Sequence[tuple[Sequence[Copy], Direction]]
-) -> list[TransferDone]:
+) -> list[TransferDoneEvent]:
     link: Link = device.state.link
     for copies, direction in wanted:
         link.start(device.state.next_transfer(), copies, direction=direction)
-    ends: list[TransferDone] = []
+    ends: list[TransferDoneEvent] = []
     while len(ends) < len(wanted):
         for event in device.inbox.take(None):
-            if not isinstance(event, TransferDone) or event.error is not None:
+            if not isinstance(event, TransferDoneEvent) or event.error is not None:
                 raise DeviceError("calibrate", f"a copy did not end well: {event}")
             ends.append(event)
     return ends

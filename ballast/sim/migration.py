@@ -13,24 +13,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ballast.core.event import Arrival
+from ballast.core.event import ArrivalEvent
 from ballast.core.link import Direction
 from ballast.core.migration import (
     AT_ONCE,
-    Depart,
-    Departed,
-    DropKv,
-    ExportKv,
-    ImportKv,
-    KvExported,
-    KvImported,
-    KvRead,
-    KvTail,
+    DepartedAnswer,
+    DepartEvent,
+    DropKvEvent,
+    ExportKvEvent,
+    ImportKvEvent,
+    KvExportedAnswer,
+    KvImportedAnswer,
+    KvReadEvent,
+    KvTailEvent,
+    MigrationAnswer,
     Piece,
-    Word,
     wanted,
 )
-from ballast.core.request import Request, State
+from ballast.core.request import Request, RequestState
 from ballast.core.view import Residency
 from ballast.sim.device import SimDevice
 from ballast.sim.lending import WAY
@@ -114,23 +114,23 @@ class Movers:
         waiting = self._waiting[source]
         while waiting and sum(m.source == source for m in self._moves.values()) < AT_ONCE:
             move = waiting.popleft()
-            if move.request.state is State.RUNNING:
+            if move.request.state is RequestState.RUNNING:
                 self._moves[move.request.id] = move
-                self._devices[source].receive(now + WAY, ExportKv(move.request.id))
+                self._devices[source].receive(now + WAY, ExportKvEvent(move.request.id))
 
-    def _hear(self, name: str, word: Word) -> None:
+    def _hear(self, name: str, word: MigrationAnswer) -> None:
         move = self._moves.get(word.request_id)
         if move is None:
             return
         at = self._devices[name].clock.now() + WAY
         request, target = move.request, self._devices[move.target]
         match word:
-            case KvExported(_, tokens, form, pieces) if tokens:
+            case KvExportedAnswer(_, tokens, form, pieces) if tokens:
                 prefix = wanted(request.submission, request.output, tokens)
-                target.receive(at, ImportKv(prefix, form, move.source, pieces))
-            case KvImported(_, tokens) if tokens:
-                self._devices[move.source].receive(at, Depart(request.id))
-            case Departed(_, intact, tokens):
+                target.receive(at, ImportKvEvent(prefix, form, move.source, pieces))
+            case KvImportedAnswer(_, tokens) if tokens:
+                self._devices[move.source].receive(at, DepartEvent(request.id))
+            case DepartedAnswer(_, intact, tokens):
                 self._arrive(at, move, tokens if intact else None)
             case _:
                 self._end(at, move)
@@ -138,12 +138,12 @@ class Movers:
     def _arrive(self, at: float, move: _Move, tail: int | None) -> None:
         """It has departed, or has ended. `tail`: tokens whose KV followed; None: it was lost."""
         request, target = move.request, self._devices[move.target]
-        if request.state is not State.CANCELLED:
-            target.receive(at, DropKv(request.id))
+        if request.state is not RequestState.CANCELLED:
+            target.receive(at, DropKvEvent(request.id))
         else:
             self.moved += tail is not None
             target.receive(
-                at, DropKv(request.id) if tail is None else KvTail(request.id, tail, b"")
+                at, DropKvEvent(request.id) if tail is None else KvTailEvent(request.id, tail, b"")
             )
             first = request.first_token_at
             coming = replace(
@@ -152,7 +152,7 @@ class Movers:
                 age=at - request.submission.arrival,
                 first_token_age=None if first is None else at - first,
             )
-            target.receive(at, Arrival(coming))
+            target.receive(at, ArrivalEvent(coming))
         self._end(at, move)
 
     def _end(self, now: float, move: _Move) -> None:
@@ -186,7 +186,7 @@ class SimBytes:
         targets: Sequence[tuple[int, int]],
     ) -> None:
         def ended(at: float, seconds: float) -> None:
-            self._device.receive(at, KvRead(request_id))
+            self._device.receive(at, KvReadEvent(request_id))
 
         n_bytes = sum(n for _, n in pieces)
         self._streams[source].carry(self._device.clock.now(), n_bytes, ended)

@@ -13,8 +13,8 @@ from functools import partial
 
 from ballast.core.actions import Activate
 from ballast.core.errors import ConfigError
-from ballast.core.event import Output, TokenOut
-from ballast.core.request import Request, State, Submission
+from ballast.core.event import Output, TokenOutput
+from ballast.core.request import Request, RequestState, Submission
 from ballast.core.settings import Role
 from ballast.policy.base import FleetPolicy
 from ballast.policy.fleet.replica_choice import Replica, for_decode
@@ -26,7 +26,7 @@ PATIENCE = 10.0
 """Seconds for weights to come to a device that decodes."""
 POLL_SECONDS = 0.02
 """Between two looks at whether a request can move."""
-GOING = (State.WAITING, State.RUNNING, State.PAUSED)
+GOING = (RequestState.WAITING, RequestState.RUNNING, RequestState.PAUSED)
 
 
 def role_of(device: SimDevice) -> Role:
@@ -83,7 +83,7 @@ class Handover:
         device = self._devices[name]
         if role_of(device) is not Role.PREFILL or name not in self._movers:
             return
-        if isinstance(output, TokenOut) and output.index == 0:
+        if isinstance(output, TokenOutput) and output.index == 0:
             request = device.state.requests.get(output.request_id)
             target = None if request is None else self._target(name, request.submission)
             if request is not None and target is not None:
@@ -110,7 +110,7 @@ class Handover:
         m = self._devices[target].state.named.get(request.submission.model)
         if request.state not in GOING or m is None:
             return
-        ready = request.state is State.RUNNING and request.computed >= m[0].spec.block_tokens
+        ready = request.state is RequestState.RUNNING and request.computed >= m[0].spec.block_tokens
         movers = self._movers[name]
         if ready and self._devices[target].has_weights(request.submission.model):
             movers.move(now, request, name, target)

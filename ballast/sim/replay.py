@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ballast.core.clock import VirtualClock
-from ballast.core.entries import Entry
+from ballast.core.entries import StoryEntry
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import Event
 from ballast.core.link import Direction
@@ -45,10 +45,10 @@ class StoryDifference:
 
     index: int
     """Of the entry, within the life; its number where the story ends."""
-    recorded: Entry | None
+    recorded: StoryEntry | None
     """None: nothing more was told of this turn."""
-    replayed: Entry | None
-    before: list[Entry]
+    replayed: StoryEntry | None
+    before: list[StoryEntry]
     """Of the story, up to there."""
     why: str = ""
     """Where there is more to say than the two."""
@@ -113,7 +113,7 @@ class _Replay:
         self._clock = VirtualClock(life.at)
         self._lanes, self._script = StoryLanes(), _Script()
         self._link = _Link(told.link_bytes_per_second)
-        self._told: list[Entry] = []
+        self._told: list[StoryEntry] = []
         """By the turn that was replayed last."""
         vm = NullVm(told.device.page_bytes, told.device.budget_bytes // told.device.page_bytes)
         hosted = [hosted_nowhere(m.spec) for m in told.models]
@@ -167,7 +167,7 @@ class _Replay:
         del self._told[0]  # the snapshot
         return self._compare(turn)
 
-    def _of(self, turn: range) -> list[Entry]:
+    def _of(self, turn: range) -> list[StoryEntry]:
         return self._entries[turn.start : turn.stop]
 
     def _turn(self, turn: range) -> StoryDifference | None:
@@ -190,7 +190,7 @@ class _Replay:
         self._loop.turn()
         return self._compare(turn)
 
-    def _leap(self, told: Entry, turn: range) -> StoryDifference | None:
+    def _leap(self, told: StoryEntry, turn: range) -> StoryDifference | None:
         """Take its steps one by one. When most of them ended, and how long they took, was not told,
         and nothing depends on it: they are spread evenly."""
         if "jobs" in told:
@@ -218,9 +218,9 @@ class _Replay:
         self._told[:-1] = [told]
         return self._compare(turn)
 
-    def _leap_on_lanes(self, told: Entry, turn: range) -> StoryDifference | None:
+    def _leap_on_lanes(self, told: StoryEntry, turn: range) -> StoryDifference | None:
         """Take its steps one by one; of each it was told when it ended, and how long it took."""
-        begun: list[Entry] = []
+        begun: list[StoryEntry] = []
         for id, at, took in zip(told["jobs"], told["ends"], told["seconds"], strict=True):
             flying = self._lanes.jobs.get(id)
             model = told["model"] if flying is None else flying.model
@@ -252,18 +252,18 @@ class _Replay:
                 return self._difference(turn.start + i, a, b)
         return None
 
-    def _count(self, again: Sequence[Entry]) -> None:
+    def _count(self, again: Sequence[StoryEntry]) -> None:
         self._decisions += sum("action" in entry for entry in again)
         self._jobs += sum("event" not in entry and "job" in entry for entry in again)
 
     def _difference(
-        self, at: int, recorded: Entry | None, replayed: Entry | None, why: str = ""
+        self, at: int, recorded: StoryEntry | None, replayed: StoryEntry | None, why: str = ""
     ) -> StoryDifference:
         before = self._entries[max(0, at - CONTEXT) : at]
         return StoryDifference(at, recorded, replayed, before, why)
 
 
-def _turns(entries: Sequence[Entry]) -> Iterator[range]:
+def _turns(entries: Sequence[StoryEntry]) -> Iterator[range]:
     """Indices of each turn's entries, those of the beginning first."""
     start, turn = 0, None
     for i, entry in enumerate(entries):
@@ -274,7 +274,7 @@ def _turns(entries: Sequence[Entry]) -> Iterator[range]:
     yield range(start, len(entries))
 
 
-def _without_reasons(entry: Entry | None) -> Entry | None:
+def _without_reasons(entry: StoryEntry | None) -> StoryEntry | None:
     """The entry without wording; whether an action was refused stays."""
     if entry is None:
         return None
@@ -282,8 +282,8 @@ def _without_reasons(entry: Entry | None) -> Entry | None:
     return plain | {"refused": True} if "refused" in entry else plain
 
 
-def _plain(entry: Entry) -> Entry:
+def _plain(entry: StoryEntry) -> StoryEntry:
     """As read from a file, less what may differ."""
     public = {k: v for k, v in entry.items() if k not in _PRIVATE}
-    plain: Entry = msgspec.json.decode(msgspec.json.encode(public))
+    plain: StoryEntry = msgspec.json.decode(msgspec.json.encode(public))
     return plain

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ballast.core.clock import Clock
-from ballast.core.event import FirstJobReady, Settled
+from ballast.core.event import FirstJobReadyEvent, RotationSettledEvent
 from ballast.core.link import Direction
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
@@ -92,7 +92,7 @@ class SimRotor:
 
     def let_begin(self, now: float, transfer_id: int) -> None:
         """The first job may begin."""
-        self._heap.schedule(now, FirstJobReady(transfer_id))
+        self._heap.schedule(now, FirstJobReadyEvent(transfer_id))
 
     def arrived(self, now: float, n_bytes: int) -> None:
         """So much of a load of all weights is there."""
@@ -170,7 +170,7 @@ class SimRotor:
     def _tell_settled(self, now: float) -> None:
         if self._settling and not self._flying:
             self._settling = False
-            self._heap.schedule(now, Settled(self._name))
+            self._heap.schedule(now, RotationSettledEvent(self._name))
 
 
 class _Arrival:

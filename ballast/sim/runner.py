@@ -9,8 +9,8 @@ from math import inf
 
 from ballast.core.clock import Clock
 from ballast.core.cost import StepCosts
-from ballast.core.event import Embedded, JobDone, PromptScores, Result
-from ballast.core.job import Job, Load, Sampled
+from ballast.core.event import EmbeddingOutput, JobDoneEvent, JobResult, PromptScoresOutput
+from ballast.core.job import Job, JobLoad, SampledToken
 from ballast.core.model import ModelSpec
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.job_spread import NONE, JobFactors
@@ -108,7 +108,9 @@ class SimRunner:
         if swapper is not None and not written:
 
             def moved(at: float, seconds: float) -> None:
-                self._heap.schedule(at + self._overhead, JobDone(job, results, seconds, seconds))
+                self._heap.schedule(
+                    at + self._overhead, JobDoneEvent(job, results, seconds, seconds)
+                )
 
             swapper.move(now, moved)
             return
@@ -134,12 +136,12 @@ class SimRunner:
             seconds = self._seconds(job.model, job.load)
             if not self._waits(job.model):
                 self._free = self._begins(now) + seconds + self._overhead
-                self._heap.schedule(self._free, JobDone(job, results, seconds))
+                self._heap.schedule(self._free, JobDoneEvent(job, results, seconds))
                 return
             pace = self._begin(job.model, seconds, read, written)
 
         def ended() -> None:
-            done = JobDone(job, results, pace.seconds + pace.stall, pace.stall)
+            done = JobDoneEvent(job, results, pace.seconds + pace.stall, pace.stall)
             self._heap.schedule(self._end(pace), done)
 
         pace.ended = ended
@@ -150,17 +152,17 @@ class SimRunner:
         """Begin a decode step of a model whose jobs wait for nothing, while the loop has no `calls`
         to end; `job` need not have its work yet, which says what it brings (`give_work`).
 
-        `context`: as of `Load`.
+        `context`: as of `JobLoad`.
         """
         self._heap.begin(job)
         if job.parts is not None and job.parts < self._parts:
-            now, load = self._clock.now(), Load(0, 0, 0, sequences, context)
+            now, load = self._clock.now(), JobLoad(0, 0, 0, sequences, context)
             factor = self._factor(now, job.model)
             part = self._part(job.model, load, job.parts / self._parts, factor)
             self._lanes.start(now, job, part, ())
             return
         seconds, _, end = self.decodes(job.model, sequences, context)
-        self._heap.schedule(end, JobDone(job, (), seconds))
+        self._heap.schedule(end, JobDoneEvent(job, (), seconds))
 
     def give_work(self, job: Job) -> None:
         """The job of that number in flight, which was begun by `step`, is `job`."""
@@ -174,9 +176,9 @@ class SimRunner:
         whose jobs wait for nothing: its seconds, how many of these it waits (0), and when it ends
         for the loop.
 
-        `context`: as of `Load`.
+        `context`: as of `JobLoad`.
         """
-        seconds = self._seconds(model, Load(0, 0, 0, sequences, context))
+        seconds = self._seconds(model, JobLoad(0, 0, 0, sequences, context))
         self._free = end = self._begins(self._clock.now()) + seconds + self._overhead
         return seconds, 0.0, end
 
@@ -208,7 +210,7 @@ class SimRunner:
         end that is not certain by then, or before changes bring one, is inf."""
         if not self._waits(model):
             return self.decodes(model, sequences, context)
-        seconds = self._seconds(model, Load(0, 0, 0, sequences, context))
+        seconds = self._seconds(model, JobLoad(0, 0, 0, sequences, context))
         pace = self._begin(model, seconds, context - sequences, sequences)
         self._ahead = model, self._clock.now(), pace
         self._heap.agenda.run(until, until)
@@ -225,7 +227,7 @@ class SimRunner:
         `models` would."""
         return self._lanes.layered or any(self._waits(model) for model in models)
 
-    def _seconds(self, model: str, load: Load) -> float:
+    def _seconds(self, model: str, load: JobLoad) -> float:
         """Seconds of a job that begins now, without what it waits; the same if asked again now."""
         now = self._clock.now()
         if now != self._began:
@@ -250,7 +252,7 @@ class SimRunner:
         but for what of them the job before hides."""
         return max(now, self._calls.until - self._hidden)
 
-    def _part(self, model: str, load: Load, share: float, factor: float) -> Part:
+    def _part(self, model: str, load: JobLoad, share: float, factor: float) -> Part:
         """What a job takes on a share of the device that it has to itself; `factor`: times what is
         expected."""
         if model not in self._measured:
@@ -299,14 +301,16 @@ class SimRunner:
             return False
         return bool(self._sources(model))
 
-    def _results(self, spec: ModelSpec, job: Job) -> Iterator[Result]:
+    def _results(self, spec: ModelSpec, job: Job) -> Iterator[JobResult]:
         for w in job.work:
             if w.scoring is not None:
-                yield PromptScores(w.request_id, w.scoring.start, (0.0,) * len(w.scoring.targets))
+                yield PromptScoresOutput(
+                    w.request_id, w.scoring.start, (0.0,) * len(w.scoring.targets)
+                )
             if w.sample is not None:
-                yield Sampled(w.request_id, self.token(spec, w.request_id, w.end))
+                yield SampledToken(w.request_id, self.token(spec, w.request_id, w.end))
             if w.embed:
-                yield Embedded(w.request_id, bytes(4 * spec.hidden))
+                yield EmbeddingOutput(w.request_id, bytes(4 * spec.hidden))
 
     @staticmethod
     def token(spec: ModelSpec, request_id: str, position: int) -> int:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from ballast.core.chains import DIGEST_BYTES
-from ballast.core.entries import Entry
+from ballast.core.entries import StoryEntry
 from ballast.core.model import ModelSpec
 
 
@@ -19,7 +19,7 @@ class StandInTokens:
     numbers, for the blocks that they stand for had as many tokens out of the same vocabulary.
     """
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[StoryEntry]) -> None:
         self._digests: dict[int, list[bytes]] = defaultdict(list)
         self._roots: dict[int, tuple[str, str]] = {}
         """What keeps prefixes apart, by request: what it asked for, and its salt."""

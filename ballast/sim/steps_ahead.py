@@ -10,7 +10,15 @@ from collections.abc import Callable
 from math import inf, nextafter
 
 from ballast.core.clock import VirtualClock
-from ballast.core.event import Arrival, Cancel, Drain, Event, JobDone, Pause, Resume
+from ballast.core.event import (
+    ArrivalEvent,
+    CancelEvent,
+    DrainEvent,
+    Event,
+    JobDoneEvent,
+    PauseEvent,
+    ResumeEvent,
+)
 from ballast.core.job import Job
 from ballast.sim.change_queue import ChangeQueue
 from ballast.sim.event_heap import EventHeap
@@ -43,11 +51,11 @@ class StepsAheadHeap(EventHeap):
 
     def schedule(self, at: float, event: Event, then: Callable[[], None] | None = None) -> int:
         number = super().schedule(at, event, then)
-        if self._steps and isinstance(event, JobDone):
+        if self._steps and isinstance(event, JobDoneEvent):
             self._ends[event.job.id] = at
             held, self._held = self._held, []
             for one in held:
-                if isinstance(one, Arrival):
+                if isinstance(one, ArrivalEvent):
                     jobs, _ = self._late[one.submission.id]
                     self._late[one.submission.id] = jobs, nextafter(at, inf)
                 self._schedule_behind(one, self._behind(one, at))
@@ -57,7 +65,7 @@ class StepsAheadHeap(EventHeap):
         if self._steps:
             self._ends.setdefault(job.id, inf)
 
-    def withdraw(self, job: Job) -> tuple[float, JobDone] | None:
+    def withdraw(self, job: Job) -> tuple[float, JobDoneEvent] | None:
         found = super().withdraw(job)
         if found is not None:
             self._ends.pop(job.id, None)
@@ -82,13 +90,13 @@ class StepsAheadHeap(EventHeap):
     def _left(self, events: list[Event]) -> list[Event]:
         """Those of `events`, which happen now, that are not put off."""
         for event in events:
-            if isinstance(event, JobDone):
+            if isinstance(event, JobDoneEvent):
                 del self._ends[event.job.id]
         return [event for event in events if not self._put_off(event)]
 
     def _put_off(self, event: Event) -> bool:
         """Whether `event` happens later than now; then it is scheduled for that time."""
-        if isinstance(event, Arrival):
+        if isinstance(event, ArrivalEvent):
             jobs, _ = self._late.pop(event.submission.id, (0, 0.0))
             if jobs == self._steps or not self._ends:
                 return False
@@ -105,12 +113,12 @@ class StepsAheadHeap(EventHeap):
     def _behind(self, event: Event, end: float | None) -> float | None:
         """When that happens which `event` follows, if it has been put off: the `end` of a job, for
         an arrival."""
-        if isinstance(event, Arrival):
+        if isinstance(event, ArrivalEvent):
             return end
-        if isinstance(event, Cancel | Pause | Resume):
+        if isinstance(event, CancelEvent | PauseEvent | ResumeEvent):
             late = self._late.get(event.request_id)
             return None if late is None else late[1]
-        if isinstance(event, Drain) and self._late:
+        if isinstance(event, DrainEvent) and self._late:
             return max(at for _, at in self._late.values())
         return None
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ballast.core.cost import StepCosts
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.sim.fitting import Vector, fit_linear
 from ballast.sim.job_spread import JobSpread, quantiles_of
 
@@ -25,12 +25,12 @@ class TimedJob:
     """A job as it ran in service."""
 
     model: str
-    load: Load
+    load: JobLoad
     seconds: float
     """On the lane."""
     gap: float
     """Seconds since the end of the job before, as the loop saw it; infinite for the first."""
-    before: Load | None
+    before: JobLoad | None
     """Of the job before."""
 
     @property
@@ -54,7 +54,7 @@ def jobs_of(entries: Sequence[Mapping[str, Any]]) -> list[TimedJob]:
     found: list[TimedJob] = []
     ended, before = float("-inf"), None
     for e in done:
-        load = Load(*(e[key] for key in Load._fields))
+        load = JobLoad(*(e[key] for key in JobLoad._fields))
         if e.get("job") not in early:
             gap = e["at"] - e["seconds"] - ended
             found.append(TimedJob(e["model"], load, e["seconds"], gap, before))
@@ -159,7 +159,7 @@ def _kinds(jobs: Sequence[TimedJob]) -> tuple[bool, bool]:
     )
 
 
-def _terms(n: Load) -> tuple[float, ...]:
+def _terms(n: JobLoad) -> tuple[float, ...]:
     """What the first six coefficients of `StepCosts` are multiplied with."""
     prefill = (n.prefill_pairs, n.prefill_chunks)
     return (1.0, n.prefill_tokens, n.decode_sequences, n.decode_context, *prefill)

@@ -9,10 +9,17 @@ from typing import TypeVar
 import msgspec
 
 from ballast.core import actions, event, lease, migration
-from ballast.core.entries import Entry, ModelTold
-from ballast.core.event import Embedded, Event, Failed, JobDone, PromptScores, Result
-from ballast.core.job import Job, Sampled
-from ballast.core.lease import Lease, PeerMet, Word
+from ballast.core.entries import EVENT_TAGS, ModelEntry, StoryEntry
+from ballast.core.event import (
+    EmbeddingOutput,
+    Event,
+    FailedOutput,
+    JobDoneEvent,
+    JobResult,
+    PromptScoresOutput,
+)
+from ballast.core.job import Job, SampledToken
+from ballast.core.lease import Lease, LendingMessage, PeerMetEvent
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Sampling, Submission
 from ballast.core.rotation import Rotation
@@ -116,7 +123,7 @@ class StoryEvents:
         loop.state.lending.say = self._hear
         loop.state.grammars = StoryGrammars()
         loop.state.migration.bytes = StoryKvBytes()
-        self._ready = loop.operations.ready
+        self._ready = loop.commands.ready
         self._standins = StandInTokens(life.entries)
         self._numbers: dict[str, int] = {}
         """Of requests, by id; the last that had it."""
@@ -128,20 +135,20 @@ class StoryEvents:
     def _serves(self, spec: ModelSpec) -> None:
         self._specs |= dict.fromkeys((served.name for served in spec.served), spec)
 
-    def of(self, told: Entry) -> Event:
+    def of(self, told: StoryEntry) -> Event:
         """What happened. Raises Impossible and Unknown."""
         kind = told["event"]
         if kind == "Arrival":
-            return event.Arrival(self._submission(told))
+            return event.ArrivalEvent(self._submission(told))
         if kind == "KvTail":
-            return migration.KvTail(told["request_id"], told["tokens"], b"")
+            return migration.KvTailEvent(told["request_id"], told["tokens"], b"")
         if kind == "ImportKv":
             return self._import(told)
         if kind == "JobDone":
             job, stall = self.ended_job(told), told.get("stall", 0.0)
             return self.job_done(job, told["seconds"], _ends(told), stall)
         if kind == "JobFailed":
-            return event.JobFailed(self.ended_job(told), told["reason"])
+            return event.JobFailedEvent(self.ended_job(told), told["reason"])
         if kind == "Operate":
             return self._operate(told)
         if kind in _OF_LEASES:
@@ -157,12 +164,12 @@ class StoryEvents:
             raise Unknown(f"this version knows no event {kind!r}")
         return _made(made, told)
 
-    def _hear(self, word: Word) -> None:
+    def _hear(self, word: LendingMessage) -> None:
         """What the replay says to other devices: what it lends them."""
-        if isinstance(word, lease.Lent):
+        if isinstance(word, lease.PagesLentEvent):
             self._lent_again[word.lease.id] = word.lease.pages
 
-    def _of_lease(self, told: Entry) -> Event:
+    def _of_lease(self, told: StoryEntry) -> Event:
         """Of a lease by the replay the pages are others, in the same places."""
         id, pages = told["lease"], told["page_numbers"]
         if told["event"] == "Returned":
@@ -173,15 +180,15 @@ class StoryEvents:
         made = Lease(id, told["epoch"], told["lender"], told["borrower"], tuple(pages))
         return _OF_LEASES[told["event"]](made)
 
-    def _met(self, told: Entry) -> Event:
+    def _met(self, told: StoryEntry) -> Event:
         """A peer without memory."""
-        met = _made(PeerMet, told)
+        met = _made(PeerMetEvent, told)
         page_bytes = self._state.settings.page_bytes
         exported = Exported((-2, met.epoch), page_bytes, met.n_pages, (), None)
         self._state.lending.exports[met.peer, met.epoch] = exported
         return met
 
-    def _submission(self, told: Entry) -> Submission:
+    def _submission(self, told: StoryEntry) -> Submission:
         n, name, prompt = told["n"], told["model"], told["prompt_tokens"]
         how = _ends(told).get(told["request"])
         if how is None or "n" in how:  # else it is the second of its name, and refused
@@ -213,7 +220,7 @@ class StoryEvents:
             first_token_age=told.get("first_token_age"),
         )
 
-    def _import(self, told: Entry) -> Event:
+    def _import(self, told: StoryEntry) -> Event:
         """Of tokens that fill the blocks that were told; whence it comes decides nothing here."""
         n, name = told["n"], told["model"]
         spec = self._specs.get(name)
@@ -222,9 +229,9 @@ class StoryEvents:
         wanted = Submission(
             id=told["request"], model=name, prompt=tokens, max_tokens=0, salt=told.get("salt", "")
         )
-        return migration.ImportKv(wanted, told["form"], "", ())
+        return migration.ImportKvEvent(wanted, told["form"], "", ())
 
-    def ended_job(self, told: Entry) -> Job:
+    def ended_job(self, told: StoryEntry) -> Job:
         job = self._lanes.jobs.get(told["job"])
         if job is None or job.model != told["model"]:
             flying = (f"job {job.id} of {job.model}" for job in self._lanes.jobs.values())
@@ -232,28 +239,28 @@ class StoryEvents:
         return self._lanes.jobs.pop(job.id)
 
     def job_done(
-        self, job: Job, seconds: float, ends: Mapping[str, Entry], stall: float = 0.0
-    ) -> JobDone:
+        self, job: Job, seconds: float, ends: Mapping[str, StoryEntry], stall: float = 0.0
+    ) -> JobDoneEvent:
         """In the order in which live models tell results."""
         spec = self._specs[job.model]
-        results: list[Result] = [Embedded(w.request_id, b"") for w in job.work if w.embed]
+        results: list[JobResult] = [EmbeddingOutput(w.request_id, b"") for w in job.work if w.embed]
         for w in job.work:
             if w.scoring is not None:
                 scores = (0.0,) * len(w.scoring.targets)
-                results.append(PromptScores(w.request_id, w.scoring.start, scores))
+                results.append(PromptScoresOutput(w.request_id, w.scoring.start, scores))
         for w in job.work:
             how = ends.get(w.request_id, {})
             failed = how.get("failed", "cancelled")
             if w.sample is not None and failed != "cancelled":
-                results.append(Failed(w.request_id, failed, ""))
+                results.append(FailedOutput(w.request_id, failed, ""))
             elif w.sample is not None:
                 n = self._numbers[w.request_id]
                 (token,) = self._standins.tokens(spec, n, w.end, w.end + 1)
                 stop = how.get("finished") == "stop"
-                results.append(Sampled(w.request_id, token, ends=stop))
-        return JobDone(job, tuple(results), seconds, stall)
+                results.append(SampledToken(w.request_id, token, ends=stop))
+        return JobDoneEvent(job, tuple(results), seconds, stall)
 
-    def _operate(self, told: Entry) -> Event:
+    def _operate(self, told: StoryEntry) -> Event:
         made = _OPERATIONS.get(told["operation"])
         if made is None:
             raise Unknown(f"this version knows no operation {told['operation']!r}")
@@ -261,48 +268,49 @@ class StoryEvents:
         if "lease" in told:
             self._lent[told["lease"]] = tuple(told["page_numbers"])
         if "joining" in told:
-            joining = msgspec.convert(told["joining"], ModelTold)
+            joining = msgspec.convert(told["joining"], ModelEntry)
             spec, costs = joining.spec, joining.measured
             newcomer = build_newcomer(self._state, hosted_nowhere(spec), copy_nothing, costs)
             self._ready[spec.name] = newcomer
             self._serves(spec)
-        return event.Operate(told["id"], operation)
+        return event.CommandEvent(told["id"], operation)
 
 
-def _made(kind: type[T], told: Entry) -> T:
+def _made(kind: type[T], told: StoryEntry) -> T:
     """An event or an operation, from its fields."""
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     return msgspec.convert({k: v for k, v in told.items() if k in names}, kind)
 
 
-def _ends(told: Entry) -> dict[str, Entry]:
+def _ends(told: StoryEntry) -> dict[str, StoryEntry]:
     """What an event brought to an end, by request."""
     return {entry["request"]: entry for entry in told.get("ended", ())}
 
 
 _EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind
+    EVENT_TAGS[kind]: kind
     for kind in (
-        event.Cancel,
-        event.Pause,
-        event.Resume,
-        event.GrammarReady,
-        event.TransferDone,
-        event.FirstJobReady,
-        event.Settled,
-        event.Drain,
-        event.Stop,
-        lease.PeerGone,
-        migration.ExportKv,
-        migration.Depart,
-        migration.KvRead,
-        migration.DropKv,
+        event.CancelEvent,
+        event.PauseEvent,
+        event.ResumeEvent,
+        event.GrammarReadyEvent,
+        event.TransferDoneEvent,
+        event.FirstJobReadyEvent,
+        event.RotationSettledEvent,
+        event.DrainEvent,
+        event.StopEvent,
+        lease.PeerGoneEvent,
+        migration.ExportKvEvent,
+        migration.DepartEvent,
+        migration.KvReadEvent,
+        migration.DropKvEvent,
     )
 }
 _OF_LEASES: dict[str, Callable[[Lease], Event]] = {
-    kind.__name__: kind for kind in (lease.Lent, lease.AskedBack, lease.Returned)
+    EVENT_TAGS[kind]: kind
+    for kind in (lease.PagesLentEvent, lease.PagesRecalledEvent, lease.PagesReturnedEvent)
 }
-_OPERATIONS: dict[str, type[actions.Operation]] = {
+_OPERATIONS: dict[str, type[actions.LoopCommand]] = {
     kind.__name__: kind
     for kind in (
         actions.Activate,

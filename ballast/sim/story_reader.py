@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ballast.core.entries import FORMAT, Entry, Snapshot
+from ballast.core.entries import FORMAT, Snapshot, StoryEntry
 from ballast.core.errors import ConfigError
 from ballast.engine.story_file import first_part_is_gone, parts
 
@@ -48,14 +48,14 @@ class DeviceStory:
     """Of the snapshot, in the file."""
     at: float
     snapshot: Snapshot
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[StoryEntry] = field(default_factory=list)
     """After the snapshot."""
     lines: list[int] = field(default_factory=list)
     """Of the file, where they are."""
     over: bool = False
     """It ended as it should; otherwise its worker died, or goes on."""
 
-    def add(self, line: int, entry: Entry) -> None:
+    def add(self, line: int, entry: StoryEntry) -> None:
         self.entries.append(entry)
         self.lines.append(line)
         self.over = "end" in entry
@@ -149,7 +149,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str, bytes]]:
         raise ConfigError("story", str(path), f"a file to read: {error.strerror}") from None
 
 
-def _check(where: str, entry: Entry) -> None:
+def _check(where: str, entry: StoryEntry) -> None:
     needed: tuple[str, ...] = () if "missing" in entry else ("at",)
     if "event" in entry:
         needed = ("at", "turn", *_FIELDS.get(entry["event"], ()))

@@ -5,7 +5,7 @@ cannot see `kv`.
 
 - `adapter`: LoRA adapters in PEFT's format, checked against their base model.
 - `agreement`: Check that a model computes the same in our batches as in `transformers`.
-- `architecture`: A model's architecture, learned from its `transformers` module.
+- `architecture`: A decoder's sizes and tensors, and how it attends.
 - `assemble`: How tensors of the module are assembled from tensors of the files.
 - `buffers`: Buffers that checkpoints lack, such as rotary frequencies.
 - `checkpoint`: From a checkpoint's directory to a model in the host tier.
@@ -14,9 +14,12 @@ cannot see `kv`.
 - `default_dtype`: PyTorch's default dtype, set for one thread.
 - `event_rotor`: Rotating layers on a GPU, ordered by CUDA events.
 - `host`: The host tier: weights packed in sealed memory, shared by all workers.
+- `inspection`: Learn an architecture from its `transformers` module, or refuse the model.
 - `link_rotor`: Rotating layers on CPU, loaded over the link as jobs advance.
 - `manifest`: A checkpoint's contents, checked before its weights are read.
+- `meta_module`: The `transformers` module of a configuration, without memory.
 - `module_pattern`: Linear-time patterns of module paths.
+- `module_segments`: A module's tensors, divided into segments.
 - `origin`: The identity of a segment's bytes, without reading them.
 - `packing`: Memory layout of each tensor of a segment: as stored, or panel-packed.
 - `packing_experts`: Memory layout of a layer's experts.
@@ -29,9 +32,11 @@ cannot see `kv`.
 - `rotor`: The protocol that brings rotating layers to their slots (MIRAGE, 4.1, 5.4).
 - `sealed`: A host-tier segment: a memfd that is filled, sealed, and mapped read only.
 - `segment`: Segments: tensors of one layer, packed one after the other.
+- `segment_table`: Places of a model's segments in its range of device addresses.
 - `sharding`: Division of each tensor over tensor-parallel ranks.
 - `shared`: Segments that several models share, on the device once.
 - `slots`: Pages that rotating layers of a model share.
 - `stored`: Tensors in safetensors files, located by their headers.
+- `support_checks`: Refusal of models that cannot be served, with reasons.
 - `weightless`: Modules without weights, for checks at any size.
 """

@@ -31,7 +31,7 @@ from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.settings import AdapterSettings
 from ballast.weights.assemble import READABLE, Recipe, Sources
 from ballast.weights.config import read_json
-from ballast.weights.host import Delta, HostAdapter, HostBytes, HostModel, HostTier
+from ballast.weights.host import HostAdapter, HostBytes, HostModel, HostTier, LoraDelta
 from ballast.weights.module_pattern import ModulePattern
 from ballast.weights.packing import DTYPES
 from ballast.weights.segment import PLAIN, PackedTensor, Piece, pack
@@ -102,7 +102,7 @@ def load_adapter(
     reason), UnsupportedModel, LimitExceeded where reading takes more than it may, and DeviceError
     where host memory does not suffice.
     """
-    wanted = Wanted(Path(settings.path), dict(modules))
+    wanted = AdapterSource(Path(settings.path), dict(modules))
     try:
         pairs = tier.isolation.call(read_pairs, wanted, tuple[Pair, ...])
     except LimitExceeded as error:
@@ -115,7 +115,7 @@ def load_adapter(
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class AdapterSource:
     """An adapter's directory, and the modules of its base that it may change."""
 
     directory: Path
@@ -136,7 +136,7 @@ class Pair:
         return self.a.shape[0]
 
 
-def read_pairs(wanted: Wanted) -> tuple[Pair, ...]:
+def read_pairs(wanted: AdapterSource) -> tuple[Pair, ...]:
     """Read an adapter's configuration and header, and check them against its base.
 
     A and B for each module that the files adapt, in the base's order. Raises CheckpointError and
@@ -179,13 +179,13 @@ def _load(
 
     memory = HostBytes(settings.name, [segment], fill, 1, tier)
     deltas = tuple(
-        Delta(pair.module, *modules[pair.module], pair.rank, pair.scale, a, b)
+        LoraDelta(pair.module, *modules[pair.module], pair.rank, pair.scale, a, b)
         for pair, a, b in zip(pairs, segment.tensors[::2], segment.tensors[1::2], strict=True)
     )
-    told = json.dumps([base.fingerprint, [[d.module, d.rank, d.scale] for d in deltas]])
+    identity = json.dumps([base.fingerprint, [[d.module, d.rank, d.scale] for d in deltas]])
     spec = AdapterSpec(
         name=settings.name,
-        fingerprint=hashlib.sha256(told.encode() + memory.digest).hexdigest(),
+        fingerprint=hashlib.sha256(identity.encode() + memory.digest).hexdigest(),
         rank=max(d.rank for d in deltas),
         slo=settings.slo,
         priority=settings.priority,
@@ -212,10 +212,10 @@ class _Config:
         """Raises CheckpointError, and UnsupportedModel for what the kernels cannot do."""
         if not path.is_file():
             raise CheckpointError(str(path), None, "there is no such file")
-        told = read_json(path)
-        _refuse(path, told)
-        patterns = [told.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
-        numbers: list[Any] = [told.get("r"), told.get("lora_alpha")]
+        config = read_json(path)
+        _refuse(path, config)
+        patterns = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
+        numbers: list[Any] = [config.get("r"), config.get("lora_alpha")]
         for pattern in patterns:
             if not isinstance(pattern, dict):
                 raise CheckpointError(str(path), None, "its patterns are not JSON objects")
@@ -224,9 +224,9 @@ class _Config:
             raise CheckpointError(
                 str(path), None, "r, lora_alpha and the values of its patterns must be numbers"
             )
-        rs = bool(told.get("use_rslora"))
+        rs = bool(config.get("use_rslora"))
         ranks, alphas = ([(_pattern(path, k), v) for k, v in p.items()] for p in patterns)
-        return cls(path, told["r"], told["lora_alpha"], ranks, alphas, rs)
+        return cls(path, config["r"], config["lora_alpha"], ranks, alphas, rs)
 
     def of(self, module: str) -> tuple[int, float]:
         """(rank, scale) of one module."""
@@ -249,15 +249,15 @@ def _by_pattern(
     return next((value for pattern, value in patterns if pattern.matches(module)), default)
 
 
-def _refuse(path: Path, told: Mapping[str, Any]) -> None:
+def _refuse(path: Path, config: Mapping[str, Any]) -> None:
     """Raises UnsupportedModel for an adapter that is more than low-rank products."""
-    kind = told.get("peft_type")
+    kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedModel(f"{path}: an adapter of type {kind!r}; only LORA is supported")
-    asks = [what for key, what in _REFUSED.items() if told.get(key)]
-    if told.get("bias", "none") != "none":
+    asks = [what for key, what in _REFUSED.items() if config.get(key)]
+    if config.get("bias", "none") != "none":
         asks.append("biases of the base")
-    start = told.get("init_lora_weights")
+    start = config.get("init_lora_weights")
     if isinstance(start, str) and start not in _PLAIN_STARTS:
         asks.append(f"a base changed by its initialisation ({start})")
     if asks:

@@ -26,7 +26,7 @@ from ballast.weights.adapter import load_adapters
 from ballast.weights.assemble import Recipe, Sources, concatenate
 from ballast.weights.config import config_of
 from ballast.weights.host import HostBytes, HostModel, HostTier
-from ballast.weights.manifest import Manifest, Reading, read_manifest
+from ballast.weights.manifest import Manifest, ManifestRequest, read_manifest
 from ballast.weights.origin import origin_of
 from ballast.weights.segment import Piece, Segment
 from ballast.weights.sharding import WHOLE, Shard, absent
@@ -57,7 +57,7 @@ def load_host_model(
     `failed`.
     """
     tier = tier or HostTier()
-    manifest = _examined(Reading(settings, shard), tier.isolation)
+    manifest = _examined(ManifestRequest(settings, shard), tier.isolation)
     try:
         memory = _fill(settings, manifest, tier, threads, shard)
     except OSError as error:
@@ -96,11 +96,11 @@ def read_spec(
     of the loaded model, and adapters are not looked at. Raises as `load_host_model`, for what
     headers show.
     """
-    manifest = _examined(Reading(settings, Shard(0, ranks)), isolation or Here())
+    manifest = _examined(ManifestRequest(settings, Shard(0, ranks)), isolation or Here())
     return _spec(settings, manifest, ranks)
 
 
-def _examined(reading: Reading, isolation: Isolation) -> Manifest:
+def _examined(reading: ManifestRequest, isolation: Isolation) -> Manifest:
     try:
         return isolation.call(read_manifest, reading, Manifest)
     except LimitExceeded as error:

@@ -12,8 +12,8 @@ from ballast.core.errors import DeviceError
 from ballast.core.job import SequenceWork
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import Driver
-from ballast.memory.cuda_events import Events, Stalls
+from ballast.memory.cuda.calls import Driver
+from ballast.memory.cuda.fences import EventPool, StreamStalls
 from ballast.weights.rotor import NOBODY, ArrivalPlan, Loads
 
 log = logging.getLogger(__name__)
@@ -53,14 +53,14 @@ class EventRotor:
         self._copies, self._lane, self._settled = copies, stream, settled
         driver.set_current(context)
         self._stream = driver.new_stream()
-        self._events, self._timed = Events(driver), Events(driver, timed=True)
+        self._events, self._timed = EventPool(driver), EventPool(driver, timed=True)
         self._flights: deque[_Flight] = deque()
         """In the order of their stream."""
         self._landing: dict[int, int] = {}
         """By layer, the event after its copy, which was not seen to be reached."""
         self._past: list[int] = []
         """Events of lanes' streams that were not seen to be reached."""
-        self._stalls = Stalls(self._timed)
+        self._stalls = StreamStalls(self._timed)
         self._held: list[int] = []
         """By slot, the layer that was brought there last."""
         self._next: dict[int, int] = {}
@@ -136,7 +136,7 @@ class EventRotor:
         if following == layer:
             return
         with self._lock:
-            event = self._events.take()
+            event = self._events.acquire()
             self._driver.record(event, self._lane())
             self._driver.wait_for(self._stream, event)
             self._past.append(event)
@@ -171,7 +171,7 @@ class EventRotor:
         self._held[slot] = layer
 
     def _load(self, layer: int) -> None:
-        copy, began, ended = self._copies[layer], self._timed.take(), self._timed.take()
+        copy, began, ended = self._copies[layer], self._timed.acquire(), self._timed.acquire()
         self._driver.record(began, self._stream)
         self._driver.copy_to_device(copy.dst, copy.src, copy.n_bytes, self._stream)
         self._driver.record(ended, self._stream)
@@ -187,11 +187,11 @@ class EventRotor:
             self.loads.copy_seconds += self._driver.elapsed(flight.began, flight.ended)
             if self._landing.get(flight.layer) == flight.ended:
                 del self._landing[flight.layer]
-            self._timed.put_back(flight.began)
-            self._timed.put_back(flight.ended)
+            self._timed.release(flight.began)
+            self._timed.release(flight.ended)
         waited, self._past = self._past, []
         for event in waited:
             if self._driver.is_done(event):
-                self._events.put_back(event)
+                self._events.release(event)
             else:
                 self._past.append(event)

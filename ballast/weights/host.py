@@ -31,7 +31,7 @@ from ballast.weights.segment import Fill, Origin, PackedTensor, Piece, Segment, 
 from ballast.weights.sharding import WHOLE, Shard
 
 
-class Exchange(Protocol):
+class SegmentExchange(Protocol):
     """What other processes of this host hold; `ballast.cluster.segments.SegmentClient` asks."""
 
     def find(self, origin: str) -> tuple[str, int] | None:
@@ -59,7 +59,7 @@ class HostTier:
     def __init__(
         self,
         progress: Callable[[], object] = lambda: None,
-        exchange: Exchange | None = None,
+        exchange: SegmentExchange | None = None,
         isolation: Isolation | None = None,
     ) -> None:
         """`progress` is called for each piece that was filled, by any thread; `exchange` is told of
@@ -234,7 +234,7 @@ class HostBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class LoraDelta:
     """What an adapter adds to a linear module: y += scale * (x A^T) B^T."""
 
     module: str
@@ -254,7 +254,7 @@ class HostAdapter:
     """An adapter in the host tier: one segment."""
 
     spec: AdapterSpec
-    deltas: tuple[Delta, ...]
+    deltas: tuple[LoraDelta, ...]
     """In the base's order of modules."""
     segment: Segment
     memory: HostBytes

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.job import SequenceWork
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
@@ -185,7 +185,7 @@ class LinkRotor:
 
     # -- the link's thread ------------------------------------------------------------------------
 
-    def _landed(self, layer: int, done: TransferDone) -> None:
+    def _landed(self, layer: int, done: TransferDoneEvent) -> None:
         with self._change:
             self._flying.discard(layer)
             if done.error is None:

@@ -22,7 +22,7 @@ from ballast.core.errors import BallastError, CheckpointError, ConfigError, Unsu
 from ballast.core.settings import ModelSettings
 from ballast.isolation.limits import Limits
 from ballast.weights import packing
-from ballast.weights.architecture import Architecture, learn, linear_modules
+from ballast.weights.architecture import Architecture
 from ballast.weights.assemble import READABLE, Recipe, recipes
 from ballast.weights.config import (
     check_layers,
@@ -31,6 +31,8 @@ from ballast.weights.config import (
     read_config,
 )
 from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe
+from ballast.weights.inspection import inspect_model
+from ballast.weights.meta_module import linear_modules
 from ballast.weights.pooling import pools_last_token
 from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
@@ -41,7 +43,7 @@ if TYPE_CHECKING:  # it needs packages that who only reads weights can do withou
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ManifestRequest:
     """What is to be read: a model's checkpoint, or one rank's part of it."""
 
     settings: ModelSettings
@@ -82,7 +84,7 @@ class Manifest:
     """(inputs, outputs) of the linear modules, by path, if there are adapters to change them."""
 
 
-def read_manifest(reading: Reading) -> Manifest:
+def read_manifest(reading: ManifestRequest) -> Manifest:
     """Read a checkpoint's configuration and headers, and check them against each other.
 
     Raises CheckpointError (file, tensor, reason), UnsupportedModel, and ConfigError for settings
@@ -105,12 +107,12 @@ def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
     config = config_of(values)
     stored = find_tensors(directory)
     check_layers(config, directory, len(stored))
-    architecture = learn(config, settings.max_model_len)
+    architecture = inspect_model(config, settings.max_model_len)
     length = _max_model_len(settings, architecture)
     found = recipes(architecture, stored, directory)
     untied = architecture.tied and _heads_differ(architecture, found)
     if untied:
-        architecture = learn(config_of(values, untied=True), length)
+        architecture = inspect_model(config_of(values, untied=True), length)
     plan = _match(architecture, found, directory)
     dtype = _choose_dtype(settings, plan)
     eos = end_tokens(directory, config, architecture.vocab)
@@ -261,11 +263,11 @@ def _choose_dtype(settings: ModelSettings, plan: Mapping[str, Recipe]) -> str:
 
 def _max_model_len(settings: ModelSettings, architecture: Architecture) -> int:
     length = min(settings.max_model_len or architecture.positions, architecture.positions)
-    if length > architecture.alike:
+    if length > architecture.fixed_rotary_positions:
         raise UnsupportedModel(
             f"{architecture.config.model_type}: its rotary embeddings (longrope) are others for "
-            f"all of a sequence once it exceeds {architecture.alike} tokens, and keys that were "
-            "kept would not fit; set max_model_len to at most that"
+            f"all of a sequence once it exceeds {architecture.fixed_rotary_positions} tokens, and "
+            "keys that were kept would not fit; set max_model_len to at most that"
         )
     return length
 

@@ -18,7 +18,7 @@ from ballast.core.units import ceil_div
 from ballast.kernels import linear
 from ballast.kernels.linear_code import PANEL
 from ballast.weights import packing_experts
-from ballast.weights.architecture import Architecture, Wanted
+from ballast.weights.architecture import Architecture, ModelTensor
 from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe, matrices, vectors
 from ballast.weights.segment import PLAIN, PackedTensor
 
@@ -52,7 +52,7 @@ def as_stored(
     In `dtype`, but for those that have one of their own.
     """
 
-    def tensor(w: Wanted) -> PackedTensor:
+    def tensor(w: ModelTensor) -> PackedTensor:
         layout = PANELS if w.names[0] in linears and len(w.names) == 1 else PLAIN
         return _tensor(w.names, w.shape, w.dtype or dtype, layout, (w.names[0],))
 
@@ -136,11 +136,11 @@ MATRICES = matrices(LLAMA)
 
 
 def _layer(
-    wanted: Sequence[Wanted], dtype: str, packed: bool, recipe: DecoderRecipe
+    wanted: Sequence[ModelTensor], dtype: str, packed: bool, recipe: DecoderRecipe
 ) -> tuple[PackedTensor, ...] | None:
     """A layer's tensors by role; None if it has others than expected."""
     by_part = {_part(w.names[0]): w for w in wanted}
-    found = list(packing_experts.take_experts(by_part, dtype)) if packed else []
+    found = list(packing_experts.pop_experts(by_part, dtype)) if packed else []
     roles = matrices(recipe)
     if found:
         roles = {role: roles[role] for role in ("qkv", "o")}
@@ -171,7 +171,9 @@ def _part(name: str) -> str:
     return ".".join(parts[next(i for i, p in enumerate(parts) if p.isdigit()) + 1 :])
 
 
-def _outside(wanted: Sequence[Wanted], model: str) -> tuple[Wanted, Wanted, Wanted | None] | None:
+def _outside(
+    wanted: Sequence[ModelTensor], model: str
+) -> tuple[ModelTensor, ModelTensor, ModelTensor | None] | None:
     """(embeddings, final norm, head or None if tied); None if there is more or less.
 
     `model`: what the names begin with, but for the head's.
@@ -185,18 +187,18 @@ def _outside(wanted: Sequence[Wanted], model: str) -> tuple[Wanted, Wanted, Want
     return table, norm, head
 
 
-def _plain(role: str, w: Wanted, dtype: str) -> PackedTensor:
+def _plain(role: str, w: ModelTensor, dtype: str) -> PackedTensor:
     return _tensor((role,), w.shape, dtype, PLAIN, (w.names[0],))
 
 
-def _vector(role: str, w: Wanted, dtype: str, recipe: DecoderRecipe) -> PackedTensor:
+def _vector(role: str, w: ModelTensor, dtype: str, recipe: DecoderRecipe) -> PackedTensor:
     """A norm's weights, as its kernel multiplies by them."""
     layout = SHIFTED if recipe.norm_offset else PLAIN
     return _tensor((role,), w.shape, dtype, layout, (w.names[0],))
 
 
 def _stack(
-    role: str, parts: Sequence[Wanted | None], dtype: str, layout: str
+    role: str, parts: Sequence[ModelTensor | None], dtype: str, layout: str
 ) -> PackedTensor | None:
     """Tensors above each other; None unless all are there."""
     there = [p for p in parts if p is not None]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ballast.kernels import linear
 from ballast.kernels.experts import Routing
-from ballast.weights.architecture import Architecture, Wanted
+from ballast.weights.architecture import Architecture, ModelTensor
 from ballast.weights.segment import PLAIN, PackedTensor
 
 EXPERT_PANELS = "expert_panels"
@@ -61,7 +61,7 @@ def is_known(architecture: Architecture) -> bool:
     return routing.top_k == architecture.experts_per_token > 0
 
 
-def take_experts(by_part: dict[str, Wanted], dtype: str) -> tuple[PackedTensor, ...]:
+def pop_experts(by_part: dict[str, ModelTensor], dtype: str) -> tuple[PackedTensor, ...]:
     """Take router and experts out of a layer's tensors, by their names in the layer.
 
     Empty, and nothing is taken, if they are not all there.
@@ -78,7 +78,7 @@ def take_experts(by_part: dict[str, Wanted], dtype: str) -> tuple[PackedTensor, 
     return tuple(_tensor(role, w, dtype, layout) for (role, (_, layout)), w in found)
 
 
-def _tensor(role: str, w: Wanted, dtype: str, layout: str) -> PackedTensor:
+def _tensor(role: str, w: ModelTensor, dtype: str, layout: str) -> PackedTensor:
     kind = _DTYPES[dtype]
     if layout == PLAIN:
         n_bytes, parts = math.prod(w.shape) * kind.itemsize, 1

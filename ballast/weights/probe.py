@@ -1,8 +1,9 @@
-"""What a decoder asks of its attention, learned by running its module on the meta device.
+"""Find what a decoder requires of its attention, by running its module on the meta device.
 
-Stand-ins for attention, masks and experts take the place of the real ones for one call. What
-`transformers` would hide from an attention of our own, a mask, is asked for here and looked into: a
-layer that sees less than its past is found by what its mask lets through, whatever it says.
+Stand-ins for attention, masks and experts replace the real ones for one call. `transformers` builds
+no mask for an attention implementation of our own, so the probe requests one and examines it: a
+layer that sees less than its past is found by what its mask lets through, whatever its
+configuration says.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Mask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class AttentionCall:
     """One call of the attention. Shapes are (1, heads, tokens, head_dim)."""
 
     layer: int | None
@@ -52,31 +53,31 @@ class Call:
 
 
 @dataclass(slots=True)
-class Seen:
-    """What one call of a module showed."""
+class ProbeResult:
+    """What one call of a module passed to attention, masks and experts."""
 
     positions: int
     """Most tokens of a sequence; windows are found up to that."""
-    calls: list[Call] = field(default_factory=list)
-    """Of the attention, in their order."""
+    calls: list[AttentionCall] = field(default_factory=list)
+    """Calls of the attention, in their order."""
     logits: tuple[int, ...] = ()
-    """Shape of what was asked for at one position."""
+    """Shape of the logits, which were requested at one position."""
     experts_per_token: int = 0
     expert_intermediate: int = 0
     masks: list[tuple[Tensor, Mask]] = field(default_factory=list)
 
 
-_trace: ContextVar[Seen] = ContextVar(_NAME)
+_trace: ContextVar[ProbeResult] = ContextVar(_NAME)
 
 
-def probe(module: nn.Module, positions: int) -> Seen:
-    """Run it once, on the meta device, or on the CPU if `make_weightless` has prepared it.
+def probe(module: nn.Module, positions: int) -> ProbeResult:
+    """Run a module once, on the meta device, or on the CPU if `make_weightless` has prepared it.
 
     Raises whatever the module does when it cannot be run so.
     """
     module.set_attn_implementation(_NAME)  # type: ignore[operator]
     module.set_experts_implementation(_NAME)  # type: ignore[operator]
-    trace = Seen(positions)
+    trace = ProbeResult(positions)
     token = _trace.set(trace)
     device = next(module.parameters()).device
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
@@ -109,7 +110,7 @@ def _attend(
     trace = _trace.get()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     trace.calls.append(
-        Call(
+        AttentionCall(
             layer=getattr(module, "layer_idx", None),
             query=tuple(query.shape),
             key=tuple(key.shape),

@@ -1,21 +1,21 @@
-"""The weights of one model on one device: whether they are there, and where.
+"""The weights of one model on one device: present or absent, and their addresses.
 
 All segments lie in one range of addresses, each beginning at a page, in load order::
 
     segment     |    0: embeddings    |  1: layer 0   |  2: layer 1   | ...
     pages       |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |  8  | ...
 
-Parameters are views on these addresses for as long as the model exists; whether pages lie beneath
-is what changes. Weights are read only: eviction copies nothing. Pages of a segment that other
-models contain, too, belong to it (`weights/shared.py`) and are aliased here, as are those of slots
-that layers share by turns (`weights/slots.py`).
+Parameters are views on these addresses for as long as the model exists; only the pages beneath come
+and go. Weights are read only: eviction copies nothing. Pages of a segment that several models
+contain are owned by the segment (`weights/shared.py`) and aliased here, as are those of the slots
+that rotating layers share (`weights/slots.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
@@ -23,41 +23,20 @@ from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
 from ballast.core.version import Version
-from ballast.memory.copies import Copy
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
 from ballast.weights.rotor import ArrivalPlan, MakeRotor
+from ballast.weights.segment_table import PlacedSegment, own_stretches, place_segments
 from ballast.weights.shared import SharedSegment
-from ballast.weights.slots import Place, Slots
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Where one segment lies."""
-
-    at: int
-    """First page in the model's range."""
-    n_pages: int
-    n_bytes: int
-    address: int
-    """On the device; begins at a page."""
-    host_address: int
-    """In the host tier, where its bytes stay."""
-    shared: SharedSegment | None = None
-    """Whose pages these are, if not the model's own."""
-
-    @property
-    def copy(self) -> Copy:
-        """From the host tier to the device."""
-        return Copy(self.address, self.host_address, self.n_bytes)
+from ballast.weights.slots import LayerPages, Slots
 
 
 class WeightsOnDevice:
-    """All segments of a model, present together or absent together, but for layers that rotate.
+    """All segments of a model, present or absent together, but for layers that rotate.
 
-    Owners ``weights:NAME`` and, while layers rotate, ``slots:NAME``.
+    Owners in the ledger: ``weights:NAME`` and, while layers rotate, ``slots:NAME``.
     """
 
     def __init__(
@@ -70,10 +49,10 @@ class WeightsOnDevice:
         shared: Mapping[str, SharedSegment] | None = None,
         make_rotor: MakeRotor | None = None,
     ) -> None:
-        """`host_addresses`: of each segment, in the order of `spec.segment_bytes`.
+        """`host_addresses`: address of each segment, in the order of `spec.segment_bytes`.
 
         `shared`: by digest, the segments whose pages are not the model's own (`find_shared`).
-        `make_rotor`: what brings layers that rotate; None: none can.
+        `make_rotor`: makes the rotor that loads rotating layers; None: no layer can rotate.
         """
         if len(host_addresses) != len(spec.segment_bytes):
             raise BrokenPromise(
@@ -82,7 +61,7 @@ class WeightsOnDevice:
             )
         self.spec = spec
         self.version = Version()
-        """Grows with every change of what is here, or of who else holds its shared segments."""
+        """Grows with every change of what is present, or of other holders of shared segments."""
         self.shared: tuple[SharedSegment, ...] = ()
         self._link = link
         self._pool = pool
@@ -90,12 +69,11 @@ class WeightsOnDevice:
         self._range = BackedRange(pool, vm, f"weights:{spec.name}", n_pages * vm.page_bytes)
         self.slots = Slots(spec.name, pool, self._range)
         self._rotates = make_rotor is not None
-        self._tabulate(self._table(host_addresses, shared or {}))
+        self._tabulate(place_segments(spec, self._range, host_addresses, shared or {}))
         layers = self.segments[1 : 1 + spec.n_layers]
         self.rotor = make_rotor(spec, [s.copy for s in layers]) if make_rotor else None
         self.stirred = False
-        """Layers rotate, or have done so and no job has passed them since: loads may be on their
-        way."""
+        """Loads of layers may be in flight: layers rotate, or did and no job has passed since."""
         self._backed = False
         self._filled = False
         self._going = False
@@ -111,12 +89,12 @@ class WeightsOnDevice:
 
     @property
     def backed(self) -> bool:
-        """Whether pages lie beneath; their contents are valid once `filled`."""
+        """Whether pages are mapped; their contents are valid once `filled`."""
         return self._backed
 
     @property
     def filled(self) -> bool:
-        """Whether all bytes are there."""
+        """Whether all bytes are present."""
         return self._backed and self._filled and all(s.filled for s in self.shared)
 
     def segment_address(self, i: int) -> int:
@@ -124,14 +102,14 @@ class WeightsOnDevice:
         return self.segments[i].address
 
     def activate(self, transfer_id: int, ahead: int = 0) -> Short | None:
-        """Put pages beneath all segments and start the transfer that fills them; or do nothing.
+        """Map pages for all segments and start the transfer that fills them; or do nothing.
 
-        `ahead`: how many bytes may still be on their way when the first job begins
-        (`FirstJobReady`), if its rotor can have jobs wait for the layers that these hold; 0: none.
+        `ahead`: most bytes that may still be in flight when the first job begins
+        (`FirstJobReady`), if its rotor can have jobs wait for the layers that these hold.
 
-        What another model has brought is mapped, not copied; if all of it is, `filled` holds at
-        once and no transfer starts. `Short.pages` are missing in the pool. If a map or the link
-        fails, the pages go back and the error is raised.
+        Segments that another model has loaded are mapped, not copied; if all are, `filled` holds at
+        once and no transfer starts. `Short.pages`: pages that the pool lacks. If a mapping or the
+        link fails, the pages are freed and the error is raised.
         """
         if self._backed:
             raise BrokenPromise(f"{self.spec.name}: its weights are on the device already")
@@ -142,7 +120,7 @@ class WeightsOnDevice:
             return Short(short)
         with ExitStack() as undo:
             for segment in missing:
-                lacking = segment.lease(self.owner)
+                lacking = segment.allocate(self.owner)
                 if lacking is not None:
                     return lacking
                 undo.callback(segment.free)
@@ -157,7 +135,7 @@ class WeightsOnDevice:
             self._backed, self._filled = True, not self._own
             self.version.n += 1
             for segment in self.shared:
-                segment.hold(self.spec.name)
+                segment.add_holder(self.spec.name)
             undo.callback(self._forget)
             if not self.filled:
                 self.fill(transfer_id, ahead)
@@ -165,12 +143,12 @@ class WeightsOnDevice:
         return None
 
     def fill(self, transfer_id: int, ahead: int = 0) -> None:
-        """Start a transfer of all bytes that are neither there nor on their way; `ahead`: as of
+        """Start a transfer of all bytes that are neither present nor in flight; `ahead`: as for
         `activate`.
 
-        All of them are of one stream of the link, which serves it in order: when this one has
-        ended, so have those before it that bring shared segments. It tells its end as
-        `TransferDone`; then comes `landed`.
+        Whole models are one stream of the link, which is served in order: when this transfer has
+        ended, so have those before it that load shared segments. Its end is posted as
+        `TransferDone`, upon which `landed` is to be called.
         """
         wanted: list[int] = []
         brought: list[SharedSegment] = []
@@ -198,7 +176,8 @@ class WeightsOnDevice:
         """Start the transfer of the segments `wanted`, layers last, so that the first job can
         begin before its end; False: nothing is started, as that is not possible, or of no use.
 
-        What another model brings is told by that model's transfer alone, so none of it is ahead.
+        Only the other model's transfer shows when a segment that it loads has landed, so there must
+        be none of these.
         """
         if self.rotor is None or ahead <= 0 or self.stirred:
             return False
@@ -219,9 +198,9 @@ class WeightsOnDevice:
         return self.rotor.bring(transfer_id, copies, ArrivalPlan(there, opens))
 
     def landed(self) -> bool:
-        """The transfer has ended well; whether everything is there.
+        """Handle the success of the transfer; returns whether all bytes are present.
 
-        It is not where another model was to bring a shared segment and failed: then `fill` again.
+        They are not where another model was to load a shared segment and failed: `fill` again then.
         """
         self._filled = True
         for segment in self.shared:
@@ -231,12 +210,12 @@ class WeightsOnDevice:
 
     @property
     def here_pages(self) -> int:
-        """Pages of segments that no other model contains, while they are here: what slots save is
-        left out."""
-        return self.own_pages - self.slots.lent
+        """Pages, while present, of segments that no other model contains, less those that slots
+        save."""
+        return self.own_pages - self.slots.saved_pages
 
     def turn(self, wanted: Rotation) -> Short | None:
-        """Let these layers rotate from now on; or change nothing, where the pool is short.
+        """Change which layers rotate; or change nothing, where the pool is short.
 
         No job of the model is in flight, and its rotor is settled. Raises BrokenPromise for layers
         that cannot (`Slots.refusal`).
@@ -252,15 +231,15 @@ class WeightsOnDevice:
         return None
 
     def lost(self) -> None:
-        """The transfer has failed, and a job that waits for its layers keeps the pages for a
-        moment: what of it other models count on, they may bring themselves."""
+        """Handle the failure of the transfer while a job that waits for its layers keeps the pages:
+        other models may load the shared segments themselves."""
         for segment in self.shared:
             if segment.filler == self.spec.name:
                 segment.filler = None
 
     def evict(self) -> None:
-        """The model's pages go back to the pool, and those of shared segments that no other model
-        uses now. No job and no transfer of this model may use them, and its rotor is settled."""
+        """Free the model's pages, and those of shared segments that no other model uses now. No job
+        and no transfer of this model may use them, and its rotor is settled."""
         if not self._backed:
             raise BrokenPromise(f"{self.spec.name}: its weights are not on the device")
         for s in self.segments:
@@ -273,25 +252,26 @@ class WeightsOnDevice:
         self._drop_own()
 
     def going(self) -> None:
-        """An eviction is bound to come: others that count on shared segments lose their holder."""
+        """Announce an eviction to the shared segments, which are about to lose this holder."""
         self._going = True
         for segment in self.shared:
-            segment.going(self.spec.name)
+            segment.mark_leaving(self.spec.name)
 
     def passed(self) -> None:
-        """A job has run all layers: if none rotates, all are there."""
+        """Handle the end of a job that has run all layers: if none rotates, all are present."""
         if self.stirred and self.slots.rotation == WHOLE:
             self.stirred = False
 
     def may_rotate(self, digests: Iterable[str]) -> bool:
-        """Whether layers of such contents, once they are shared, could not rotate any more."""
+        """Whether any layer that may rotate has one of these digests; shared, it could not."""
         of_layers = self.spec.segment_digests[1 : 1 + self.spec.n_layers]
         mine = {of_layers[i] for i in self.slots.rotatable} if of_layers else set()
         return not mine.isdisjoint(digests)
 
     def share(self, shared: Mapping[str, SharedSegment]) -> None:
-        """Segments of `shared`, by digest, are the model's own no more: another has come that
-        contains them. What is here stays where it is, under another owner. None may rotate."""
+        """Turn the segments of `shared`, by digest, from the model's own into shared ones, since
+        another model contains them too. Present pages stay mapped and change their owner. None of
+        these layers may rotate."""
         table = list(self.segments)
         for i, (s, digest) in enumerate(zip(table, self.spec.segment_digests, strict=False)):
             whose = shared.get(digest)
@@ -299,9 +279,9 @@ class WeightsOnDevice:
                 continue
             if self._backed:
                 whose.pages = self._range.cede(s.at, s.n_pages, whose.owner)
-                whose.hold(self.spec.name)
+                whose.add_holder(self.spec.name)
                 if self._going:
-                    whose.going(self.spec.name)
+                    whose.mark_leaving(self.spec.name)
                 whose.filled, whose.filler = (
                     (True, None) if self._filled else (False, self.spec.name)
                 )
@@ -309,7 +289,7 @@ class WeightsOnDevice:
         self._tabulate(table)
 
     def close(self) -> None:
-        """Evict if need be, and give the addresses back: the model is gone for good."""
+        """Evict the weights, if present, and release the addresses, for good."""
         if self._backed:
             self.evict()
         for segment in self.shared:
@@ -317,11 +297,13 @@ class WeightsOnDevice:
         self._range.close()
 
     def validate(self) -> None:
-        """Raises BrokenPromise unless the range, and who holds and owns what, agree."""
+        """Raises BrokenPromise unless range, segments and the pool's ledger agree."""
         self._range.validate()
         own = self.here_pages - self.slots.pages if self._backed else 0
-        if own != self._pool.owned(self.owner):
-            raise BrokenPromise(f"{self.owner}: owns {self._pool.owned(self.owner)}, not {own}")
+        if own != self._pool.ledger.owned(self.owner):
+            raise BrokenPromise(
+                f"{self.owner}: owns {self._pool.ledger.owned(self.owner)}, not {own}"
+            )
         self.slots.validate()
         for segment in self.shared:
             if (self.spec.name in segment.holders) != self._backed:
@@ -330,17 +312,17 @@ class WeightsOnDevice:
                 raise BrokenPromise(f"{segment.owner}: {len(segment.pages)} pages for nobody")
             if self not in segment.parts_of:
                 raise BrokenPromise(f"{segment.owner}: is no part of {self.owner}")
-            if self._pool.owned(segment.owner) != len(segment.pages):
+            if self._pool.ledger.owned(segment.owner) != len(segment.pages):
                 raise BrokenPromise(f"{segment.owner}: the pool says otherwise")
         for s in self.segments:
             here = self._range.pages(s.at, s.n_pages) if self._backed else ()
             if s.shared is not None and self._backed and here != s.shared.pages:
                 raise BrokenPromise(f"{self.owner}: other pages than {s.shared.owner}'s")
 
-    def _tabulate(self, table: Sequence[Segment]) -> None:
+    def _tabulate(self, table: Sequence[PlacedSegment]) -> None:
         self.segments = tuple(table)
         self.own_pages = sum(s.n_pages for s in table if s.shared is None)
-        """Pages of segments that no other model contains, whether they are here or not."""
+        """Pages of segments that no other model contains, present or not."""
         shared = tuple(dict.fromkeys(s.shared for s in table if s.shared is not None))
         for segment in shared:
             if segment not in self.shared:
@@ -349,57 +331,29 @@ class WeightsOnDevice:
         """The others, each once."""
         self.version.n += 1
         self.pages = self.own_pages + sum(s.n_pages for s in self.shared)
-        """Pages all segments take when they are here, whether they are or not."""
-        self._own = self._stretches(frozenset())
+        """Pages of all segments, present or not."""
+        self._own = own_stretches(self.segments)
         if self._rotates:
             layers = self.segments[1 : 1 + self.spec.n_layers]
             self.slots.tabulate(
-                [Place(s.at, s.n_pages, s.n_bytes, s.shared is None) for s in layers]
+                [LayerPages(s.at, s.n_pages, s.n_bytes, s.shared is None) for s in layers]
             )
 
     def _forget(self) -> None:
-        """No longer a holder of shared segments, and nothing of its own is there."""
+        """Mark the weights as absent, and this model as no holder of shared segments."""
         self._backed = self._filled = self._going = False
         self.version.n += 1
         for segment in self.shared:
-            segment.drop(self.spec.name)
+            segment.remove_holder(self.spec.name)
             if segment.filler == self.spec.name:
                 segment.filler = None
-
-    def _stretches(self, without: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Maximal `(at, n)` of the model's own pages in its range, `without` some layers."""
-        found: list[tuple[int, int]] = []
-        for i, s in enumerate(self.segments):
-            if s.shared is not None or i - 1 in without:
-                continue
-            if found and sum(found[-1]) == s.at:
-                found[-1] = (found[-1][0], found[-1][1] + s.n_pages)
-            else:
-                found.append((s.at, s.n_pages))
-        return tuple(found)
 
     def _drop_own(self) -> None:
         rotating = frozenset(self.slots.rotation.layers)
         if rotating:
             self.slots.dissolve()
-        for at, n in self._stretches(rotating) if rotating else self._own:
+        for at, n in own_stretches(self.segments, rotating) if rotating else self._own:
             self._range.release(at, n)
         if self.stirred and self.rotor is not None:
             self.rotor.forget()
         self.stirred = False
-
-    def _table(
-        self, host_addresses: Sequence[int], shared: Mapping[str, SharedSegment]
-    ) -> tuple[Segment, ...]:
-        page_bytes = self._range.page_bytes
-        digests = self.spec.segment_digests or [""] * len(self.spec.segment_bytes)
-        table: list[Segment] = []
-        at = 0
-        for n_bytes, host, digest in zip(
-            self.spec.segment_bytes, host_addresses, digests, strict=True
-        ):
-            n_pages = ceil_div(n_bytes, page_bytes)
-            whose = shared.get(digest)
-            table.append(Segment(at, n_pages, n_bytes, self._range.address(at), host, whose))
-            at += n_pages
-        return tuple(table)

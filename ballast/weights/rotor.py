@@ -1,4 +1,4 @@
-"""Brings rotating layers to their slots, one just before another is run (MIRAGE, 4.1 and 5.4)."""
+"""Loading of rotating layers into their slots just before they are run (MIRAGE, 4.1 and 5.4)."""
 
 from __future__ import annotations
 
@@ -11,64 +11,65 @@ from ballast.core.rotation import Rotation
 from ballast.memory.copies import Copy
 
 NOBODY = -1
-"""In place of a layer: what a slot holds is of no account."""
+"""In place of a layer's number: the slot holds no layer's bytes."""
 
 
 @dataclass(slots=True)
 class Loads:
-    """What the rotation of a model has cost since start."""
+    """Counts and times of the loads of a model's rotating layers since start."""
 
     n: int = 0
-    """Layers brought, those included that came back to stay."""
+    """Layers loaded, those included that ceased to rotate."""
     n_bytes: int = 0
     copy_seconds: float = 0.0
-    """Of the copies on their link."""
+    """Seconds that the copies took on their link."""
     stall_seconds: float = 0.0
-    """In which jobs waited for layers."""
+    """Seconds that jobs waited for layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalPlan:
-    """Weights that are brought by one transfer, layers last and in order."""
+    """Order in which one transfer loads a model's weights: layers last and in order."""
 
     layers: Mapping[int, int]
-    """By layer of the transfer, the bytes after which it is there, and all before it."""
+    """By layer, bytes of the transfer after which it, and all before it, are present."""
     opens: int
     """Bytes after which the first job may begin."""
 
 
 class Rotor(Protocol):
-    """Of one model. While it has turned, its jobs and this agree on when each layer is there."""
+    """Loads the rotating layers of one model, in step with its jobs."""
 
     @property
     def loads(self) -> Loads: ...
 
     @property
     def held(self) -> Sequence[int]:
-        """By slot of the rotation in force, the layer whose bytes are there; while settled."""
+        """By slot of the rotation in force, the layer whose bytes it holds; while settled."""
 
     def settle(self) -> None:
-        """Bring nothing more for a job to come; as soon as nothing is on its way, a `Settled` is
-        told. No job of the model runs or begins until `turn` or `forget`."""
+        """Start no more loads; once none is in flight, a `Settled` is posted. No job of the model
+        runs or begins until `turn` or `forget`."""
 
     def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
-        """`rotation` is in force, and its slots mapped beneath its layers.
+        """Put `rotation` in force, whose slots have been mapped beneath its layers.
 
-        `held`: by slot, the layer whose bytes are there, or -1; `missing`: layers that do not
-        rotate, and have memory again, but no bytes. Brings these, and to each slot its first layer.
+        `held`: by slot, the layer whose bytes it holds, or -1; `missing`: layers that do not rotate
+        and have memory of their own again, but no bytes. Loads these, and each slot's first layer.
         """
 
     def forget(self) -> None:
-        """The weights are gone; nothing is on its way."""
+        """Forget the rotation: the weights were evicted, and no load is in flight."""
 
     def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
-        """Start the transfer that brings the model's weights, and tell `FirstJobReady` while it
-        goes on: from then on jobs wait for the layers that they come to. The end is told as
-        `TransferDone`, before any job can have passed the last layer, or failed for want of one.
+        """Start the transfer that loads the model's weights, and post `FirstJobReady` during it:
+        from then on jobs wait for each layer that they come to. The end is posted as
+        `TransferDone`, before any job can have passed the last layer, or failed for want of
+        one.
 
-        False, and nothing is started: jobs of this model wait for the whole load.
+        Returns False, with nothing started, where jobs have to wait for the whole load.
         """
 
 
 MakeRotor = Callable[[ModelSpec, Sequence[Copy]], Rotor]
-"""For a model, and the copy that brings each of its layers."""
+"""Makes the rotor of a model from the copies that load its layers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ballast.core.units import MiB, ceil_div
@@ -61,6 +61,10 @@ class Piece:
     start: int
     n_bytes: int
     address: int
+
+
+TensorsByRole = Mapping[str, tuple[PackedTensor, int]]
+"""A segment's tensors and their device addresses, by role in the layer."""
 
 
 Fill = Callable[[Piece], bytes]

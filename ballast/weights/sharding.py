@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from ballast.core.errors import ConfigError
 from ballast.core.units import ceil_div
 from ballast.kernels.linear_code import PANEL
-from ballast.weights.architecture import Architecture, Wanted
+from ballast.weights.architecture import Architecture, ModelTensor
 from ballast.weights.assemble import Recipe, Run
 
 _BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -99,7 +99,7 @@ def absent(name: str, shard: Shard) -> bool:
     return shard.rank > 0 and name.endswith(tuple(f"{part}.bias" for part in _BY_INPUTS))
 
 
-def _part(w: Wanted, vocab: int, shard: Shard) -> Wanted:
+def _part(w: ModelTensor, vocab: int, shard: Shard) -> ModelTensor:
     name, shape = w.names[0], w.shape
     if len(w.names) > 1:
         return w

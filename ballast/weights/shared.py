@@ -1,4 +1,4 @@
-"""Segments that are part of several models: on the device once, mapped into each that needs them.
+"""Segments that several models contain: on the device once, mapped into each of these models.
 
 ::
 
@@ -20,8 +20,8 @@ from ballast.core.units import ceil_div
 from ballast.core.version import Version
 from ballast.memory.pool import Pool
 
-_TOLD_DIGITS = 12
-"""Of the digest, in the owner's name."""
+_OWNER_DIGITS = 12
+"""Digits of the digest in the owner's name."""
 
 
 class Container(Protocol):
@@ -34,41 +34,41 @@ class SharedSegment:
     """The pages of one segment while any model on the device uses it. Owner ``shared:DIGEST``."""
 
     def __init__(self, digest: str, n_bytes: int, pool: Pool, page_bytes: int) -> None:
-        self.owner = f"shared:{digest[:_TOLD_DIGITS]}"
+        self.owner = f"shared:{digest[:_OWNER_DIGITS]}"
         self.n_bytes = n_bytes
         self.n_pages = ceil_div(n_bytes, page_bytes)
         self.pages: tuple[int, ...] = ()
         """Empty while no model uses it."""
         self.holders: dict[str, None] = {}
-        """Models that use it, in the order they came; mapped or about to be. Changed by `hold` and
-        `drop` alone."""
+        """Models that have it mapped, or are about to, in order. Changed by `add_holder` and
+        `remove_holder` alone."""
         self.parts_of: tuple[Container, ...] = ()
-        """Models that contain it, on the device or not: each counts changes of its holders.
-        Replaced, never changed: models that are to join are made by another thread."""
+        """Weights of the models that contain it, present or not: the version of each grows with
+        every change of holders. Replaced, never mutated: new models are made by another thread."""
         self._going: set[str] = set()
         self.filled = False
-        """Whether its bytes are there."""
+        """Whether its bytes are present."""
         self.filler: str | None = None
-        """The model whose transfer brings them, if one is on its way."""
+        """The model whose transfer loads it, while that is in flight."""
         self._pool = pool
 
     @property
     def staying(self) -> tuple[str, ...]:
-        """Holders that are not on their way out."""
+        """Holders that are not about to be evicted."""
         return tuple(n for n in self.holders if n not in self._going)
 
-    def hold(self, model: str) -> None:
-        """A model uses it from now on."""
+    def add_holder(self, model: str) -> None:
+        """Record that a model uses it."""
         self.holders[model] = None
         self._changed()
 
-    def going(self, model: str) -> None:
-        """A holder is on its way out: it uses the segment until `drop`."""
+    def mark_leaving(self, model: str) -> None:
+        """Record that a holder is about to be evicted; it uses the segment until then."""
         self._going.add(model)
         self._changed()
 
-    def drop(self, model: str) -> None:
-        """A model uses it no more, if it did."""
+    def remove_holder(self, model: str) -> None:
+        """Record that a model does not use it any more, if it did."""
         if model in self.holders:
             del self.holders[model]
             self._going.discard(model)
@@ -78,17 +78,17 @@ class SharedSegment:
         for model in self.parts_of:
             model.version.n += 1
 
-    def lease(self, buyer: str) -> Short | None:
-        """Find pages, out of what is free to the owner `buyer` and promised to it; or nothing."""
-        leased = self._pool.lease(buyer, self.n_pages)
-        if isinstance(leased, Short):
-            return leased
-        self._pool.hand_over(buyer, self.owner, leased)
-        self.pages = leased
+    def allocate(self, through: str) -> Short | None:
+        """Allocate its pages through the owner `through`, whose promise is used up; or none."""
+        pages = self._pool.allocate(through, self.n_pages)
+        if isinstance(pages, Short):
+            return pages
+        self._pool.hand_over(through, self.owner, pages)
+        self.pages = pages
         return None
 
     def free(self) -> None:
-        """Give the pages back. No range may hold them."""
+        """Free the pages. No range may have them mapped."""
         self._pool.give_back(self.owner, self.pages)
         self.pages, self.filled, self.filler = (), False, None
 

@@ -23,8 +23,8 @@ from ballast.memory.range import BackedRange
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Of one layer in the range of its model's weights."""
+class LayerPages:
+    """A layer's pages in the range of its model's weights."""
 
     at: int
     """First page."""
@@ -45,25 +45,25 @@ class Turned:
 
 
 class Slots:
-    """The slots of one model. Owner ``slots:NAME``."""
+    """The slots of one model, whose owner in the ledger is ``slots:NAME``."""
 
     def __init__(self, model: str, pool: Pool, weights: BackedRange) -> None:
         self.owner = f"slots:{model}"
         self.rotation = WHOLE
-        """In force."""
+        """The rotation in force."""
         self._pool, self._range = pool, weights
-        self._layers: tuple[Place, ...] = ()
+        self._layers: tuple[LayerPages, ...] = ()
         self._pages: list[tuple[int, ...]] = []
-        """By slot."""
+        """Pages of each slot."""
         self.rotatable: tuple[int, ...] = ()
         """Layers that may rotate: of the commonest size, and no other model's."""
         self.layer_pages = 0
-        """Of each of these; 0 where there are fewer than two."""
+        """Pages of each rotatable layer; 0 where there are fewer than two."""
         self.layer_bytes = 0
-        """Of the largest of them."""
+        """Bytes of the largest rotatable layer."""
 
-    def tabulate(self, layers: Sequence[Place]) -> None:
-        """Where the layers lie; again, when some have become other models', too."""
+    def tabulate(self, layers: Sequence[LayerPages]) -> None:
+        """Set the layers' places; called again when some have become shared."""
         self._layers = tuple(layers)
         sizes = Counter(p.n_pages for p in layers if p.own)
         pages = max(sizes, key=lambda n: (sizes[n], n), default=0)
@@ -74,16 +74,16 @@ class Slots:
 
     @property
     def pages(self) -> int:
-        """Of all slots."""
+        """Pages of all slots."""
         return sum(map(len, self._pages))
 
     @property
-    def lent(self) -> int:
-        """Pages that layers have given up."""
+    def saved_pages(self) -> int:
+        """Pages that rotating layers do not need for themselves."""
         return self.rotation.lent * self.layer_pages
 
     def refusal(self, wanted: Rotation) -> str | None:
-        """Why these layers cannot rotate."""
+        """Return why these layers cannot rotate; None: they can."""
         return wanted.refusal(self.rotatable)
 
     def turn(self, wanted: Rotation, held: Sequence[int]) -> Turned | Short:
@@ -131,7 +131,7 @@ class Slots:
             self._must(self._range.back(*self._where(layer)))
         for slot, pages in enumerate(self._pages):
             if not pages:
-                self._pages[slot] = self._lease()
+                self._pages[slot] = self._allocate()
         for layer, slot in after.items():
             if layer not in mapped:
                 self._range.alias(self._where(layer)[0], self._pages[slot], self.owner)
@@ -139,7 +139,7 @@ class Slots:
         return Turned(tuple(holding), tuple(sorted(missing)))
 
     def dissolve(self) -> None:
-        """No slots are left, and none of the rotating layers has memory: before an eviction."""
+        """Free all slots, and with them the memory of rotating layers, before an eviction."""
         for layer, slot in self.rotation.slot_of.items():
             self._unmap(layer, slot)
         for slot in range(self.rotation.slots):
@@ -152,8 +152,8 @@ class Slots:
         for layer, slot in self.rotation.slot_of.items():
             if self._range.pages(*self._where(layer)) != self._pages[slot]:
                 raise BrokenPromise(f"{self.owner}: layer {layer} is not in slot {slot}")
-        if self._pool.owned(self.owner) != self.pages:
-            raise BrokenPromise(f"{self.owner}: owns {self._pool.owned(self.owner)}")
+        if self._pool.ledger.owned(self.owner) != self.pages:
+            raise BrokenPromise(f"{self.owner}: owns {self._pool.ledger.owned(self.owner)}")
 
     def _where(self, layer: int) -> tuple[int, int]:
         place = self._layers[layer]
@@ -164,16 +164,16 @@ class Slots:
         self._range.unalias(at, n, self.owner)
 
     def _dissolve(self, slot: int, stays: int | None) -> None:
-        """Its pages become one layer's own, or go back to the pool."""
+        """Make the slot's pages the own ones of layer `stays`, or free them."""
         pages = self._pages[slot]
         if stays is None:
             self._pool.give_back(self.owner, pages)
         else:
             self._range.take_over(self._where(stays)[0], pages, self.owner)
 
-    def _lease(self) -> tuple[int, ...]:
-        """Pages for a slot, in the name of the weights, to whom they have been promised."""
-        pages = self._pool.lease(self._range.owner, self.layer_pages)
+    def _allocate(self) -> tuple[int, ...]:
+        """Allocate a slot's pages through the weights' owner, to which they were promised."""
+        pages = self._pool.allocate(self._range.owner, self.layer_pages)
         if isinstance(pages, Short):
             raise BrokenPromise(f"{self.owner}: {pages.pages} pages are gone that were free")
         self._pool.hand_over(self._range.owner, self.owner, pages)

@@ -10,7 +10,7 @@ from ballast.bench.record import (
     prompts_of,
     submission_for,
 )
-from ballast.core.event import Cancelled, Failed, Finished, TokenOut
+from ballast.core.event import CancelledOutput, FailedOutput, FinishedOutput, TokenOutput
 from ballast.workload.workload import WorkloadRequest
 
 
@@ -22,7 +22,7 @@ def recorded(*tokens: float, start: float = 101.5) -> RequestRecorder:
     book = RequestRecorder(origin=100.0)
     book.sent(request(), "x", start)
     for n, when in enumerate(tokens):
-        book.told(when, TokenOut("x", 9, n))
+        book.told(when, TokenOutput("x", 9, n))
     return book
 
 
@@ -33,7 +33,7 @@ def only(book: RequestRecorder) -> RequestRecord:
 
 def test_latencies_count_from_the_wanted_moment() -> None:
     book = recorded(102.0, 102.5, 104.0)
-    book.told(104.0, Finished("x", "length", 4, 3, 2, 1))
+    book.told(104.0, FinishedOutput("x", "length", 4, 3, 2, 1))
     r = only(book)
     assert (r.at, r.sent, r.first_token, r.end) == (1.0, 1.5, 2.0, 4.0)
     assert (r.ttft, r.tpot, r.e2e) == (1.0, 1.0, 3.0)
@@ -50,7 +50,7 @@ def test_tokens_of_several_requests_at_once_are_those_told_one_by_one() -> None:
         book.failed("z", 102.0, "gone")
     for when in (103.0, 103.25):
         for name in ("x", "y", "z"):
-            one.told(when, TokenOut(name, 9, 1))
+            one.told(when, TokenOutput(name, 9, 1))
     many.tokens(["x", "y", "z"], [103.0, 103.25])
     assert many.records() == one.records()
     times = [r.token_times for r in many.records()]
@@ -82,11 +82,13 @@ def test_an_answer_without_seen_tokens_came_at_its_end() -> None:
 @pytest.mark.parametrize(
     ("output", "reason"),
     [
-        (Failed("x", "insufficient_memory", "too long"), "insufficient_memory: too long"),
-        (Cancelled("x"), "cancelled"),
+        (FailedOutput("x", "insufficient_memory", "too long"), "insufficient_memory: too long"),
+        (CancelledOutput("x"), "cancelled"),
     ],
 )
-def test_failures_keep_their_reason_and_tokens(output: Failed | Cancelled, reason: str) -> None:
+def test_failures_keep_their_reason_and_tokens(
+    output: FailedOutput | CancelledOutput, reason: str
+) -> None:
     book = recorded(102.0)
     book.told(103.0, output)
     r = only(book)
@@ -97,8 +99,8 @@ def test_failures_keep_their_reason_and_tokens(output: Failed | Cancelled, reaso
 def test_the_first_end_counts() -> None:
     book = recorded(102.0)
     book.failed("x", 103.0, "timed out")
-    book.told(104.0, TokenOut("x", 9, 1))
-    book.told(105.0, Finished("x", "stop", 4, 2, 0, 0))
+    book.told(104.0, TokenOutput("x", 9, 1))
+    book.told(105.0, FinishedOutput("x", "stop", 4, 2, 0, 0))
     book.failed("x", 106.0, "late")
     r = only(book)
     assert (r.error, r.end, tuple(r.token_times)) == ("timed out", 3.0, (2.0,))

@@ -11,7 +11,7 @@ from ballast.bench import doctor_fleet, doctor_gpus
 from ballast.bench.doctor_finding import Verdict
 from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, LinkSettings
 from ballast.live.never_run import FEATURES
-from ballast.memory.cuda_calls import Attribute
+from ballast.memory.cuda.calls import Attribute
 from tests.memory.fake_cuda import FakeDriver
 from tests.memory.fake_nvml import Board, FakeNvml
 

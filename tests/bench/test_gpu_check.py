@@ -20,11 +20,11 @@ from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, MiB
-from ballast.kernels.device_layer import layer_kernels
-from ballast.kernels.plain_attention import PlainAttention
+from ballast.kernels.gpu.layer import layer_kernels
+from ballast.kernels.plain.attention import PlainAttention
 from ballast.live.cuda_machine import CudaMachine
 from ballast.live.machine import MakeMachine
-from ballast.models.graphs import GraphCache
+from ballast.models.gpu.graphs import GraphCache
 from benchmarks import elastic_overhead, gpu_check, gpu_layer, gpu_pages, gpu_speed
 from benchmarks.exactness import make_llama
 from benchmarks.gpu_apart import Findings, Part, apart, inside

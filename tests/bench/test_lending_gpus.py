@@ -6,7 +6,7 @@ import multiprocessing
 from multiprocessing.connection import Connection
 
 from ballast.core.units import KiB
-from ballast.memory.vm_cuda import CudaVm
+from ballast.memory.cuda.vm import CudaVm
 from benchmarks.lending import Cycles, Pair, costs
 from benchmarks.lending_worker import Worker, work
 from tests.memory.fake_cuda import FakeDriver

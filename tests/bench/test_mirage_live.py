@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ballast.bench.inprocess import Answer
-from ballast.core.event import Failed, Finished
+from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.policy.presets import PRESETS, resolve
 from ballast.sim.model_catalogue import facts
@@ -98,9 +98,9 @@ def test_every_variant_is_a_preset_with_its_options() -> None:
 
 def answer(times: Sequence[float], *, failed: bool = False) -> Answer:
     end = (
-        Failed("r", "memory", "none left")
+        FailedOutput("r", "memory", "none left")
         if failed
-        else Finished("r", "length", 3, len(times), 0, 0)
+        else FinishedOutput("r", "length", 3, len(times), 0, 0)
     )
     return Answer(tokens=[1] * len(times), times=list(times), end=end)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.sim.cluster import parse_kinds
 from ballast.sim.model_catalogue import facts
 from benchmarks import mux_estimator
@@ -17,7 +17,7 @@ def test_costs_on_a_share_are_those_measured_there_and_between() -> None:
     spec = facts("LLaMA-7b").spec(max_model_len=2048, fingerprint="7b")
     rows = kind.profile.on_parts(spec, 1)
     assert len(rows) > 2
-    costs, step = costs_of(kind, spec), Load(0, 0, 0, 8, 4000)
+    costs, step = costs_of(kind, spec), JobLoad(0, 0, 0, 8, 4000)
     assert costs(1, 1.0) == kind.costs(spec)
     for share, found in rows:
         assert costs(1, share).of(step) == pytest.approx(found.of(step))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 from ballast.core.settings import Slo
 from ballast.policy.presets import resolve
 from ballast.workload.workload import Workload, WorkloadRequest
@@ -111,7 +111,7 @@ def test_the_future_is_what_will_arrive_and_how_long_answers_are() -> None:
     (coming,) = future.coming(NOW)
     assert (coming.due, coming.steps) == (3.0, 1)
     assert coming.seconds == COSTS.prefill_seconds(100)
-    there = decode(generated=3)._replace(order=Order(0, NOW - 1.0, 0))
+    there = decode(generated=3)._replace(order=Precedence(0, NOW - 1.0, 0))
     known = future.revealed(work("a", decodes=[there], prompts=[prompt(0, 9, 1.0)]))
     assert [d.outputs for d in known.decodes] == [7 - 3]
     assert [p.outputs for p in known.prompts] == [7]

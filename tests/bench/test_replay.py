@@ -13,7 +13,14 @@ from ballast.bench.replay import EngineTarget, TargetError, WorkloadReplay, repl
 from ballast.bench.sample import DecisionRecord, DeviceSample
 from ballast.core.clock import Clock, VirtualClock
 from ballast.core.errors import BrokenPromise
-from ballast.core.event import Arrival, Cancel, Event, Failed, Finished, TokenOut
+from ballast.core.event import (
+    ArrivalEvent,
+    CancelEvent,
+    Event,
+    FailedOutput,
+    FinishedOutput,
+    TokenOutput,
+)
 from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
 from ballast.workload.workload import Workload, WorkloadRequest
@@ -129,9 +136,9 @@ class ThreadedEngine:
         self.silent: set[str] = set()
 
     def post(self, event: Event) -> None:
-        if isinstance(event, Cancel):
+        if isinstance(event, CancelEvent):
             self.cancelled.append(event.request_id)
-        elif isinstance(event, Arrival) and event.submission.id not in self.silent:
+        elif isinstance(event, ArrivalEvent) and event.submission.id not in self.silent:
             threading.Thread(target=self._answer, args=(event.submission,)).start()
 
     def snapshot(self) -> DeviceReport:
@@ -143,10 +150,10 @@ class ThreadedEngine:
     def _answer(self, submission: Submission) -> None:
         name, n = submission.id, submission.max_tokens
         if submission.model == "b":
-            self.target.outbox([Failed(name, "model_not_found", "no b here")])
+            self.target.outbox([FailedOutput(name, "model_not_found", "no b here")])
             return
-        self.target.outbox([TokenOut(name, 1, index) for index in range(n)])
-        self.target.outbox([Finished(name, "length", 3, n, 1, 0)])
+        self.target.outbox([TokenOutput(name, 1, index) for index in range(n)])
+        self.target.outbox([FinishedOutput(name, "length", 3, n, 1, 0)])
 
 
 def test_engine_target_answers_from_another_thread() -> None:
@@ -172,7 +179,7 @@ def test_engine_target_cancels_what_timed_out_and_ignores_what_comes_late() -> N
     result = asyncio.run(replay(workload(0.0), engine.target, PROMPTS, timeout=0.05))
     assert result.records[0].error == "no complete answer within 0.05 s"
     assert engine.cancelled == ["w0"]
-    engine.target.outbox([Finished("w0", "length", 3, 2, 0, 0)])
+    engine.target.outbox([FinishedOutput("w0", "length", 3, 2, 0, 0)])
 
 
 def test_an_unconnected_engine_is_a_bug_not_a_failed_request() -> None:

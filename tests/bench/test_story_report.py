@@ -16,7 +16,7 @@ from ballast.bench.stories import fresh, stories
 from ballast.bench.story_report import report_story
 from ballast.cli import app
 from ballast.core.errors import ConfigError
-from ballast.core.event import Failed
+from ballast.core.event import FailedOutput
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
@@ -122,7 +122,7 @@ def story_of(
     file = StoryFile(path, "d")
     told, _ = run(fleet, specs, [request], leaps=False, sink=file.write)
     file.close()
-    assert not any(isinstance(o, Failed) for _, o in told)
+    assert not any(isinstance(o, FailedOutput) for _, o in told)
     return [o.token for _, o in told if hasattr(o, "token")]
 
 

@@ -23,23 +23,23 @@ from ballast.cluster.segments import SegmentClient
 from ballast.cluster.worker import Progress, Record
 from ballast.core import migration
 from ballast.core.actions import Change
-from ballast.core.command import Add, DeviceOrder, Outcome, Remove
+from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.errors import DeviceLost
 from ballast.core.event import (
-    Arrival,
-    Cancel,
-    Cancelled,
-    Drain,
-    Embedded,
+    ArrivalEvent,
+    CancelEvent,
+    CancelledOutput,
+    DrainEvent,
+    EmbeddingOutput,
     Event,
-    Failed,
-    Finished,
+    FailedOutput,
+    FinishedOutput,
     Output,
-    PromptScores,
-    Stop,
-    TokenOut,
+    PromptScoresOutput,
+    StopEvent,
+    TokenOutput,
 )
-from ballast.core.lease import Lease, Word
+from ballast.core.lease import Lease, LendingMessage
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Submission
@@ -141,23 +141,23 @@ class EchoDevice:
     def take(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
         raise NotImplementedError
 
-    def tell_peers(self, say: Callable[[Word], None]) -> None:
+    def tell_peers(self, say: Callable[[LendingMessage], None]) -> None:
         """It has nothing to say."""
 
-    def migrate(self, order: migration.Order) -> None:
-        if isinstance(order, migration.ExportKv):
-            self._say(migration.KvExported(order.request_id, 0))  # it has no KV
+    def migrate(self, order: migration.MigrationStep) -> None:
+        if isinstance(order, migration.ExportKvEvent):
+            self._say(migration.KvExportedAnswer(order.request_id, 0))  # it has no KV
 
-    def tell_controller(self, say: Callable[[migration.Word], None]) -> None:
+    def tell_controller(self, say: Callable[[migration.MigrationAnswer], None]) -> None:
         self._say = say
 
-    def command(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None:
+    def command(self, order: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None:
         match order:
             case Add(settings) if "broken" in settings.path:
-                done(Outcome("invalid", "it is broken"))
+                done(CommandOutcome("invalid", "it is broken"))
                 return
             case Add(settings) if settings.name in self.specs:
-                done(Outcome("refused", f"there is a model {settings.name!r} already"))
+                done(CommandOutcome("refused", f"there is a model {settings.name!r} already"))
                 return
             case Add(settings) if "deadly" in settings.path:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -169,35 +169,35 @@ class EchoDevice:
             case Change():
                 changed = replace(self.specs[order.model], pinned=order.pinned, slo=order.slo)
                 self.specs = {**self.specs, order.model: changed}
-        done(Outcome(specs=self.specs))
+        done(CommandOutcome(specs=self.specs))
 
     def run(self) -> None:
         while not (self._draining and not self._open):
             event = self._events.get()
-            if isinstance(event, Arrival):
+            if isinstance(event, ArrivalEvent):
                 self._outbox(self._answer(event.submission))
                 if event.submission.sampling.seed == LOSE and event.submission.resumed is None:
                     raise DeviceLost("cuEventQuery", "CUDA_ERROR_ILLEGAL_ADDRESS")
-            elif isinstance(event, Cancel):
+            elif isinstance(event, CancelEvent):
                 if self._open.pop(event.request_id, None) is not None:
-                    self._outbox([Cancelled(event.request_id)])
-            elif isinstance(event, Drain):
+                    self._outbox([CancelledOutput(event.request_id)])
+            elif isinstance(event, DrainEvent):
                 self._draining = True
-            elif isinstance(event, Stop):
-                self._outbox([Failed(i, "unavailable", event.reason) for i in self._open])
+            elif isinstance(event, StopEvent):
+                self._outbox([FailedOutput(i, "unavailable", event.reason) for i in self._open])
                 return
 
     def _answer(self, s: Submission) -> list[Output]:
         if self._draining:
-            return [Failed(s.id, "unavailable", "draining")]
+            return [FailedOutput(s.id, "unavailable", "draining")]
         if s.sampling.seed == REFUSE:
-            return [Failed(s.id, "queue_full", "too many wait")]
+            return [FailedOutput(s.id, "queue_full", "too many wait")]
         if s.sampling.seed == TELL:
-            return [Failed(s.id, "told", msgspec.json.encode(s).decode())]
+            return [FailedOutput(s.id, "told", msgspec.json.encode(s).decode())]
         if s.embed:
             values = array.array("f", [len(s.prompt), *s.prompt, *[0] * 8][:8])
-            done = Finished(s.id, "stop", len(s.prompt), 0, 0, 0)
-            return [Embedded(s.id, values.tobytes()), done]
+            done = FinishedOutput(s.id, "stop", len(s.prompt), 0, 0, 0)
+            return [EmbeddingOutput(s.id, values.tobytes()), done]
         self._open[s.id] = s
         seed = s.sampling.seed
         if seed == DIE:
@@ -212,10 +212,10 @@ class EchoDevice:
         count = before + len(tokens)
         partial = seed in PARTIAL or (seed in (PAUSE, STUCK, LOSE) and count < s.max_tokens)
         if seed == BREAK:
-            outputs.append(Failed(s.id, "internal_error", "the job broke"))
+            outputs.append(FailedOutput(s.id, "internal_error", "the job broke"))
         elif not partial:
             reason = "length" if count == s.max_tokens else "stop"
-            outputs.append(Finished(s.id, reason, len(s.prompt), count, 0, 0))
+            outputs.append(FinishedOutput(s.id, reason, len(s.prompt), count, 0, 0))
         if seed == BREAK or not partial:
             del self._open[s.id]
         self._stuck = self._stuck or (seed == STUCK and partial)
@@ -269,24 +269,24 @@ class EchoDevice:
         pass
 
 
-def _tokens(s: Submission, begin: int, end: int) -> list[TokenOut]:
-    found: list[TokenOut] = []
+def _tokens(s: Submission, begin: int, end: int) -> list[TokenOutput]:
+    found: list[TokenOutput] = []
     for i in range(begin, end):
         token = s.prompt[i % len(s.prompt)]
         logprob = -0.5 if s.sampling.logprobs is not None else None
-        found.append(TokenOut(s.id, token, i, logprob, _top(token, s.sampling.logprobs, -0.5)))
+        found.append(TokenOutput(s.id, token, i, logprob, _top(token, s.sampling.logprobs, -0.5)))
         if token in s.stop_token_ids and i + 1 > s.sampling.min_tokens:
             break
     return found
 
 
-def _scores(s: Submission) -> list[PromptScores]:
+def _scores(s: Submission) -> list[PromptScoresOutput]:
     """In two parts, as a prompt that is computed in two steps has them."""
     if s.prompt_logprobs is None:
         return []
     middle = (len(s.prompt) + 1) // 2
     return [
-        PromptScores(
+        PromptScoresOutput(
             s.id,
             start,
             tuple(float(-i) for i in range(start, end)),

@@ -15,7 +15,7 @@ from ballast.cluster.controller import Controller
 from ballast.cluster.device import WORKER_LOST
 from ballast.cluster.open_requests import POISON
 from ballast.core.errors import Unavailable
-from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.settings import ModelSettings, ServerSettings
 from tests.cluster.fake_device import DIE, HOLD, PAUSE, STUCK
 from tests.cluster.test_worker import FLEET, all_of, device, present, running, submission, tokens
@@ -34,12 +34,12 @@ async def until_down(controller: Controller) -> None:
 
 def whole(outputs: list[Output]) -> bool:
     """Whether these are the six tokens of an undisturbed run, each once, and their end."""
-    told = [o.index for o in outputs if isinstance(o, TokenOut)]
+    told = [o.index for o in outputs if isinstance(o, TokenOutput)]
     end = outputs[-1]
     return (
         tokens(outputs) == ECHO
         and told == list(range(6))
-        and isinstance(end, Finished)
+        and isinstance(end, FinishedOutput)
         and end.output_tokens == 6
     )
 
@@ -111,12 +111,12 @@ def test_poison_fails_and_its_companions_do_not_notice() -> None:
             await until_down(controller)
             later = controller.submit([submission("later", max_tokens=6)])
             told = await all_of(poison)
-            assert [o.code for o in told if isinstance(o, Failed)] == [POISON]
+            assert [o.code for o in told if isinstance(o, FailedOutput)] == [POISON]
             assert whole(await all_of(later))
             assert controller.restarts == 3
             assert tokens(found) == [10, 11]
             again = controller.submit([submission("again", DIE)])  # counts start anew for "old"
-            assert isinstance((await all_of(again))[-1], Failed)
+            assert isinstance((await all_of(again))[-1], FailedOutput)
             assert held.open == {"old"}
             held.close()
 
@@ -148,8 +148,8 @@ def test_no_more_than_a_model_allows_wait_for_a_worker() -> None:
             await until_down(controller)
             streams = [controller.submit([submission(str(i))]) for i in range(3)]
             ends = [(await all_of(stream))[-1] for stream in streams]
-            assert [type(e) for e in ends] == [Finished, Finished, Failed]
-            assert isinstance(ends[2], Failed)
+            assert [type(e) for e in ends] == [FinishedOutput, FinishedOutput, FailedOutput]
+            assert isinstance(ends[2], FailedOutput)
             assert ends[2].code == "queue_full"
 
     asyncio.run(scenario())
@@ -169,14 +169,16 @@ def test_a_worker_that_cannot_be_replaced_is_lost_until_it_can(
             broken.touch()
             kill(controller)
             end = (await all_of(held))[-1]
-            assert isinstance(end, Failed)
+            assert isinstance(end, FailedOutput)
             assert (end.code, "no room for the pool now" in end.reason) == (WORKER_LOST, True)
             with pytest.raises(Unavailable, match="no room for the pool now"):
                 controller.submit([submission("2")])
             broken.unlink()
             while controller.lost is not None:
                 await asyncio.sleep(0.01)
-            assert isinstance((await all_of(controller.submit([submission("3")])))[-1], Finished)
+            assert isinstance(
+                (await all_of(controller.submit([submission("3")])))[-1], FinishedOutput
+            )
 
     asyncio.run(scenario())
 
@@ -191,7 +193,7 @@ def test_a_server_can_stop_while_it_waits_for_a_worker() -> None:
             while present(controller) is first or not present(controller).started:
                 await asyncio.sleep(0.01)
         end = (await all_of(held))[-1]
-        assert isinstance(end, Failed)
+        assert isinstance(end, FailedOutput)
         assert end.code == "unavailable"
         assert present(controller).epitaph() == "killed by signal 9"
 

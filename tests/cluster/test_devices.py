@@ -18,7 +18,7 @@ from ballast.cluster.local import LocalWorker
 from ballast.core.actions import Change
 from ballast.core.command import Add, Remove
 from ballast.core.errors import Unavailable
-from ballast.core.event import Failed, Finished
+from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.request import Submission
 from ballast.core.settings import (
     DeviceSettings,
@@ -170,7 +170,7 @@ def test_a_poisonous_request_does_not_cross_over() -> None:
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
             poison = await all_of(controller.submit([asked("1", "ab", DIE)]))
-            assert [o.code for o in poison if isinstance(o, Failed)] == ["poison"]
+            assert [o.code for o in poison if isinstance(o, FailedOutput)] == ["poison"]
             assert [d.restarts for d in controller.devices.values()] == [2, 0]
 
     asyncio.run(scenario())
@@ -191,11 +191,13 @@ def test_a_device_that_is_lost_loses_what_no_other_can_do(
             broken.touch()
             kill(controller, "cpu:0")
             end = (await all_of(mine))[-1]
-            assert isinstance(end, Failed)
+            assert isinstance(end, FailedOutput)
             assert end.code == WORKER_LOST
             with pytest.raises(Unavailable, match="no room for the pool now"):
                 controller.submit([asked("3", "a")])
-            assert isinstance((await all_of(controller.submit([asked("4", "ab")])))[-1], Finished)
+            assert isinstance(
+                (await all_of(controller.submit([asked("4", "ab")])))[-1], FinishedOutput
+            )
             assert (controller.lost, shared.open) == (None, {"2"})
             broken.unlink()
             await until(lambda: not controller.missing)

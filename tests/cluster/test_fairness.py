@@ -14,7 +14,7 @@ from ballast.cluster.fairness import AHEAD, chosen
 from ballast.cluster.open_requests import OpenRequests
 from ballast.cluster.output_stream import OpenRequest, OutputStream
 from ballast.cluster.suspicion import Suspicions
-from ballast.core.event import Failed, Finished
+from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.transport.worker_messages.codec import ToWorker
@@ -55,7 +55,7 @@ class Worker:
         return name
 
     def end(self, name: str) -> None:
-        self.requests.deliver(Finished(name, "stop", 1, 1, 0, 0))
+        self.requests.deliver(FinishedOutput(name, "stop", 1, 1, 0, 0))
         self.requests.dispatch()
 
 
@@ -137,7 +137,7 @@ def test_nobody_waits_here_for_longer_than_the_model_allows() -> None:
         worker = Worker(replace(MODEL, queue_seconds=0.01))
         names = [worker.ask("flood", i) for i in range(WINDOW + 1)]
         [failed] = await worker.streams[names[-1]].take()
-        assert isinstance(failed, Failed)
+        assert isinstance(failed, FailedOutput)
         assert failed.code == "queue_timeout"
         assert [name for name in names if name in worker.requests] == names[:-1]
 

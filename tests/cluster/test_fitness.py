@@ -15,7 +15,7 @@ from ballast.cluster.fitness import check_machine, faults, tight
 from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings
 from ballast.core.units import GiB, MiB
-from ballast.memory.cuda_probe import gpu_bytes
+from ballast.memory.cuda.probe import gpu_bytes
 from ballast.memory.host_memory import Bound, available, installed
 
 

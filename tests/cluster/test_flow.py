@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ballast.cluster.open_requests import OpenRequests
 from ballast.cluster.output_stream import OpenRequest, OutputStream, size
 from ballast.cluster.suspicion import Suspicions
-from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.request import Submission
 from ballast.transport.worker_messages.codec import ToWorker
 from ballast.transport.worker_messages.request_messages import (
@@ -98,9 +98,9 @@ class FlowControl(RuleBasedStateMachine):
                 return
             at = self.worker.open[id]
             self.worker.open[id] += 1
-            outputs: list[Output] = [TokenOut(id, at % 97, at, -1.0, TOP)]
+            outputs: list[Output] = [TokenOutput(id, at % 97, at, -1.0, TOP)]
             if at + 1 == LENGTH:
-                outputs.append(Finished(id, "length", 1, LENGTH, 0, 0))
+                outputs.append(FinishedOutput(id, "length", 1, LENGTH, 0, 0))
                 del self.worker.open[id]
             for output in outputs:
                 self.requests.deliver(output)
@@ -160,11 +160,11 @@ class FlowControl(RuleBasedStateMachine):
         assert len(self.requests) == 0
         for id in self.streams:
             *tokens, end = self.read[id]
-            if isinstance(end, Failed):
+            if isinstance(end, FailedOutput):
                 assert end.code == "poison"
                 continue
-            assert isinstance(end, Finished)
-            assert [t.index for t in tokens if isinstance(t, TokenOut)] == [*range(LENGTH)]
+            assert isinstance(end, FinishedOutput)
+            assert [t.index for t in tokens if isinstance(t, TokenOutput)] == [*range(LENGTH)]
 
     # -- by what means ----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 from ballast.cluster import lending
 from ballast.cluster.lending import Acquaintances
 from ballast.core.capability import Lendable, capabilities
-from ballast.core.lease import AskedBack, Lease, Lent, Returned
+from ballast.core.lease import Lease, PagesLentEvent, PagesRecalledEvent, PagesReturnedEvent
 from ballast.transport.worker_messages.codec import ToWorker
 from ballast.transport.worker_messages.lending_messages import (
     LeaseMsg,
@@ -92,15 +92,15 @@ def test_words_of_the_present_epoch_are_passed_on() -> None:
     epoch = world.meet("a", "b")
     a, b = world.devices["a"], world.devices["b"]
     lease = Lease(0, epoch, "a", "b", (1, 2))
-    for word in (Lent(lease), AskedBack(lease)):
+    for word in (PagesLentEvent(lease), PagesRecalledEvent(lease)):
         world.acquaintances.said(a, LeaseMsg.of(word))
         assert b.take() == [LeaseMsg.of(word)]
         world.acquaintances.said(b, LeaseMsg.of(word))  # it is not the borrower's to say
         assert (a.take(), b.take()) == ([], [])
-    world.acquaintances.said(b, LeaseMsg.of(Returned(lease)))
-    assert a.take() == [LeaseMsg.of(Returned(lease))]
-    world.acquaintances.said(a, LeaseMsg.of(Lent(Lease(1, epoch + 1, "a", "b", (1,)))))
-    world.acquaintances.said(a, LeaseMsg.of(Lent(Lease(1, epoch, "a", "c", (1,)))))
+    world.acquaintances.said(b, LeaseMsg.of(PagesReturnedEvent(lease)))
+    assert a.take() == [LeaseMsg.of(PagesReturnedEvent(lease))]
+    world.acquaintances.said(a, LeaseMsg.of(PagesLentEvent(Lease(1, epoch + 1, "a", "b", (1,)))))
+    world.acquaintances.said(a, LeaseMsg.of(PagesLentEvent(Lease(1, epoch, "a", "c", (1,)))))
     assert b.take() == world.devices["c"].take() == []
     world.say("a", "overdue", "b", epoch + 1)
     assert b.killed == []

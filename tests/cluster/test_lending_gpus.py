@@ -13,7 +13,7 @@ import pytest
 from ballast.cluster.controller import Controller
 from ballast.cluster.local import LocalWorker
 from ballast.core.capability import IMPORT
-from ballast.core.event import TokenOut
+from ballast.core.event import TokenOutput
 from ballast.core.request import Submission
 from ballast.core.settings import (
     DeviceSettings,
@@ -77,7 +77,7 @@ async def answers(controller: Controller, after: Callable[[], None] = lambda: No
     tokens: dict[str, list[int]] = {}
     while stream.more:
         for output in await stream.take():
-            if isinstance(output, TokenOut):
+            if isinstance(output, TokenOutput):
                 tokens.setdefault(output.request_id, []).append(output.token)
         if sum(map(len, tokens.values())) > 100:
             after()

@@ -16,7 +16,13 @@ from ballast.cluster.output_stream import (
     size,
 )
 from ballast.core.errors import BrokenPromise
-from ballast.core.event import Embedded, Finished, Output, PromptScores, TokenOut
+from ballast.core.event import (
+    EmbeddingOutput,
+    FinishedOutput,
+    Output,
+    PromptScoresOutput,
+    TokenOutput,
+)
 from ballast.core.request import Submission
 
 
@@ -26,25 +32,25 @@ def request_() -> OpenRequest:
     return OpenRequest(submission, OutputStream(["r"], lambda ids: None, lambda ids, paused: None))
 
 
-def scores(start: int, *logprobs: float) -> PromptScores:
-    return PromptScores("r", start, logprobs, tuple(((7, x),) for x in logprobs))
+def scores(start: int, *logprobs: float) -> PromptScoresOutput:
+    return PromptScoresOutput("r", start, logprobs, tuple(((7, x),) for x in logprobs))
 
 
 def test_a_token_is_told_once(request_: OpenRequest) -> None:
-    one, two = TokenOut("r", 11, 0), TokenOut("r", 12, 1)
+    one, two = TokenOutput("r", 11, 0), TokenOutput("r", 12, 1)
     assert [request_.news(o) for o in (one, two, one, two)] == [one, two, None, None]
     assert request_.told == [11, 12]
 
 
 def test_a_gap_is_a_broken_promise(request_: OpenRequest) -> None:
-    request_.news(TokenOut("r", 11, 0))
+    request_.news(TokenOutput("r", 11, 0))
     with pytest.raises(BrokenPromise, match="token 2 of r came after 1"):
-        request_.news(TokenOut("r", 13, 2))
+        request_.news(TokenOutput("r", 13, 2))
 
 
 def test_the_next_worker_goes_on_after_what_was_told(request_: OpenRequest) -> None:
     assert request_.to_send() == request_.submission
-    request_.news(TokenOut("r", 11, 0))
+    request_.news(TokenOutput("r", 11, 0))
     again = request_.to_send()
     assert again.resumed == (11,)
 
@@ -55,9 +61,9 @@ def test_scores_and_embeddings_are_told_once(request_: OpenRequest) -> None:
     assert request_.news(first) is None
     assert request_.news(scores(1, -1.0, -2.0, -3.0)) == scores(3, -3.0)
     assert request_.news(scores(4, -4.0, -5.0)) == scores(4, -4.0, -5.0)
-    embedded = Embedded("r", b"\0\0\0\0")
+    embedded = EmbeddingOutput("r", b"\0\0\0\0")
     assert [request_.news(embedded), request_.news(embedded)] == [embedded, None]
-    end: Output = Finished("r", "stop", 6, 0, 0, 0)
+    end: Output = FinishedOutput("r", "stop", 6, 0, 0, 0)
     assert request_.news(end) == end
 
 
@@ -67,13 +73,13 @@ def test_a_reader_waits_for_news_but_not_for_ever() -> None:
         nothing = await stream.take(0.0)
         waiting = asyncio.ensure_future(stream.take(60.0))
         await asyncio.sleep(0)
-        stream.put(TokenOut("r", 1, 0))
-        stream.put(TokenOut("r", 2, 1))
+        stream.put(TokenOutput("r", 1, 0))
+        stream.put(TokenOutput("r", 2, 1))
         together = await waiting
-        stream.put(TokenOut("r", 3, 2))
+        stream.put(TokenOutput("r", 3, 2))
         return [nothing, together, await stream.take()]
 
-    one, two, three = (TokenOut("r", i + 1, i) for i in range(3))
+    one, two, three = (TokenOutput("r", i + 1, i) for i in range(3))
     assert asyncio.run(main()) == [[], [one, two], [three]]
 
 
@@ -82,12 +88,12 @@ def test_news_outlast_a_reader_that_left() -> None:
         stream = OutputStream(["r"], lambda ids: None, lambda ids, paused: None)
         waiting = asyncio.ensure_future(stream.take())
         await asyncio.sleep(0)
-        stream.put(TokenOut("r", 1, 0))
+        stream.put(TokenOutput("r", 1, 0))
         waiting.cancel()
         await asyncio.wait({waiting})
         return await stream.take()
 
-    assert asyncio.run(main()) == [TokenOut("r", 1, 0)]
+    assert asyncio.run(main()) == [TokenOutput("r", 1, 0)]
 
 
 class Paced:
@@ -105,7 +111,7 @@ class Paced:
         """So many units of tokens with `top` alternatives each."""
         alternatives = tuple((k, -1.0) for k in range(top))
         put: list[Output] = [
-            TokenOut("r0", 5, i, -1.0, alternatives) for i in range(units // (1 + top))
+            TokenOutput("r0", 5, i, -1.0, alternatives) for i in range(units // (1 + top))
         ]
         for output in put:
             self.stream.put(output)
@@ -144,8 +150,8 @@ def test_what_nobody_reads_is_bounded_and_read_in_parts(n: int, top: int) -> Non
 
 
 def test_units_are_those_of_all_that_clients_are_told() -> None:
-    assert size(TokenOut("r", 1, 0)) == 1
-    assert size(TokenOut("r", 1, 0, -1.0, ((1, -1.0), (2, -2.0)))) == 3
-    assert size(PromptScores("r", 1, (-1.0, -2.0), (((1, -1.0),), ()))) == 3
-    assert size(Embedded("r", bytes(4 * 4096))) == 129
-    assert size(Finished("r", "stop", 6, 0, 0, 0)) == 1
+    assert size(TokenOutput("r", 1, 0)) == 1
+    assert size(TokenOutput("r", 1, 0, -1.0, ((1, -1.0), (2, -2.0)))) == 3
+    assert size(PromptScoresOutput("r", 1, (-1.0, -2.0), (((1, -1.0),), ()))) == 3
+    assert size(EmbeddingOutput("r", bytes(4 * 4096))) == 129
+    assert size(FinishedOutput("r", "stop", 6, 0, 0, 0)) == 1

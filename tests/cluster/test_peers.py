@@ -12,10 +12,17 @@ import pytest
 
 from ballast.cluster.peers import Peers
 from ballast.core.event import Event
-from ballast.core.lease import AskedBack, Lease, Lent, PeerGone, Returned, Word
+from ballast.core.lease import (
+    Lease,
+    LendingMessage,
+    PagesLentEvent,
+    PagesRecalledEvent,
+    PagesReturnedEvent,
+    PeerGoneEvent,
+)
 from ballast.core.units import KiB
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.vm import Exported
-from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.transport.worker_messages.lending_messages import MeetPeerMsg, PeerEndedMsg
 from tests.memory.fake_cuda import FakeDriver
@@ -65,7 +72,7 @@ class Worker:
 
     def __init__(self, vm: CudaVm | MemfdVm) -> None:
         self.device: Device | None = Device(vm)
-        self.said: queue.Queue[Word] = queue.Queue()
+        self.said: queue.Queue[LendingMessage] = queue.Queue()
         self.peers = Peers(self._use, self.said.put)
 
     @contextmanager
@@ -122,16 +129,16 @@ def test_a_lease_is_fetched_and_what_is_said_later_is_heard_later(
 ) -> None:
     _, b = gpus
     assert b.device is not None
-    back = Returned(Lease(1, 1, "b", "a", (2,)))
-    b.peers.hear(Lent(LEASE))
-    b.peers.hear(AskedBack(LEASE))
+    back = PagesReturnedEvent(Lease(1, 1, "b", "a", (2,)))
+    b.peers.hear(PagesLentEvent(LEASE))
+    b.peers.hear(PagesRecalledEvent(LEASE))
     b.peers.gone(PeerEndedMsg("a", 1))
     heard = [b.device.hear() for _ in range(3)]
-    assert heard == [(LEASE, 68), AskedBack(LEASE), PeerGone("a", 1)]
+    assert heard == [(LEASE, 68), PagesRecalledEvent(LEASE), PeerGoneEvent("a", 1)]
     assert drivers[0].elsewhere() == 68
     b.peers.hear(back)
-    b.peers.hear(Lent(LEASE))  # of one who is gone: the device refuses it
-    assert [b.device.hear() for _ in range(2)] == [back, Lent(LEASE)]
+    b.peers.hear(PagesLentEvent(LEASE))  # of one who is gone: the device refuses it
+    assert [b.device.hear() for _ in range(2)] == [back, PagesLentEvent(LEASE)]
     assert b.said.empty()
 
 
@@ -142,14 +149,14 @@ def test_what_cannot_be_imported_is_returned(
     assert b.device is not None
     for _ in range(3):
         drivers[1].fail("import_fd", after=40)
-    b.peers.hear(Lent(LEASE))
+    b.peers.hear(PagesLentEvent(LEASE))
     over = Lease(8, 1, "a", "b", (1, 2))
-    b.peers.hear(Lent(over))
+    b.peers.hear(PagesLentEvent(over))
     told = [b.said.get(timeout=DEADLINE) for _ in range(2)]
-    assert told == [Returned(LEASE), Returned(over)]
+    assert told == [PagesReturnedEvent(LEASE), PagesReturnedEvent(over)]
     assert drivers[0].elsewhere() == 0
     drivers[1].fail("import_fd", after=40)
-    b.peers.hear(Lent(LEASE))
+    b.peers.hear(PagesLentEvent(LEASE))
     assert b.device.hear() == (LEASE, 68), "it tries again"
 
 
@@ -160,9 +167,9 @@ def test_what_cannot_be_let_go_of_is_not_said_to_be_back(
     assert b.device is not None
     drivers[1].fail("import_fd", after=40)
     drivers[1].fail("release", after=8)
-    b.peers.hear(Lent(LEASE))
-    b.peers.hear(AskedBack(LEASE))
-    assert b.device.hear() == AskedBack(LEASE)
+    b.peers.hear(PagesLentEvent(LEASE))
+    b.peers.hear(PagesRecalledEvent(LEASE))
+    assert b.device.hear() == PagesRecalledEvent(LEASE)
     assert b.said.empty()
     assert drivers[0].elsewhere() == 32
     for handle in list(drivers[1].handles):
@@ -175,8 +182,8 @@ def test_a_device_that_ends_meanwhile_gets_nothing(
     _, b = gpus
     assert b.device is not None
     vm, b.device = b.device.vm, None
-    b.peers.hear(Lent(LEASE))
-    assert b.said.get(timeout=DEADLINE) == Returned(LEASE)
+    b.peers.hear(PagesLentEvent(LEASE))
+    assert b.said.get(timeout=DEADLINE) == PagesReturnedEvent(LEASE)
     assert drivers[0].elsewhere() == 0
     vm.close()
 
@@ -188,10 +195,10 @@ def test_a_cpu_has_all_of_it_from_the_start() -> None:
     b.peers.meet(MeetPeerMsg("nobody", 1, "nowhere"))
     with giving(a):
         b.peers.meet(MeetPeerMsg("a", 2, a.peers.socket.address))
-        b.peers.hear(Lent(LEASE))
+        b.peers.hear(PagesLentEvent(LEASE))
         met, lent = b.device.hear(), b.device.hear()
     assert isinstance(met, Exported)
-    assert lent == Lent(LEASE)
+    assert lent == PagesLentEvent(LEASE)
     assert b.device.heard.empty(), "nobody was met where nobody is"
     b.peers.socket.close()
     for worker in (a, b):

@@ -12,7 +12,7 @@ from ballast.cluster.pending_orders import changed, refusal
 from ballast.core.actions import Activate, Change
 from ballast.core.command import Add, Remove
 from ballast.core.errors import Unavailable
-from ballast.core.event import Finished
+from ballast.core.event import FinishedOutput
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings, Slo
 from tests.cluster.test_crash import kill, until_down
 from tests.cluster.test_worker import FLEET, all_of, running, submission
@@ -76,7 +76,7 @@ def test_the_next_worker_serves_what_was_ordered() -> None:
             await until_restarted(controller)
             assert list(controller.specs) == ["c"]
             asked = replace(submission("1"), model="c")
-            assert isinstance((await all_of(controller.submit([asked])))[-1], Finished)
+            assert isinstance((await all_of(controller.submit([asked])))[-1], FinishedOutput)
 
     asyncio.run(scenario())
 

@@ -13,8 +13,8 @@ import pytest
 from ballast.cluster.segments import SegmentBroker, SegmentClient
 from ballast.core.errors import DeviceError
 from ballast.memory import syscalls as sys
-from ballast.memory.cuda_calls import Attribute
-from ballast.memory.cuda_pins import Pins
+from ballast.memory.cuda.calls import Attribute
+from ballast.memory.cuda.pinning import PinnedMemory
 from ballast.weights.host import HostTier
 from tests.memory.fake_cuda import FakeDriver
 from tests.weights.test_host import (  # noqa: F401
@@ -74,7 +74,7 @@ def test_equal_segments_are_there_once_in_whichever_process() -> None:
 def test_a_gpu_page_locks_what_a_cpus_worker_has_filled(reads_only: int) -> None:
     """Whether the GPU can page-lock memory that is sealed against writing, or not."""
     driver = FakeDriver(attributes={Attribute.PINS_READ_ONLY: reads_only})
-    pins = Pins(driver, 0)
+    pins = PinnedMemory(driver, 0)
 
     async def scenario() -> None:
         broker = SegmentBroker(writable=True)

@@ -18,7 +18,7 @@ from ballast.cluster.device import RemoteDevice
 from ballast.cluster.local import LocalWorker
 from ballast.cluster.output_stream import OutputStream
 from ballast.core.errors import Unavailable
-from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from tests.cluster import fake_device
@@ -75,7 +75,7 @@ async def all_of(stream: OutputStream) -> list[Output]:
 
 
 def tokens(outputs: list[Output]) -> list[int]:
-    return [o.token for o in outputs if isinstance(o, TokenOut)]
+    return [o.token for o in outputs if isinstance(o, TokenOutput)]
 
 
 def test_requests_are_answered_and_the_worker_leaves_in_peace() -> None:
@@ -86,7 +86,7 @@ def test_requests_are_answered_and_the_worker_leaves_in_peace() -> None:
             one = controller.submit([submission("1"), submission("2", max_tokens=2)])
             two = controller.submit([submission("3", max_tokens=5)])
             told = await all_of(one)
-            assert {type(o) for o in told} == {TokenOut, Finished}
+            assert {type(o) for o in told} == {TokenOutput, FinishedOutput}
             assert tokens([o for o in told if o.request_id == "1"]) == [10, 11, 12, 10]
             assert tokens([o for o in told if o.request_id == "2"]) == [10, 11]
             assert tokens(await all_of(two)) == [10, 11, 12, 10, 11]
@@ -103,9 +103,9 @@ def test_failures_reach_their_request_only() -> None:
             refused = controller.submit([submission("1", REFUSE)])
             broken = controller.submit([submission("2", BREAK)])
             fine = controller.submit([submission("3")])
-            assert await all_of(refused) == [Failed("1", "queue_full", "too many wait")]
-            assert isinstance((await all_of(broken))[-1], Failed)
-            assert isinstance((await all_of(fine))[-1], Finished)
+            assert await all_of(refused) == [FailedOutput("1", "queue_full", "too many wait")]
+            assert isinstance((await all_of(broken))[-1], FailedOutput)
+            assert isinstance((await all_of(fine))[-1], FinishedOutput)
 
     asyncio.run(scenario())
 
@@ -115,7 +115,7 @@ def test_a_device_that_is_lost_ends_its_worker_and_requests_go_on_in_the_next() 
         async with running() as (controller, worker):
             answer = await all_of(controller.submit([submission("1", LOSE)]))
             assert tokens(answer) == [10, 11, 12, 10]
-            assert isinstance(answer[-1], Finished)
+            assert isinstance(answer[-1], FinishedOutput)
             assert controller.restarts == 1
         assert worker.epitaph() == "exit code 1"
 
@@ -149,7 +149,7 @@ def test_closing_fails_what_does_not_end() -> None:
         await held.take()
         await controller.close(0.3)
         told = await all_of(held)
-        assert [type(o) for o in told] == [Failed]
+        assert [type(o) for o in told] == [FailedOutput]
         assert not present(controller).directory.exists()
 
     asyncio.run(scenario())
@@ -240,6 +240,8 @@ def test_a_worker_ignores_the_signals_of_its_group() -> None:
         async with running() as (controller, worker):
             os.kill(worker.pid, signal.SIGINT)
             os.kill(worker.pid, signal.SIGTERM)
-            assert isinstance((await all_of(controller.submit([submission("1")])))[-1], Finished)
+            assert isinstance(
+                (await all_of(controller.submit([submission("1")])))[-1], FinishedOutput
+            )
 
     asyncio.run(scenario())

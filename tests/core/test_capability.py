@@ -8,8 +8,8 @@ from ballast.core.capability import (
     IMPORT,
     MAP,
     Capability,
+    GpuReach,
     Lendable,
-    Reach,
     capabilities,
 )
 from ballast.core.units import KiB, MiB
@@ -45,16 +45,16 @@ def test_each_direction_of_each_pair() -> None:
 
 
 def test_gpus_lend_to_those_that_reach_them() -> None:
-    def gpu(name: str, reach: Reach | None, page: int = 2 * MiB) -> Lendable:
+    def gpu(name: str, reach: GpuReach | None, page: int = 2 * MiB) -> Lendable:
         return Lendable(name, page, kind=CUDA, reach=reach)
 
     devices = [
-        gpu("cuda:0", Reach("A", ("B",))),
-        gpu("cuda:1", Reach("B", ("A", "C"))),
-        gpu("cuda:2", Reach("C", ())),
-        gpu("cuda:3", Reach("C", ())),
+        gpu("cuda:0", GpuReach("A", ("B",))),
+        gpu("cuda:1", GpuReach("B", ("A", "C"))),
+        gpu("cuda:2", GpuReach("C", ())),
+        gpu("cuda:3", GpuReach("C", ())),
         gpu("cuda:4", None),
-        gpu("cuda:5", Reach("B", ("A", "B", "C")), 4 * MiB),
+        gpu("cuda:5", GpuReach("B", ("A", "B", "C")), 4 * MiB),
     ]
     found = {(c.lender[-1] + c.borrower[-1]): c for c in capabilities(devices)}
     assert {pair for pair, c in found.items() if c.means == IMPORT} == {

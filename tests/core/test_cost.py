@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.core.cost import TILE, StepCosts, activation_bytes, lane_bytes
-from ballast.core.job import Load, chunk_pairs
+from ballast.core.job import JobLoad, chunk_pairs
 from ballast.core.model import JobMemory, ModelSpec
 from ballast.core.settings import DeviceSettings
 from ballast.engine.build import largest_jobs
@@ -28,16 +28,16 @@ LINEAR = StepCosts(2e-3, 5e-5, 2e-4, 1e-7, 1e-9, 3e-3)
 counts = st.integers(0, 5000)
 
 
-def prefill(tokens: int) -> Load:
-    return Load(tokens, 1, chunk_pairs(tokens, 0), 0, 0)
+def prefill(tokens: int) -> JobLoad:
+    return JobLoad(tokens, 1, chunk_pairs(tokens, 0), 0, 0)
 
 
 @st.composite
-def loads(draw: st.DrawFn) -> Load:
+def loads(draw: st.DrawFn) -> JobLoad:
     chunks = draw(st.integers(0, 4))
     tokens = chunks * draw(st.integers(2, 500))
     sequences = draw(st.integers(0, 200))
-    return Load(
+    return JobLoad(
         tokens,
         chunks,
         draw(counts) if chunks else 0,
@@ -53,7 +53,7 @@ def test_a_short_prefill_costs_the_floor_and_a_long_one_its_tokens() -> None:
 
 def test_a_decode_step_climbs_by_a_tile_every_64_sequences() -> None:
     def step(sequences: int) -> float:
-        return GPU.of(Load(0, 0, 0, sequences, 0))
+        return GPU.of(JobLoad(0, 0, 0, sequences, 0))
 
     rise = GPU.per_sequence
     assert step(1) == pytest.approx(GPU.base + rise)
@@ -65,17 +65,17 @@ def test_a_decode_step_climbs_by_a_tile_every_64_sequences() -> None:
 @given(st.integers(1, 200), counts)
 def test_steps_that_only_decode_cost_the_same_to_the_last_bit(n: int, context: int) -> None:
     for costs in (GPU, LINEAR):
-        assert costs.decoding(n)(context) == costs.of(Load(0, 0, 0, n, context))
+        assert costs.decoding(n)(context) == costs.of(JobLoad(0, 0, 0, n, context))
 
 
 def test_a_job_that_does_both_makes_one_pass_over_the_weights() -> None:
-    both = GPU.of(Load(64, 1, chunk_pairs(64, 0), 8, 800))
-    alone = GPU.of(prefill(64)) + GPU.of(Load(0, 0, 0, 8, 800))
+    both = GPU.of(JobLoad(64, 1, chunk_pairs(64, 0), 8, 800))
+    alone = GPU.of(prefill(64)) + GPU.of(JobLoad(0, 0, 0, 8, 800))
     assert both == pytest.approx(alone - GPU.base)
 
 
 @given(loads())
-def test_without_floor_and_tiles_the_form_is_linear(n: Load) -> None:
+def test_without_floor_and_tiles_the_form_is_linear(n: JobLoad) -> None:
     work = n.prefill_tokens * LINEAR.per_token + n.prefill_pairs * LINEAR.per_pair
     work += n.decode_sequences * LINEAR.per_sequence + n.decode_context * LINEAR.per_context
     work += n.prefill_chunks * LINEAR.per_chunk
@@ -83,14 +83,14 @@ def test_without_floor_and_tiles_the_form_is_linear(n: Load) -> None:
 
 
 @given(loads(), loads())
-def test_more_work_beside_a_decode_never_takes_less(n: Load, more: Load) -> None:
+def test_more_work_beside_a_decode_never_takes_less(n: JobLoad, more: JobLoad) -> None:
     decoding = n._replace(decode_sequences=n.decode_sequences + 1)
-    larger = Load(*(a + b for a, b in zip(decoding, more, strict=True)))
+    larger = JobLoad(*(a + b for a, b in zip(decoding, more, strict=True)))
     assert GPU.of(larger) >= GPU.of(decoding)
 
 
 @given(loads(), st.floats(0.1, 10))
-def test_scaled_costs_scale_every_job(n: Load, factor: float) -> None:
+def test_scaled_costs_scale_every_job(n: JobLoad, factor: float) -> None:
     assert GPU.scaled(factor).of(n) == pytest.approx(factor * GPU.of(n))
 
 

@@ -10,10 +10,10 @@ from ballast.core.actions import DropCache
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
 from ballast.core.errors import BrokenPromise, ConfigError
-from ballast.core.event import Arrival, Cancel, JobDone
-from ballast.core.job import Job, Load, SequenceWork
+from ballast.core.event import ArrivalEvent, CancelEvent, JobDoneEvent
+from ballast.core.job import Job, JobLoad, SequenceWork
 from ballast.core.model import AdapterSpec
-from ballast.core.request import Request, Sampling, State, Submission
+from ballast.core.request import Request, RequestState, Sampling, Submission
 from ballast.core.story import Story
 from ballast.core.units import GiB, KiB, MiB, ceil_div, format_bytes, parse_bytes
 from tests.policy.worlds import model
@@ -59,21 +59,21 @@ def request(prompt: int = 4, max_tokens: int = 3) -> Request:
 def test_a_request_lives_legally() -> None:
     r = request()
     assert not r.decoding
-    r.to(State.RUNNING)
+    r.to(RequestState.RUNNING)
     r.tokens.append(7)
     r.computed = 4
     assert r.decoding
     assert (r.generated, r.output, r.most_tokens) == (1, [7], 6)
-    r.to(State.WAITING)
-    r.to(State.RUNNING)
-    r.to(State.FINISHED)
+    r.to(RequestState.WAITING)
+    r.to(RequestState.RUNNING)
+    r.to(RequestState.FINISHED)
     with pytest.raises(BrokenPromise, match="finished -> running"):
-        r.to(State.RUNNING)
+        r.to(RequestState.RUNNING)
 
 
 def test_a_waiting_request_cannot_finish() -> None:
     with pytest.raises(BrokenPromise):
-        request().to(State.FINISHED)
+        request().to(RequestState.FINISHED)
 
 
 def test_prefixes_are_apart_by_adapter_and_tenant() -> None:
@@ -102,7 +102,7 @@ def test_job_counts_what_costs() -> None:
             SequenceWork("c", [1], 4, [2], Sampling()),
         ),
     )
-    assert job.load == Load(3, 1, 3 + 4 + 5, 2, 10 + 5)
+    assert job.load == JobLoad(3, 1, 3 + 4 + 5, 2, 10 + 5)
     costs = StepCosts(1.0, 10.0, 100.0, 1000.0, 10000.0)
     assert costs.seconds(job) == 1 + 30 + 200 + 15000 + 120000
     assert costs.prefill_seconds(3, 2) == 1 + 30 + 120000
@@ -117,7 +117,7 @@ def test_virtual_time_never_goes_back() -> None:
 
 def test_the_story_tells_counts_not_contents() -> None:
     story = Story(keep=2)
-    story.event(0.5, Arrival(Submission(id="r", model="m", prompt=(5, 6), max_tokens=9)))
+    story.event(0.5, ArrivalEvent(Submission(id="r", model="m", prompt=(5, 6), max_tokens=9)))
     assert story.entries[0] == {
         "at": 0.5,
         "event": "Arrival",
@@ -126,8 +126,8 @@ def test_the_story_tells_counts_not_contents() -> None:
         "prompt_tokens": 2,
         "max_tokens": 9,
     }
-    story.event(0.6, Cancel("r"))
-    story.event(0.7, JobDone(Job(1, 0, "m", ()), (), 0.01))
+    story.event(0.6, CancelEvent("r"))
+    story.event(0.7, JobDoneEvent(Job(1, 0, "m", ()), (), 0.01))
     assert len(story.entries) == 2
 
 
@@ -135,7 +135,7 @@ def test_decisions_are_taken_once() -> None:
     story = Story(keep=2)
     for pages in (1, 2, 3):
         story.decision(0.5, DropCache("m", pages, "why"), "refused" if pages == 3 else None)
-    story.event(0.6, Cancel("r"))
+    story.event(0.6, CancelEvent("r"))
     told = {"at": 0.5, "action": "DropCache", "model": "m", "why": "why"}
     assert story.take() == ({**told, "pages": 2}, {**told, "pages": 3, "refused": "refused"})
     assert story.take() == ()

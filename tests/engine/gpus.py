@@ -14,12 +14,12 @@ from ballast.bench import inprocess
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.settings import FleetSettings
-from ballast.kernels.plain_attention import PlainAttention
+from ballast.kernels.plain.attention import PlainAttention
 from ballast.live.cuda_machine import CudaMachine
 from ballast.live.cuda_runner import AllocatorOnDevice
 from ballast.live.machine import MakeMachine
-from ballast.models.device_parallel import DeviceExchange
-from ballast.models.gloo import GlooExchange
+from ballast.models.gpu.parallel import GpuExchange
+from ballast.models.parallel.exchanges import GlooExchange
 from ballast.weights.sharding import Shard
 from tests.memory.fake_cuda import FakeDriver
 from tests.models.fake_graphs import FakeRecorder, Recorders
@@ -45,7 +45,7 @@ class Allocator:
 
 
 class OnHost:
-    """Implements `Compute`: launches end at once, on the CPU."""
+    """Implements `GpuCompute`: launches end at once, on the CPU."""
 
     device = torch.device("cpu")
 
@@ -74,7 +74,7 @@ class OnHost:
     def recorder(self, stream: int) -> FakeRecorder:
         return self.recorders(stream)
 
-    def exchange(self, meeting: Path, shard: Shard) -> DeviceExchange:
+    def exchange(self, meeting: Path, shard: Shard) -> GpuExchange:
         return GlooExchange(meeting, shard)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.event import Output, Result, TokenOut
+from ballast.core.event import JobResult, Output, TokenOutput
 from ballast.core.job import SequenceWork
 from ballast.live.runner import Executor
 
@@ -25,14 +25,14 @@ def held(server: InProcess, index: int, request_id: str) -> Iterator[Callable[[]
     wanted, reached, go = threading.Event(), threading.Event(), threading.Event()
 
     def listen(now: float, output: Output) -> None:
-        if isinstance(output, TokenOut) and (output.request_id, output.index) == (
+        if isinstance(output, TokenOutput) and (output.request_id, output.index) == (
             request_id,
             index,
         ):
             wanted.set()
 
-    def holding(run: Callable[[Sequence[SequenceWork]], list[Result]]) -> object:
-        def wait_and_run(work: Sequence[SequenceWork]) -> list[Result]:
+    def holding(run: Callable[[Sequence[SequenceWork]], list[JobResult]]) -> object:
+        def wait_and_run(work: Sequence[SequenceWork]) -> list[JobResult]:
             if wanted.is_set():
                 reached.set()
                 assert go.wait(DEADLINE)

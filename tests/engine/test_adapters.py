@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ballast.bench.inprocess import Answer, InProcess
-from ballast.core.event import Arrival, Failed
+from ballast.core.event import ArrivalEvent, FailedOutput
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
@@ -190,7 +190,7 @@ def test_an_adapter_that_fails_takes_no_other_along(world: World, tmp_path: Path
     for r in requests[:-1]:
         world.check(r, answers[r.id])
     end = answers["broken1"].end
-    assert isinstance(end, Failed)
+    assert isinstance(end, FailedOutput)
     assert end.code == "model_not_found"
 
 
@@ -209,11 +209,11 @@ def test_an_adapter_has_a_queue_of_its_own(world: World) -> None:
     device = LiveDevice(replace(settings, models=(base,)), lambda outputs: None)
     try:
         told = [
-            handle(device.state, Arrival(asked(name, i)))
+            handle(device.state, ArrivalEvent(asked(name, i)))
             for i, name in enumerate(["x", "x", "y", "base", "base"])
         ]
     finally:
         device.close()
-    reasons = [[o.reason for o in outputs if isinstance(o, Failed)] for outputs in told]
+    reasons = [[o.reason for o in outputs if isinstance(o, FailedOutput)] for outputs in told]
     one, three = ["1 requests of 'x' wait already"], ["3 requests of 'base' wait already"]
     assert reasons == [[], one, [], [], three]

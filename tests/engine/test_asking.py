@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ballast.core.actions import Activate, Change, Decision, Evict, Hold
-from ballast.core.event import Cancel, Event, Finished, Operate, Output, Pause, Resume
+from ballast.core.event import (
+    CancelEvent,
+    CommandEvent,
+    Event,
+    FinishedOutput,
+    Output,
+    PauseEvent,
+    ResumeEvent,
+)
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import Slo
@@ -59,7 +67,7 @@ class World:
         self.n = 0
 
     def hear(self, now: float, output: Output) -> None:
-        if isinstance(output, Finished):
+        if isinstance(output, FinishedOutput):
             self.ended.append(output.request_id)
 
     def submit(self, tokens: int) -> str:
@@ -80,9 +88,9 @@ class World:
         self.device.advance(now + seconds)
         return len(self.policy.at) > before
 
-    def order(self, operation: Activate | Evict | Change) -> Operate:
+    def order(self, operation: Activate | Evict | Change) -> CommandEvent:
         self.n += 1
-        return Operate(f"order-{self.n}", operation)
+        return CommandEvent(f"order-{self.n}", operation)
 
 
 @pytest.fixture
@@ -115,12 +123,12 @@ def test_what_becomes_of_requests_is_news(world: World) -> None:
     assert world.asked_about()
     world.device.advance(0.5)
     assert not world.asked_about()
-    assert world.asked_about(Pause(second))
+    assert world.asked_about(PauseEvent(second))
     assert not world.asked_about()
-    assert world.asked_about(Resume(second))
-    assert world.asked_about(Cancel(first))
+    assert world.asked_about(ResumeEvent(second))
+    assert world.asked_about(CancelEvent(first))
     assert not world.asked_about()
-    assert world.asked_about(Cancel(second))
+    assert world.asked_about(CancelEvent(second))
 
 
 def test_what_operators_do_is_news(world: World) -> None:

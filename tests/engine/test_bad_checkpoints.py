@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.command import Add, Outcome
+from ballast.core.command import Add, CommandOutcome
 from ballast.core.request import Submission
 from ballast.core.settings import (
     AdapterSettings,
@@ -118,7 +118,9 @@ def check_serves(server: InProcess, name: str) -> None:
     tokens = server.generate([request])[name].tokens
     assert len(tokens) == 5
     state = server.device.state
-    assert {o: n for o, n in server.device.snapshot().owners.items() if n} == state.pool.owners()
+    assert {
+        o: n for o, n in server.device.snapshot().owners.items() if n
+    } == state.pool.ledger.owners()
     state.pool.validate()
     state.arena.validate()
     for m in state.models.values():
@@ -151,9 +153,9 @@ def assert_matches(text: str, pattern: str) -> None:
     assert re.search(pattern, text), f"{pattern!r} is not in {text!r}"
 
 
-def ordered(server: InProcess, settings: ModelSettings) -> Outcome:
+def ordered(server: InProcess, settings: ModelSettings) -> CommandOutcome:
     ended = threading.Event()
-    outcomes: list[Outcome] = []
+    outcomes: list[CommandOutcome] = []
     server.device.command(Add(settings), lambda o: (outcomes.append(o), ended.set()))  # type: ignore[func-returns-value]
     assert ended.wait(DEADLINE)
     return outcomes[0]

@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.core.cost import UNMEASURED, StepCosts
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.engine.cost_estimator import CostEstimator
 
 TRUE = StepCosts(5e-3, 2e-4, 4e-4, 4e-8, 3e-9)
 
 
-def load(rng: random.Random) -> Load:
+def load(rng: random.Random) -> JobLoad:
     """Of a job as engines run them: decodes, and now and then a chunk of a prompt."""
     sequences = rng.randrange(0, 20)
     tokens = rng.choice([0, 0, 0, rng.randrange(2, 256)]) if sequences else rng.randrange(2, 256)
     start = rng.randrange(0, 1000)
     pairs = tokens * start + tokens * (tokens + 1) // 2
-    return Load(tokens, int(tokens > 0), pairs, sequences, sequences * rng.randrange(20, 800))
+    return JobLoad(tokens, int(tokens > 0), pairs, sequences, sequences * rng.randrange(20, 800))
 
 
 def learned(true: StepCosts, jobs: int, noise: float = 0.0, seed: int = 1) -> CostEstimator:
@@ -51,10 +51,10 @@ def test_jobs_whose_times_scatter_are_learned_too() -> None:
 
 def test_one_job_tells_the_scale() -> None:
     estimator = CostEstimator(UNMEASURED)
-    job = Load(0, 0, 0, 4, 400)
+    job = JobLoad(0, 0, 0, 4, 400)
     estimator.observe(job, 50 * UNMEASURED.of(job))
-    assert estimator.costs.of(Load(128, 1, 8256, 0, 0)) == pytest.approx(
-        50 * UNMEASURED.of(Load(128, 1, 8256, 0, 0)), rel=1e-6
+    assert estimator.costs.of(JobLoad(128, 1, 8256, 0, 0)) == pytest.approx(
+        50 * UNMEASURED.of(JobLoad(128, 1, 8256, 0, 0)), rel=1e-6
     )
 
 
@@ -68,7 +68,7 @@ def test_a_machine_that_slows_down_is_followed() -> None:
 
 def test_jobs_all_alike_leave_no_coefficient_negative_and_keep_proportions() -> None:
     estimator = CostEstimator(UNMEASURED)
-    job = Load(0, 0, 0, 1, 100)
+    job = JobLoad(0, 0, 0, 1, 100)
     for _ in range(200):
         estimator.observe(job, 4e-3)
     assert min(astuple(estimator.costs)) >= 0
@@ -78,7 +78,7 @@ def test_jobs_all_alike_leave_no_coefficient_negative_and_keep_proportions() -> 
 
 def test_a_job_that_took_no_time_tells_nothing() -> None:
     estimator = CostEstimator(UNMEASURED)
-    estimator.observe(Load(0, 0, 0, 1, 100), 0.0)
+    estimator.observe(JobLoad(0, 0, 0, 1, 100), 0.0)
     assert estimator.costs == UNMEASURED
 
 

@@ -14,7 +14,7 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError
-from ballast.core.event import Cancelled, Event, Failed, FirstJobReady
+from ballast.core.event import CancelledOutput, Event, FailedOutput, FirstJobReadyEvent
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import KiB
@@ -72,7 +72,7 @@ class Stepwise:
     ) -> CpuMachine:
         def told(event: Event) -> None:
             waits = None
-            if isinstance(event, FirstJobReady):
+            if isinstance(event, FirstJobReadyEvent):
                 self.opened.append(event.transfer_id)
                 waits = self._waits[self._of(event.transfer_id)]
                 waits.clear()  # earlier jobs of the model have ended
@@ -183,15 +183,15 @@ def test_a_load_that_fails_under_a_job_fails_its_model_and_no_other(
         after = server.generate([replace(r, id=f"{r.id}-after") for r in others])
         state = server.device.state
         assert state.models["a"].residency is Residency.FAILED
-        assert state.pool.owned("weights:a") == 0
+        assert state.pool.ledger.owned("weights:a") == 0
         assert state.models["a"].kv.pages == 0
         check(server)
     for r in requests:
         end = answers[r.id].end
-        assert isinstance(end, Failed)
+        assert isinstance(end, FailedOutput)
         assert (end.code, "the host is gone" in end.reason) == ("model_failed", True)
         assert answers[r.id].tokens == []
-    assert isinstance(late, Failed)
+    assert isinstance(late, FailedOutput)
     assert late.code == "model_failed"
     for r in others:
         assert there[r.id].tokens == after[f"{r.id}-after"].tokens == alone[r.id].tokens
@@ -221,7 +221,7 @@ def test_what_arrives_and_goes_while_the_first_job_waits(
         server.wait()
         assert answers[first.id].tokens == alone[first.id].tokens
         assert server.answers[second.id].tokens == alone[second.id].tokens
-        assert isinstance(answers[gone.id].end, Cancelled)
+        assert isinstance(answers[gone.id].end, CancelledOutput)
         check(server)
 
 

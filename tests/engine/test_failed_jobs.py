@@ -11,7 +11,7 @@ import pytest
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.actions import Change, SwapKv
-from ballast.core.event import Failed, Result
+from ballast.core.event import FailedOutput, JobResult
 from ballast.core.job import SequenceWork
 from ballast.core.report import DeviceReport
 from ballast.core.request import Sampling, Submission
@@ -41,7 +41,7 @@ class Fragile:
         self._run = executor.run
         executor.run = self.run  # type: ignore[method-assign]
 
-    def run(self, work: Work) -> list[Result]:
+    def run(self, work: Work) -> list[JobResult]:
         failed = self._breaks(work)
         self.jobs.append((tuple(w.request_id for w in work), failed))
         if failed:
@@ -73,7 +73,7 @@ def settled(server: InProcess) -> None:
     assert not state.requests
     for m in state.models.values():
         m.kv.validate([])
-        assert m.kv.pages == state.pool.owned(f"kv:{m.spec.name}")
+        assert m.kv.pages == state.pool.ledger.owned(f"kv:{m.spec.name}")
     state.arena.validate()
     state.pool.validate()
 
@@ -92,7 +92,7 @@ def test_a_request_at_fault_fails_alone(paths: Paths, at: int) -> None:  # noqa:
         settled(server)
     fragile.check()
     end = answers.pop(poison).end
-    assert isinstance(end, Failed)
+    assert isinstance(end, FailedOutput)
     assert (end.code, "on fire" in end.reason) == ("internal_error", True)
     for id, answer in answers.items():
         assert answer.finished.output_tokens == 40

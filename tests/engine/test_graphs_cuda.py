@@ -13,14 +13,14 @@ import torch
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.clock import VirtualClock
-from ballast.core.event import Result
+from ballast.core.event import JobResult
 from ballast.core.job import Job, SequenceWork
 from ballast.core.units import MiB
 from ballast.engine.views import device_view
-from ballast.kernels.device_plan import Bucket
+from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.live.cuda_runner import MOST_PAUSES, RUNS, CudaRunner
 from ballast.live.cuda_streams import GreenStreams, PlainStreams
-from ballast.models.graphs import GraphCache
+from ballast.models.gpu.graphs import GraphCache
 from tests.engine.gpus import OnHost, on_gpu, serving
 from tests.live.test_cuda_machine import tight
 from tests.live.test_live_device import asked, fleet, paths  # noqa: F401
@@ -48,7 +48,7 @@ def test_tokens_are_the_same_while_pages_move(paths: dict[str, Path]) -> None:  
     with serving(tested, driver, OnHost(StaticAttention, recorders)) as server:
         state = server.device.state
         held = state.graphs.pages
-        assert state.pool.owned("arena:graphs") == held == GRAPHS // device.page_bytes
+        assert state.pool.ledger.owned("arena:graphs") == held == GRAPHS // device.page_bytes
         assert device_view(state).arena == state.arena.pages + held
         cap = server.device.cap.n_bytes
         assert cap == state.arena.pages * device.page_bytes
@@ -83,7 +83,7 @@ def graphs_of(server: InProcess) -> GraphCache:
 
 
 def test_a_model_that_is_removed_leaves_no_graph(paths: dict[str, Path]) -> None:  # noqa: F811
-    from ballast.core.command import Outcome, Remove
+    from ballast.core.command import CommandOutcome, Remove
 
     driver = FakeDriver(n_bytes=1 << 30)
     recorders = Recorders(driver)
@@ -97,7 +97,7 @@ def test_a_model_that_is_removed_leaves_no_graph(paths: dict[str, Path]) -> None
             threading.Event().wait(0.01)
         assert recorders.graphs
         streams = len(driver.streams)
-        told: list[Outcome] = []
+        told: list[CommandOutcome] = []
         server.device.command(Remove("a", patience=5.0), told.append)
         server.device._operator._thread.submit(lambda: None).result()
         assert [o.code for o in told] == [None]
@@ -112,7 +112,7 @@ class Busy:
         self.began, self.go = threading.Event(), threading.Event()
         self._graphs, self._name = graphs, name
 
-    def run(self, work: Sequence[SequenceWork]) -> list[Result]:
+    def run(self, work: Sequence[SequenceWork]) -> list[JobResult]:
         self.began.set()
         assert self.go.wait(LONG)
         bucket = Bucket.decode(1, 8)

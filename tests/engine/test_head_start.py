@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ballast.core.actions import Activate
-from ballast.core.event import Arrival
-from ballast.core.job import Load, chunk_pairs
+from ballast.core.event import ArrivalEvent
+from ballast.core.job import JobLoad, chunk_pairs
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.engine.apply import apply
@@ -33,7 +33,7 @@ def device() -> SimDevice:
 def ask(device: SimDevice, *tokens: int) -> None:
     for i, n in enumerate(tokens):
         one = Submission(id=f"{n}-{i}", model="m", prompt=(1,) * n, max_tokens=2)
-        assert handle(device.state, Arrival(one)) == []
+        assert handle(device.state, ArrivalEvent(one)) == []
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_as_much_as_comes_in_while_the_first_job_runs(
 ) -> None:
     ask(device, *prompts)
     pairs = sum(chunk_pairs(n, 0) for n in chunks)
-    load = Load(sum(chunks), len(chunks), pairs, 0, 0)
+    load = JobLoad(sum(chunks), len(chunks), pairs, 0, 0)
     m = device.state.models["m"]
     assert bytes_ahead(device.state, m) == int(COSTS.of(load) * RATE)
 

@@ -13,7 +13,7 @@ from ballast.bench.inprocess import InProcess
 from ballast.bench.story_report import report_story
 from ballast.core.cost import UNMEASURED
 from ballast.core.errors import ConfigError
-from ballast.core.event import Failed, Finished
+from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.job import Job
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.engine.lanes import Lanes
@@ -73,7 +73,7 @@ def test_lanes_change_no_token_and_replay(
         report = server.device.snapshot()
         state = server.device.state
         state.pool.validate()
-        assert state.pool.owned("arena:lanes") == state.arena.pages
+        assert state.pool.ledger.owned("arena:lanes") == state.arena.pages
         assert all(m.costs != UNMEASURED for m in state.models.values()), "costs are learned"
     for id, answer in answers.items():
         assert answer.tokens == alone[id].tokens, id
@@ -110,7 +110,7 @@ def test_a_job_that_breaks_leaves_the_other_lane_alone(
             victim.run = broken  # type: ignore[method-assign, assignment]
         answers = server.generate(asked(3))
     for key, answer in answers.items():
-        assert isinstance(answer.end, Failed if key.startswith("b") else Finished)
+        assert isinstance(answer.end, FailedOutput if key.startswith("b") else FinishedOutput)
 
 
 def test_more_lanes_than_threads_are_refused(paths: dict[str, Path]) -> None:  # noqa: F811

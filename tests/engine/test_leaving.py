@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ballast.core.event import Cancel, Cancelled, Finished, Output
+from ballast.core.event import CancelEvent, CancelledOutput, FinishedOutput, Output
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.view import Residency
@@ -35,14 +35,14 @@ def test_a_client_that_vanishes_while_its_model_loads(preset: str, another: bool
     device.submit(asked("gone", "m", 0.0))
     device.advance(0.5)
     assert device.state.models["m"].residency is Residency.ACTIVATING
-    device._heap.schedule(0.5, Cancel("gone"))
+    device._heap.schedule(0.5, CancelEvent("gone"))
     device.submit(asked("other", "m" if another else "n", 0.6))
     device.advance(0.55)
-    assert told == [(0.5, Cancelled("gone"))]
+    assert told == [(0.5, CancelledOutput("gone"))]
     assert device.open_requests == 0
     device.finish(1.0)
-    ends = [o for _, o in told if not isinstance(o, Cancelled)]
-    assert isinstance(ends[-1], Finished)
+    ends = [o for _, o in told if not isinstance(o, CancelledOutput)]
+    assert isinstance(ends[-1], FinishedOutput)
     device.state.pool.validate()
     for m in device.state.models.values():
         assert (list(m.waiting), list(m.running)) == ([], [])

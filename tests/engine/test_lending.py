@@ -15,13 +15,20 @@ import pytest
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Lend, Recall
-from ballast.core.command import DeviceOrder, Outcome
+from ballast.core.command import CommandOutcome, DeviceCommand
 from ballast.core.event import Event
-from ballast.core.lease import Condemned, HasMet, LetGo, PeerGone, Returned, Word
+from ballast.core.lease import (
+    LendingMessage,
+    PagesReturnedEvent,
+    PeerGoneEvent,
+    PeerMetReport,
+    PeerOverdueReport,
+    PeerReleasedReport,
+)
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
-from ballast.memory.lend import OWNER
+from ballast.memory.lending.lender import OWNER
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories
 from tests.engine.checkpoints import VOCAB, make_llama
@@ -81,7 +88,7 @@ class Pair:
 
     def __init__(self, fleet: FleetSettings, story: Path) -> None:
         self.servers: dict[str, InProcess] = {}
-        self.words: list[Word] = []
+        self.words: list[LendingMessage] = []
         self.changed = threading.Condition()
         self.deaf = False
         """Whether what is asked back is lost on its way."""
@@ -98,12 +105,14 @@ class Pair:
     def _other(self, name: str) -> str:
         return self.names[1 - self.names.index(name)]
 
-    def _hear(self, other: str, word: Word) -> None:
+    def _hear(self, other: str, word: LendingMessage) -> None:
         with self.changed:
             self.words.append(word)
             self.changed.notify_all()
-        lost = self.deaf and not isinstance(word, Returned)
-        if not lost and not isinstance(word, HasMet | Condemned | LetGo):
+        lost = self.deaf and not isinstance(word, PagesReturnedEvent)
+        if not lost and not isinstance(
+            word, PeerMetReport | PeerOverdueReport | PeerReleasedReport
+        ):
             self._pass_on(other, word)
 
     def _pass_on(self, other: str, word: Event) -> None:
@@ -113,7 +122,7 @@ class Pair:
         with self.changed:
             assert self.changed.wait_for(what, DEADLINE)
 
-    def said(self, kind: type[Word]) -> int:
+    def said(self, kind: type[LendingMessage]) -> int:
         return sum(isinstance(word, kind) for word in self.words)
 
     def meet(self) -> None:
@@ -122,20 +131,20 @@ class Pair:
             assert exported is not None
             fd = None if exported.fd is None else os.dup(exported.fd)
             server.device.meet(self._other(name), 1, replace(exported, fd=fd))
-        self.wait_for(lambda: self.said(HasMet) == 2)
+        self.wait_for(lambda: self.said(PeerMetReport) == 2)
 
-    def order(self, order: DeviceOrder, name: str = "") -> Callable[[], Outcome]:
+    def order(self, order: DeviceCommand, name: str = "") -> Callable[[], CommandOutcome]:
         """By the lender, if no other is named. What is returned waits for the outcome."""
         ended = threading.Event()
-        outcomes: list[Outcome] = []
+        outcomes: list[CommandOutcome] = []
 
-        def done(outcome: Outcome) -> None:
+        def done(outcome: CommandOutcome) -> None:
             outcomes.append(outcome)
             ended.set()
 
         self.servers[name or self.names[0]].device.command(order, done)
 
-        def outcome() -> Outcome:
+        def outcome() -> CommandOutcome:
             assert ended.wait(DEADLINE)
             return outcomes[0]
 
@@ -154,7 +163,7 @@ class Pair:
             told = server.device.snapshot()
             assert {o: n for o, n in told.owners.items() if n} == {
                 (o if o != OWNER else f"{OWNER}:{self.names[1]}"): n
-                for o, n in state.pool.owners().items()
+                for o, n in state.pool.ledger.owners().items()
             }
             for m in state.models.values():
                 m.kv.validate([])
@@ -238,14 +247,14 @@ def test_a_dead_lenders_memory_is_let_go_of(
         with held(made.borrower, 50, "r7") as until_held:
             made.borrower.submit(*asked(10))
             until_held()
-            made.borrower.device.post(PeerGone(LENDER, 1))
-        made.wait_for(lambda: made.said(LetGo) == 1)
-        made.servers[LENDER].device.post(PeerGone(BORROWER, 1))
+            made.borrower.device.post(PeerGoneEvent(LENDER, 1))
+        made.wait_for(lambda: made.said(PeerReleasedReport) == 1)
+        made.servers[LENDER].device.post(PeerGoneEvent(BORROWER, 1))
         made.borrower.wait()
         settle(made)
         made.validate(0)
         assert {id: a.tokens for id, a in made.borrower.answers.items()} == expected
-        assert made.said(Returned) == 0
+        assert made.said(PagesReturnedEvent) == 0
 
 
 def test_whoever_does_not_return_pages_is_condemned_once(
@@ -255,15 +264,15 @@ def test_whoever_does_not_return_pages_is_condemned_once(
         assert made.order(Lend(BORROWER, 8))().code is None
         made.deaf = True
         outcome = made.order(Recall(BORROWER, None, 0.05))
-        made.wait_for(lambda: made.said(Condemned) == 1)
+        made.wait_for(lambda: made.said(PeerOverdueReport) == 1)
         refused = made.order(Lend(BORROWER, 1))()
         assert refused.code == "refused"
-        made.servers[LENDER].device.post(PeerGone(BORROWER, 1))
+        made.servers[LENDER].device.post(PeerGoneEvent(BORROWER, 1))
         assert outcome().code is None
-        made.borrower.device.post(PeerGone(LENDER, 1))
+        made.borrower.device.post(PeerGoneEvent(LENDER, 1))
         settle(made)
         made.validate(0)
-        assert made.said(Condemned) == 1
+        assert made.said(PeerOverdueReport) == 1
 
 
 def test_a_lender_that_is_short_itself_recalls_what_it_lacks(

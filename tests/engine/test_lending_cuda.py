@@ -8,9 +8,9 @@ from pathlib import Path
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Lend, Recall
 from ballast.core.event import Event
-from ballast.core.lease import Lent, LetGo, PeerGone
+from ballast.core.lease import PagesLentEvent, PeerGoneEvent, PeerReleasedReport
 from ballast.core.settings import FleetSettings
-from ballast.memory.vm_cuda import CudaVm
+from ballast.memory.cuda.vm import CudaVm
 from tests.engine.gpus import beside, serving
 from tests.engine.holding import held
 from tests.engine.test_lending import (  # noqa: F401
@@ -47,7 +47,7 @@ class Gpus(Pair):
         return serving(beside(replace(fleet, device=device), pages), self.drivers[device.name])
 
     def _pass_on(self, other: str, word: Event) -> None:
-        if not isinstance(word, Lent):
+        if not isinstance(word, PagesLentEvent):
             super()._pass_on(other, word)
             return
         lease, device = word.lease, self.servers[other].device
@@ -85,10 +85,10 @@ def test_tokens_are_the_same_on_borrowed_pages_and_when_the_lender_dies(
         assert made.order(Lend(BORROWER, 50))().code is None
         settle(made)
         made.validate_driver(70)
-        made.borrower.device.post(PeerGone(LENDER, 1))
-        made.wait_for(lambda: made.said(LetGo) == 1)
+        made.borrower.device.post(PeerGoneEvent(LENDER, 1))
+        made.wait_for(lambda: made.said(PeerReleasedReport) == 1)
         made.validate_driver(0)
-        made.servers[LENDER].device.post(PeerGone(BORROWER, 1))
+        made.servers[LENDER].device.post(PeerGoneEvent(BORROWER, 1))
         made.borrower.wait()
         settle(made)
         made.validate(0)

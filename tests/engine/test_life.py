@@ -13,15 +13,25 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.job import Job
 from ballast.core.rotation import Rotation
 from ballast.core.view import Residency
-from ballast.engine.life import RULES, Kv, Landing, Layers, Life, Stay, Step, Transition, Work
+from ballast.engine.life import (
+    RULES,
+    Landing,
+    Life,
+    Membership,
+    RemapPhase,
+    Step,
+    SwapPhase,
+    Transition,
+    Work,
+)
 
 PARTS: dict[str, type[enum.Enum]] = {
     "residency": Residency,
     "landing": Landing,
     "work": Work,
-    "layers": Layers,
-    "kv": Kv,
-    "stay": Stay,
+    "layers": RemapPhase,
+    "kv": SwapPhase,
+    "stay": Membership,
 }
 LAYERS = Rotation((0, 1), 1)
 JOB = Job(1, 0, "m", ())
@@ -87,7 +97,7 @@ class Driven:
     def events(self) -> Iterator[Callable[[Driven], None]]:
         """What may happen next, events and actions alike."""
         life = self.life
-        here = life.stay is not Stay.GONE
+        here = life.stay is not Membership.GONE
         resident = life.residency is Residency.RESIDENT and here
         if life.residency is Residency.ABSENT and here:
             yield lambda d: d.life.activate(1)
@@ -106,7 +116,7 @@ class Driven:
         if resident:
             yield Driven.drive_out
             yield Driven.remap
-            if life.kv is Kv.STILL:
+            if life.kv is SwapPhase.STILL:
                 yield lambda d: d.life.order_swap(LAYERS)
             if life.work is Work.IDLE and not life.settling:
                 yield Driven.job
@@ -114,14 +124,14 @@ class Driven:
             for passed in (False, True):
                 yield lambda d, passed=passed: d.end(passed, None)  # type: ignore[misc]
                 yield lambda d, passed=passed: d.end(passed, "broken")  # type: ignore[misc]
-        if life.kv is Kv.ORDERED and life.work is Work.IDLE:
+        if life.kv is SwapPhase.ORDERED and life.work is Work.IDLE:
             yield lambda d: d.life.end_swap()
         if life.settling:
             yield Driven.settled
-        if life.stay is Stay.SERVED:
+        if life.stay is Membership.SERVED:
             yield lambda d: d.life.leave()
         waits = life.awaited or life.work is Work.BUSY or self.stirred
-        if life.stay is Stay.LEAVING and not waits:
+        if life.stay is Membership.LEAVING and not waits:
             yield lambda d: d.life.strike()
 
     def drive_out(self) -> None:
@@ -133,7 +143,7 @@ class Driven:
         self.proceed()
 
     def job(self) -> None:
-        if self.life.kv is Kv.ORDERED:
+        if self.life.kv is SwapPhase.ORDERED:
             self.life.begin_move()
         self.life.begin_job(JOB, 0.0)
 

@@ -15,18 +15,18 @@ import pytest
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Evict
-from ballast.core.event import Cancelled, Finished
+from ballast.core.event import CancelledOutput, FinishedOutput
 from ballast.core.migration import (
-    Depart,
-    Departed,
-    DropKv,
-    ExportKv,
-    ImportKv,
-    KvExported,
-    KvImported,
-    KvRead,
-    KvTail,
-    Word,
+    DepartedAnswer,
+    DepartEvent,
+    DropKvEvent,
+    ExportKvEvent,
+    ImportKvEvent,
+    KvExportedAnswer,
+    KvImportedAnswer,
+    KvReadEvent,
+    KvTailEvent,
+    MigrationAnswer,
 )
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings
@@ -80,7 +80,7 @@ class Two:
     def __init__(self, path: Path, story: Path, **device: Any) -> None:
         self.servers = {n: InProcess(fleet(path, n, story, **device)) for n in NAMES}
         self.source, self.target = (self.servers[n] for n in NAMES)
-        self.words: queue.SimpleQueue[Word] = queue.SimpleQueue()
+        self.words: queue.SimpleQueue[MigrationAnswer] = queue.SimpleQueue()
         for server in self.servers.values():
             moves = server.device.state.migration
             moves.bytes, moves.exports = PeerReader(self._fetch, server.device.post), True
@@ -92,21 +92,23 @@ class Two:
         assert exported.fd is not None
         return replace(exported, fd=os.dup(exported.fd))
 
-    def ask(self, server: InProcess, order: ExportKv | Depart | ImportKv) -> Word:
+    def ask(
+        self, server: InProcess, order: ExportKvEvent | DepartEvent | ImportKvEvent
+    ) -> MigrationAnswer:
         server.device.migrate(order)
         return self.heard()
 
-    def heard(self) -> Word:
+    def heard(self) -> MigrationAnswer:
         return self.words.get(timeout=DEADLINE)
 
-    def copied(self, s: Submission) -> KvExported:
+    def copied(self, s: Submission) -> KvExportedAnswer:
         """What is there of a request's KV, once the target has it."""
-        exported = self.ask(self.source, ExportKv(s.id))
-        assert isinstance(exported, KvExported)
+        exported = self.ask(self.source, ExportKvEvent(s.id))
+        assert isinstance(exported, KvExportedAnswer)
         tokens = (*s.prompt, *self.source.answers[s.id].tokens)[: exported.tokens]
         wanted = replace(s, prompt=tokens, max_tokens=0)
-        order = ImportKv(wanted, exported.form, NAMES[0], exported.pieces)
-        assert self.ask(self.target, order) == KvImported(s.id, exported.tokens)
+        order = ImportKvEvent(wanted, exported.form, NAMES[0], exported.pieces)
+        assert self.ask(self.target, order) == KvImportedAnswer(s.id, exported.tokens)
         return exported
 
     @contextmanager
@@ -122,7 +124,7 @@ class Two:
         before = self.source.answers[s.id].tokens
         self.target.generate([replace(s, resumed=tuple(before))])
         end = self.target.answers[s.id].end
-        assert isinstance(end, Finished)
+        assert isinstance(end, FinishedOutput)
         return [*before, *self.target.answers[s.id].tokens]
 
     def validate(self) -> None:
@@ -186,16 +188,16 @@ def test_a_request_goes_on_with_its_kv(
         with made.amid(s):
             exported = made.copied(s)
             assert exported.tokens == (PROMPT + 30) // BLOCK * BLOCK
-            made.source.device.migrate(Depart("r"))
+            made.source.device.migrate(DepartEvent("r"))
         departed = made.heard()
         made.source.wait()
-        assert isinstance(departed, Departed)
+        assert isinstance(departed, DepartedAnswer)
         assert departed.intact
-        assert isinstance(made.source.answers["r"].end, Cancelled)
+        assert isinstance(made.source.answers["r"].end, CancelledOutput)
         known = PROMPT + len(made.source.answers["r"].tokens)
         assert (known - 1) % BLOCK == 0
         assert exported.tokens + departed.tokens == known - 1
-        made.target.device.migrate(KvTail("r", departed.tokens, departed.tail))
+        made.target.device.migrate(KvTailEvent("r", departed.tokens, departed.tail))
         assert made.arrive(s) == expected(**WAYS[way])
         assert made.found - before == known - 1
         until(lambda: not made.source.device.state.requests)
@@ -212,10 +214,10 @@ def test_a_request_that_lost_its_blocks_meanwhile_goes_on_without_them(
             made.copied(s)
             made.source.device.command(Evict("base", "a test"), lambda outcome: None)
         until(lambda: len(made.source.answers["r"].tokens) > 36)
-        departed = made.ask(made.source, Depart("r"))
-        assert departed == Departed("r", intact=False)
+        departed = made.ask(made.source, DepartEvent("r"))
+        assert departed == DepartedAnswer("r", intact=False)
         made.source.wait()
-        made.target.device.migrate(DropKv("r"))
+        made.target.device.migrate(DropKvEvent("r"))
         assert made.arrive(s) == expected()
         assert made.found == before
         made.validate()
@@ -228,31 +230,31 @@ def test_a_target_without_room_or_weights_imports_nothing(
     s = asked("r")
     with two(path, tmp_path) as made:
         with made.amid(s):
-            exported = made.ask(made.source, ExportKv("r"))
-            assert isinstance(exported, KvExported)
+            exported = made.ask(made.source, ExportKvEvent("r"))
+            assert isinstance(exported, KvExportedAnswer)
             tokens = (*s.prompt, *made.source.answers["r"].tokens)[: exported.tokens]
             wanted = replace(s, prompt=tokens, max_tokens=0)
             orders = {
-                "another form": ImportKv(wanted, "another", NAMES[0], exported.pieces),
-                "half a block": ImportKv(
+                "another form": ImportKvEvent(wanted, "another", NAMES[0], exported.pieces),
+                "half a block": ImportKvEvent(
                     replace(wanted, prompt=tokens[:-3]), exported.form, NAMES[0], exported.pieces
                 ),
-                "no such model": ImportKv(
+                "no such model": ImportKvEvent(
                     replace(wanted, model="none"), exported.form, NAMES[0], exported.pieces
                 ),
-                "too little": ImportKv(wanted, exported.form, NAMES[0], exported.pieces[:-1]),
+                "too little": ImportKvEvent(wanted, exported.form, NAMES[0], exported.pieces[:-1]),
             }
             for what, order in orders.items():
-                assert made.ask(made.target, order) == KvImported("r", 0), what
-            whole = ImportKv(wanted, exported.form, NAMES[0], exported.pieces)
+                assert made.ask(made.target, order) == KvImportedAnswer("r", 0), what
+            whole = ImportKvEvent(wanted, exported.form, NAMES[0], exported.pieces)
             state = made.target.device.state
             made.target.device.command(Evict("base", "a test"), lambda outcome: None)
             until(lambda: not state.models["base"].weights.backed)
-            assert made.ask(made.target, whole) == KvImported("r", 0)
-            assert made.ask(made.source, ExportKv("none")) == KvExported("none", 0)
+            assert made.ask(made.target, whole) == KvImportedAnswer("r", 0)
+            assert made.ask(made.source, ExportKvEvent("none")) == KvExportedAnswer("none", 0)
         made.source.wait()
         assert made.source.answers["r"].tokens == expected()
-        assert made.ask(made.source, Depart("r")) == Departed("r", intact=False)
+        assert made.ask(made.source, DepartEvent("r")) == DepartedAnswer("r", intact=False)
         made.validate()
 
 
@@ -278,11 +280,11 @@ def test_a_request_that_ends_does_not_depart(path: Path, tmp_path: Path) -> None
         with made.amid(s, 37):
             made.copied(s)
             # 41 tokens of prompt and 39 more are five blocks: it has ended by then.
-            made.source.device.migrate(Depart("r"))
+            made.source.device.migrate(DepartEvent("r"))
             made.source.cancel("r")
-        assert made.heard() == Departed("r", intact=False)
+        assert made.heard() == DepartedAnswer("r", intact=False)
         made.source.wait()
-        made.target.device.migrate(DropKv("r"))
+        made.target.device.migrate(DropKvEvent("r"))
         made.target.generate([replace(asked("last"), max_tokens=1)])
         made.validate()
 
@@ -312,7 +314,7 @@ def test_a_reader_copies_bytes_in_order_or_says_why_not() -> None:
     here = bytearray(4096)
     address = ctypes.addressof((ctypes.c_char * 4096).from_buffer(here))
     reader.start("a", "cpu", [(0, 100), (300, 50)], [(address, 30), (address + 1000, 120)])
-    assert posted.get(timeout=DEADLINE) == KvRead("a")
+    assert posted.get(timeout=DEADLINE) == KvReadEvent("a")
     source = bytes(range(256)) * 16
     assert here[:30] == source[:30]
     assert here[1000:1120] == source[30:100] + source[300:350]

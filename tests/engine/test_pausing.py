@@ -10,20 +10,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ballast.core.entries import Entry
+from ballast.core.entries import StoryEntry
 from ballast.core.event import (
-    Cancel,
+    CancelEvent,
     Event,
-    Failed,
-    Finished,
-    GrammarReady,
+    FailedOutput,
+    FinishedOutput,
+    GrammarReadyEvent,
     Output,
-    Pause,
-    PromptScores,
-    Resume,
+    PauseEvent,
+    PromptScoresOutput,
+    ResumeEvent,
 )
 from ballast.core.link import LinkRates
-from ballast.core.request import Request, Sampling, State, Submission, WaitsFor
+from ballast.core.request import Request, RequestState, Sampling, Submission, WaitsFor
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.device import MachineProfile, SimDevice
@@ -66,7 +66,7 @@ class Pausing(RuleBasedStateMachine):
         self.n = 0
         self.sleeping: dict[str, int] = {}
         """Paused requests that nobody has resumed since, and how many tokens they had."""
-        self.entries: list[Entry] = []
+        self.entries: list[StoryEntry] = []
         lanes = 1 if preset in ("swap", "mirage") else lanes
         made = fleet(preset, specs, pages, prefix_cache=cached, lanes=lanes)
         self.device = SimDevice(
@@ -109,12 +109,12 @@ class Pausing(RuleBasedStateMachine):
     @precondition(lambda self: self.state.requests)
     @rule(pick=picks)
     def pause(self, pick: int) -> None:
-        self.happens(Pause(self.picked(pick).id))
+        self.happens(PauseEvent(self.picked(pick).id))
 
     @precondition(lambda self: self.state.requests)
     @rule(pick=picks)
     def resume(self, pick: int) -> None:
-        self.wake(self.picked(pick), Resume)
+        self.wake(self.picked(pick), ResumeEvent)
 
     @precondition(lambda self: self.store.held)
     @rule(pick=picks, fails=st.integers(0, 5))
@@ -123,16 +123,16 @@ class Pausing(RuleBasedStateMachine):
         request = self.state.requests[held[pick % len(held)]]
         if fails == 0 and WaitsFor.GRAMMAR in request.waits_for:
             self.sleeping.pop(request.id, None)
-            self.happens(GrammarReady(request.id, "invalid_request", "nonsense"))
+            self.happens(GrammarReadyEvent(request.id, "invalid_request", "nonsense"))
         else:
-            self.wake(request, GrammarReady)
+            self.wake(request, GrammarReadyEvent)
 
     @precondition(lambda self: self.state.requests)
     @rule(pick=picks)
     def cancel(self, pick: int) -> None:
         request = self.picked(pick)
         self.sleeping.pop(request.id, None)
-        self.happens(Cancel(request.id))
+        self.happens(CancelEvent(request.id))
 
     @rule(seconds=st.sampled_from([0.001, 0.01, 0.1, 1.0]))
     def go_on(self, seconds: float) -> None:
@@ -148,9 +148,9 @@ class Pausing(RuleBasedStateMachine):
         found: list[str] = []
         for m in self.state.models.values():
             for state, there in (
-                (State.RUNNING, list(m.running)),
-                (State.WAITING, list(m.waiting)),
-                (State.PAUSED, list(m.paused.values())),
+                (RequestState.RUNNING, list(m.running)),
+                (RequestState.WAITING, list(m.waiting)),
+                (RequestState.PAUSED, list(m.paused.values())),
             ):
                 assert all(r.state is state for r in there)
                 found += [r.id for r in there]
@@ -164,7 +164,7 @@ class Pausing(RuleBasedStateMachine):
         if not hasattr(self, "device"):
             return
         for r in self.state.requests.values():
-            if r.state is State.PAUSED:
+            if r.state is RequestState.PAUSED:
                 assert r.waits_for
                 assert (r.blocks, r.computed, r.in_flight) == ([], 0, False)
                 assert self.sleeping.setdefault(r.id, len(r.tokens)) == len(r.tokens)
@@ -177,9 +177,9 @@ class Pausing(RuleBasedStateMachine):
             return
         expected = dict(self.state.requests)
         for request in expected.values():
-            self.wake(request, Resume)
+            self.wake(request, ResumeEvent)
             if WaitsFor.GRAMMAR in request.waits_for:
-                self.wake(request, GrammarReady)
+                self.wake(request, GrammarReadyEvent)
         self.device.finish(self.device.clock.now())
         watch(0.0, self.state)
         assert not self.store.held
@@ -188,11 +188,11 @@ class Pausing(RuleBasedStateMachine):
             if request.cancelled:
                 continue
             end = self.heard.ended[id]
-            if self.keeps_places and isinstance(end, Failed):
+            if self.keeps_places and isinstance(end, FailedOutput):
                 assert end.code == "insufficient_memory"
                 assert "has no place" in end.reason
                 continue
-            assert isinstance(end, Finished), end
+            assert isinstance(end, FinishedOutput), end
             assert end.output_tokens == request.submission.max_tokens
             assert request.output == self.undisturbed(request)
         with tempfile.TemporaryDirectory() as directory:
@@ -213,16 +213,16 @@ class Pausing(RuleBasedStateMachine):
     # -- by what means ----------------------------------------------------------------------------
 
     def listen(self, now: float, output: Output) -> None:
-        if not isinstance(output, PromptScores):
+        if not isinstance(output, PromptScoresOutput):
             self.heard(now, output)
 
     def picked(self, pick: int) -> Request:
         requests = [*self.state.requests.values()]
         return requests[pick % len(requests)]
 
-    def wake(self, request: Request, event: type[Resume] | type[GrammarReady]) -> None:
+    def wake(self, request: Request, event: type[ResumeEvent] | type[GrammarReadyEvent]) -> None:
         """Takes place before anything else does."""
-        gone = WaitsFor.READER if event is Resume else WaitsFor.GRAMMAR
+        gone = WaitsFor.READER if event is ResumeEvent else WaitsFor.GRAMMAR
         if not request.waits_for & ~gone:
             self.sleeping.pop(request.id, None)
         self.happens(event(request.id))
@@ -241,10 +241,10 @@ def test_a_request_that_fails_while_it_waits_for_its_grammar_says_why() -> None:
     machine.begin("balloon", 400, True, 1)
     machine.arrive("a", 5, 5, True, False)
     machine.go_on(1.0)
-    assert machine.state.requests["r1"].state is State.PAUSED
-    machine.happens(GrammarReady("r1", "queue_full", "64 grammars of this key wait already"))
+    assert machine.state.requests["r1"].state is RequestState.PAUSED
+    machine.happens(GrammarReadyEvent("r1", "queue_full", "64 grammars of this key wait already"))
     end = machine.heard.ended["r1"]
-    assert end == Failed("r1", "queue_full", "64 grammars of this key wait already")
+    assert end == FailedOutput("r1", "queue_full", "64 grammars of this key wait already")
     machine.teardown()
 
 
@@ -254,9 +254,9 @@ def test_paused_requests_alone_wake_nobody_and_do_not_fail() -> None:
     machine.begin("balloon", 60, True, 1)
     machine.arrive("a", 100, 40, False, False)
     machine.go_on(0.1)
-    machine.happens(Pause("r1"))
+    machine.happens(PauseEvent("r1"))
     machine.go_on(1.0)
-    assert machine.state.requests["r1"].state is State.PAUSED
+    assert machine.state.requests["r1"].state is RequestState.PAUSED
     assert machine.device.due == inf, "neither an event nor the loop is due"
     machine.teardown()
 
@@ -267,13 +267,13 @@ def test_who_is_paused_before_it_is_admitted_counts_as_waiting_and_later_not() -
     machine.arrive("a", 100, 40, True, False)
     machine.arrive("a", 100, 40, True, False)
     refused = machine.heard.ended["r2"]
-    assert isinstance(refused, Failed)
+    assert isinstance(refused, FailedOutput)
     assert refused.code == "queue_full"
-    machine.wake(machine.state.requests["r1"], GrammarReady)
+    machine.wake(machine.state.requests["r1"], GrammarReadyEvent)
     machine.go_on(0.05)
-    machine.happens(Pause("r1"))
+    machine.happens(PauseEvent("r1"))
     machine.go_on(0.05)
-    assert machine.state.requests["r1"].state is State.PAUSED
+    assert machine.state.requests["r1"].state is RequestState.PAUSED
     machine.arrive("a", 100, 40, False, False)
     assert "r3" in machine.state.requests
     machine.teardown()
@@ -289,5 +289,5 @@ def test_leaps_do_not_pass_over_what_waits_for_the_end_of_a_job() -> None:
     machine.pause(0 if [*machine.state.requests] == ["r2"] else 1)
     machine.go_on(0.02)  # some jobs
     assert [*machine.state.requests] == ["r2"]
-    assert machine.state.requests["r2"].state is State.PAUSED
+    assert machine.state.requests["r2"].state is RequestState.PAUSED
     machine.teardown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ballast.core.event import Finished, Output
+from ballast.core.event import FinishedOutput, Output
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -27,12 +27,12 @@ def asked(name: str, arrival: float, priority: int = 0, n: int = 30) -> Submissi
 
 def ends(
     model: ModelSpec, pages: int, arrivals: list[Submission], preset: str = "balloon"
-) -> list[Finished]:
+) -> list[FinishedOutput]:
     """The requests' ends, as they came."""
     told: list[Output] = []
     profile = MachineProfile(costs={model.name: COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     simulate(fleet(preset, [model], pages), [model], arrivals, profile, lambda _, o: told.append(o))
-    return [o for o in told if isinstance(o, Finished)]
+    return [o for o in told if isinstance(o, FinishedOutput)]
 
 
 @pytest.mark.parametrize("preset", ["static", "swap", "balloon"])

@@ -8,7 +8,7 @@ import pytest
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Action, Evict, Remap
-from ballast.core.event import Output, TokenOut
+from ballast.core.event import Output, TokenOutput
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.engine.apply import apply
@@ -36,7 +36,7 @@ def test_layers_that_rotate_and_what_they_cost(paths: dict[str, Path]) -> None:
         seen: dict[int, DeviceReport] = {}
 
         def act(now: float, output: Output) -> None:
-            if isinstance(output, TokenOut) and output.request_id == "a0":
+            if isinstance(output, TokenOutput) and output.request_id == "a0":
                 seen[output.index] = server.device.snapshot()
                 if output.index in wanted:
                     assert apply(state, wanted[output.index], []) is None

@@ -15,8 +15,15 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.actions import Preempt
-from ballast.core.event import Failed, Output, Pause, PromptScores, Resume, TokenOut
-from ballast.core.request import Sampling, State, Submission
+from ballast.core.event import (
+    FailedOutput,
+    Output,
+    PauseEvent,
+    PromptScoresOutput,
+    ResumeEvent,
+    TokenOutput,
+)
+from ballast.core.request import RequestState, Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.apply import apply
@@ -91,7 +98,7 @@ def disturbed(server: InProcess, submission: Submission, every: int = 5) -> Answ
     state = server.device.state
 
     def disturb(now: float, output: Output) -> None:
-        if isinstance(output, TokenOut) and output.index % every == every - 1:
+        if isinstance(output, TokenOutput) and output.index % every == every - 1:
             apply(state, Preempt("a", output.request_id, why="a test"), [])
 
     server.listen = disturb
@@ -148,11 +155,11 @@ def test_a_paused_request_goes_on_with_the_tokens_it_would_have_had(
                 return
             if output.request_id == "paused":
                 if "beside it" in state.requests:
-                    server.device.post(Pause("paused"))
-            elif request.state is State.PAUSED or not isinstance(output, TokenOut):
-                pauses += request.state is State.PAUSED
+                    server.device.post(PauseEvent("paused"))
+            elif request.state is RequestState.PAUSED or not isinstance(output, TokenOutput):
+                pauses += request.state is RequestState.PAUSED
                 assert request.blocks == []
-                server.device.post(Resume("paused"))
+                server.device.post(ResumeEvent("paused"))
 
         server.listen = disturb
         beside = asked("beside it", n=200)
@@ -176,7 +183,7 @@ def test_the_index_of_a_resumed_output_goes_on(server: InProcess) -> None:
     server.listen = lambda now, output: told.append(output)
     answer(server, replace(asked("counted on"), resumed=tuple(whole.tokens[:30])))
     server.listen = None
-    assert [o.index for o in told if isinstance(o, TokenOut)] == list(range(30, 40))
+    assert [o.index for o in told if isinstance(o, TokenOutput)] == list(range(30, 40))
 
 
 def test_an_output_that_was_complete_ends_at_once(server: InProcess) -> None:
@@ -210,7 +217,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(server: InProcess) -> N
         ]
     ):
         end = answer(server, replace(wrong, id=f"wrong {i}")).end
-        assert isinstance(end, Failed)
+        assert isinstance(end, FailedOutput)
         assert end.code == "invalid_request"
         assert "there is no token" in end.reason
 
@@ -218,7 +225,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(server: InProcess) -> N
 def test_a_request_that_was_accepted_is_taken_again_from_a_full_queue(path: Path) -> None:
     with InProcess(fleet(path, max_waiting=0)) as server:
         refused = answer(server, asked("new", n=3)).end
-        assert isinstance(refused, Failed)
+        assert isinstance(refused, FailedOutput)
         assert refused.code == "queue_full"
         assert answer(server, replace(asked("old", n=3), resumed=())).finished
 
@@ -251,7 +258,7 @@ def test_a_grammar_at_fault_fails_its_request_alone(server: InProcess) -> None:
     requests = [asked("sound 1"), asked("at fault", grammar="nonsense {"), asked("sound 2")]
     answers = server.generate(requests)
     failed = answers["at fault"].end
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, FailedOutput)
     assert failed.code == "invalid_request"
     assert "grammar" in failed.reason
     for name in ("sound 1", "sound 2"):
@@ -291,7 +298,7 @@ def test_prompt_scores_come_once_and_are_those_of_transformers(
 
     # A preemption in the middle of the prompt: what was told is not told again.
     def disturb(now: float, output: Output) -> None:
-        if isinstance(output, PromptScores) and output.start % 3 == 0:
+        if isinstance(output, PromptScoresOutput) and output.start % 3 == 0:
             apply(server.device.state, Preempt("a", output.request_id, why="a test"), [])
 
     server.listen = disturb
@@ -312,7 +319,7 @@ def test_a_prompt_may_be_scored_without_an_answer(server: InProcess) -> None:
 
 def test_only_embedding_models_embed(server: InProcess) -> None:
     end = answer(server, replace(asked("embed"), embed=True)).end
-    assert isinstance(end, Failed)
+    assert isinstance(end, FailedOutput)
     assert end.code == "invalid_request"
     assert "not an embedding model" in end.reason
 
@@ -322,14 +329,14 @@ def test_who_is_not_admitted_in_time_is_told_so(path: Path) -> None:
         m = server.device.state.models["a"]
 
         def follow(now: float, output: Output) -> None:
-            if isinstance(output, TokenOut) and output.index == 0:
+            if isinstance(output, TokenOutput) and output.index == 0:
                 m.spec = replace(m.spec, queue_seconds=0.0)
                 server.submit(asked("late", n=3))
 
         server.listen = follow
         assert answer(server, asked("long", n=200)).finished.output_tokens == 200
         late = server.answers["late"].end
-        assert isinstance(late, Failed)
+        assert isinstance(late, FailedOutput)
         assert late.code == "queue_timeout"
 
 

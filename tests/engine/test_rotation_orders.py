@@ -10,7 +10,7 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Action, Activate, Evict, Remap
 from ballast.core.command import Add, Remove
-from ballast.core.event import Failed, Output, TokenOut
+from ballast.core.event import FailedOutput, Output, TokenOutput
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.view import Residency
 from ballast.engine.apply import apply
@@ -43,7 +43,7 @@ def at_tokens(server: InProcess, wanted: Mapping[tuple[str, int], Action]) -> No
     """Have things done when a request gets such a token, on the loop's thread."""
 
     def act(now: float, output: Output) -> None:
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             action = wanted.get((output.request_id, output.index))
             if action is not None:
                 assert apply(server.device.state, action, []) is None
@@ -74,7 +74,7 @@ def test_orders_while_layers_of_all_models_rotate(
             assert ordered(server, Evict("a")).code is None
             assert ordered(server, Activate("a")).code is None
             assert ordered(server, Remove("b", 0.0 if i else 60.0)).code is None
-            assert "slots:b" not in state.pool.owners()
+            assert "slots:b" not in state.pool.ledger.owners()
             server.wait()
             assert ordered(server, Add(settings(paths, "b"))).code is None
         loads = {m.name: m.loads for m in server.device.snapshot().models}
@@ -85,7 +85,7 @@ def test_orders_while_layers_of_all_models_rotate(
     ours = {f"{name}-{i}": name for name in NAMES for i in range(2)}
     for id, name in ours.items():
         answer = server.answers[id]
-        if isinstance(answer.end, Failed):
+        if isinstance(answer.end, FailedOutput):
             assert (name, answer.end.code) == ("b", "unavailable")
         else:
             assert answer.tokens == alone[name][: len(answer.tokens)], id
@@ -110,7 +110,7 @@ def test_a_model_that_would_share_rotating_layers_joins_when_they_rest(
         assert (server.device.tier.n_bytes, list(server.device.specs)) == (host_bytes, ["a"])
         assert server.generate([asked("a", 60, "second")])["second"].tokens == alone["a"][:60]
         assert ordered(server, again).code is None
-        assert "weights:a" not in state.pool.owners()
+        assert "weights:a" not in state.pool.ledger.owners()
         answers = server.generate([asked("a", 200, "third"), asked("again", 200)])
         assert answers["third"].tokens == answers["again"].tokens == alone["a"]
         validate(server)
@@ -124,7 +124,7 @@ def test_once_evicted_layers_that_rotated_can_be_shared(
         server.generate([asked("a", 40)])
         assert ordered(server, Evict("a")).code is None
         assert server.device.state.models["a"].residency is Residency.ABSENT
-        assert "slots:a" not in server.device.state.pool.owners()
+        assert "slots:a" not in server.device.state.pool.ledger.owners()
         assert ordered(server, Add(settings(paths, "again", of="a"))).code is None
         answers = server.generate([asked("again", 200), asked("a", 200, "second")])
         assert answers["again"].tokens == answers["second"].tokens == alone["a"]

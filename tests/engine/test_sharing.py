@@ -12,7 +12,7 @@ from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Activate, Evict
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import activation_bytes
-from ballast.core.event import Output, TokenOut, TransferDone
+from ballast.core.event import Output, TokenOutput, TransferDoneEvent
 from ballast.core.job import Job
 from ballast.core.link import LinkRates
 from ballast.core.request import Sampling, Submission
@@ -71,7 +71,7 @@ def validate(state: DeviceState, view: DeviceView) -> None:
         m.weights.validate()
     told = report(state, "cpu")
     held = {owner: n for owner, n in told.owners.items() if n}
-    assert held == state.pool.owners()
+    assert held == state.pool.ledger.owners()
     assert sum(held.values()) == told.total - told.free - told.reclaiming
     assert view.coming == state.pool.free + sum(
         PAGES[p]
@@ -137,7 +137,7 @@ def test_a_model_that_counted_on_anothers_copy_makes_it_when_that_fails() -> Non
     moved = []
     while state.in_flight:
         for event in heap.take(None):
-            assert isinstance(event, TransferDone)
+            assert isinstance(event, TransferDoneEvent)
             if not moved:
                 event = replace(event, error="the cable is loose")
             moved.append(event.n_bytes // worlds.PAGE)
@@ -190,11 +190,11 @@ def asked(model: str, tokens: int = 30) -> Submission:
 def validate_live(server: InProcess) -> None:
     state = server.device.state
     told = server.device.snapshot().owners
-    assert {o: n for o, n in told.items() if n} == state.pool.owners()
+    assert {o: n for o, n in told.items() if n} == state.pool.ledger.owners()
     state.pool.validate()
     for m in state.models.values():
         m.weights.validate()
-        mapped = state.pool.owned(m.weights.owner) + state.pool.held(m.weights.owner)
+        mapped = state.pool.ledger.owned(m.weights.owner) + state.pool.ledger.held(m.weights.owner)
         assert m.weights.range.os_backed() == mapped
 
 
@@ -208,7 +208,7 @@ def test_hosts_and_devices_hold_equal_segments_once(paths: dict[str, Path]) -> N
         answers = server.generate([asked(n) for n in paths])
         assert answers["base"].tokens == answers["again"].tokens != answers["tuned"].tokens
         assert len(set(answers["base"].tokens)) > 8
-        owners = server.device.state.pool.owners()
+        owners = server.device.state.pool.ledger.owners()
         assert "weights:base" not in owners
         assert "weights:again" not in owners
         sizes = [-(-n // (64 * KiB)) for n in hosts["base"].spec.segment_bytes]
@@ -243,7 +243,11 @@ def test_tokens_stay_right_while_a_sharer_goes_and_comes(
         server.generate([asked(victim, 5)])
 
         def evict(now: float, output: Output) -> None:
-            if isinstance(output, TokenOut) and output.request_id == "base" and output.index == 20:
+            if (
+                isinstance(output, TokenOutput)
+                and output.request_id == "base"
+                and output.index == 20
+            ):
                 gone.append(apply(state, Evict(victim), []))
                 validate_live(server)
 

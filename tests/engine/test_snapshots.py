@@ -20,19 +20,19 @@ from ballast.core.actions import (
     Evict,
     Hold,
     Limit,
-    Operation,
+    LoopCommand,
     Preempt,
     Remap,
     SwapKv,
 )
-from ballast.core.event import Cancel, Event, Operate, Output, Pause, Resume
+from ballast.core.event import CancelEvent, CommandEvent, Event, Output, PauseEvent, ResumeEvent
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import Slo
 from ballast.core.view import DeviceView
-from ballast.engine.life import Stay
+from ballast.engine.life import Membership
 from ballast.engine.state import DeviceState
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import Preset, resolve
@@ -140,8 +140,8 @@ class Device(RuleBasedStateMachine):
         self.go_on(0.03)
 
     @precondition(lambda self: self.state.requests)
-    @rule(pick=picks, kind=st.sampled_from([Cancel, Pause, Resume, Resume]))
-    def interrupt(self, pick: int, kind: type[Cancel | Pause | Resume]) -> None:
+    @rule(pick=picks, kind=st.sampled_from([CancelEvent, PauseEvent, ResumeEvent, ResumeEvent]))
+    def interrupt(self, pick: int, kind: type[CancelEvent | PauseEvent | ResumeEvent]) -> None:
         ids = list(self.state.requests)
         self.happens(kind(ids[pick % len(ids)]))
 
@@ -234,12 +234,14 @@ class Device(RuleBasedStateMachine):
         return list(self.state.models)[pick % len(self.state.models)]
 
     def named(self, pick: int) -> str:
-        served = [m.spec.name for m in self.state.models.values() if m.life.stay is Stay.SERVED]
+        served = [
+            m.spec.name for m in self.state.models.values() if m.life.stay is Membership.SERVED
+        ]
         return served[pick % len(served)]
 
-    def ask(self, operation: Operation) -> None:
+    def ask(self, operation: LoopCommand) -> None:
         self.n += 1
-        self.happens(Operate(f"order-{self.n}", operation))
+        self.happens(CommandEvent(f"order-{self.n}", operation))
 
     def happens(self, event: Event) -> None:
         self.device._heap.schedule(self.device.clock.now(), event)

@@ -14,7 +14,7 @@ from ballast.core.cost import UNMEASURED
 from ballast.core.errors import BrokenPromise
 from ballast.core.link import LinkRates
 from ballast.core.model import AdapterSpec
-from ballast.core.request import Order, Request, Submission
+from ballast.core.request import Precedence, Request, Submission
 from ballast.core.settings import Slo
 from ballast.core.view import RequestView
 from ballast.engine.waiting import Waiting
@@ -29,7 +29,7 @@ SPEC = worlds.spec()
 def request(rank: int, arrival: float, sequence: int) -> Request:
     id = f"r{sequence}"
     submission = Submission(id=id, model="m", prompt=(1,) * (1 + sequence), max_tokens=4)
-    return Request(submission, [*submission.prompt], Order(rank, arrival, sequence), "m")
+    return Request(submission, [*submission.prompt], Precedence(rank, arrival, sequence), "m")
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(-1, 1), st.integers(0, 3)), max_size=40))

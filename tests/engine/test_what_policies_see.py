@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ballast.core.actions import Change
-from ballast.core.event import Finished, Operate, Output, TokenOut
+from ballast.core.event import CommandEvent, FinishedOutput, Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.request import Submission
@@ -38,7 +38,7 @@ class World:
         made = fleet("balloon", specs, pages)
         profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=1e-4)
         self.times: dict[str, list[float]] = {}
-        self.ended: dict[str, Finished] = {}
+        self.ended: dict[str, FinishedOutput] = {}
         self.levels = dict(LEVELS)
         self.sent: dict[str, Submission] = {}
         self.seen = 0
@@ -47,9 +47,9 @@ class World:
         )
 
     def hear(self, at: float, output: Output) -> None:
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             self.times.setdefault(output.request_id, []).append(at)
-        elif isinstance(output, Finished):
+        elif isinstance(output, FinishedOutput):
             self.ended[output.request_id] = output
 
     def submit(self, s: Submission) -> None:
@@ -106,7 +106,7 @@ def test_requests_are_seen_with_their_deadlines_and_lengths() -> None:
         pinned=False,
         ttl=None,
     )
-    world.device._heap.schedule(0.6, Operate("change", change))
+    world.device._heap.schedule(0.6, CommandEvent("change", change))
     world.device.finish(1.0)
     assert len(world.ended) == 40
     assert m.preemptions > 0

@@ -1,6 +1,6 @@
 """Kernels between matrices against PyTorch's operations: on a GPU, else in Triton's interpreter.
 
-`test_device_layer.py` and `test_triton_interpreted.py` run this file in a process of its own.
+`test_gpu_layer.py` and `triton/test_triton_interpreted.py` run this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from ballast.core.job import SequenceWork
 from ballast.core.settings import KvLayout
-from ballast.kernels.device_batch import DeviceBatch
-from ballast.kernels.device_layer import HeadVectors
-from ballast.kernels.plain_attention import PlainAttention
-from ballast.kernels.plain_layer import PlainLayer
-from ballast.kernels.triton_attention import TritonAttention
-from ballast.kernels.triton_layer import TritonLayer
-from ballast.models.device_fused import DeviceFusedModel
-from tests.kernels.device_cases import DEVICE, GPU, Job
+from ballast.kernels.gpu.batch import GpuBatch
+from ballast.kernels.gpu.layer import HeadVectors
+from ballast.kernels.plain.attention import PlainAttention
+from ballast.kernels.plain.layer import PlainLayer
+from ballast.kernels.triton.attention import TritonAttention
+from ballast.kernels.triton.layer import TritonLayer
+from ballast.models.gpu.fused import GpuFusedModel
+from tests.kernels.attention_cases import DEVICE, GPU, Job
 from tests.models.test_fused import checkpoint
 from tests.models.tiny import GREEDY, Served
 
@@ -98,7 +98,7 @@ def test_rotate(
 
 def _job(
     ragged: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, dtype: torch.dtype
-) -> DeviceBatch:
+) -> GpuBatch:
     torch.manual_seed(7)
     layout = KvLayout.PER_LAYER if dim == 24 else KvLayout.BLOCK_MAJOR
     job = Job.of(ragged, kv_heads=kv_heads, dim=dim, dtype=dtype, layout=layout)
@@ -139,7 +139,7 @@ def test_one_row(dtype: torch.dtype, n: int, k: int, with_: set[str]) -> None:
 def test_a_whole_model(tmp_path: Path) -> None:
     checkpoint(tmp_path, "qwen3")
     served = Served(tmp_path, attention=TritonAttention, model_impl="fused")
-    assert isinstance(served.model, DeviceFusedModel)
+    assert isinstance(served.model, GpuFusedModel)
     jobs = [
         [
             SequenceWork("a", list(range(3, 12)), 0, [4, 7], GREEDY),

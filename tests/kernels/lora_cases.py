@@ -1,6 +1,6 @@
 """LoRA's Triton kernels against float64: on a GPU, else in Triton's interpreter.
 
-`test_device_lora.py` and `test_triton_interpreted.py` run this file in a process of its own.
+`test_gpu_lora.py` and `triton/test_triton_interpreted.py` run this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ballast.kernels.device_batch import Scratch
-from ballast.kernels.device_lora import AdaptedRows, Group, Lora
-from ballast.kernels.device_plan import Bucket
-from ballast.kernels.lora import Matrices, Target
-from ballast.kernels.plain_lora import PlainLora
-from ballast.kernels.staging import Staged
-from ballast.memory.cuda_tensor import device_tensor_at
+from ballast.kernels.gpu.attention_plan import Bucket
+from ballast.kernels.gpu.batch import Scratch
+from ballast.kernels.gpu.lora import GpuAdaptedRows, GpuLoraGroup, Lora
+from ballast.kernels.gpu.staging import Staged
+from ballast.kernels.lora import LoraMatrices, LoraTarget
+from ballast.kernels.plain.lora import PlainLora
+from ballast.memory.cuda.tensor import cuda_tensor_at
 from ballast.memory.tensor import tensor_at
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-Make = Callable[[Sequence[Group], torch.dtype], Lora]
+Make = Callable[[Sequence[GpuLoraGroup], torch.dtype], Lora]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def triton_lora(groups: Sequence[Group], dtype: torch.dtype) -> Lora:
-    from ballast.kernels.triton_lora import TritonLora
+def triton_lora(groups: Sequence[GpuLoraGroup], dtype: torch.dtype) -> Lora:
+    from ballast.kernels.triton.lora import TritonLora
 
     return TritonLora(groups, dtype, DEVICE, Scratch(DEVICE))
 
 
-def plain_lora(groups: Sequence[Group], dtype: torch.dtype) -> Lora:
-    return PlainLora(groups, dtype, partial(device_tensor_at, device=DEVICE) if GPU else tensor_at)
+def plain_lora(groups: Sequence[GpuLoraGroup], dtype: torch.dtype) -> Lora:
+    return PlainLora(groups, dtype, partial(cuda_tensor_at, device=DEVICE) if GPU else tensor_at)
 
 
 @dataclass
@@ -50,11 +50,13 @@ class Random:
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     scales: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = field(default_factory=dict)
 
-    def group(self, inputs: int, outputs: Sequence[int], ranks: Sequence[Sequence[int]]) -> Group:
+    def group(
+        self, inputs: int, outputs: Sequence[int], ranks: Sequence[Sequence[int]]
+    ) -> GpuLoraGroup:
         """`ranks[target][adapter]`; 0: it has nothing there. Two columns lie between targets."""
         targets, column = [], 0
         for i, n in enumerate(outputs):
-            entries: list[Matrices | None] = []
+            entries: list[LoraMatrices | None] = []
             for j, rank in enumerate(ranks[i]):
                 if not rank:
                     entries.append(None)
@@ -63,12 +65,12 @@ class Random:
                 b = torch.randn(rank, n).to(self.dtype).to(DEVICE)
                 self.kept.append((a, b))
                 self.scales[i, j] = a, b, 1.5 / rank
-                entries.append(Matrices(a.data_ptr(), b.data_ptr(), rank, 1.5 / rank))
-            targets.append(Target(n, tuple(entries), column))
+                entries.append(LoraMatrices(a.data_ptr(), b.data_ptr(), rank, 1.5 / rank))
+            targets.append(LoraTarget(n, tuple(entries), column))
             column += n + 2
-        return Group(inputs, tuple(targets))
+        return GpuLoraGroup(inputs, tuple(targets))
 
-    def expected(self, group: Group, x: Tensor, y: Tensor, adapters: list[int]) -> Tensor:
+    def expected(self, group: GpuLoraGroup, x: Tensor, y: Tensor, adapters: list[int]) -> Tensor:
         made = y.double().clone()
         for (i, j), (a, b, scale) in self.scales.items():
             target = group.targets[i]
@@ -79,9 +81,9 @@ class Random:
         return made
 
 
-def rows_of(adapters: list[int], bucket: Bucket) -> AdaptedRows:
-    staged = Staged({**AdaptedRows.sizes(bucket), "end": ((1,), torch.int32)}, DEVICE)
-    both = AdaptedRows.both(staged.tensors, bucket)
+def rows_of(adapters: list[int], bucket: Bucket) -> GpuAdaptedRows:
+    staged = Staged({**GpuAdaptedRows.sizes(bucket), "end": ((1,), torch.int32)}, DEVICE)
+    both = GpuAdaptedRows.both(staged.tensors, bucket)
     assert both is not None
     host = staged.host()
     for rows in both:

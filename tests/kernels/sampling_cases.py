@@ -1,6 +1,7 @@
 """Gumbel-max on a device against the host's sampling: on a GPU, else in Triton's interpreter.
 
-`test_device_sampling.py` and `test_triton_interpreted.py` run this file in a process of its own.
+`test_gpu_sampling.py` and `triton/test_triton_interpreted.py` run this file
+in a process of its own.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 from ballast.core.request import Sampling
 from ballast.kernels import sampling
-from ballast.kernels.triton_sampling import TritonGumbelMax
-from ballast.kernels.triton_sampling_code import gumbel
-from tests.kernels.test_device_sampling import drawn_logits, exact_scores
+from ballast.kernels.triton.sampling import TritonGumbelMax
+from ballast.kernels.triton.sampling_code import gumbel
+from tests.kernels.gpu.test_gpu_sampling import drawn_logits, exact_scores
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 """NumPy's, of infinite logits."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ballast.core.clock import VirtualClock
-from ballast.core.event import Event, Result
+from ballast.core.event import Event, JobResult
 from ballast.core.job import Job, SequenceWork
 from ballast.kernels import team
 from ballast.live.runner import CpuRunner
@@ -81,7 +81,7 @@ class Where:
     def __init__(self) -> None:
         self.masks: list[set[int]] = []
 
-    def run(self, work: Sequence[SequenceWork]) -> list[Result]:
+    def run(self, work: Sequence[SequenceWork]) -> list[JobResult]:
         self.masks.append(os.sched_getaffinity(0))
         return []
 

@@ -17,6 +17,7 @@ from numba.core.dispatcher import Dispatcher
 
 from ballast.kernels import (
     attention_code,
+    attention_steps_code,
     experts_code,
     intrinsics,
     layer_code,
@@ -34,7 +35,17 @@ def test_intrinsics_that_can_be_arguments_have_names_of_their_own() -> None:
     assert len({repr(p) for p in pointers}) == len(pointers), [repr(p) for p in pointers]
 
 
-@pytest.mark.parametrize("code", [attention_code, experts_code, layer_code, linear_code, lora_code])
+CODE = [
+    attention_code,
+    attention_steps_code,
+    experts_code,
+    layer_code,
+    linear_code,
+    lora_code,
+]
+
+
+@pytest.mark.parametrize("code", CODE)
 def test_functions_that_kernels_call_have_names_of_their_own(code: ModuleType) -> None:
     functions = {id(f): f for f in vars(code).values() if isinstance(f, Dispatcher)}
     names = [f.py_func.__qualname__ for f in functions.values()]

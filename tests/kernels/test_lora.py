@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ballast.core.errors import BrokenPromise
 from ballast.kernels import lora, team
-from ballast.kernels.lora import AdapterRows, LoraGroup, Matrices, Target
+from ballast.kernels.lora import AdapterRows, LoraGroup, LoraMatrices, LoraTarget
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -30,15 +30,15 @@ class Adapter:
         return cls(torch.randn(rank, k).to(dtype), torch.randn(rank, n).to(dtype), 2.0 / rank)
 
     @property
-    def matrices(self) -> Matrices:
-        return Matrices(self.a.data_ptr(), self.b.data_ptr(), len(self.a), self.scale)
+    def matrices(self) -> LoraMatrices:
+        return LoraMatrices(self.a.data_ptr(), self.b.data_ptr(), len(self.a), self.scale)
 
     def of(self, x: Tensor) -> Tensor:
         return self.scale * (x.double() @ self.a.double().t()) @ self.b.double()
 
 
-def target(adapters: list[Adapter | None], n: int, **columns: int) -> Target:
-    return Target(n, tuple(a and a.matrices for a in adapters), **columns)
+def target(adapters: list[Adapter | None], n: int, **columns: int) -> LoraTarget:
+    return LoraTarget(n, tuple(a and a.matrices for a in adapters), **columns)
 
 
 def expected(y: Tensor, x: Tensor, index: list[int], adapters: list[Adapter | None]) -> Tensor:

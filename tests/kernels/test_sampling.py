@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
 )
 
 from ballast.core.request import Sampling
-from ballast.kernels.sampling import Shape, philox, sample, shaped
+from ballast.kernels.sampling import SamplingContext, philox, sample, shaped
 
 
 def draw(logits: torch.Tensor, p: Sampling, n: int) -> np.ndarray:
@@ -169,7 +169,7 @@ def test_edges() -> None:
 
 def one(logits: torch.Tensor, p: Sampling, history: list[int], prompt: int, **kw: object) -> int:
     """The token that follows `history`, whose first `prompt` tokens are the prompt."""
-    shape = Shape(history, prompt, **kw)  # type: ignore[arg-type]
+    shape = SamplingContext(history, prompt, **kw)  # type: ignore[arg-type]
     return sample(logits[None], [p], [len(history)], {0: shape})[0][0]
 
 
@@ -193,7 +193,7 @@ def test_penalties_are_those_of_transformers_and_of_the_definition(penalty: floa
     for token, times in {50: 1, 7: 3, 3: 1}.items():  # of the output, from index 3 on
         expected[token] -= 0.75 - 0.5 * times
     before = logits.clone()
-    found = shaped(logits.numpy(), p, Shape(history, 3))
+    found = shaped(logits.numpy(), p, SamplingContext(history, 3))
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
     assert torch.equal(logits, before), "the workspace was written to"
 
@@ -201,7 +201,7 @@ def test_penalties_are_those_of_transformers_and_of_the_definition(penalty: floa
 def test_penalties_steer_greedy_and_leave_log_probabilities_alone() -> None:
     logits = torch.tensor([3.0, 2.0, 1.0])
     p = Sampling(presence_penalty=1.5, logprobs=2)
-    tokens, scores = sample(logits[None], [p], [2], {0: Shape([2, 0], 1)})
+    tokens, scores = sample(logits[None], [p], [2], {0: SamplingContext([2, 0], 1)})
     assert tokens == [1]
     exact = logits.log_softmax(-1)
     assert scores[0][0] == pytest.approx(float(exact[1]))
@@ -265,7 +265,7 @@ def test_a_shaped_row_changes_nothing_for_the_others() -> None:
         Sampling(temperature=0.9, seed=3, frequency_penalty=1.0),
         Sampling(temperature=0.9, seed=4, top_p=0.8),
     ]
-    shapes = {1: Shape([5, int(logits[1].argmax())], 1), 3: Shape([5, 6, 6], 1)}
+    shapes = {1: SamplingContext([5, int(logits[1].argmax())], 1), 3: SamplingContext([5, 6, 6], 1)}
     together, _ = sample(logits, params, range(5), shapes)
     for i in range(5):
         mine = {0: shapes[i]} if i in shapes else {}

@@ -25,13 +25,21 @@ sizes = st.integers(1, 12)
 
 def books(kv: KvCache, pool: Pool) -> object:
     slabs = {i: (s.used, [*s.cached], sorted(s.free)) for i, s in kv._slabs.of.items()}
-    return dict(kv._refs), slabs, kv._shared, kv.pages, pool.owners(), pool.free, pool.promised
+    return (
+        dict(kv._refs),
+        slabs,
+        kv._shared,
+        kv.pages,
+        pool.ledger.owners(),
+        pool.free,
+        pool.ledger.promised,
+    )
 
 
 def test_what_is_refused_leaves_the_books_as_they_were() -> None:
     kv, pool = make(6)
     prefix = cached(kv, 5, 4)
-    held = pool.lease("other", pool.free)
+    held = pool.allocate("other", pool.free)
     assert not isinstance(held, Short)
     before, freed = books(kv, pool), pool.freed.n
     assert isinstance(kv.admit(100, prefix), Short)
@@ -117,7 +125,7 @@ class Waiter(RuleBasedStateMachine):
 
     @rule(left=st.sampled_from([0, 0, 1, 3]))
     def lease(self, left: int) -> None:
-        got = self.pool.lease("other", max(0, self.pool.available("other") - left))
+        got = self.pool.allocate("other", max(0, self.pool.available("other") - left))
         if not isinstance(got, Short):
             self.leased.append(got)
 
@@ -128,7 +136,7 @@ class Waiter(RuleBasedStateMachine):
 
     @rule(pages=st.integers(0, 6))
     def promise(self, pages: int) -> None:
-        self.pool.promise_instead("another", pages)
+        self.pool.replace_promise("another", pages)
 
     @rule(tokens=sizes)
     def wait(self, tokens: int) -> None:

@@ -63,7 +63,7 @@ def test_a_table_grows_by_whole_blocks_and_slabs() -> None:
     kv, pool = make()
     table: list[int] = []
     assert kv.grow(table, 1) is None
-    assert (len(table), kv.pages, pool.owned("kv:m")) == (1, 1, 1)
+    assert (len(table), kv.pages, pool.ledger.owned("kv:m")) == (1, 1, 1)
     assert kv.grow(table, 2) is None
     assert len(table) == 1
     assert kv.grow(table, 9) is None
@@ -106,7 +106,7 @@ def test_growth_is_all_or_nothing() -> None:
 
 def test_a_short_counts_what_was_asked_for_so_that_free_pages_can_be_set_against_it() -> None:
     kv, pool = make(4)
-    pool.lease("other", 2)
+    pool.allocate("other", 2)
     table: list[int] = []
     short = kv.grow(table, 2 * 12)
     assert short == Short(3, 12)
@@ -124,7 +124,7 @@ def test_a_limit_bounds_growth_and_says_so() -> None:
     kv.limit = None
     assert kv.grow(table, 18) is None
     kv.limit = 1
-    pool.lease("other", 5)
+    pool.allocate("other", 5)
     kv.free(table[4:])
     assert kv.pages == 1
 
@@ -132,7 +132,7 @@ def test_a_limit_bounds_growth_and_says_so() -> None:
 def test_a_limit_is_not_blamed_for_an_empty_pool() -> None:
     kv, pool = make(8)
     kv.limit = 7
-    pool.lease("other", 6)
+    pool.allocate("other", 6)
     table = grown(kv, 4)
     short = kv.grow(table, 2 * 12)
     assert short == Short(2, 8)

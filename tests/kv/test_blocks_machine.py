@@ -26,7 +26,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
 from ballast.kv.blocks import KvCache
 from ballast.kv.layout import Layout
-from ballast.memory.borrow import Borrower
+from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm
 
@@ -290,12 +290,12 @@ class Machine(RuleBasedStateMachine):
         self.open.clear()
         self.kv.clear()
         assert self.backed == self.kv.cached_blocks == self.kv.used_blocks == 0
-        assert self.pool.owned(self.kv.owner) == 0
+        assert self.pool.ledger.owned(self.kv.owner) == 0
 
     @precondition(lambda self: not self.others)
     @rule(left=st.integers(0, 6))
     def others_lease(self, left: int) -> None:
-        pages = self.pool.lease("other", max(0, self.pool.free - left))
+        pages = self.pool.allocate("other", max(0, self.pool.free - left))
         if not isinstance(pages, Short):
             self.others.append(pages)
 
@@ -378,7 +378,7 @@ class Machine(RuleBasedStateMachine):
         self.borrower.validate()
         assert self.kv.range.os_backed() == self.backed
         assert self.borrower.in_use == self.kv.borrowed_pages
-        assert self.pool.borrowed() == sum(len(lease.pages) for lease in self.leases)
+        assert self.pool.ledger.borrowed() == sum(len(lease.pages) for lease in self.leases)
         assert self.pool.free + self.kv.pages + sum(map(len, self.others)) == self.pool.total
 
 

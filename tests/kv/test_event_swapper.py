@@ -16,9 +16,9 @@ from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.kv.blocks import KvCache
 from ballast.kv.event_swapper import EventSwapper
-from ballast.memory.cuda_pins import Pins
+from ballast.memory.cuda.pinning import PinnedMemory
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.pool import Pool
-from ballast.memory.vm_cuda import CudaVm
 from tests.kv.test_blocks import make_spec
 from tests.memory.fake_cuda import FakeDriver
 
@@ -41,7 +41,7 @@ class World:
         self.pool = Pool(self.vm, 200)
         spec = replace(make_spec(head_dim=256), n_layers=LAYERS, block_tokens=TOKENS)
         self.kv = KvCache(spec, self.pool, self.vm, layered=True)
-        self.pins = Pins(driver, 0)
+        self.pins = PinnedMemory(driver, 0)
         known = (self.kv, driver, self.context, self.pins, lambda: self.lane)
         self.swapper = EventSwapper(*known, dirty)
         self.tables: dict[str, list[int]] = {}

@@ -61,13 +61,13 @@ def test_pages_promised_to_a_cache_back_its_slots_as_well() -> None:
     kv, pool = cache(24)
     assert kv.turn(Rotation(spread(LAYERS, 5), 2))
     assert pool.promise(kv.owner, 6) is None
-    others = pool.lease("other", 18)
+    others = pool.allocate("other", 18)
     assert not isinstance(others, Short)
     table: list[int] = []
     assert kv.grow(table, 4 * 2 * 3) == Short(9, 6), "more than is promised"
-    assert (pool.promised_to(kv.owner), pool.promised) == (6, 6)
+    assert (pool.ledger.promised_to(kv.owner), pool.ledger.promised) == (6, 6)
     assert kv.grow(table, 4 * 2 * 2) is None  # two slabs: a layer's page and two slots' each
-    assert pool.promised == 0
+    assert pool.ledger.promised == 0
     kv.validate([table])
     pool.validate()
 

@@ -11,8 +11,8 @@ import pytest
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Activate, Change, Evict, Leave
-from ballast.core.command import Add, Order, Outcome, Remove
-from ballast.core.event import Failed
+from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
+from ballast.core.event import FailedOutput
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB, format_bytes
@@ -59,21 +59,21 @@ def asked(model: str, tokens: int = 30, id: str | None = None) -> Submission:
     )
 
 
-def ordered(server: InProcess, order: Order) -> Outcome:
+def ordered(server: InProcess, order: ModelCommand) -> CommandOutcome:
     """Order and wait for the end."""
     return ordering(server, order)()
 
 
-def ordering(server: InProcess, order: Order) -> Callable[[], Outcome]:
+def ordering(server: InProcess, order: ModelCommand) -> Callable[[], CommandOutcome]:
     """Order; what is returned waits for the end."""
     ended = threading.Event()
-    outcomes: list[Outcome] = []
+    outcomes: list[CommandOutcome] = []
 
-    def done(outcome: Outcome) -> None:
+    def done(outcome: CommandOutcome) -> None:
         outcomes.append(outcome)
         ended.set()
 
-    def outcome() -> Outcome:
+    def outcome() -> CommandOutcome:
         assert ended.wait(DEADLINE)
         (told,) = outcomes
         return told
@@ -86,14 +86,14 @@ def validate(server: InProcess) -> None:
     """Ledger, ranges, operating system and report agree."""
     state = server.device.state
     told = server.device.snapshot().owners
-    assert {o: n for o, n in told.items() if n} == state.pool.owners()
+    assert {o: n for o, n in told.items() if n} == state.pool.ledger.owners()
     state.pool.validate()
     state.arena.validate()
     for m in state.models.values():
         m.weights.validate()
         m.kv.validate([])
-        assert m.kv.range.os_backed() == state.pool.owned(m.kv.owner)
-        mapped = state.pool.owned(m.weights.owner) + state.pool.held(m.weights.owner)
+        assert m.kv.range.os_backed() == state.pool.ledger.owned(m.kv.owner)
+        mapped = state.pool.ledger.owned(m.weights.owner) + state.pool.ledger.held(m.weights.owner)
         assert m.weights.range.os_backed() == mapped
 
 
@@ -131,7 +131,7 @@ def test_a_model_comes_and_goes_while_another_answers(
         server.wait()
         assert server.answers["base"].tokens == alone("base")
         end = server.generate([asked("other", 5, id="late")])["late"].end
-        assert isinstance(end, Failed)
+        assert isinstance(end, FailedOutput)
         assert end.code == "model_not_found"
         assert (device.tier.n_bytes, set(device.specs)) == (host_bytes, named)
         assert set(device.executors) == named
@@ -163,11 +163,11 @@ def test_an_added_model_shares_what_a_resident_one_has(
         again = Add(settings(paths, "again", of="base"))
         assert ordered(server, again).code is None
         assert server.generate([asked("again", 60)])["again"].tokens == alone("base")[:60]
-        assert "weights:base" not in state.pool.owners()
+        assert "weights:base" not in state.pool.ledger.owners()
         for name in ("base", "tuned", "again"):
             validate(server)
             assert ordered(server, Remove(name, 10.0)).code is None
-        assert state.pool.owners() == {"arena:lanes": state.arena.pages}
+        assert state.pool.ledger.owners() == {"arena:lanes": state.arena.pages}
         assert state.shared == ()
         assert server.device.tier.n_bytes == 0
 
@@ -227,7 +227,7 @@ def test_what_cannot_be_added_says_why(paths: dict[str, Path], tmp_path: Path) -
 
 def test_removal_ends_what_is_open_after_its_patience(paths: dict[str, Path]) -> None:
     with InProcess(fleet(paths, "base", "other")) as server:
-        pending = server.device.loop.operations.pending
+        pending = server.device.loop.commands.pending
         with held(server, 1, "base") as until_held:
             server.submit(asked("base", 230))
             until_held()
@@ -236,7 +236,7 @@ def test_removal_ends_what_is_open_after_its_patience(paths: dict[str, Path]) ->
         assert outcome().code is None
         server.wait()
         end = server.answers["base"].end
-        assert end == Failed("base", "unavailable", REMOVED)
+        assert end == FailedOutput("base", "unavailable", REMOVED)
         server.generate([asked("other", 5)])
         validate(server)
 
@@ -283,7 +283,7 @@ def test_a_change_counts_at_once(paths: dict[str, Path]) -> None:
         assert outcome.specs["base"].pinned
         assert outcome.specs["base"].slo == Slo(ttft=0.5, tpot=0.05)
         end = server.generate([asked("base", 5)])["base"].end
-        assert isinstance(end, Failed)
+        assert isinstance(end, FailedOutput)
         assert end.code == "queue_full"
         assert ordered(server, Activate("base")).code is None
         refused = ordered(server, Evict("base"))

@@ -10,13 +10,13 @@ import pytest
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.errors import ConfigError, DeviceError, DeviceLost
-from ballast.core.event import Failed, Finished
+from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.settings import FleetSettings, KvLayout, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.build import GPU_LANE_BYTES
-from ballast.memory.cuda_calls import Attribute
-from ballast.models.device_fused import DeviceFusedModel
-from ballast.models.on_device import DeviceModel
+from ballast.memory.cuda.calls import Attribute
+from ballast.models.gpu.executor import GpuTransformersModel
+from ballast.models.gpu.fused import GpuFusedModel
 from tests.engine.checkpoints import make_llama
 from tests.engine.gpus import OnHost, beside, on_gpu, serving
 from tests.live.test_live_device import asked, fleet, need, paths  # noqa: F401
@@ -66,7 +66,7 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
     pressed = replace(pressed, models=models, device=replace(pressed.device, kv_layout=layout))
     with serving(pressed, driver, compute) as server:
         executors = server.device.executors.values()
-        kind = DeviceFusedModel if impl == "fused" else DeviceModel
+        kind = GpuFusedModel if impl == "fused" else GpuTransformersModel
         assert all(isinstance(e, kind) for of_model in executors for e in of_model)
         answers = server.generate(requests)
         server.drain()
@@ -74,8 +74,10 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
         report, state = device.snapshot(), device.state
         for m in state.models.values():
             m.kv.validate([])
-            assert m.kv.range.os_backed() == state.pool.owned(f"kv:{m.spec.name}") == m.kv.pages
-            weights = state.pool.owned(f"weights:{m.spec.name}")
+            assert (
+                m.kv.range.os_backed() == state.pool.ledger.owned(f"kv:{m.spec.name}") == m.kv.pages
+            )
+            weights = state.pool.ledger.owned(f"weights:{m.spec.name}")
             assert m.weights.range.os_backed() == weights
         state.arena.validate()
         state.pool.validate()
@@ -91,13 +93,13 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
 
 
 def test_a_model_comes_and_goes(paths: dict[str, Path], driver: FakeDriver) -> None:  # noqa: F811
-    from ballast.core.command import Add, Outcome, Remove
+    from ballast.core.command import Add, CommandOutcome, Remove
 
     first = fleet({"a": paths["a"]})
     budget = first.device.budget_bytes + GPU_LANE_BYTES
     settings = on_gpu(replace(first, device=replace(first.device, budget_bytes=budget)))
     with serving(settings, driver) as server:
-        told: list[Outcome] = []
+        told: list[CommandOutcome] = []
 
         def carry_out(order: Add | Remove) -> None:
             server.device.command(order, told.append)
@@ -110,7 +112,7 @@ def test_a_model_comes_and_goes(paths: dict[str, Path], driver: FakeDriver) -> N
         carry_out(Remove("b", patience=5.0))
         assert len(driver.pinned) == before
         assert [o.code for o in told] == [None, None]
-        assert isinstance(server.generate(asked(1, models=("a",)))["a0"].end, Finished)
+        assert isinstance(server.generate(asked(1, models=("a",)))["a0"].end, FinishedOutput)
 
 
 def test_a_job_that_breaks_off_fails_its_requests_only(
@@ -129,7 +131,7 @@ def test_a_job_that_breaks_off_fails_its_requests_only(
         victim.run = broken  # type: ignore[method-assign, assignment]
         answers = server.generate(asked(2))
     for key, answer in answers.items():
-        assert isinstance(answer.end, Failed if key.startswith("b") else Finished)
+        assert isinstance(answer.end, FailedOutput if key.startswith("b") else FinishedOutput)
 
 
 @pytest.mark.parametrize("where", ["kernel", "record", "copy_to_device", "map"])

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ballast.core.units import MiB
 from ballast.live import grammar_cache
-from ballast.live.grammar_cache import LEAST_CHARGE, Entry, GrammarBook
+from ballast.live.grammar_cache import LEAST_CHARGE, CachedGrammar, GrammarCache
 from ballast.models.grammar import CompiledGrammar, Grammars
 
 NOWHERE = Path("/nonexistent")
@@ -46,10 +46,10 @@ class Book(RuleBasedStateMachine):
             MOST_BYTES=14 * MiB,
         )
         self.patch.start()
-        self.book = GrammarBook()
-        self.open: dict[str, tuple[Entry, str, Grammars]] = {}
+        self.book = GrammarCache()
+        self.open: dict[str, tuple[CachedGrammar, str, Grammars]] = {}
         """By request: its entry, text and grammars."""
-        self.at: Entry | None = None
+        self.at: CachedGrammar | None = None
         """Being compiled."""
         self.n = 0
 
@@ -129,7 +129,7 @@ class Book(RuleBasedStateMachine):
         self.patch.stop()
 
 
-def id_(entry: Entry) -> int:
+def id_(entry: CachedGrammar) -> int:
     return id(entry)
 
 
@@ -138,19 +138,19 @@ TestBook.settings = settings(max_examples=50, stateful_step_count=40, deadline=N
 
 
 def test_a_key_cannot_keep_the_queue_from_others() -> None:
-    book = GrammarBook()
+    book = GrammarCache()
     for i in range(grammar_cache.MOST_WAITING_EACH):
-        assert isinstance(book.need(f"x{i}", f"x {i}", "x", ONE), Entry)
+        assert isinstance(book.need(f"x{i}", f"x {i}", "x", ONE), CachedGrammar)
     refused = book.need("one more", "one more", "x", ONE)
     assert refused == "grammars to be compiled: 64 of the same API key wait already"
-    assert isinstance(book.need("again", "x 5", "x", ONE), Entry), "it waits already"
-    assert isinstance(book.need("y", "y", "y", ONE), Entry)
+    assert isinstance(book.need("again", "x 5", "x", ONE), CachedGrammar), "it waits already"
+    assert isinstance(book.need("y", "y", "y", ONE), CachedGrammar)
     order = [book.next() for _ in range(3)]
     assert [entry.text for entry in order if entry is not None] == ["x 0", "y", "x 1"]
 
 
 def test_what_nobody_needs_stays_while_there_is_room() -> None:
-    book = GrammarBook()
+    book = GrammarCache()
     fit = grammar_cache.MOST_BYTES // LEAST_CHARGE
     for i in range(fit + 10):
         book.need(f"r{i}", f"{i}", "", ONE)
@@ -165,7 +165,7 @@ def test_what_nobody_needs_stays_while_there_is_room() -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_one_that_all_have_left_meanwhile_is_kept_or_forgotten(compiled: bool) -> None:
-    book = GrammarBook()
+    book = GrammarCache()
     book.need("r", "text", "", ONE)
     entry = book.next()
     assert entry is not None

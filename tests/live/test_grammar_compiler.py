@@ -17,10 +17,10 @@ from llguidance import LLMatcher
 from ballast.bench.inprocess import InProcess
 from ballast.core.command import Add, Remove
 from ballast.core.errors import InvalidRequest
-from ballast.core.event import Cancelled, Event, Failed, GrammarReady
+from ballast.core.event import CancelledOutput, Event, FailedOutput, GrammarReadyEvent
 from ballast.core.request import Request, Sampling, Submission
 from ballast.core.settings import ModelSettings
-from ballast.live.grammar_compiler import Compiling
+from ballast.live.grammar_compiler import GrammarCompiler
 from ballast.models.grammar import CompiledGrammar, Grammars, compile_grammar
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories
@@ -76,7 +76,7 @@ def test_models_run_while_a_grammar_is_compiled_once_for_all(
         server.cancel("gone")
         wait_for(server, "plain", "gone")
         assert server.answers["plain"].finished.output_tokens == 40
-        assert isinstance(server.answers["gone"].end, Cancelled)
+        assert isinstance(server.answers["gone"].end, CancelledOutput)
         assert all(server.answers[f"choice {i}"].tokens == [] for i in range(32))
         assert server.device.snapshot().models[0].paused == 32
         gate.open.set()
@@ -140,7 +140,7 @@ class Beside:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.lost: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         self.exempt: list[int] = []
-        self.compiling = Compiling(
+        self.compiling = GrammarCompiler(
             self.events.put, self.lost.put, self.beside, self.exempt.append, gate
         )
         self.grammars = Grammars(Path("/nonexistent"), 10, ())
@@ -191,16 +191,16 @@ def test_what_is_wrong_with_a_grammar_fails_its_requests_alone() -> None:
     it = Beside(compile)
     for id in ("wrong", "fault", "sound"):
         it.prepare(id, id)
-    assert it.next() == GrammarReady(
+    assert it.next() == GrammarReadyEvent(
         "wrong", "invalid_request", "the grammar cannot be followed: wrong"
     )
     fault = it.next()
-    assert isinstance(fault, GrammarReady)
+    assert isinstance(fault, GrammarReadyEvent)
     assert (fault.request_id, fault.code) == ("fault", "invalid_request")
     assert "Panic" in fault.reason
-    assert it.next() == GrammarReady("sound")
+    assert it.next() == GrammarReadyEvent("sound")
     it.prepare("again", "sound")
-    assert it.next() == GrammarReady("again")
+    assert it.next() == GrammarReadyEvent("again")
     assert it.exempt[-1] > 0
     it.close()
 
@@ -224,9 +224,9 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled() -> None:
     it.compiling.release(kept[0])
     go_on.set()
     assert [it.next() for _ in range(3)] == [
-        GrammarReady("first"),
-        GrammarReady("kept 1"),
-        GrammarReady("kept 2"),
+        GrammarReadyEvent("first"),
+        GrammarReadyEvent("kept 1"),
+        GrammarReadyEvent("kept 2"),
     ]
     assert seen == ["first", "kept"]
     it.close()
@@ -245,14 +245,14 @@ def test_too_many_that_wait_are_refused_by_key() -> None:
     assert begun.wait(DEADLINE)
     requests = [it.prepare(f"x{i}", f"x{i}", "x") for i in range(65)]
     refused = it.next()
-    assert refused == GrammarReady(
+    assert refused == GrammarReadyEvent(
         "x64", "queue_full", "grammars to be compiled: 64 of the same API key wait already"
     )
     it.prepare("y", "y", "y")
     it.compiling.release(requests[64])
     go_on.set()
     first = [it.next() for _ in range(3)]
-    assert GrammarReady("y") in first, "the other key does not wait for all of the first"
+    assert GrammarReadyEvent("y") in first, "the other key does not wait for all of the first"
     it.close()
 
 
@@ -264,7 +264,7 @@ def test_a_compiler_that_is_lost_ends_the_loop() -> None:
 
     it.compiling._exempt = fail
     it.prepare("r", "r")
-    assert it.next() == GrammarReady("r")
+    assert it.next() == GrammarReadyEvent("r")
     assert "has ended" in str(it.lost.get(timeout=DEADLINE))
     it.close()
 
@@ -280,7 +280,7 @@ def test_a_refusal_reaches_the_client(path: Path, monkeypatch: pytest.MonkeyPatc
         server.submit(asked("3", grammar=LLMatcher.grammar_from_regex("[4-6]+;")))
         wait_for(server, "3")
         end = server.answers["3"].end
-        assert isinstance(end, Failed)
+        assert isinstance(end, FailedOutput)
         assert (end.code, "1 of the same API key wait" in end.reason) == ("queue_full", True)
         gate.open.set()
         server.wait()

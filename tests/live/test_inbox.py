@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.core.event import Arrival, Cancel
+from ballast.core.event import ArrivalEvent, CancelEvent
 from ballast.core.request import Submission
 from ballast.live.inbox import MonotonicClock, QueueInbox
 
@@ -19,8 +19,8 @@ ASKED = Submission(id="new", model="m", prompt=(1,), max_tokens=1)
 def test_an_event_is_waited_for_whatever_else_is_due(until: float | None) -> None:
     """A level of 1e9 seconds a token makes something due in centuries."""
     inbox = QueueInbox(MonotonicClock())
-    threading.Timer(0.05, lambda: inbox.post(Cancel("a"), Cancel("b"))).start()
-    assert inbox.take(until) == [Cancel("a"), Cancel("b")]
+    threading.Timer(0.05, lambda: inbox.post(CancelEvent("a"), CancelEvent("b"))).start()
+    assert inbox.take(until) == [CancelEvent("a"), CancelEvent("b")]
 
 
 def test_a_moment_that_comes_ends_the_wait() -> None:
@@ -34,6 +34,6 @@ def test_a_moment_that_comes_ends_the_wait() -> None:
 def test_a_request_that_was_elsewhere_keeps_its_place() -> None:
     """By when it first arrived."""
     inbox = QueueInbox(MonotonicClock())
-    inbox.post(Arrival(ASKED), Arrival(replace(ASKED, id="old", resumed=(1,), age=5.0)))
-    new, old = (e.submission for e in inbox.take(0.0) if isinstance(e, Arrival))
+    inbox.post(ArrivalEvent(ASKED), ArrivalEvent(replace(ASKED, id="old", resumed=(1,), age=5.0)))
+    new, old = (e.submission for e in inbox.take(0.0) if isinstance(e, ArrivalEvent))
     assert old.arrival == pytest.approx(new.arrival - 5.0, abs=0.5)

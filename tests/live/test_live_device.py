@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ballast.bench.inprocess import Answer, InProcess
-from ballast.core.event import Cancelled, Failed, Output, TokenOut
+from ballast.core.event import CancelledOutput, FailedOutput, Output, TokenOutput
 from ballast.core.report import DeviceReport
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings, Slo
@@ -179,8 +179,10 @@ def test_ledger_and_operating_system_agree_after_a_run(paths: dict[str, Path], p
         state = server.device.state
         for m in state.models.values():
             m.kv.validate([])
-            assert m.kv.range.os_backed() == state.pool.owned(f"kv:{m.spec.name}") == m.kv.pages
-            weights = state.pool.owned(f"weights:{m.spec.name}")
+            assert (
+                m.kv.range.os_backed() == state.pool.ledger.owned(f"kv:{m.spec.name}") == m.kv.pages
+            )
+            weights = state.pool.ledger.owned(f"weights:{m.spec.name}")
             assert m.weights.range.os_backed() == weights
         state.arena.validate()
         state.pool.validate()
@@ -210,12 +212,12 @@ def test_a_cancelled_request_frees_its_memory(paths: dict[str, Path]) -> None:
         request = replace(request, max_tokens=200)
 
         def leave(now: float, output: Output) -> None:
-            if isinstance(output, TokenOut) and output.index == 3:
+            if isinstance(output, TokenOutput) and output.index == 3:
                 server.cancel(output.request_id)
 
         server.listen = leave
         answer = server.generate([request])[request.id]
-        assert isinstance(answer.end, Cancelled)
+        assert isinstance(answer.end, CancelledOutput)
         assert len(answer.tokens) < 200
         assert server.device.state.models["a"].kv.pages == 0
 
@@ -242,7 +244,7 @@ def test_a_job_that_raises_fails_its_requests_only(paths: dict[str, Path]) -> No
         answers = server.generate(asked(2))
         for key, answer in answers.items():
             if key.startswith("b"):
-                assert isinstance(answer.end, Failed)
+                assert isinstance(answer.end, FailedOutput)
                 assert "on fire" in answer.end.reason
             else:
                 assert answer.finished

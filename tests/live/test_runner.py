@@ -13,7 +13,7 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.clock import VirtualClock
 from ballast.core.errors import DeviceError
-from ballast.core.event import Event, JobDone, JobFailed, Result
+from ballast.core.event import Event, JobDoneEvent, JobFailedEvent, JobResult
 from ballast.core.job import Job, SequenceWork
 from ballast.live.runner import CpuRunner
 from ballast.sim.replay import replay
@@ -34,7 +34,7 @@ class Model:
     def __init__(self, **raises: BaseException) -> None:
         self._raises = raises
 
-    def run(self, work: Sequence[SequenceWork]) -> list[Result]:
+    def run(self, work: Sequence[SequenceWork]) -> list[JobResult]:
         error = self._raises.get(work[0].request_id)
         if error is not None:
             raise error
@@ -59,10 +59,10 @@ def test_whatever_a_job_raises_its_lane_goes_on(error: BaseException) -> None:
     runner.start(good)
     first, second = events.get(timeout=DEADLINE), events.get(timeout=DEADLINE)
     runner.close()
-    assert isinstance(first, JobFailed)
+    assert isinstance(first, JobFailedEvent)
     assert first.job is bad
     assert type(error).__name__ in first.reason
-    assert isinstance(second, JobDone)
+    assert isinstance(second, JobDoneEvent)
     assert second.job is good
 
 
@@ -79,7 +79,7 @@ def test_a_lane_that_is_lost_says_so(error: BaseException) -> None:
     runner = CpuRunner({"m": [Model()]}, events.put, VirtualClock(), 1, record=record)
     runner.when_lost(lost.put)
     runner.start(job(1, "good"))
-    assert isinstance(events.get(timeout=DEADLINE), JobDone)
+    assert isinstance(events.get(timeout=DEADLINE), JobDoneEvent)
     assert str(lost.get(timeout=DEADLINE)) == "lane0: its thread has ended"
     runner.close()
 

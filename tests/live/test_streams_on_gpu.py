@@ -14,10 +14,10 @@ from ballast.core.units import MiB
 from ballast.live.cuda_runner import TorchOnGpu
 from ballast.live.cuda_streams import GreenStreams, lane_streams
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_driver import CudaDriver
-from ballast.memory.cuda_pins import Pins
-from ballast.memory.cuda_tensor import device_tensor_at
-from ballast.memory.vm_cuda import CudaVm
+from ballast.memory.cuda.driver import CudaDriver
+from ballast.memory.cuda.pinning import PinnedMemory
+from ballast.memory.cuda.tensor import cuda_tensor_at
+from ballast.memory.cuda.vm import CudaVm
 from ballast.weights.event_rotor import EventRotor
 from benchmarks.gpu_fleet import proved
 
@@ -89,7 +89,7 @@ def test_layers_that_rotate_are_there_when_they_are_read(driver: CudaDriver) -> 
     context = driver.retain_context(driver.device(0))
     rotor = EventRotor(driver, context, copies, compute.current, lambda: None)
     rotor.turn(Rotation(tuple(range(n)), slots), [-1] * slots, ())
-    views = [device_tensor_at(c.dst, (LAYER // 4,), torch.float32, GPU) for c in copies]
+    views = [cuda_tensor_at(c.dst, (LAYER // 4,), torch.float32, GPU) for c in copies]
     sums = torch.zeros((20, n), device=GPU)
     with compute.on(lane):
         for row in sums:
@@ -111,7 +111,7 @@ def test_layers_that_rotate_are_there_when_they_are_read(driver: CudaDriver) -> 
 def test_host_memory_of_the_tier_is_page_locked(driver: CudaDriver) -> None:
     from benchmarks.gpu_pages import host_bytes
 
-    pins = Pins(driver, 0)
+    pins = PinnedMemory(driver, 0)
     with host_bytes(LAYER, writable=not pins.reads_only) as address:
         assert pins.pin(address, LAYER)
         pins.unpin(address)

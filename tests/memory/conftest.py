@@ -8,8 +8,8 @@ import pytest
 
 from ballast.core.units import KiB
 from ballast.memory import syscalls
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.vm import Vm
-from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 from tests.memory.fake_cuda import FakeDriver

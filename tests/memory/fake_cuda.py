@@ -24,7 +24,7 @@ from typing import Any
 
 from ballast.core.errors import DeviceError, DeviceLost, OutOfMemory
 from ballast.memory import syscalls as sys
-from ballast.memory.cuda_calls import Attribute, WhenLost
+from ballast.memory.cuda.calls import Attribute, WhenLost
 
 _MEMFD = "fake-cuda:"
 """And the device that has the memory: the real driver knows that of what it imports."""

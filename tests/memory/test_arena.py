@@ -19,12 +19,12 @@ def test_an_arena_is_an_owner(vm: Vm) -> None:
     pool = Pool(vm, 16)
     arena = Arena(pool, "arena:lane0", 5 * PAGE + 1)
     assert (arena.pages, arena.most_pages, arena.short) == (6, 6, None)
-    assert pool.owners() == {"arena:lane0": 6}
+    assert pool.ledger.owners() == {"arena:lane0": 6}
     assert arena.resize(2 * PAGE) is None
     assert (arena.pages, pool.free) == (2, 14)
     fence = Latch()
     assert arena.resize(PAGE, fence) is None
-    assert (arena.pages, pool.reclaiming) == (1, 1)
+    assert (arena.pages, pool.ledger.reclaiming) == (1, 1)
     fence.set()
     pool.reap()
     assert arena.resize(6 * PAGE) is None

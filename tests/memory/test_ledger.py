@@ -23,7 +23,7 @@ def _snapshot(book: Ledger) -> object:
 
 def test_the_life_of_a_page() -> None:
     book = Ledger(4)
-    book.lease("a", [1, 2])
+    book.allocate("a", [1, 2])
     assert (book.free, book.owned("a"), book.owner_of(1), book.owner_of(0)) == (2, 2, "a", None)
     book.give_back("a", [2])
     assert (book.free, book.reclaiming, book.reclaiming_of("a"), book.owned("a")) == (2, 1, 1, 1)
@@ -36,16 +36,16 @@ def test_the_life_of_a_page() -> None:
 
 def test_promises_count_reclaiming_pages_and_bind_the_others() -> None:
     book = Ledger(6)
-    book.lease("a", [0, 1, 2, 3])
+    book.allocate("a", [0, 1, 2, 3])
     book.give_back("a", [0, 1])
     assert book.promise("arena", 3) is None
     assert book.promise("other", 2) == Short(1)
     assert book.available("a") == 0
     assert book.available("arena") == 2
-    book.lease("arena", [4, 5])
+    book.allocate("arena", [4, 5])
     assert (book.promised_to("arena"), book.promised) == (1, 1)
-    assert book.withdraw("arena") == 1
-    assert book.withdraw("arena") == 0
+    assert book.cancel_promise("arena") == 1
+    assert book.cancel_promise("arena") == 0
     book.validate()
 
 
@@ -53,33 +53,33 @@ def test_a_lease_does_not_take_what_is_promised_to_others() -> None:
     book = Ledger(4)
     assert book.promise("b", 2) is None
     with pytest.raises(BrokenPromise, match="promised to others"):
-        book.lease("a", [0, 1, 2])
-    book.lease("a", [0, 1])
-    book.lease("b", [2, 3])
+        book.allocate("a", [0, 1, 2])
+    book.allocate("a", [0, 1])
+    book.allocate("b", [2, 3])
     assert book.promised == 0
     book.validate()
 
 
 def test_a_lent_page_stays_its_owners() -> None:
     book = Ledger(4)
-    book.lease("a", [0, 1])
-    book.lend("a", [0], "peer")
+    book.allocate("a", [0, 1])
+    book.add_holder("a", [0], "peer")
     assert (book.owner_of(0), book.holders_of(0), book.holders_of(1)) == ("a", ("peer",), ())
-    assert (book.owned("a"), book.lent("a"), book.lent("b")) == (2, {"peer": 1}, {})
+    assert (book.owned("a"), book.held_of("a"), book.held_of("b")) == (2, {"peer": 1}, {})
     for attempt in (
         lambda: book.give_back("a", [0, 1]),
         lambda: book.hand_over("a", "b", [0]),
-        lambda: book.recall("a", [1], "peer"),
-        lambda: book.recall("a", [0], "third"),
-        lambda: book.recall("b", [0], "peer"),
-        lambda: book.lend("b", [0], "third"),
-        lambda: book.lend("a", [1], "a"),
+        lambda: book.remove_holder("a", [1], "peer"),
+        lambda: book.remove_holder("a", [0], "third"),
+        lambda: book.remove_holder("b", [0], "peer"),
+        lambda: book.add_holder("b", [0], "third"),
+        lambda: book.add_holder("a", [1], "a"),
     ):
         before = _snapshot(book)
         with pytest.raises(BrokenPromise):
             attempt()
         assert _snapshot(book) == before
-    book.recall("a", [0], "peer")
+    book.remove_holder("a", [0], "peer")
     book.give_back("a", [0, 1])
     book.freed("a", [0, 1])
     book.validate()
@@ -87,17 +87,17 @@ def test_a_lent_page_stays_its_owners() -> None:
 
 def test_a_page_can_have_many_holders_and_stays_until_the_last_lets_go() -> None:
     book = Ledger(4)
-    book.lease("a", [0, 1])
+    book.allocate("a", [0, 1])
     for holder in ("x", "y", "x"):
-        book.lend("a", [0], holder)
-    assert (book.holders_of(0), book.lent("a")) == (("x", "y", "x"), {"x": 2, "y": 1})
+        book.add_holder("a", [0], holder)
+    assert (book.holders_of(0), book.held_of("a")) == (("x", "y", "x"), {"x": 2, "y": 1})
     assert (book.held("x"), book.held("y"), book.held("a")) == (2, 1, 0)
     for holder in ("x", "y", "x"):
         book.validate()
-        with pytest.raises(BrokenPromise, match="is lent to"):
+        with pytest.raises(BrokenPromise, match="is held by"):
             book.give_back("a", [0])
-        book.recall("a", [0], holder)
-    assert (book.held("x"), book.lent("a")) == (0, {})
+        book.remove_holder("a", [0], holder)
+    assert (book.held("x"), book.held_of("a")) == (0, {})
     book.give_back("a", [0])
     book.validate()
 
@@ -105,10 +105,10 @@ def test_a_page_can_have_many_holders_and_stays_until_the_last_lets_go() -> None
 @pytest.mark.parametrize(
     "attempt",
     [
-        lambda b: b.lease("b", [0]),
-        lambda b: b.lease("b", [2, 2]),
-        lambda b: b.lease("b", [4]),
-        lambda b: b.lease("b", [-1]),
+        lambda b: b.allocate("b", [0]),
+        lambda b: b.allocate("b", [2, 2]),
+        lambda b: b.allocate("b", [4]),
+        lambda b: b.allocate("b", [-1]),
         lambda b: b.give_back("b", [0]),
         lambda b: b.give_back("nobody", [0]),
         lambda b: b.give_back("a", [0, 0]),
@@ -120,8 +120,8 @@ def test_a_page_can_have_many_holders_and_stays_until_the_last_lets_go() -> None
 )
 def test_a_refused_call_changes_nothing(attempt: Callable[[Ledger], object]) -> None:
     book = Ledger(4)
-    book.lease("a", [0, 1])
-    book.lease("b", [3])
+    book.allocate("a", [0, 1])
+    book.allocate("b", [3])
     before = _snapshot(book)
     with pytest.raises(BrokenPromise):
         attempt(book)
@@ -132,7 +132,7 @@ def test_a_refused_call_changes_nothing(attempt: Callable[[Ledger], object]) -> 
 def test_validate_sees_each_kind_of_damage() -> None:
     def damaged(damage: Callable[[Ledger], None]) -> None:
         book = Ledger(4)
-        book.lease("a", [0, 1])
+        book.allocate("a", [0, 1])
         damage(book)
         with pytest.raises(BrokenPromise):
             book.validate()

@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ballast.core.actions import Short
 from ballast.core.units import KiB
 from ballast.memory.arena import Arena
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Latch, Vm
-from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 from tests.memory.fake_cuda import FakeDriver
@@ -143,7 +143,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, 8))
     def promise(self, n: int) -> None:
-        short = n - (self.pool.free + self.pool.reclaiming - self.promised)
+        short = n - (self.pool.free + self.pool.ledger.reclaiming - self.promised)
         got = self.pool.promise("later", n)
         assert got == (Short(short) if short > 0 else None)
         self.promised += n if got is None else 0
@@ -151,11 +151,11 @@ class Memory(RuleBasedStateMachine):
     @rule()
     def use_promise(self) -> None:
         n = min(self.promised, self.pool.free)
-        pages = self.pool.lease("later", n)
+        pages = self.pool.allocate("later", n)
         assert isinstance(pages, tuple)
         self.promised -= n
         self.pool.give_back("later", pages)
-        assert self.pool.withdraw("later") == self.promised
+        assert self.pool.cancel_promise("later") == self.promised
         self.promised = 0
 
     @rule(n=st.integers(1, 8))
@@ -176,19 +176,23 @@ class Memory(RuleBasedStateMachine):
         counts = {o: len(held) for o, held in self.held.items() if held}
         if self.arena.pages:
             counts["arena"] = self.arena.pages
-        assert self.pool.owners() == counts
-        assert self.pool.reclaiming == len(self.leaving)
-        assert self.pool.promised == self.promised
-        assert self.pool.free + self.pool.reclaiming + sum(counts.values()) == N_PAGES
+        assert self.pool.ledger.owners() == counts
+        assert self.pool.ledger.reclaiming == len(self.leaving)
+        assert self.pool.ledger.promised == self.promised
+        assert self.pool.free + self.pool.ledger.reclaiming + sum(counts.values()) == N_PAGES
 
     @invariant()
     def the_system_agrees(self) -> None:
         for owner, r in self.ranges.items():
             r.validate()
-            told = self.pool.owned(owner) + self.pool.reclaiming_of(owner) + self.pool.held(owner)
+            told = (
+                self.pool.ledger.owned(owner)
+                + self.pool.ledger.reclaiming_of(owner)
+                + self.pool.ledger.held(owner)
+            )
             assert r.os_backed() == told
             assert (r.backed, r.aliased) == (len(self.held[owner]), len(self._aliased(owner)))
-        assert self.pool.owned("arena") == self.arena.pages
+        assert self.pool.ledger.owned("arena") == self.arena.pages
         self.arena.validate()
         if isinstance(self.vm, MemfdVm | CudaVm):
             assert self.vm.physical_bytes() <= (N_PAGES - self.arena.pages) * PAGE

@@ -14,19 +14,19 @@ import torch
 
 from ballast.core.clock import VirtualClock
 from ballast.core.errors import DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction
 from ballast.core.units import GiB, MiB
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_cap import CachingCap
-from ballast.memory.cuda_devices import find_gpus
-from ballast.memory.cuda_driver import CudaDriver
-from ballast.memory.cuda_pins import Pins
-from ballast.memory.cuda_tensor import device_tensor_at
-from ballast.memory.link_cuda import CudaLink
+from ballast.memory.cuda.allocator_cap import CudaAllocatorCap
+from ballast.memory.cuda.devices import find_gpus
+from ballast.memory.cuda.driver import CudaDriver
+from ballast.memory.cuda.link import CudaLink
+from ballast.memory.cuda.pinning import PinnedMemory
+from ballast.memory.cuda.tensor import cuda_tensor_at
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.share import send_pages
 from ballast.memory.vm import Range
-from ballast.memory.vm_cuda import CudaVm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,7 @@ def vm(real: CudaDriver) -> Iterator[CudaVm]:
 
 
 def page(range: Range, at: int) -> torch.Tensor:
-    return device_tensor_at(range.address(at), (PAGE,), torch.uint8, torch.device("cuda", 0))
+    return cuda_tensor_at(range.address(at), (PAGE,), torch.uint8, torch.device("cuda", 0))
 
 
 def test_contents_follow_the_page_and_aliases_are_one_memory(vm: CudaVm) -> None:
@@ -85,9 +85,9 @@ def test_memory_that_there_is_not_is_short(real: CudaDriver) -> None:
 _FAULTING = """
 import torch
 from ballast.core.errors import DeviceError, DeviceLost
-from ballast.memory.cuda_driver import CudaDriver
-from ballast.memory.cuda_tensor import device_tensor_at
-from ballast.memory.vm_cuda import CudaVm
+from ballast.memory.cuda.driver import CudaDriver
+from ballast.memory.cuda.tensor import cuda_tensor_at
+from ballast.memory.cuda.vm import CudaVm
 
 driver = CudaDriver()
 vm = CudaVm(driver, 0, 2 << 20, 4)
@@ -96,7 +96,7 @@ driver.when_lost(seen.append)
 at = vm.reserve(2 << 20)
 stream = torch.cuda.current_stream().cuda_stream
 vm.watch(stream)
-device_tensor_at(at.base, (1024,), torch.float32, torch.device("cuda", 0)).fill_(1)
+cuda_tensor_at(at.base, (1024,), torch.float32, torch.device("cuda", 0)).fill_(1)
 try:
     driver.finish(stream)
 except DeviceLost as error:
@@ -121,7 +121,7 @@ def test_a_kernel_that_touches_what_is_not_there_loses_the_device(real: CudaDriv
 
 def test_two_caps_of_one_gpu_are_held_to_their_sum(real: CudaDriver) -> None:
     held = torch.cuda.memory_reserved(0)
-    one, two = CachingCap(0, held + 256 * MiB), CachingCap(0, 256 * MiB)
+    one, two = CudaAllocatorCap(0, held + 256 * MiB), CudaAllocatorCap(0, 256 * MiB)
     try:
         most = torch.empty(384 * MiB, dtype=torch.uint8, device="cuda:0")
         with pytest.raises(torch.OutOfMemoryError):
@@ -147,8 +147,8 @@ def test_a_fence_waits_for_the_lane(vm: CudaVm) -> None:
 
 
 def test_copies_both_ways_from_pinned_memory(real: CudaDriver, vm: CudaVm) -> None:
-    told: queue.Queue[TransferDone] = queue.Queue()
-    link, pins = CudaLink(real, 0, VirtualClock(), told.put), Pins(real, 0)
+    told: queue.Queue[TransferDoneEvent] = queue.Queue()
+    link, pins = CudaLink(real, 0, VirtualClock(), told.put), PinnedMemory(real, 0)
     r = vm.reserve(4 * PAGE)
     vm.map(r, 0, [3, 1, 4, 15])
     source = torch.randint(0, 255, (4 * PAGE + 8192,), dtype=torch.uint8)
@@ -168,10 +168,10 @@ def test_copies_both_ways_from_pinned_memory(real: CudaDriver, vm: CudaVm) -> No
 _CHILD = """
 import socket, sys
 import torch
-from ballast.memory.cuda_driver import CudaDriver
-from ballast.memory.cuda_tensor import device_tensor_at
+from ballast.memory.cuda.driver import CudaDriver
+from ballast.memory.cuda.tensor import cuda_tensor_at
 from ballast.memory.share import receive_pages
-from ballast.memory.vm_cuda import CudaVm
+from ballast.memory.cuda.vm import CudaVm
 
 connection = socket.socket(fileno=int(sys.argv[1]))
 received = receive_pages(connection)
@@ -180,7 +180,7 @@ first = vm.attach(received)
 r = vm.reserve(4 * vm.page_bytes)
 vm.map(r, 1, [first + page for page in received.pages])
 there = torch.device("cuda", 0)
-seen = device_tensor_at(r.address(1), (2, vm.page_bytes), torch.uint8, there)
+seen = cuda_tensor_at(r.address(1), (2, vm.page_bytes), torch.uint8, there)
 connection.sendall(bytes(seen[:, 5].tolist()))
 seen[1].fill_(77)
 torch.cuda.synchronize()
@@ -213,7 +213,7 @@ def test_pages_go_to_another_process(vm: CudaVm) -> None:
 def test_pytorch_stays_within_its_cap() -> None:
     torch.cuda.empty_cache()
     had = torch.cuda.memory_reserved(0)
-    cap = CachingCap(0, had + 64 * MiB)
+    cap = CudaAllocatorCap(0, had + 64 * MiB)
     held = torch.empty(32 * MiB, dtype=torch.uint8, device="cuda:0")
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(128 * MiB, dtype=torch.uint8, device="cuda:0")

@@ -16,24 +16,24 @@ PAGE = 64 * KiB
 
 
 def _lease(pool: Pool, owner: str, n: int, **options: bool) -> tuple[int, ...]:
-    leased = pool.lease(owner, n, **options)
+    leased = pool.allocate(owner, n, **options)
     assert isinstance(leased, tuple)
     return leased
 
 
 def _counts(pool: Pool) -> object:
-    return pool.free, pool.reclaiming, pool.promised, pool.owners()
+    return pool.free, pool.ledger.reclaiming, pool.ledger.promised, pool.ledger.owners()
 
 
 def test_all_or_nothing(vm: Vm) -> None:
     pool = Pool(vm, 10)
     got = _lease(pool, "a", 7)
     before = _counts(pool)
-    assert pool.lease("b", 5) == Short(2)
+    assert pool.allocate("b", 5) == Short(2)
     assert _counts(pool) == before
-    assert pool.lease("b", 0) == ()
+    assert pool.allocate("b", 0) == ()
     pool.give_back("a", got)
-    assert (pool.free, pool.owners()) == (10, {})
+    assert (pool.free, pool.ledger.owners()) == (10, {})
     pool.validate()
 
 
@@ -52,11 +52,11 @@ def test_reclaiming_until_the_fence_is_done(vm: Vm) -> None:
     fence, told = Latch(), []
     pool.give_back("a", pages[:2], fence, lambda: told.append("released"))
     assert _counts(pool) == (1, 2, 0, {"a": 1})
-    assert pool.lease("b", 2) == Short(1)
+    assert pool.allocate("b", 2) == Short(1)
     assert pool.reap() == 0
     assert told == []
     fence.set()
-    assert pool.reclaiming == 2
+    assert pool.ledger.reclaiming == 2
     assert pool.reap() == 2
     assert told == ["released"]
     assert _counts(pool) == (3, 0, 0, {"a": 1})
@@ -72,7 +72,7 @@ def test_reap_frees_what_is_done_and_leaves_the_rest(vm: Vm) -> None:
     pool.give_back("b", _lease(pool, "b", 3), second)
     second.set()
     assert pool.reap() == 3
-    assert (pool.reclaiming_of("a"), pool.reclaiming_of("b")) == (2, 0)
+    assert (pool.ledger.reclaiming_of("a"), pool.ledger.reclaiming_of("b")) == (2, 0)
     first.set()
     assert pool.reap() == 2
     pool.validate()
@@ -89,7 +89,7 @@ def test_a_failing_release_is_tried_again(vm: Vm) -> None:
 
     with pytest.raises(DeviceError):
         pool.give_back("a", pages, None, release)
-    assert (pool.reclaiming, pool.free) == (2, 2)
+    assert (pool.ledger.reclaiming, pool.free) == (2, 2)
     pool.validate()
     assert pool.reap() == 2
     assert pool.free == 4
@@ -102,15 +102,15 @@ def test_promises(vm: Vm) -> None:
     pool.give_back("a", pages[:4], fence)
     assert pool.promise("arena", 5) is None
     assert pool.promise("b", 2) == Short(1)
-    assert pool.lease("b", 1) == Short(1)
+    assert pool.allocate("b", 1) == Short(1)
     assert len(_lease(pool, "arena", 2)) == 2
-    assert pool.lease("arena", 1) == Short(1)
+    assert pool.allocate("arena", 1) == Short(1)
     fence.set()
     pool.reap()
     assert (pool.available("b"), pool.available("arena")) == (1, 4)
     assert len(_lease(pool, "arena", 3)) == 3
-    assert pool.promised == 0
-    assert pool.withdraw("arena") == 0
+    assert pool.ledger.promised == 0
+    assert pool.cancel_promise("arena") == 0
     pool.validate()
 
 
@@ -118,13 +118,17 @@ def test_hand_over_and_loans(vm: Vm) -> None:
     pool = Pool(vm, 8)
     pages = _lease(pool, "a", 4)
     pool.hand_over("a", "b", pages[:1])
-    assert pool.owners() == {"a": 3, "b": 1}
-    pool.lend("a", pages[2:], "peer")
-    assert (pool.lent("a"), pool.held("peer"), pool.owner_of(pages[2])) == ({"peer": 2}, 2, "a")
-    assert (pool.holders_of(pages[2]), pool.holders_of(pages[1])) == (("peer",), ())
-    with pytest.raises(BrokenPromise, match="is lent to peer"):
+    assert pool.ledger.owners() == {"a": 3, "b": 1}
+    pool.add_holder("a", pages[2:], "peer")
+    assert (pool.ledger.held_of("a"), pool.ledger.held("peer"), pool.ledger.owner_of(pages[2])) == (
+        {"peer": 2},
+        2,
+        "a",
+    )
+    assert (pool.ledger.holders_of(pages[2]), pool.ledger.holders_of(pages[1])) == (("peer",), ())
+    with pytest.raises(BrokenPromise, match="is held by peer"):
         pool.give_back("a", pages[2:])
-    pool.recall("a", pages[2:], "peer")
+    pool.remove_holder("a", pages[2:], "peer")
     pool.give_back("a", pages[1:])
     pool.validate()
 
@@ -154,7 +158,7 @@ def test_no_memory_for_a_lease_is_short_and_undone(
     assert pool.promise("a", 3) is None
     before = _counts(pool)
     monkeypatch.setattr(memfd, "populate", lambda pages: Short(len(pages)))
-    assert pool.lease("a", 4) == Short(4)
+    assert pool.allocate("a", 4) == Short(4)
     assert _counts(pool) == before
     assert pool.populate_some(2) == Short(2)
     pool.validate()
@@ -164,7 +168,7 @@ def test_no_memory_for_a_lease_is_short_and_undone(
 
     monkeypatch.setattr(memfd, "populate", fail)
     with pytest.raises(DeviceError):
-        pool.lease("a", 4)
+        pool.allocate("a", 4)
     with pytest.raises(DeviceError):
         pool.populate_some(2)
     assert _counts(pool) == before
@@ -183,7 +187,7 @@ def test_the_same_calls_lease_the_same_pages() -> None:
         pool = Pool(NullVm(PAGE, 64), 64)
         told: list[object] = []
         for i in range(40):
-            pages = pool.lease(f"m{i % 3}", i % 7)
+            pages = pool.allocate(f"m{i % 3}", i % 7)
             told.append(pages)
             if i % 2 and isinstance(pages, tuple):
                 pool.give_back(f"m{i % 3}", pages[::2])

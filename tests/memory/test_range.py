@@ -24,7 +24,7 @@ def test_back_and_release(vm: Vm) -> None:
     r = BackedRange(pool, vm, "a", 20 * PAGE)
     base = r.base
     assert r.back(3, 4) is None
-    assert (r.backed, r.os_backed(), pool.owned("a"), r.is_backed(3), r.is_backed(2)) == (
+    assert (r.backed, r.os_backed(), pool.ledger.owned("a"), r.is_backed(3), r.is_backed(2)) == (
         4,
         4,
         4,
@@ -73,7 +73,13 @@ def test_a_fence_keeps_pages_mapped(vm: Vm) -> None:
     assert r.back(0, 3) is None
     fence = Latch()
     r.release(0, 2, fence)
-    assert (r.backed, r.leaving, r.os_backed(), pool.owned("a"), pool.reclaiming) == (1, 2, 3, 1, 2)
+    assert (r.backed, r.leaving, r.os_backed(), pool.ledger.owned("a"), pool.ledger.reclaiming) == (
+        1,
+        2,
+        3,
+        1,
+        2,
+    )
     assert r.back(1, 1) == Short(1), "the address is still in use"
     r.close(fence)
     assert r.os_backed() == 3
@@ -87,11 +93,11 @@ def test_a_lent_page_cannot_leave(vm: Vm) -> None:
     pool = Pool(vm, 4)
     r = BackedRange(pool, vm, "a", 4 * PAGE)
     assert r.back(0, 2) is None
-    pool.lend("a", r.pages(0, 1), "peer")
-    with pytest.raises(BrokenPromise, match="lent"):
+    pool.add_holder("a", r.pages(0, 1), "peer")
+    with pytest.raises(BrokenPromise, match="held by"):
         r.release(0, 2)
     assert (r.backed, r.leaving, r.os_backed()) == (2, 0, 2)
-    pool.recall("a", r.pages(0, 1), "peer")
+    pool.remove_holder("a", r.pages(0, 1), "peer")
     r.close()
 
 
@@ -105,7 +111,7 @@ def test_an_alias_shows_the_lenders_page_until_it_goes(memfd: MemfdVm) -> None:
     b.alias(1, a.pages(0, 2), "a")
     b.alias(3, a.pages(0, 1), "a")
     assert (array_at(b.address(1), (3 * PAGE,), "uint8") == 7).all()
-    assert (b.backed, b.aliased, b.os_backed(), pool.held("b")) == (1, 3, 4, 3)
+    assert (b.backed, b.aliased, b.os_backed(), pool.ledger.held("b")) == (1, 3, 4, 3)
     for attempt in (
         lambda: a.release(0, 2),
         lambda: b.release(1, 1),
@@ -135,7 +141,7 @@ def test_contents_survive_a_hand_over(memfd: MemfdVm) -> None:
     assert a.back(0, 4) is None
     array_at(a.base, (4 * PAGE,), "uint8")[:] = 9
     a.hand_to(1, 2, b, 5)
-    assert pool.owners() == {"a": 2, "b": 2}
+    assert pool.ledger.owners() == {"a": 2, "b": 2}
     assert (a.os_backed(), b.os_backed()) == (2, 2)
     assert (array_at(b.address(5), (2 * PAGE,), "uint8") == 9).all()
     assert b.back(0, 1) is None
@@ -168,11 +174,11 @@ def test_a_failing_map_undoes_the_lease(memfd: MemfdVm, monkeypatch: pytest.Monk
     monkeypatch.setattr(syscalls, "mmap", fail_second)
     with pytest.raises(DeviceError):
         a.back_many([(0, 2), (8, 2)])
-    assert (a.backed, a.os_backed(), pool.free, pool.owners()) == (0, 0, 15, {"b": 1})
+    assert (a.backed, a.os_backed(), pool.free, pool.ledger.owners()) == (0, 0, 15, {"b": 1})
     calls.clear()
     with pytest.raises(DeviceError):
         b.hand_to(0, 1, a, 3)
-    assert (b.backed, b.os_backed(), a.os_backed(), pool.owners()) == (1, 1, 0, {"b": 1})
+    assert (b.backed, b.os_backed(), a.os_backed(), pool.ledger.owners()) == (1, 1, 0, {"b": 1})
     pool.validate()
     assert a.back_many([(0, 2), (8, 2)]) is None
 

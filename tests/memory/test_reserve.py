@@ -45,7 +45,7 @@ def test_it_fills_up_in_the_background_and_after_each_lease(memfd: MemfdVm) -> N
     reserve.start()
     assert stepped.acquire(timeout=30)
     assert stepped.acquire(timeout=30)
-    assert isinstance(pool.lease("a", 5), tuple)
+    assert isinstance(pool.allocate("a", 5), tuple)
     assert stepped.acquire(timeout=30)
     reserve.close()
     reserve.close()
@@ -59,9 +59,9 @@ def test_beside_a_busy_loop() -> None:
     reserve = PopulatedReserve(pool)
     reserve.start()
     for i in range(400):
-        everything = pool.lease("a", 120)
+        everything = pool.allocate("a", 120)
         assert isinstance(everything, tuple)
-        arena = pool.lease("arena", 8, bare=True)
+        arena = pool.allocate("arena", 8, bare=True)
         assert isinstance(arena, tuple)
         assert vm.physical_bytes() <= 120 * PAGE
         pool.validate()
@@ -123,7 +123,7 @@ def test_a_driver_that_fails_lets_it_rest_until_the_next_lease(memfd: MemfdVm) -
     reserve = PopulatedReserve(pool, 8)
     reserve.start()
     assert tried.acquire(timeout=30)
-    assert isinstance(pool.lease("a", 1), tuple)
+    assert isinstance(pool.allocate("a", 1), tuple)
     assert tried.acquire(timeout=30), "its thread goes on"
     reserve.close()
     pool.validate()

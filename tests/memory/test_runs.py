@@ -20,25 +20,25 @@ def test_neighbours_merge_from_both_sides() -> None:
 
 def test_a_fitting_run_is_preferred_to_breaking_a_longer_one() -> None:
     runs = Runs([0, 1, 2, 3, 4, 5, 6, 7, 20, 21])
-    assert runs.take(2) == [20, 21]
-    assert runs.take(8) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert runs.pop(2) == [20, 21]
+    assert runs.pop(8) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_when_none_fits_the_longest_come_first() -> None:
     runs = Runs([0, 1, 10, 11, 12, 13, 20])
-    assert runs.take(6) == [10, 11, 12, 13, 0, 1]
+    assert runs.pop(6) == [10, 11, 12, 13, 0, 1]
 
 
 def test_near_continues_a_growing_range() -> None:
     runs = Runs(range(16))
-    assert runs.take(2) == [0, 1]
-    assert Runs([4, 5, 9, 10]).take(1, near=8) == [9]
-    assert runs.take(3, near=1) == [2, 3, 4]
+    assert runs.pop(2) == [0, 1]
+    assert Runs([4, 5, 9, 10]).pop(1, near=8) == [9]
+    assert runs.pop(3, near=1) == [2, 3, 4]
 
 
 def test_take_gives_what_there_is() -> None:
-    assert sorted(Runs([1, 5]).take(9)) == [1, 5]
-    assert Runs().take(1) == []
+    assert sorted(Runs([1, 5]).pop(9)) == [1, 5]
+    assert Runs().pop(1) == []
 
 
 def test_mask_finds_an_overlap() -> None:
@@ -57,7 +57,7 @@ def test_like_a_plain_set(steps: list[tuple[bool, int, int]]) -> None:
                 runs.add([n])
                 plain.add(n)
         else:
-            got = runs.take(n, near if near >= 0 else None)
+            got = runs.pop(n, near if near >= 0 else None)
             assert len(got) == len(set(got)) == min(n, len(plain))
             assert set(got) <= plain
             plain -= set(got)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ballast.core.errors import DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.core.units import KiB, MiB
 from ballast.memory.copies import Copy, copy_now
@@ -36,12 +36,12 @@ class Told:
     """Collects what a link tells."""
 
     def __init__(self) -> None:
-        self.queue: queue.Queue[TransferDone] = queue.Queue()
+        self.queue: queue.Queue[TransferDoneEvent] = queue.Queue()
 
-    def __call__(self, done: TransferDone) -> None:
+    def __call__(self, done: TransferDoneEvent) -> None:
         self.queue.put(done)
 
-    def next(self) -> TransferDone:
+    def next(self) -> TransferDoneEvent:
         return self.queue.get(timeout=60)
 
 
@@ -139,7 +139,7 @@ class Held:
 
 def _shared(
     told: Told, pace: LinkRates, wanted: list[tuple[int, str, Direction]]
-) -> tuple[list[TransferDone], float]:
+) -> tuple[list[TransferDoneEvent], float]:
     """All of `wanted` (bytes, stream, direction) at once; their ends, and how long it took."""
     clock = Held(5e-8)
     link = HostLink(clock, told, pace=pace, chunk_bytes=1000)
@@ -261,7 +261,7 @@ def test_nothing_of_a_failed_batch_is_written_after_its_end(
     monkeypatch.setattr("ballast.memory.transfer.copy_checked", copy)
     seen: list[bool] = []
 
-    def on_done(done: TransferDone) -> None:
+    def on_done(done: TransferDoneEvent) -> None:
         seen.append(written.is_set())
         told(done)
 

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ballast.kernels.device_lora import AdaptedRows
-from ballast.kernels.plain_attention import PlainAttention
-from ballast.kernels.plain_lora import PlainLora
+from ballast.kernels.gpu.lora import GpuAdaptedRows
+from ballast.kernels.plain.attention import PlainAttention
+from ballast.kernels.plain.lora import PlainLora
 from tests.memory.fake_cuda import FakeDriver, Misuse
 
 _SYNC = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
 
 class FakeGraph:
-    """Implements `ballast.models.recording.Graph`."""
+    """Implements `ballast.models.gpu.recording.Graph`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
@@ -52,7 +52,7 @@ class FakeGraph:
 
 
 class FakeRecorder:
-    """Implements `ballast.models.recording.Recorder`."""
+    """Implements `ballast.models.gpu.recording.GraphRecorder`."""
 
     def __init__(
         self, driver: FakeDriver | None = None, stream: int = 0, graph_bytes: int = 1 << 20
@@ -243,7 +243,7 @@ class StaticLora(PlainLora):
 
     replayable: ClassVar[bool] = True
 
-    def add(self, group: int, rows: AdaptedRows, x: Tensor, y: Tensor) -> None:
+    def add(self, group: int, rows: GpuAdaptedRows, x: Tensor, y: Tensor) -> None:
         if not rows.decodes:
             super().add(group, rows, x, y)
             return

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from ballast.core.job import SequenceWork
-from ballast.kernels.plain_attention import PlainAttention
-from ballast.models.device_parallel import ParallelDeviceModel
-from ballast.models.gloo import GlooExchange
-from ballast.models.parallel import ParallelModel
-from ballast.models.shared import SharedExchange
+from ballast.kernels.plain.attention import PlainAttention
+from ballast.models.gpu.parallel import GpuParallelModel
+from ballast.models.parallel.exchanges import GlooExchange, SharedExchange
+from ballast.models.parallel.model import ParallelModel
 from ballast.weights.sharding import Shard
 from tests.models.tiny import Served
 
@@ -58,7 +57,7 @@ class Group:
 
     def begin(self, model: str, work: Sequence[SequenceWork], *, head: bool) -> None:
         for thread, rank in zip(self._threads[1:], self.others, strict=True):
-            assert isinstance(rank.model, ParallelModel | ParallelDeviceModel)
+            assert isinstance(rank.model, ParallelModel | GpuParallelModel)
             self._running.append(thread.submit(rank.model.compute, work, head=head))
 
     def end(self) -> None:

@@ -14,8 +14,8 @@ import transformers
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import Scoring, SequenceWork
 from ballast.core.settings import AdapterSettings
-from ballast.kernels.plain_attention import PlainAttention
-from ballast.models.transformers import ServedModel
+from ballast.kernels.plain.attention import PlainAttention
+from ballast.models.transformers import TransformersModel
 from benchmarks.adapters import RandomAdapter, merged, random_adapter
 from tests.models.tiny import GREEDY, Served, llama, save
 
@@ -183,7 +183,7 @@ def test_a_module_that_is_left_out_is_noticed(
 ) -> None:
     """Were a module of some family not called as a module, its adapters would be lost silently."""
     served = serve(base[1], made)
-    assert isinstance(served.model, ServedModel)
+    assert isinstance(served.model, TransformersModel)
     layer = served.model._module.get_submodule("model.layers.1")
     layer.self_attn.q_proj.forward = torch.nn.Identity()
     with pytest.raises(BrokenPromise, match=r"\d+ of \d+ adapted modules"):

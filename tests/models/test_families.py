@@ -11,7 +11,7 @@ import transformers
 
 from ballast.core.errors import UnsupportedModel
 from ballast.core.job import SequenceWork
-from ballast.weights.architecture import learn
+from ballast.weights.inspection import inspect_model
 from benchmarks.families import FAMILIES, config, make
 from benchmarks.tiny import tiny
 from tests.models.tiny import GREEDY, Served, save
@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_served_says_why(kind: str) -> None:
     values, reason = REFUSED[kind]
     with pytest.raises(UnsupportedModel, match=rf"(?s){kind}: .*({reason})"):
-        learn(transformers.AutoConfig.for_model(kind, **values))
+        inspect_model(transformers.AutoConfig.for_model(kind, **values))
 
 
 WRAPPERS_REFUSED = {
@@ -189,25 +189,25 @@ WRAPPERS_REFUSED = {
 def test_models_for_images_and_sounds_are_refused_in_a_sentence(kind: str) -> None:
     """Whatever their code raises, which may be a dump of their configuration."""
     with pytest.raises(UnsupportedModel, match=WRAPPERS_REFUSED[kind]) as raised:
-        learn(tiny(kind))
+        inspect_model(tiny(kind))
     assert len(str(raised.value)) < 300
 
 
 def test_a_router_with_a_table_of_integers() -> None:
     with pytest.raises(UnsupportedModel, match=r"its weights include integers, in .*tid2eid"):
-        learn(tiny("deepseek_v4"))
+        inspect_model(tiny("deepseek_v4"))
 
 
 def test_what_was_asked_is_learned() -> None:
-    gemma = learn(config("gemma2"))
+    gemma = inspect_model(config("gemma2"))
     assert gemma.windows == (24, None, 24)
     assert gemma.softcap == 2.0
-    assert learn(config("mistral")).windows == (24, 24, 24)
-    assert learn(config("mistral", sliding_window=512)).windows == (None, None, None)
-    assert learn(config("qwen2")).windows == (None, None, None)
-    moe = learn(config("qwen3_moe"))
+    assert inspect_model(config("mistral")).windows == (24, 24, 24)
+    assert inspect_model(config("mistral", sliding_window=512)).windows == (None, None, None)
+    assert inspect_model(config("qwen2")).windows == (None, None, None)
+    moe = inspect_model(config("qwen3_moe"))
     assert (moe.experts_per_token, moe.expert_intermediate, moe.intermediate) == (3, 48, 96)
-    assert learn(config("phi")).experts_per_token == 0
+    assert inspect_model(config("phi")).experts_per_token == 0
 
 
 def test_refused_when_it_is_loaded(tmp_path: Path) -> None:

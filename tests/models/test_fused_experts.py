@@ -13,7 +13,7 @@ import transformers
 from ballast.core.job import SequenceWork
 from ballast.core.settings import AdapterSettings
 from ballast.models.fused import FusedModel
-from ballast.models.transformers import ServedModel
+from ballast.models.transformers import TransformersModel
 from benchmarks.adapters import merged, random_adapter
 from tests.models.test_fused import SIZES, close, expected, tokens_of
 from tests.models.tiny import GREEDY, Served, save
@@ -166,7 +166,7 @@ def test_matrix_by_matrix(name: str, tmp_path: Path) -> None:
 def test_plain_matrices_go_the_generic_path(tmp_path: Path) -> None:
     checkpoint(tmp_path, "mixtral")
     served = Served(tmp_path, model_impl="auto", linear="plain")
-    assert isinstance(served.model, ServedModel)
+    assert isinstance(served.model, TransformersModel)
     served.close()
 
 

@@ -14,8 +14,8 @@ from ballast.core.errors import ConfigError, UnsupportedModel
 from ballast.core.job import SequenceWork
 from ballast.core.settings import AdapterSettings
 from ballast.models.fused import FusedModel
-from ballast.weights.architecture import learn
 from ballast.weights.decoder_recipe import LLAMA
+from ballast.weights.inspection import inspect_model
 from ballast.weights.sharding import Shard
 from benchmarks.adapters import merged, random_adapter
 from benchmarks.families import FAMILIES, config, make
@@ -238,4 +238,4 @@ def test_only_llamas_recipe_is_for_plain_matrices_and_ranks(kind: str, tmp_path:
 
 def test_the_fast_path_of_llama_goes_by_its_features_too() -> None:
     for kind in ("llama", "mistral", "qwen2", "qwen3"):
-        assert learn(config(kind)).recipe == LLAMA
+        assert inspect_model(config(kind)).recipe == LLAMA

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ballast.core.settings import ModelSettings
-from ballast.kernels.plain_attention import PlainAttention
+from ballast.kernels.plain.attention import PlainAttention
 from ballast.memory.tensor import tensor_at
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.packing import DTYPES

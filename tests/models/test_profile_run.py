@@ -17,10 +17,10 @@ from ballast.core.request import Sampling
 from ballast.core.settings import AdapterSettings, DeviceSettings, ModelSettings
 from ballast.core.units import MiB, ceil_div
 from ballast.models import profile_run
+from ballast.models.executor import ModelExecutor
 from ballast.models.fused_workspace import workspace_bytes
 from ballast.models.on_cpu import on_cpu
 from ballast.models.profile_run import measured
-from ballast.models.served import Served as Executor
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel
 from benchmarks.adapters import random_adapter
@@ -183,7 +183,7 @@ def test_its_first_layers_stand_for_all(
     few = measured(host, on_cpu, of_steps(64, 8)).spec.job_memory
     layers: list[int] = []
 
-    def counted(host: HostModel, *rest: object) -> Executor:
+    def counted(host: HostModel, *rest: object) -> ModelExecutor:
         layers.append(host.spec.n_layers)
         return on_cpu(host, *rest)  # type: ignore[arg-type]
 
@@ -211,7 +211,7 @@ def test_its_threads_are_the_devices_and_the_callers_are_as_before(
     before = torch.get_num_threads()
     seen = []
 
-    def make_seeing(*given: object) -> Executor:
+    def make_seeing(*given: object) -> ModelExecutor:
         seen.append(torch.get_num_threads())
         return on_cpu(*given)  # type: ignore[arg-type]
 
@@ -244,7 +244,7 @@ def test_rows_that_go_through_adapters_are_measured(tmp_path: Path) -> None:
 def test_a_model_whose_jobs_fail_is_refused_and_closed(loaded: Callable[..., HostModel]) -> None:
     host = loaded("llama", model_impl="generic")
 
-    def broken(*given: object) -> Executor:
+    def broken(*given: object) -> ModelExecutor:
         executor = on_cpu(*given)  # type: ignore[arg-type]
         executor.logits = _burn  # type: ignore[method-assign]
         return executor

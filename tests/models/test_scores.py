@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ballast.core.event import Embedded, PromptScores
-from ballast.core.job import Sampled, Scoring, SequenceWork
+from ballast.core.event import EmbeddingOutput, PromptScoresOutput
+from ballast.core.job import SampledToken, Scoring, SequenceWork
 from ballast.core.request import Sampling
 from tests.models.tiny import GREEDY, Served, llama
 
@@ -50,7 +50,7 @@ def test_scores_are_those_of_transformers(served: Served, checkpoint: tuple[Path
     with torch.inference_mode():
         exact = checkpoint[1](torch.tensor([a])).logits[0].double().log_softmax(-1)
         other = checkpoint[1](torch.tensor([[*b, 7]])).logits[0].double().log_softmax(-1)
-    parts = [r for r in results if isinstance(r, PromptScores)]
+    parts = [r for r in results if isinstance(r, PromptScoresOutput)]
     assert [(p.request_id, p.start, len(p.logprobs)) for p in parts] == [
         ("a", 1, 17),
         ("a", 18, 12),
@@ -62,7 +62,7 @@ def test_scores_are_those_of_transformers(served: Served, checkpoint: tuple[Path
         order = exact[i].topk(3)
         assert [t for t, _ in top] == order.indices.tolist()
         assert [v for _, v in top] == pytest.approx(order.values.tolist(), abs=1e-4)
-    sampled = {(r.request_id, r.logprob is None): r for r in results if isinstance(r, Sampled)}
+    sampled = {(r.request_id, r.logprob is None): r for r in results if isinstance(r, SampledToken)}
     assert sampled["a", True].token == int(exact[-1].argmax())
     assert sampled["b", True].token == int(other[-2].argmax())
     likeliest = sampled["b", False].top
@@ -86,11 +86,11 @@ def test_embeddings_are_the_last_tokens_hidden_state(
         with torch.inference_mode():
             hidden = checkpoint[1].model(torch.tensor([tokens])).last_hidden_state[0, -1]
         embedded = found[name]
-        assert isinstance(embedded, Embedded)
+        assert isinstance(embedded, EmbeddingOutput)
         values = np.frombuffer(embedded.values, "<f4")
         np.testing.assert_allclose(values, (hidden / hidden.norm()).numpy(), atol=1e-5)
         assert np.linalg.norm(values) == pytest.approx(1.0)
     sampled = found["c"]
-    assert isinstance(sampled, Sampled)
+    assert isinstance(sampled, SampledToken)
     with torch.inference_mode():
         assert sampled.token == int(checkpoint[1](torch.tensor([c])).logits[0, -1].argmax())

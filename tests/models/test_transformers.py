@@ -207,7 +207,7 @@ def test_nothing_is_touched_before_a_job(tmp_path: Path) -> None:
     from ballast.core.settings import ModelSettings
     from ballast.kv.layout import Layout
     from ballast.memory.vm_memfd import MemfdVm
-    from ballast.models.transformers import ServedModel
+    from ballast.models.transformers import TransformersModel
     from ballast.weights.checkpoint import load_host_model
 
     llama(tmp_path)
@@ -217,7 +217,7 @@ def test_nothing_is_touched_before_a_job(tmp_path: Path) -> None:
     vm = MemfdVm(65536, 4)
     weights, kv = vm.reserve(1 << 24), vm.reserve(1 << 30)
     addresses = [weights.base + i * (1 << 20) for i in range(len(host.segments))]
-    model = ServedModel(host, addresses, kv.base, Layout.of(host.spec, 65536))
+    model = TransformersModel(host, addresses, kv.base, Layout.of(host.spec, 65536))
     with pytest.raises(BrokenPromise):
         model.run([SequenceWork("a", [1], 600, [0], GREEDY)])
     assert vm.os_mapped(weights) == vm.os_mapped(kv) == 0

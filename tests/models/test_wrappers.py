@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ballast.weights.architecture import learn
+from ballast.weights.inspection import inspect_model
 from benchmarks.architectures import auto_of
 from benchmarks.families import make
 from benchmarks.tiny import tiny
@@ -51,8 +51,8 @@ def test_text_is_exact(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_wrapper_is_as_large_as_its_part_for_text() -> None:
-    text = learn(tiny("gemma3_text"))
-    whole = learn(tiny("gemma3"))
+    text = inspect_model(tiny("gemma3_text"))
+    whole = inspect_model(tiny("gemma3"))
     assert [name for name, _ in whole.segments] == [name for name, _ in text.segments]
     for (_, ours), (_, theirs) in zip(whole.segments, text.segments, strict=True):
         assert [w.shape for w in ours] == [w.shape for w in theirs]

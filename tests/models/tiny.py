@@ -15,16 +15,16 @@ import transformers
 from ballast.core.job import SequenceWork
 from ballast.core.request import Sampling
 from ballast.core.settings import ModelSettings
-from ballast.kernels.device_batch import Attention, DeviceBatch
+from ballast.kernels.gpu.batch import Attention, GpuBatch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
-from ballast.models.device_fused import DeviceFusedModel
-from ballast.models.device_parallel import ParallelDeviceModel
 from ballast.models.fused import FusedModel
 from ballast.models.fused_workspace import workspace_bytes
-from ballast.models.on_device import DeviceModel, OnDevice
-from ballast.models.parallel import ParallelModel
-from ballast.models.transformers import ServedModel
+from ballast.models.gpu.executor import GpuExecutor, GpuTransformersModel
+from ballast.models.gpu.fused import GpuFusedModel
+from ballast.models.gpu.parallel import GpuParallelModel
+from ballast.models.parallel.model import ParallelModel
+from ballast.models.transformers import TransformersModel
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.sharding import WHOLE, Shard
 
@@ -73,7 +73,7 @@ class Served:
         blocks: int = 64,
         shard: Shard = WHOLE,
         ranks: Mapping[str, Any] | None = None,
-        attention: Callable[[DeviceBatch], Attention] | None = None,
+        attention: Callable[[GpuBatch], Attention] | None = None,
         **settings: Any,
     ) -> None:
         """`shard`: what part of the model, `ranks`: what that takes besides. `attention`: served as
@@ -90,12 +90,12 @@ class Served:
         base = -(-self.kv.ctypes.data // 64) * 64
         addresses = [w.ctypes.data for w in self.weights]
         where = (self.host, addresses, base, self.layout)
-        self.model: ServedModel | FusedModel | OnDevice
+        self.model: TransformersModel | FusedModel | GpuExecutor
         if attention is not None and ranks is not None:
             here = (kv_bytes, torch.device("cpu"), attention)
-            self.model = ParallelDeviceModel(*where, *here, **ranks)
+            self.model = GpuParallelModel(*where, *here, **ranks)
         elif attention is not None:
-            kind = DeviceFusedModel if self.host.fused else DeviceModel
+            kind = GpuFusedModel if self.host.fused else GpuTransformersModel
             self.model = kind(*where, kv_bytes, torch.device("cpu"), attention)
         elif self.host.fused:
             workspace = Workspace(workspace_bytes(self.spec, ROWS, SAMPLED, self.host.recipe))
@@ -105,7 +105,7 @@ class Served:
             else:
                 self.model = ParallelModel(*where, *size, **ranks)
         else:
-            self.model = ServedModel(*where)
+            self.model = TransformersModel(*where)
         self.fill()
 
     def fill(self) -> None:

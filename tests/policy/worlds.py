@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ballast.core.cost import UNMEASURED
 from ballast.core.model import ModelSpec
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import Slo
 from ballast.core.view import (
@@ -60,7 +60,7 @@ def request(
     slo = spec().slo
     return RequestView(
         f"r{sequence}",
-        Order(0, arrival, sequence),
+        Precedence(0, arrival, sequence),
         tokens,
         tokens - 1,
         pages,

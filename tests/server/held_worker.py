@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ballast.cluster.worker import live_device, main
-from ballast.core.event import Result
+from ballast.core.event import JobResult
 from ballast.core.job import SequenceWork
 
 FILE = "BALLAST_TEST_HELD"
@@ -19,11 +19,11 @@ FILE = "BALLAST_TEST_HELD"
 FAR = 40
 """Position from which on a request is held."""
 
-Run = Callable[[Sequence[SequenceWork]], list[Result]]
+Run = Callable[[Sequence[SequenceWork]], list[JobResult]]
 
 
 def held(run: Run, file: Path) -> Run:
-    def wait_and_run(work: Sequence[SequenceWork]) -> list[Result]:
+    def wait_and_run(work: Sequence[SequenceWork]) -> list[JobResult]:
         while file.exists() and any(w.end > FAR for w in work):
             time.sleep(0.002)
         return run(work)

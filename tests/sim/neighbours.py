@@ -6,9 +6,16 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 
-from ballast.core.actions import Operation
-from ballast.core.event import Event, Operate
-from ballast.core.lease import Condemned, HasMet, LetGo, PeerGone, PeerMet, Word
+from ballast.core.actions import LoopCommand
+from ballast.core.event import CommandEvent, Event
+from ballast.core.lease import (
+    LendingMessage,
+    PeerGoneEvent,
+    PeerMetEvent,
+    PeerMetReport,
+    PeerOverdueReport,
+    PeerReleasedReport,
+)
 from ballast.sim.device import SimDevice
 
 WAY = 0.01
@@ -38,10 +45,10 @@ class Neighbours:
         sim = self.sims[name]
         sim._heap.schedule(max(self.now, sim.clock.now()) + WAY, event)
 
-    def order(self, name: str, operation: Operation) -> None:
+    def order(self, name: str, operation: LoopCommand) -> None:
         """Let an operator order something of that device."""
         self.seen["orders"] += 1
-        self.post(name, Operate(f"order-{self.seen['orders']}", operation))
+        self.post(name, CommandEvent(f"order-{self.seen['orders']}", operation))
 
     def meet(self) -> None:
         """Let each know that the other is there."""
@@ -50,12 +57,12 @@ class Neighbours:
             other = self.other(name)
             exported = self.sims[other].state.pool.vm.export(())
             sim.state.lending.exports[other, self.epoch] = exported
-            self.post(name, PeerMet(other, self.epoch, exported.n_pages))
+            self.post(name, PeerMetEvent(other, self.epoch, exported.n_pages))
 
     def part(self) -> None:
         """As if the process of the other had died, seen from either."""
         for name in self.sims:
-            self.post(name, PeerGone(self.other(name), self.epoch))
+            self.post(name, PeerGoneEvent(self.other(name), self.epoch))
         self.epoch += 1  # what is on its way is void
 
     def go(self, seconds: float) -> None:
@@ -67,9 +74,12 @@ class Neighbours:
             for sim in self.sims.values():
                 sim.advance(self.now)
 
-    def _hear(self, name: str, word: Word) -> None:
+    def _hear(self, name: str, word: LendingMessage) -> None:
         self.seen[type(word).__name__] += 1
-        if isinstance(word, Condemned):
+        if isinstance(word, PeerOverdueReport):
             self.seen["late"] += 1
-        elif not isinstance(word, HasMet | LetGo) and word.lease.epoch == self.epoch:
+        elif (
+            not isinstance(word, PeerMetReport | PeerReleasedReport)
+            and word.lease.epoch == self.epoch
+        ):
             self.post(self.other(name), word)

@@ -19,8 +19,15 @@ from ballast.core.actions import (
     Recall,
 )
 from ballast.core.cost import activation_bytes
-from ballast.core.event import Failed
-from ballast.core.lease import AskedBack, Lease, Lent, PeerMet, Returned, Word
+from ballast.core.event import FailedOutput
+from ballast.core.lease import (
+    Lease,
+    LendingMessage,
+    PagesLentEvent,
+    PagesRecalledEvent,
+    PagesReturnedEvent,
+    PeerMetEvent,
+)
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
 from ballast.core.units import ceil_div
@@ -45,12 +52,12 @@ def decided(world: World, by: str | None = None) -> list[str]:
     return [e["action"] for e in entries if "action" in e and e.get("by") == by]
 
 
-def meet(world: World) -> list[Word]:
+def meet(world: World) -> list[LendingMessage]:
     """Let the device know another one; what it is sent from then on."""
-    sent: list[Word] = []
+    sent: list[LendingMessage] = []
     world.state.lending.say = sent.append
     world.state.lending.exports[PEER, 1] = NullVm(PAGE, 100).export(())
-    world.device._heap.schedule(0.0, PeerMet(PEER, 1, 100))
+    world.device._heap.schedule(0.0, PeerMetEvent(PEER, 1, 100))
     return sent
 
 
@@ -94,7 +101,7 @@ def test_caches_make_way_for_larger_activations_in_the_fleets_order() -> None:
     caches = {name: m.kv.cached_pages for name, m in state.models.items()}
     arena = state.arena.pages
     lacking = 4
-    state.pool.lease("test", state.pool.free - grown + lacking)
+    state.pool.allocate("test", state.pool.free - grown + lacking)
     assert world.device.join(6.0, WIDE, COSTS) is None
     assert state.arena.pages == arena + grown
     left = {name: m.kv.cached_pages for name, m in state.models.items() if name != "wide"}
@@ -106,7 +113,7 @@ def test_caches_make_way_for_larger_activations_in_the_fleets_order() -> None:
 def test_a_policy_may_refuse_to_make_way_for_larger_activations() -> None:
     world = cached_up_to_the_brim(Miser())
     state = world.state
-    state.pool.lease("test", state.pool.free)
+    state.pool.allocate("test", state.pool.free)
     caches = {name: m.kv.cached_pages for name, m in state.models.items()}
     refused = world.device.join(6.0, WIDE, COSTS)
     assert refused is not None
@@ -159,7 +166,7 @@ def test_what_makes_way_for_a_loan_and_what_is_refused(memory: Lender | None) ->
     free, cached = world.state.pool.free, world.state.models["a"].kv.cached_pages
     assert cached > 5
     refused = world.device._operate(5.0, Lend(PEER, free + 5))
-    lent = sum(len(word.lease.pages) for word in sent if isinstance(word, Lent))
+    lent = sum(len(word.lease.pages) for word in sent if isinstance(word, PagesLentEvent))
     if memory is None:
         assert refused == "short of 5 pages"
     elif memory.most < free:
@@ -168,8 +175,8 @@ def test_what_makes_way_for_a_loan_and_what_is_refused(memory: Lender | None) ->
         assert (refused, lent) == (None, free + 5)
         assert world.state.models["a"].kv.cached_pages == cached - 5
         assert world.device._operate(5.1, Recall(PEER, None, 30.0)) is None
-        (word,) = (word for word in sent if isinstance(word, AskedBack))
-        world.device._heap.schedule(5.2, Returned(word.lease))
+        (word,) = (word for word in sent if isinstance(word, PagesRecalledEvent))
+        world.device._heap.schedule(5.2, PagesReturnedEvent(word.lease))
     if refused is not None:
         assert (lent, world.state.pool.free) == (0, free)
         assert world.state.models["a"].kv.cached_pages == cached
@@ -192,10 +199,10 @@ def test_a_borrower_gives_back_what_its_policy_does_not_need(memory: MemoryPolic
     world = World([spec("a", 10)], 60, memory=memory)
     sent = meet(world)
     lease = Lease(0, 1, PEER, world.state.settings.name, tuple(range(12)))
-    world.device._heap.schedule(0.01, Lent(lease))
+    world.device._heap.schedule(0.01, PagesLentEvent(lease))
     world.device.submit(asked("a", "a", 100, 2, at=0.1))
     end(world, 1.0)
-    returned = [page for w in sent if isinstance(w, Returned) for page in w.lease.pages]
+    returned = [page for w in sent if isinstance(w, PagesReturnedEvent) for page in w.lease.pages]
     assert len(returned) == (0 if memory is None else 11)
     assert set(returned) <= set(lease.pages)
     assert world.state.lending.borrower.unused == 12 - len(returned)
@@ -220,7 +227,7 @@ def test_who_is_preempted_for_pages_asked_back(memory: MemoryPolicy | None) -> N
     state, heap = world.state, world.device._heap
     meet(world)
     lease = Lease(0, 1, PEER, state.settings.name, tuple(range(12)))
-    heap.schedule(0.01, Lent(lease))
+    heap.schedule(0.01, PagesLentEvent(lease))
     world.device.submit(asked("first", "a", 500, 120, at=0.02))
     one = asked("one", "a", 300, 200, at=0.03)
     world.device.submit(one)
@@ -229,7 +236,7 @@ def test_who_is_preempted_for_pages_asked_back(memory: MemoryPolicy | None) -> N
     kv = state.models["a"].kv
     assert kv.pages == kv.limit == 10
     assert kv.borrowed_pages > 0
-    heap.schedule(0.3, AskedBack(lease))
+    heap.schedule(0.3, PagesRecalledEvent(lease))
     world.device.advance(0.32)
     assert kv.borrowed_pages == 0
     entries = [e for e in world.device.story.entries if e.get("by") == "lender"]
@@ -274,7 +281,7 @@ def test_a_policy_without_a_remedy_keeps_nobody_waiting(answer: tuple[Action, ..
     wider = Change(model="b", slo=Slo(), priority=0, max_waiting=9, queue_seconds=None, share=3.0)
     world.device._operate(0.1, wider)
     end(world, 0.1)
-    failed = {id: e.reason for id, e in world.ends.items() if isinstance(e, Failed)}
+    failed = {id: e.reason for id, e in world.ends.items() if isinstance(e, FailedOutput)}
     assert list(failed) == ["old"]
     assert "alone it would have 10" in failed["old"]
     assert set(world.ends) == {"first", "old", "new"}

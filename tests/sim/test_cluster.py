@@ -11,7 +11,7 @@ import pytest
 
 from ballast.core.cost import Traffic
 from ballast.core.errors import ConfigError
-from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -85,16 +85,16 @@ def test_everything_is_answered_by_the_models_device(preset: str) -> None:
     where: dict[str, set[str]] = {}
 
     def heard(device: str, at: float, output: Output) -> None:
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             tokens[output.request_id] += 1
-        if isinstance(output, Finished | Failed):
+        if isinstance(output, FinishedOutput | FailedOutput):
             ends[type(output).__name__] += 1
             where.setdefault(output.request_id, set()).add(device)
 
     cluster = Cluster(parse_kinds("2xH100-80G"), [spec(n) for n in names], resolve(preset), heard)
     asked = arrivals(names, 140)
     assert cluster.run(asked) > asked[-1].arrival
-    assert ends == Counter(Finished=140)
+    assert ends == Counter(FinishedOutput=140)
     assert all(where[s.id] == set(cluster.controller.book.homes[s.model]) for s in asked)
     assert all(tokens[s.id] == s.max_tokens for s in asked)
     for device in cluster.devices.values():
@@ -138,7 +138,7 @@ def served(kinds: str, specs: list[ModelSpec], n: int = 30, **how: Any) -> tuple
 
     cluster = Cluster(parse_kinds(kinds), specs, resolve("balloon"), heard, **how)
     cluster.run(arrivals([s.name for s in specs], n))
-    assert ends["Finished"] == n
+    assert ends["FinishedOutput"] == n
     for device in cluster.devices.values():
         device.state.pool.validate()
     return cluster, last

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ballast.core.event import Finished, Output, TokenOut
+from ballast.core.event import FinishedOutput, Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.sim.device import MachineProfile
@@ -32,7 +32,7 @@ class Timed(Heard):
 
     def __call__(self, now: float, output: Output) -> None:
         super().__call__(now, output)
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             self.first.setdefault(output.request_id, now)
 
 
@@ -49,7 +49,7 @@ def run(arrivals: list[Submission], **options: float) -> tuple[Timed, Counter[st
     settings = replace(fleet("balloon", SPECS, PAGES), options=options)
     entries: list[dict[str, Any]] = []
     result = simulate(settings, SPECS, arrivals, profile, heard, entries.extend, observe=watch)
-    assert all(isinstance(heard.ended[s.id], Finished) for s in arrivals)
+    assert all(isinstance(heard.ended[s.id], FinishedOutput) for s in arrivals)
     acts = Counter(f"{e['action']} {e['model']}" for e in entries if e.get("action"))
     acts["preempted"] = sum(m.preemptions for m in result.state.models.values())
     result.state.validate()

@@ -15,7 +15,7 @@ from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
 from ballast.core.event import Output
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
@@ -214,7 +214,7 @@ def test_drift_is_slow_and_within_its_share() -> None:
 
 def test_a_spread_is_found_again_in_jobs() -> None:
     rng = random.Random(5)
-    load = Load(0, 0, 0, 4, 400)
+    load = JobLoad(0, 0, 0, 4, 400)
     jobs = [
         TimedJob("m", load, JOB.of(load) * rng.lognormvariate(0, 0.15), 1e-4, load)
         for _ in range(2000)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from ballast.cluster.fleet import FleetBook
-from ballast.core.event import Failed, Finished, Output
+from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.fleet import (
     FleetAction,
     FleetDecision,
@@ -77,7 +77,7 @@ def test_replicas_share_the_requests_by_what_is_open() -> None:
     ends: list[Output] = []
 
     def said(at: float, output: Output) -> None:
-        if isinstance(output, Finished | Failed):
+        if isinstance(output, FinishedOutput | FailedOutput):
             ends.append(output)
 
     devices = {f"d{i}": device(settings, ["a"], said) for i in range(3)}
@@ -92,7 +92,7 @@ def test_replicas_share_the_requests_by_what_is_open() -> None:
     book = FleetBook({"a": list(devices)}, policy=LeastOpen())
     simulate_devices(controller(devices, book), arrivals, sent=note)
     assert len(ends) == 120
-    assert all(isinstance(end, Finished) for end in ends)
+    assert all(isinstance(end, FinishedOutput) for end in ends)
     assert all(mine == least for mine, least in open_then)
     assert min(sent.values()) > 20
 
@@ -151,7 +151,7 @@ def moved_about(preset: str, seed: int) -> Counter[str]:
 
     def said_by(name: str) -> SendOutput:
         def said(at: float, output: Output) -> None:
-            if isinstance(output, Finished | Failed):
+            if isinstance(output, FinishedOutput | FailedOutput):
                 ends.append((name, output))
 
         return said
@@ -178,7 +178,7 @@ def moved_about(preset: str, seed: int) -> Counter[str]:
     assert {o.request_id: name for name, o in ends} == where
     assert len(ends) == len(arrivals) == len(where)
     if preset == "balloon":  # the others may have no place for a model
-        assert all(isinstance(o, Finished) for _, o in ends)
+        assert all(isinstance(o, FinishedOutput) for _, o in ends)
     for model, homes in book.homes.items():
         assert homes
         assert all(model in devices[name].state.models for name in homes)

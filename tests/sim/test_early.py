@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ballast.core.cost import StepCosts
-from ballast.core.entries import Entry
-from ballast.core.event import Output, TokenOut
+from ballast.core.entries import StoryEntry
+from ballast.core.event import Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -38,12 +38,12 @@ def layered(name: str, layers: int = 4, pages: int = 4) -> ModelSpec:
 
 def first_tokens(
     profile: MachineProfile, asked: list[Submission], specs: list[ModelSpec]
-) -> tuple[dict[str, list[float]], list[Entry]]:
+) -> tuple[dict[str, list[float]], list[StoryEntry]]:
     told: dict[str, list[float]] = {s.id: [] for s in asked}
-    entries: list[Entry] = []
+    entries: list[StoryEntry] = []
 
     def said(now: float, output: Output) -> None:
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             told[output.request_id].append(now)
 
     simulate(fleet("balloon", specs, 400), specs, asked, profile, said, entries.extend, watch)
@@ -97,9 +97,9 @@ def test_every_preset_serves_twice_the_same_and_with_leaps_as_without(preset: st
     profile = MachineProfile(
         costs={s.name: COSTS for s in specs}, link=LinkRates.even(RATE), overhead=1e-4, early=True
     )
-    stories: list[list[Entry]] = []
+    stories: list[list[StoryEntry]] = []
     for leaps in (True, True, False):
-        entries: list[Entry] = []
+        entries: list[StoryEntry] = []
         heard = Heard()
         result = simulate(
             fleet(preset, specs, 60), specs, asked, profile, heard, entries.extend, watch, leaps

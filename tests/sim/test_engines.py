@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ballast.core.errors import ConfigError
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.core.units import MiB
 from ballast.sim.cost_switches import CostSwitches
 from ballast.sim.model_catalogue import facts
@@ -29,7 +29,7 @@ REACH = KernelReach(
 SIZES = Sizes.of_facts(facts("Llama-3-8b"))
 READING = 1.25 * SIZES.pass_bytes / 2e12
 DEVICE = 32 * 2e-5 + READING
-ONE = Load(0, 0, 0, 1, 0)
+ONE = JobLoad(0, 0, 0, 1, 0)
 
 
 def test_a_hosts_work_comes_on_top_or_goes_on_beside_the_device() -> None:
@@ -100,7 +100,7 @@ def test_stated_decode_steps_are_within_a_tenth() -> None:
         costs = profile.costs(step.model, tp=step.tp)
         assert costs.of(ONE) == pytest.approx(step.seconds, rel=0.1), step
     alone = profile.costs("Llama-3-8b")
-    assert alone.of(Load(0, 0, 0, 64, 64)) == pytest.approx(alone.of(ONE), rel=1e-3)
+    assert alone.of(JobLoad(0, 0, 0, 64, 64)) == pytest.approx(alone.of(ONE), rel=1e-3)
 
 
 def test_stated_activations_are_met() -> None:

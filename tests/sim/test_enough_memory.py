@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ballast.core.cost import UNMEASURED, activation_bytes
-from ballast.core.event import Failed, Finished, Output
+from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
@@ -112,11 +112,11 @@ def answered(preset: str, options: Mapping[str, float], first: int, lanes: int) 
         said: list[Output] = []
         done = simulate(fleet, specs, requests, profile, lambda _, o, said=said: said.append(o))
         done.state.pool.validate()
-        ends = [o for o in said if isinstance(o, Finished | Failed)]
+        ends = [o for o in said if isinstance(o, FinishedOutput | FailedOutput)]
         assert len(ends) == len(requests)
         for end in ends:
             # Refused on arrival is another matter: it could never fit.
-            answered = isinstance(end, Finished) or end.code == "insufficient_memory"
+            answered = isinstance(end, FinishedOutput) or end.code == "insufficient_memory"
             assert answered, f"seed {seed}: {end}"
         preempted += sum(m.preemptions for m in done.state.models.values())
     assert preempted > 0, "memory was never tight"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ballast.core.actions import Action, DropCache, Preempt, SwapKv
 from ballast.core.clock import VirtualClock
-from ballast.core.event import Finished, JobDone
+from ballast.core.event import FinishedOutput, JobDoneEvent
 from ballast.core.job import Job
 from ballast.core.kv_swap import swapped_seconds
 from ballast.core.link import LinkRates
@@ -56,7 +56,7 @@ def run(
         settings, [SPEC], ARRIVALS, profile, heard, sink or entries.extend, watch, leaps=leaps
     )
     for s in ARRIVALS:
-        assert isinstance(heard.ended[s.id], Finished)
+        assert isinstance(heard.ended[s.id], FinishedOutput)
         assert heard.tokens[s.id] == s.max_tokens
     return result, entries
 
@@ -154,7 +154,7 @@ def on_two_lanes(rates: LinkRates, **options: float) -> tuple[Simulated, list[di
     several = replace(fleet("kvswap", TWO, 140, lanes=2, threads=2), options=options)
     arrivals = submissions(["a", "b"], 40, 1, rate=60.0)
     result = simulate(several, TWO, arrivals, profile, heard, entries.extend, watch)
-    assert {type(heard.ended[s.id]) for s in arrivals} == {Finished}
+    assert {type(heard.ended[s.id]) for s in arrivals} == {FinishedOutput}
     assert all(heard.tokens[s.id] == s.max_tokens for s in arrivals)
     result.state.validate()
     return result, entries
@@ -192,12 +192,12 @@ def test_jobs_on_several_lanes_share_the_link() -> None:
         half = guessed(0.5, 0.1, 0.0, 1.0)
         lanes.start(0.0, Job(i, i, model.name, (), 1), half, (), (way, 1000, 30))
     done = heap.take(None)
-    assert [type(event) for event in done] == [JobDone, JobDone]
+    assert [type(event) for event in done] == [JobDoneEvent, JobDoneEvent]
     rates = LinkRates.even(5e5)
     whole = swapped_seconds(LAYERS, rotation, 0.2, 1000 * token, 1030 * token, rates)
     assert clock.now() == pytest.approx(whole)
     for event in done:
-        assert isinstance(event, JobDone)
+        assert isinstance(event, JobDoneEvent)
         assert event.seconds == pytest.approx(whole)
         assert event.stall == pytest.approx(whole - 0.2)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
-from ballast.core.event import JobDone, Output, TokenOut
-from ballast.core.job import Job, Load
+from ballast.core.event import JobDoneEvent, Output, TokenOutput
+from ballast.core.job import Job, JobLoad
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -44,9 +44,9 @@ def test_alone_on_the_whole_device_a_job_takes_what_it_takes() -> None:
     assert rates([guessed(1.0, 0.2, 0.3, 1.0)]) == [pytest.approx(1 / 0.5)]
 
 
-@given(st.builds(Load, st.integers(0, 900), st.integers(0, 3), st.integers(0, 9000),
+@given(st.builds(JobLoad, st.integers(0, 900), st.integers(0, 3), st.integers(0, 9000),
                  st.integers(0, 90), st.integers(0, 9000)))  # fmt: skip
-def test_arithmetic_and_reading_make_up_a_job(load: Load) -> None:
+def test_arithmetic_and_reading_make_up_a_job(load: JobLoad) -> None:
     costs = StepCosts(8e-3, 4e-5, 1.1e-5, 3e-8, 1e-9, floor=9e-3, hidden=2e-3, per_tile=1e-3)
     compute, reading = costs.split(load)
     assert compute >= 0
@@ -66,10 +66,10 @@ def test_ends_move_when_others_begin_and_end() -> None:
         clock.now(), Job(2, 1, "b", (), 1), guessed(0.5, 0.0, 1.0, 1.0), ()
     )  # reads at half the bandwidth: 2 s
     (first,) = heap.take(None)
-    assert isinstance(first, JobDone)
+    assert isinstance(first, JobDoneEvent)
     assert (first.job.id, first.seconds, clock.now()) == (1, pytest.approx(2), pytest.approx(2.5))
     (second,) = heap.take(None)
-    assert isinstance(second, JobDone)
+    assert isinstance(second, JobDoneEvent)
     assert (second.job.id, second.seconds, clock.now()) == (2, pytest.approx(2), pytest.approx(3.5))
 
 
@@ -107,7 +107,7 @@ def served(lanes: int, reach: float, on_parts: OnParts = unmeasured) -> dict[str
     told: dict[str, list[float]] = defaultdict(list)
 
     def said(at: float, output: Output) -> None:
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             told[output.request_id[0]].append(at)
 
     done = simulate(fleet, specs, requests, profile, said)
@@ -132,7 +132,7 @@ def test_without_reach_nothing_is_gained_by_running_decodes_together() -> None:
 
 def test_what_was_measured_on_a_part_takes_what_it_took_there() -> None:
     whole, half, third = (StepCosts(s, 0, 0, 0, 0) for s in (1.0, 1.4, 1.8))
-    step = Load(0, 0, 0, 1, 1)
+    step = JobLoad(0, 0, 0, 1, 1)
     seen = [(0.3, third), (0.5, half), (1.0, whole)]
     taken = [measured_seconds(seen, step, share) for share in (1.0, 0.5, 0.3)]
     assert taken == pytest.approx([1.0, 1.4, 1.8])
@@ -150,7 +150,7 @@ def test_an_a100_has_measured_lanes_where_its_engine_was() -> None:
     seen = profile.on_parts("Llama-7b")
     assert [share for share, _ in seen] == sorted({share for share, _ in seen})
     assert len(seen) >= 2
-    prompt = Load(512, 1, 512 * 512 // 2, 0, 0)
+    prompt = JobLoad(512, 1, 512 * 512 // 2, 0, 0)
     whole = profile.costs("Llama-7b").of(prompt)
     measured_there = [*seen, (1.0, profile.costs("Llama-7b"))]
     assert 1.5 < measured_seconds(measured_there, prompt, 0.5) / whole < 1.9

@@ -13,7 +13,7 @@ import pytest
 
 from ballast.bench.record import prompts_of, submission_for
 from ballast.bench.story_report import report_story
-from ballast.core.event import Output, TokenOut
+from ballast.core.event import Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -100,13 +100,13 @@ def test_tokens_that_leaps_pass_over_can_be_heard_all_at_once(lanes: int) -> Non
         answer=1e-4,
     )
     simulate(setting, specs, requests, profile, lambda at, o: told.append((at, o)), steps=steps)
-    here = [(o.request_id, at) for at, o in told if isinstance(o, TokenOut)]
+    here = [(o.request_id, at) for at, o in told if isinstance(o, TokenOutput)]
     assert passed
     assert sorted(here + passed) == sorted(
-        (o.request_id, at) for at, o in single if isinstance(o, TokenOut)
+        (o.request_id, at) for at, o in single if isinstance(o, TokenOutput)
     )
-    rest = [(at, o) for at, o in single if not isinstance(o, TokenOut)]
-    assert [(at, o) for at, o in told if not isinstance(o, TokenOut)] == rest
+    rest = [(at, o) for at, o in single if not isinstance(o, TokenOutput)]
+    assert [(at, o) for at, o in told if not isinstance(o, TokenOutput)] == rest
 
 
 @pytest.mark.parametrize("preset", OPTIONS)

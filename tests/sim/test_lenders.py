@@ -11,7 +11,7 @@ import pytest
 
 from ballast.core.actions import Lend, Recall
 from ballast.core.errors import BrokenPromise, ConfigError
-from ballast.core.event import Failed, Finished, Output
+from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.link import LinkRates
 from ballast.policy.presets import resolve
 from ballast.sim.device import MachineProfile, SimDevice
@@ -69,7 +69,7 @@ class Pair:
             device.drain(last + 1.0)
         for device in self.devices.values():
             device.end()
-        ended = sum(isinstance(output, Finished | Failed) for _, _, output in self.told)
+        ended = sum(isinstance(output, FinishedOutput | FailedOutput) for _, _, output in self.told)
         assert ended == len(asked) + 4
         for device in self.devices.values():
             device.state.validate()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ballast.core.actions import Lend, Recall
-from ballast.core.event import Failed, Finished, Output
+from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.link import LinkRates
 from ballast.engine.state import DeviceState
 from ballast.engine.story_file import StoryFile
@@ -63,8 +63,8 @@ class Pair(Neighbours):
         self.meet()
 
     def _said(self, now: float, output: Output) -> None:
-        self.ends["finished"] += isinstance(output, Finished)
-        self.ends["failed"] += isinstance(output, Failed)
+        self.ends["finished"] += isinstance(output, FinishedOutput)
+        self.ends["failed"] += isinstance(output, FailedOutput)
 
     def _observe(self, now: float, state: DeviceState) -> None:
         state.validate()
@@ -122,6 +122,7 @@ def test_books_agree_and_stories_replay(preset: str, tmp_path: Path) -> None:
             for entry in life.entries:
                 seen.update(entry.get("vacated", {}))
                 seen["preempted"] += entry.get("by") == "lender"
-    wanted = {"used", "Lent", "Returned", "LetGo", "home", "dropped", "preempted"}
+    messages = {"PagesLentEvent", "PagesReturnedEvent", "PeerReleasedReport"}
+    wanted = {*messages, "used", "home", "dropped", "preempted"}
     assert {name for name in wanted if not seen[name]} == set(), seen
     assert not seen["late"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.core.clock import VirtualClock
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.memory.copies import Copy
 from ballast.sim.event_heap import EventHeap
@@ -29,19 +29,21 @@ class Asked:
     direction: Direction = IN
 
 
-def ends(asked: list[Asked], rates: LinkRates = RATES) -> list[tuple[float, TransferDone]]:
+def ends(asked: list[Asked], rates: LinkRates = RATES) -> list[tuple[float, TransferDoneEvent]]:
     """When each of `asked`, by its place in the list, ends; in the order in which they do."""
     clock = VirtualClock()
     heap = EventHeap(clock)
     link = SimLink(heap, clock, rates)
-    told: list[tuple[float, TransferDone]] = []
+    told: list[tuple[float, TransferDoneEvent]] = []
 
     def drain(until: float | None) -> None:
         last = inf if until is None else until
         while (due := min(heap.agenda.next, inf if heap.next is None else heap.next)) <= last:
             if due == inf:
                 break
-            told.extend((clock.now(), e) for e in heap.take(due) if isinstance(e, TransferDone))
+            told.extend(
+                (clock.now(), e) for e in heap.take(due) if isinstance(e, TransferDoneEvent)
+            )
         clock.advance_to(until or 0.0)
 
     for i, a in sorted(enumerate(asked), key=lambda pair: pair[1].at):
@@ -52,7 +54,7 @@ def ends(asked: list[Asked], rates: LinkRates = RATES) -> list[tuple[float, Tran
     return told
 
 
-def by_id(told: list[tuple[float, TransferDone]]) -> dict[int, float]:
+def by_id(told: list[tuple[float, TransferDoneEvent]]) -> dict[int, float]:
     return {done.transfer_id: at for at, done in told}
 
 

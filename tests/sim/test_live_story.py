@@ -12,8 +12,8 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.bench.story_report import report_story
 from ballast.core.actions import Activate, Change, Evict, Short
-from ballast.core.command import Add, Order, Outcome, Remove
-from ballast.core.event import Output, TokenOut
+from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
+from ballast.core.event import Output, TokenOutput
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
@@ -76,7 +76,11 @@ def follow(server: InProcess, requests: list[Submission]) -> None:
     """Ask, cancel some of it, and go on with what was answered."""
 
     def leave(now: float, output: Output) -> None:
-        if isinstance(output, TokenOut) and output.index == 7 and output.request_id.endswith("1"):
+        if (
+            isinstance(output, TokenOutput)
+            and output.index == 7
+            and output.request_id.endswith("1")
+        ):
             server.cancel(output.request_id)
 
     server.listen = leave
@@ -134,7 +138,7 @@ def test_what_operators_do_replays_too(paths: dict[str, Path], tmp_path: Path) -
     settings = fleet(paths, "balloon", path, 200)
     fewer = replace(settings, models=tuple(model(paths, name) for name in ("base", "other")))
 
-    def order(wanted: Order) -> Outcome:
+    def order(wanted: ModelCommand) -> CommandOutcome:
         outcome = ordered(server, wanted)
         assert outcome.code is None, outcome
         return outcome

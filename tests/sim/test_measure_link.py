@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
@@ -13,8 +13,8 @@ from ballast.sim.measure_link import LinkMeter, rates_of
 from tests.engine.checkpoints import make_llama
 
 
-def ends(n_bytes: int, *seconds: float) -> list[TransferDone]:
-    return [TransferDone(i, n_bytes, s) for i, s in enumerate(seconds)]
+def ends(n_bytes: int, *seconds: float) -> list[TransferDoneEvent]:
+    return [TransferDoneEvent(i, n_bytes, s) for i, s in enumerate(seconds)]
 
 
 def test_what_mixing_keeps_holds_for_activations_too() -> None:
@@ -38,7 +38,7 @@ def test_a_model_on_the_device_is_copied_both_ways(tmp_path: Path) -> None:
         m = device.state.models["m"]
         assert m.weights.activate(device.state.next_transfer()) is None
         (done,) = device.inbox.take(None)
-        assert isinstance(done, TransferDone)
+        assert isinstance(done, TransferDoneEvent)
         assert m.weights.landed()
         meter = LinkMeter()
         meter.activated(done)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.core.event import Finished, Output, TokenOut
+from ballast.core.event import FinishedOutput, Output, TokenOutput
 from ballast.core.fleet import FleetDecision, FleetView, Need, Place, Room, Withdraw
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
@@ -110,7 +110,7 @@ class Run:
         state.validate()
 
     def _heard(self, device: str, at: float, output: Output) -> None:
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             self.tokens[output.request_id].append((output.index, at))
             self.where[output.request_id].add(device)
         else:
@@ -139,7 +139,7 @@ def test_every_request_is_told_whole_and_once(preset: str, joints: str, tmp_path
     for told in ran.tokens.values():
         assert [index for index, _ in told] == list(range(OUTPUT))
     assert len(ran.ends) == 40
-    assert all(isinstance(end, Finished) for end in ran.ends.values())
+    assert all(isinstance(end, FinishedOutput) for end in ran.ends.values())
     assert sum(len(at) > 1 for at in ran.where.values()) > 10
     assert ran.longest < 0.1
 
@@ -148,4 +148,4 @@ def test_devices_that_do_not_reach_each_other_keep_their_requests(tmp_path: Path
     ran = Run("balloon", APART, tmp_path / "story")
     assert ran.cluster.controller.moved == 0
     assert all(len(at) == 1 for at in ran.where.values())
-    assert all(isinstance(end, Finished) for end in ran.ends.values())
+    assert all(isinstance(end, FinishedOutput) for end in ran.ends.values())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ballast.core.cost import StepCosts, activation_bytes
-from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -107,9 +107,9 @@ def run(
     ended: list[Output] = []
 
     def said(now: float, output: Output) -> None:
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             first.setdefault(output.request_id, now - at[output.request_id])
-        elif isinstance(output, Finished | Failed):
+        elif isinstance(output, FinishedOutput | FailedOutput):
             ended.append(output)
 
     profile = MachineProfile(
@@ -121,7 +121,7 @@ def run(
         m.weights.validate()
         m.kv.validate([])
     assert len(ended) == len(arrivals)
-    assert all(isinstance(end, Finished) for end in ended)
+    assert all(isinstance(end, FinishedOutput) for end in ended)
     return Ran(done.state, [e for e in entries if "action" in e], first)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from ballast.core.entries import Entry
+from ballast.core.entries import StoryEntry
 from ballast.policy.presets import ORDERS, PRESETS, shared_options
 from ballast.sim.replay import StoryDifference, replay
 from ballast.sim.story_reader import DeviceStory
@@ -29,7 +29,7 @@ class Mended:
     """Index of the life within the story; those before it, and after, are as they were."""
     entry: int
     """Index of the first entry that differs, within the life."""
-    replayed: Entry | None
+    replayed: StoryEntry | None
     """What happens there instead: keys of the entry and their values; None: nothing does."""
     reason: str
 

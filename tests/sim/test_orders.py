@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ballast.bench.record import RequestRecord, RequestRecorder, prompts_of, submission_for
 from ballast.bench.report import RequestStats
 from ballast.core.cost import StepCosts
-from ballast.core.event import Finished
+from ballast.core.event import FinishedOutput
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
@@ -119,7 +119,9 @@ def test_a_model_alone_is_served_first_come_first_served(
         told, done = run(fleet(f"balloon+{order}", [only], pages), [only], submissions, leaps=True)
         assert told == same
         assert books(done) == books(also)
-    assert {o.request_id for _, o in told if isinstance(o, Finished)} == {s.id for s in submissions}
+    assert {o.request_id for _, o in told if isinstance(o, FinishedOutput)} == {
+        s.id for s in submissions
+    }
 
 
 @settings(max_examples=15)

@@ -8,8 +8,8 @@ import pytest
 
 from ballast.core.compute import ComputeDecision, ComputeView, Phase
 from ballast.core.cost import activation_bytes
-from ballast.core.event import TokenOut
-from ballast.core.job import Load
+from ballast.core.event import TokenOutput
+from ballast.core.job import JobLoad
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
@@ -39,15 +39,15 @@ def requests(name: str) -> list[Submission]:
     ]
 
 
-def loads(fleet: FleetSettings, spec: ModelSpec) -> tuple[dict[int, Load], int]:
+def loads(fleet: FleetSettings, spec: ModelSpec) -> tuple[dict[int, JobLoad], int]:
     """What each job computed, and how many tokens clients got."""
-    found: dict[int, Load] = {}
+    found: dict[int, JobLoad] = {}
 
     def turned(now: float, state: DeviceState) -> None:
         found.update({job.id: job.load for job in state.lanes.jobs if job is not None})
 
     told, _ = run(fleet, [spec], requests(spec.name), leaps=False, observe=turned)
-    return found, sum(isinstance(output, TokenOut) for _, output in told)
+    return found, sum(isinstance(output, TokenOutput) for _, output in told)
 
 
 @pytest.mark.parametrize("kv_pages", [None, 14])

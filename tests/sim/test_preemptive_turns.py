@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ballast.core.cost import activation_bytes
-from ballast.core.event import Finished, Output, TokenOut
+from ballast.core.event import FinishedOutput, Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings
@@ -47,10 +47,10 @@ def served(
     entries: list[dict[str, Any]] = []
 
     def said(now: float, output: Output) -> None:
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             tokens[output.request_id].append((now, output.token))
         else:
-            assert isinstance(output, Finished), output
+            assert isinstance(output, FinishedOutput), output
             ended.append(output.request_id)
 
     profile = MachineProfile(

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from ballast.core.errors import ConfigError
-from ballast.core.event import Failed, Output, TokenOut
+from ballast.core.event import FailedOutput, Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import Role
@@ -70,7 +70,7 @@ class Run:
             assert not any(m.kv.used_blocks for m in device.state.models.values())
 
     def _heard(self, device: str, at: float, output: Output) -> None:
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             self.tokens[output.request_id].append((output.index, at, device))
         else:
             assert output.request_id not in self.ends, output
@@ -83,7 +83,7 @@ class Run:
             assert [index for index, _, _ in got] == list(range(submission.max_tokens))
             assert [at for _, at, _ in got] == sorted(at for _, at, _ in got)
         assert len(self.ends) == len(self.wanted)
-        assert not any(isinstance(end, Failed) for end in self.ends.values())
+        assert not any(isinstance(end, FailedOutput) for end in self.ends.values())
 
     @property
     def moved(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 from ballast.bench.tables import forecast_text
 from ballast.core.errors import ConfigError
 from ballast.core.event import Output
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings
@@ -75,8 +75,8 @@ def test_every_device_knows_every_model(device: str, engine: str) -> None:
     assert profile.hardware is not None
     for name, model in catalogue().items():
         costs = profile.costs(name)
-        step = costs.of(Load(0, 0, 0, 1, 512))
-        assert costs.of(Load(0, 0, 0, 100, 51200)) > step, name
+        step = costs.of(JobLoad(0, 0, 0, 1, 512))
+        assert costs.of(JobLoad(0, 0, 0, 100, 51200)) > step, name
         assert costs.prefill_seconds(4096) > costs.prefill_seconds(512) > 0, name
         read = 2 * (model.layer_parameters + model.embedding)
         assert step > read / profile.hardware.memory_bandwidth, name
@@ -112,7 +112,7 @@ def test_a_prefill_nobody_measured_gets_the_rooflines() -> None:
 
 def test_fewer_multiprocessors_and_more_devices() -> None:
     profile = device_profile("A100-80G@eager")
-    long = Load(4096, 1, 4096 * 4097 // 2, 0, 0)
+    long = JobLoad(4096, 1, 4096 * 4097 // 2, 0, 0)
     whole = profile.costs("LLaMA-13b").of(long)
     assert profile.costs("LLaMA-13b", sm_percent=30).of(long) > 2 * whole
     assert profile.costs("LLaMA-13b", tp=4).of(long) < whole / 2
@@ -125,7 +125,7 @@ def test_fewer_multiprocessors_and_more_devices() -> None:
 @pytest.mark.parametrize("device", ["A100-80G", "H100-80G", "H200", "H800"])
 def test_a_large_model_on_more_devices_takes_less(device: str) -> None:
     profile = device_profile(device)
-    long, step = Load(4096, 1, 4096 * 4097 // 2, 0, 0), Load(0, 0, 0, 16, 16 * 1024)
+    long, step = JobLoad(4096, 1, 4096 * 4097 // 2, 0, 0), JobLoad(0, 0, 0, 16, 16 * 1024)
     two, eight = (profile.costs("Llama-3-70b", tp=tp) for tp in (2, 8))
     assert eight.of(long) < two.of(long) / 2
     assert eight.of(step) < two.of(step) < profile.costs("Llama-3-70b").of(step)
@@ -218,7 +218,7 @@ def test_a_profile_drives_a_simulation() -> None:
     assert profile.pages is not None
     mapping = specs[0].weight_bytes / (2 * MiB) * profile.pages.map
     load = mapping + specs[0].weight_bytes / moving
-    steps = costs.prefill_seconds(256) + 19 * costs.of(Load(0, 0, 0, 1, 266))
+    steps = costs.prefill_seconds(256) + 19 * costs.of(JobLoad(0, 0, 0, 1, 266))
     assert told[-1][0] == pytest.approx(load + steps, rel=0.01)
 
 

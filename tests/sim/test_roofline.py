@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ballast.core.cost import TILE, StepCosts
-from ballast.core.job import Load, chunk_pairs
+from ballast.core.job import JobLoad, chunk_pairs
 from ballast.sim.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
 from ballast.sim.fitting import Points
 from ballast.sim.model_catalogue import catalogue, facts
@@ -57,9 +57,9 @@ def test_at_the_peaks_a_7b_takes_what_its_bytes_and_flops_do() -> None:
     model = facts("Llama-2-7b")
     costs = roofline(Sizes.of_facts(model), HARDWARE, PEAK)
     weights = 2 * (model.parameters - model.embedding)
-    assert costs.of(Load(0, 0, 0, 1, 0)) == pytest.approx(weights / 2e12)
+    assert costs.of(JobLoad(0, 0, 0, 1, 0)) == pytest.approx(weights / 2e12)
     kv = 2 * 32 * 4096 * 2
-    assert costs.of(Load(0, 0, 0, 1, 1000)) == pytest.approx((weights + 1000 * kv) / 2e12)
+    assert costs.of(JobLoad(0, 0, 0, 1, 1000)) == pytest.approx((weights + 1000 * kv) / 2e12)
     flops = 2 * 4096 * (model.parameters - 2 * model.embedding)
     flops += 4 * 32 * 4096 * chunk_pairs(4096, 0)
     assert costs.prefill_seconds(4096) == pytest.approx(flops / 300e12)
@@ -90,7 +90,9 @@ def points(model: str, phase: str) -> Points:
             if n > 8192:
                 continue
             pairs = batch * chunk_pairs(length, 0)
-            load = Load(n, batch, pairs, 0, 0) if phase == "prefill" else Load(0, 0, 0, batch, n)
+            load = (
+                JobLoad(n, batch, pairs, 0, 0) if phase == "prefill" else JobLoad(0, 0, 0, batch, n)
+            )
             taken.append((batch, n, costs.of(load)))
     return Points.of(taken)
 
@@ -107,7 +109,7 @@ def test_a_derate_is_recovered_and_predicts_a_model_it_has_not_seen() -> None:
     costs = roofline(Sizes.of_facts(facts("Qwen3-14b")), HARDWARE, found)
     other = points("Qwen3-14b", "decode")
     steps = [
-        costs.of(Load(0, 0, 0, int(b), int(n)))
+        costs.of(JobLoad(0, 0, 0, int(b), int(n)))
         for b, n in zip(other.batch, other.tokens, strict=True)
     ]
     assert np.abs(np.array(steps) / other.seconds - 1).max() < 0.02
@@ -118,7 +120,9 @@ def test_a_group_shares_the_work_and_pays_for_meeting() -> None:
     alone = roofline(sizes, HARDWARE, PEAK)
     free = AllReduce(tp=4, least=0, base=0, per_byte=0, source="a test")
     ideal = roofline(sizes, HARDWARE, PEAK, free)
-    assert ideal.of(Load(0, 0, 0, 8, 8000)) == pytest.approx(alone.of(Load(0, 0, 0, 8, 8000)) / 4)
+    assert ideal.of(JobLoad(0, 0, 0, 8, 8000)) == pytest.approx(
+        alone.of(JobLoad(0, 0, 0, 8, 8000)) / 4
+    )
     assert ideal.prefill_seconds(4096) == pytest.approx(alone.prefill_seconds(4096) / 4)
 
     paid = roofline(sizes, HARDWARE, PEAK, free.model_copy(update={"least": 5e-5}))

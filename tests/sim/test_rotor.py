@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.core.clock import VirtualClock
-from ballast.core.event import Settled, TransferDone
+from ballast.core.event import RotationSettledEvent, TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation, stall
@@ -128,7 +128,7 @@ def by_flows(course: Course) -> Seen:
             seen.append((device.clock.now(), stall))
             continue
         rotor.settle()
-        assert device.heap.take(None) == [Settled(str(step.model))]
+        assert device.heap.take(None) == [RotationSettledEvent(str(step.model))]
         n, held = course.layers[step.model], list(rotor.held)
         seen.append((device.clock.now(), *held))
         kept, missing = turned(n, now[step.model], held, step.rotation)
@@ -341,7 +341,7 @@ def test_a_transfer_is_as_slow_as_loads_leave_it() -> None:
     device.link.start(0, [Copy(0, 0, 300)])
     pace = device.begin("m", 2.0)
     (done,) = device.heap.take(None)
-    assert isinstance(done, TransferDone)
+    assert isinstance(done, TransferDoneEvent)
     assert (device.clock.now(), done.seconds) == (4.0, 4.0)
     assert (pace.end, pace.stall) == (3.0, 1.0)
 

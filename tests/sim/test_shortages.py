@@ -10,8 +10,15 @@ import pytest
 
 from ballast.core.actions import Change, Lend
 from ballast.core.cost import activation_bytes
-from ballast.core.event import Failed, Finished, Operate, Output
-from ballast.core.lease import AskedBack, Lease, Lent, PeerMet, Returned, Word
+from ballast.core.event import CommandEvent, FailedOutput, FinishedOutput, Output
+from ballast.core.lease import (
+    Lease,
+    LendingMessage,
+    PagesLentEvent,
+    PagesRecalledEvent,
+    PagesReturnedEvent,
+    PeerMetEvent,
+)
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -48,7 +55,7 @@ class World:
         profile = MachineProfile(
             costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0.0
         )
-        self.ends: dict[str, Finished | Failed] = {}
+        self.ends: dict[str, FinishedOutput | FailedOutput] = {}
         self.device = SimDevice(
             settings,
             specs,
@@ -61,7 +68,7 @@ class World:
         self.state: DeviceState = self.device.state
 
     def _said(self, now: float, output: Output) -> None:
-        if isinstance(output, Finished | Failed):
+        if isinstance(output, FinishedOutput | FailedOutput):
             assert output.request_id not in self.ends
             self.ends[output.request_id] = output
 
@@ -72,9 +79,9 @@ class World:
             m.weights.validate()
         assert now < 60, "it goes on for ever"
 
-    def finished(self, request: str) -> Finished:
+    def finished(self, request: str) -> FinishedOutput:
         end = self.ends[request]
-        assert isinstance(end, Finished)
+        assert isinstance(end, FinishedOutput)
         return end
 
 
@@ -135,7 +142,7 @@ def test_the_request_that_cannot_be_served_fails_and_no_other() -> None:
     wider = Change(model="b", slo=Slo(), priority=0, max_waiting=9, queue_seconds=None, share=3.0)
     world.device._operate(0.1, wider)
     world.device.finish(0.1)
-    failed = {id: end for id, end in world.ends.items() if isinstance(end, Failed)}
+    failed = {id: end for id, end in world.ends.items() if isinstance(end, FailedOutput)}
     assert list(failed) == ["old"]
     assert "it needs 16 pages of KV cache, and alone it would have 10" in failed["old"].reason
 
@@ -144,19 +151,19 @@ def test_a_busy_lender_recalls_what_a_request_lacks() -> None:
     """Not only once nothing goes on any more."""
     # In turns, `b` takes its pages as soon as they are there.
     world = World([spec("a", 10), spec("b", 10)], 60, "balloon+round-robin")
-    sent: list[Word] = []
+    sent: list[LendingMessage] = []
     state = world.state
     state.lending.say = sent.append
     state.lending.exports[PEER, 1] = NullVm(PAGE, 100).export(())
     heap = world.device._heap
-    heap.schedule(0.0, PeerMet(PEER, 1, 100))
-    heap.schedule(0.01, Operate("lend", Lend(PEER, 42)))
+    heap.schedule(0.0, PeerMetEvent(PEER, 1, 100))
+    heap.schedule(0.01, CommandEvent("lend", Lend(PEER, 42)))
     world.device.submit(asked("a", "a", 100, 400, at=0.02))
     world.device.submit(asked("b", "b", 100, 10, at=0.1))
     world.device.advance(0.2)
-    (recalled,) = (word.lease for word in sent if isinstance(word, AskedBack))
+    (recalled,) = (word.lease for word in sent if isinstance(word, PagesRecalledEvent))
     assert "a" not in world.ends
-    heap.schedule(0.2, Returned(recalled))
+    heap.schedule(0.2, PagesReturnedEvent(recalled))
     world.device.finish(0.2)
     assert list(world.ends) == ["b", "a"]
     assert world.finished("a").preemptions == 0
@@ -179,8 +186,8 @@ def test_pages_asked_back_cost_nobody_a_cache_that_makes_no_room_for_them(leaps:
     state, heap = world.state, world.device._heap
     state.lending.exports[PEER, 1] = NullVm(PAGE, 100).export(())
     lease = Lease(0, 1, PEER, state.settings.name, tuple(range(12)))
-    heap.schedule(0.0, PeerMet(PEER, 1, 100))
-    heap.schedule(0.01, Lent(lease))
+    heap.schedule(0.0, PeerMetEvent(PEER, 1, 100))
+    heap.schedule(0.01, PagesLentEvent(lease))
     world.device.submit(asked("cached", "b", 400, 2, at=0.02))
     for i in range(2):
         world.device.submit(asked(f"a-{i}", "a", 400, 200, at=0.1))
@@ -190,12 +197,12 @@ def test_pages_asked_back_cost_nobody_a_cache_that_makes_no_room_for_them(leaps:
     assert a.borrowed_pages > 0
     cached = b.cached_pages
     assert cached >= 6
-    heap.schedule(0.3, AskedBack(lease))
+    heap.schedule(0.3, PagesRecalledEvent(lease))
     world.device.advance(0.32)
     assert (a.borrowed_pages, b.cached_pages) == (0, cached)
     assert state.models["a"].preemptions == 1
     world.device.finish(1.0)
-    assert all(isinstance(end, Finished) for end in world.ends.values())
+    assert all(isinstance(end, FinishedOutput) for end in world.ends.values())
 
 
 @pytest.mark.parametrize("leaps", [False, True])
@@ -206,8 +213,8 @@ def test_pages_asked_back_take_the_place_of_cached_prefixes_and_no_more(leaps: b
     state, heap = world.state, world.device._heap
     state.lending.exports[PEER, 1] = NullVm(PAGE, 100).export(())
     lease = Lease(0, 1, PEER, state.settings.name, tuple(range(12)))
-    heap.schedule(0.0, PeerMet(PEER, 1, 100))
-    heap.schedule(0.01, Lent(lease))
+    heap.schedule(0.0, PeerMetEvent(PEER, 1, 100))
+    heap.schedule(0.01, PagesLentEvent(lease))
     world.device.submit(asked("b", "b", 800, 2, at=0.02))
     for i in range(2):
         world.device.submit(asked(f"a-{i}", "a", 300, 100, at=0.2))
@@ -215,7 +222,7 @@ def test_pages_asked_back_take_the_place_of_cached_prefixes_and_no_more(leaps: b
     a, b = (state.models[name].kv for name in "ab")
     abroad, cached = a.borrowed_pages, b.cached_pages
     assert 0 < abroad < cached
-    heap.schedule(0.3, AskedBack(lease))
+    heap.schedule(0.3, PagesRecalledEvent(lease))
     world.device.advance(0.32)
     assert (a.borrowed_pages, b.cached_pages) == (0, cached - abroad + state.pool.free)
     world.device.finish(0.5)

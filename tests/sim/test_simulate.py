@@ -10,7 +10,7 @@ import pytest
 
 from ballast.core.cost import StepCosts, activation_bytes
 from ballast.core.errors import ConfigError
-from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -70,7 +70,7 @@ class Heard:
 
     def __call__(self, now: float, output: Output) -> None:
         assert output.request_id not in self.ended, "something was said after the end"
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             assert output.index == self.tokens.get(output.request_id, 0)
             self.tokens[output.request_id] = output.index + 1
         else:
@@ -82,8 +82,8 @@ def watch(now: float, state: DeviceState) -> None:
     state.validate()
     check_views(state)
     for m in state.models.values():
-        slots = state.pool.owned(f"kvslots:{m.spec.name}")
-        assert state.pool.owned(f"kv:{m.spec.name}") + slots == m.kv.pages
+        slots = state.pool.ledger.owned(f"kvslots:{m.spec.name}")
+        assert state.pool.ledger.owned(f"kv:{m.spec.name}") + slots == m.kv.pages
         if m.kv.limit is not None:
             assert m.kv.pages <= m.kv.limit
     assert state.pool.free >= 0
@@ -109,14 +109,14 @@ def test_every_request_is_answered_completely_or_with_a_reason(preset: str, page
     assert set(heard.ended) == {s.id for s in arrivals}
     for s in arrivals:
         end = heard.ended[s.id]
-        if isinstance(end, Finished):
+        if isinstance(end, FinishedOutput):
             assert (end.output_tokens, end.reason) == (s.max_tokens, "length")
             assert heard.tokens[s.id] == s.max_tokens
         else:
-            assert isinstance(end, Failed)
+            assert isinstance(end, FailedOutput)
             assert end.reason
     if preset not in KEEP_PLACES:
-        assert all(isinstance(e, Finished) for e in heard.ended.values())
+        assert all(isinstance(e, FinishedOutput) for e in heard.ended.values())
     state = result.state
     assert not state.requests
     for m in state.models.values():
@@ -149,13 +149,13 @@ def test_models_that_share_segments_are_served_from_any_pool(preset: str, pages:
     result = simulate(fleet(preset, specs, pages), specs, arrivals, profile, heard, observe=watch)
     assert set(heard.ended) == {s.id for s in arrivals}
     if preset not in KEEP_PLACES:
-        assert all(isinstance(e, Finished) for e in heard.ended.values())
+        assert all(isinstance(e, FinishedOutput) for e in heard.ended.values())
     if pages == 300:
         distinct = {"e": 5, "p": 15, "q": 15, "r": 10, "f": 5, "s": 20}
         moved = sum(m.weights.own_pages * m.activations for m in result.state.models.values())
         if preset != "swap":
             assert moved == distinct["q"] + distinct["r"] + distinct["f"]
-            assert sum(result.state.pool.owners().values()) >= sum(distinct.values())
+            assert sum(result.state.pool.ledger.owners().values()) >= sum(distinct.values())
 
 
 def test_several_names_of_a_model_fit_where_copies_would_not() -> None:
@@ -169,7 +169,7 @@ def test_several_names_of_a_model_fit_where_copies_would_not() -> None:
     result = simulate(
         fleet("balloon", specs, 45), specs, arrivals, profile, heard, entries.extend, watch
     )
-    assert all(isinstance(e, Finished) for e in heard.ended.values())
+    assert all(isinstance(e, FinishedOutput) for e in heard.ended.values())
     assert sum(m.evictions for m in result.state.models.values()) == 0
     moved = [e["n_bytes"] for e in entries if e.get("event") == "TransferDone"]
     assert [n for n in moved if n] == [20 * PAGE]
@@ -193,7 +193,7 @@ def test_a_tight_pool_evicts_and_preempts_under_balloon() -> None:
     heard = Heard()
     result = simulate(fleet("balloon", specs, 32), specs, arrivals, profile, heard, observe=watch)
     assert heard.ended.keys() == heard.tokens.keys() == {s.id for s in arrivals}
-    assert all(isinstance(end, Finished) for end in heard.ended.values())
+    assert all(isinstance(end, FinishedOutput) for end in heard.ended.values())
     first, second = result.state.models.values()
     assert first.preemptions > 0
     assert first.evictions == 1
@@ -245,9 +245,9 @@ def test_a_request_that_can_never_fit_fails_at_once_and_says_why() -> None:
     short = Submission(id="short", model="m", prompt=(1,) * 30, max_tokens=4)
     simulate(fleet("balloon", specs, 24), specs, [long, short], profile, heard)
     end = heard.ended["long"]
-    assert isinstance(end, Failed)
+    assert isinstance(end, FailedOutput)
     assert end.code == "insufficient_memory"
-    assert isinstance(heard.ended["short"], Finished)
+    assert isinstance(heard.ended["short"], FinishedOutput)
 
 
 def test_prefixes_are_reused_between_requests() -> None:
@@ -271,7 +271,7 @@ def test_an_open_ended_request_gets_what_memory_can_hold() -> None:
     chat = Submission(id="chat", model="m", prompt=(1,) * 30, max_tokens=482, open_ended=True)
     result = simulate(fleet("balloon", specs, 24), specs, [chat], profile, heard)
     end = heard.ended["chat"]
-    assert isinstance(end, Finished)
+    assert isinstance(end, FinishedOutput)
     m = result.state.models["m"]
     tokens = 30 + end.output_tokens - 1
     pages = result.state.pool.total - result.state.arena.pages - m.weights.pages

@@ -9,7 +9,15 @@ import pytest
 
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
-from ballast.core.event import Arrival, Cancel, Drain, Finished, JobDone, Output, TokenOut
+from ballast.core.event import (
+    ArrivalEvent,
+    CancelEvent,
+    DrainEvent,
+    FinishedOutput,
+    JobDoneEvent,
+    Output,
+    TokenOutput,
+)
 from ballast.core.job import Job
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
@@ -44,9 +52,9 @@ def answers(
     ended = set()
 
     def receive(now: float, output: Output) -> None:
-        if isinstance(output, TokenOut):
+        if isinstance(output, TokenOutput):
             times[output.request_id].append(now)
-        elif isinstance(output, Finished):
+        elif isinstance(output, FinishedOutput):
             ended.add(output.request_id)
 
     ran = simulate(fleet, [SPEC], arrivals, replace(PROFILE, ahead=ahead), receive, leaps=leaps)
@@ -86,13 +94,13 @@ def test_the_last_request_is_answered_although_it_arrives_with_the_end() -> None
 def test_what_follows_a_late_arrival_stays_behind_it() -> None:
     heap = StepsAheadHeap(VirtualClock(), 1)
     job, request = Job(7, 0, "m", ()), asked("late", 1.0, 4)
-    heap.schedule(3.0, JobDone(job, (), 3.0))
-    heap.schedule(1.0, Arrival(request))
-    heap.schedule(2.0, Cancel("late"))
-    heap.schedule(2.5, Drain())
+    heap.schedule(3.0, JobDoneEvent(job, (), 3.0))
+    heap.schedule(1.0, ArrivalEvent(request))
+    heap.schedule(2.0, CancelEvent("late"))
+    heap.schedule(2.5, DrainEvent())
     assert heap.take(2.75) == []
     assert heap.late == 1
     seen = [heap.take(None) for _ in range(3)]
     kinds = [[type(event) for event in events] for events in seen]
-    assert kinds == [[JobDone], [Arrival], [Cancel, Drain]]
+    assert kinds == [[JobDoneEvent], [ArrivalEvent], [CancelEvent, DrainEvent]]
     assert heap.late == 0

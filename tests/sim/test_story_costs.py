@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballast.core.cost import StepCosts
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.sim.story_costs import TimedJob, costs_of, jobs_of, with_loop
 
 TRUTH = {
@@ -18,9 +18,9 @@ TRUTH = {
     "b": StepCosts(5e-3, 3e-4, 1e-4, 1e-6, 2e-7, 0.0),
 }
 WAKE, FIXED, EACH, ADMISSION = 4e-4, 3e-4, 4e-5, 2e-4
-DECODES = [Load(0, 0, 0, n, n * context) for n in (1, 2, 8, 16) for context in (15, 200, 500)]
-PREFILLS = [Load(t, p, t * t // 2, 0, 0) for t in (2, 16, 64, 128) for p in (1, 2)]
-MIXED = [Load(64, 1, 2080, 4, 800), Load(8, 2, 20, 1, 100)]
+DECODES = [JobLoad(0, 0, 0, n, n * context) for n in (1, 2, 8, 16) for context in (15, 200, 500)]
+PREFILLS = [JobLoad(t, p, t * t // 2, 0, 0) for t in (2, 16, 64, 128) for p in (1, 2)]
+MIXED = [JobLoad(64, 1, 2080, 4, 800), JobLoad(8, 2, 20, 1, 100)]
 
 Noise = Callable[[], float]
 
@@ -28,7 +28,7 @@ Noise = Callable[[], float]
 def story(rng: random.Random, n: int, noise: Noise = lambda: 1.0) -> list[dict[str, object]]:
     """`n` jobs as a device tells them; every tenth after a pause, and seconds times `noise`."""
     entries: list[dict[str, object]] = []
-    now, before = 0.0, Load(0, 0, 0, 0, 0)
+    now, before = 0.0, JobLoad(0, 0, 0, 0, 0)
     for i in range(n):
         model = rng.choice(sorted(TRUTH))
         load = rng.choice([*DECODES, *DECODES, *PREFILLS, *MIXED])

@@ -12,9 +12,9 @@ only where the device could no longer serve it alone.
 on waiting, or a time to live has asked. So turns at one moment are bounded by the events of that
 moment, and turns of the timer alone by the other turns.
 
-**Undoing makes progress.** A request is undone only for one that comes before it (`Order`), and
-that one then goes on: it computes tokens that it never had computed before, or ends. Let `n` be the
-number of requests before it that are open, and `x` the number of things that operators, clients
+**Undoing makes progress.** A request is undone only for one that comes before it (`Precedence`),
+and that one then goes on: it computes tokens that it never had computed before, or ends. Let `n` be
+the number of requests before it that are open, and `x` the number of things that operators, clients
 and peers have done so far beside asking. Each of the `n` may undo it twice before any of them has
 got on, once for its model's weights and once for its own KV, and each of the `x` once in all. So
 between two moments at which somebody before it gets on it is undone at most `2n + x` times; and as
@@ -54,20 +54,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from ballast.core.actions import Activate, Change, Evict, Join, Leave, Lend, Operation, Recall
-from ballast.core.entries import Entry, Sink
+from ballast.core.actions import Activate, Change, Evict, Join, Leave, Lend, LoopCommand, Recall
+from ballast.core.entries import Sink, StoryEntry
 from ballast.core.event import (
-    Cancel,
-    Cancelled,
-    Failed,
-    Finished,
+    CancelEvent,
+    CancelledOutput,
+    FailedOutput,
+    FinishedOutput,
     Output,
-    Pause,
-    Resume,
+    PauseEvent,
+    ResumeEvent,
 )
 from ballast.core.link import LinkRates
-from ballast.core.request import Order as Precedence
-from ballast.core.request import Request, Submission
+from ballast.core.request import Precedence, Request, Submission
 from ballast.core.settings import Slo
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
@@ -172,25 +171,25 @@ class Watch:
         """First requests of models that run nothing, which were put first and lack pages."""
         self._kv_pages: dict[str, int] = {}
         self._running: set[str] = set()
-        self._entries: list[Entry] = []
+        self._entries: list[StoryEntry] = []
         self._moment = (-math.inf, 0)
         self._timers = self._turns = 0
         self.state: DeviceState | None = None
 
     # -- what the device is given ------------------------------------------------------------------
 
-    def sink(self, entries: Sequence[Entry]) -> None:
+    def sink(self, entries: Sequence[StoryEntry]) -> None:
         self._entries += entries
         if self._also is not None:
             self._also(entries)
 
     def said(self, now: float, output: Output) -> None:
-        if not isinstance(output, Finished | Failed | Cancelled):
+        if not isinstance(output, FinishedOutput | FailedOutput | CancelledOutput):
             insist(output.request_id not in self.ends, "told after its end:", output)
             return
         insist(output.request_id not in self.ends, "ended twice:", output)
         self.ends[output.request_id] = output
-        if isinstance(output, Failed):
+        if isinstance(output, FailedOutput):
             self.seen[output.code] += 1
             self._may_fail(now, output)
 
@@ -224,7 +223,7 @@ class Watch:
 
     # -- the rules ---------------------------------------------------------------------------------
 
-    def _may_fail(self, now: float, failed: Failed) -> None:
+    def _may_fail(self, now: float, failed: FailedOutput) -> None:
         followed = self.open.get(failed.request_id)
         accepted = None if followed is None else followed.request
         if accepted is None:  # refused when it arrived, or in the turn in which it did
@@ -249,7 +248,7 @@ class Watch:
             causes |= {"insufficient_memory"}  # its model has no place
         insist(failed.code in causes, f"at {now}", failed)
 
-    def _spins(self, now: float, entries: list[Entry]) -> None:
+    def _spins(self, now: float, entries: list[StoryEntry]) -> None:
         events = [e["event"] for e in entries if "event" in e]
         at, turns = self._moment
         self._moment = now, turns + 1 if at == now else 1
@@ -302,7 +301,7 @@ class Watch:
         if kept != fresh:
             insist(False, f"at {state.now} a snapshot is stale:", _difference(kept, fresh))
 
-    def _flushed(self, state: DeviceState, view: DeviceView, entries: list[Entry]) -> None:
+    def _flushed(self, state: DeviceState, view: DeviceView, entries: list[StoryEntry]) -> None:
         acts = [e for e in entries if "action" in e and "refused" not in e and e.get("by") is None]
         drops = [e for e in acts if e["action"] == "DropCache"]
         others = {e["action"] for e in acts} - {"DropCache", "Activate", "Hold"}
@@ -319,11 +318,11 @@ class Watch:
         self.seen["dropped"] += 1
         slabs = {m.name: m.slab_pages for m in view.models}
         bound = sum(3 * slabs[e["model"]] for e in drops)
-        free = state.pool.free - state.pool.promised
+        free = state.pool.free - state.pool.ledger.promised
         insist(free < bound, f"at {state.now} {free} pages lie free after", drops)
 
     @staticmethod
-    def _disturbed(entries: list[Entry]) -> bool:
+    def _disturbed(entries: list[StoryEntry]) -> bool:
         """Whether operators or peers did something, or the books of a model changed otherwise."""
         quiet = {"Arrival", "JobDone", "Leap", "Timer", "TransferDone", "Drain"}
         return any(e.get("event", "Timer") not in quiet or "vacated" in e for e in entries)
@@ -388,7 +387,7 @@ class Watch:
             return None
         pool, mine = state.pool, state.models[m.name]
         owners = {mine.kv.owner, mine.weights.owner}
-        free = pool.free - pool.promised + sum(map(pool.promised_to, owners))
+        free = pool.free - pool.ledger.promised + sum(map(pool.ledger.promised_to, owners))
         caches = sum(o.cached_pages for o in view.models) - m.first_cached_pages
         if self.pooled and self._kept(view, m):
             caches = 0
@@ -400,7 +399,7 @@ class Watch:
         if self.undoes and view.now >= first.order.arrival + self.patience * m.spec.slo.ttft:
             younger = sum(self._undone_for(view, m, first, o) for o in view.models)
         there = free + caches + idle + younger
-        aside = sum(map(pool.promised_to, owners))
+        aside = sum(map(pool.ledger.promised_to, owners))
         if lacks > there or (not absent and lacks <= aside):
             return None  # it lacks none any more: when it goes on is for the order of compute
         if not absent and self.by_deadline and lacks <= free:
@@ -430,7 +429,7 @@ class Watch:
             short = [s for s in view.shortages if s.request_id == first.id and not s.limited]
             if not short or now < first.order.arrival + 0.5 * v.spec.slo.ttft:
                 continue
-            if state.pool.promised_to(state.models[v.name].kv.owner) >= short[0].pages:
+            if state.pool.ledger.promised_to(state.models[v.name].kv.owner) >= short[0].pages:
                 continue  # it lacks none any more: when it goes on is for the order of compute
             found = self._overtaken.get(first.id)
             if found is None:  # what came before is not counted
@@ -563,12 +562,12 @@ class Run:
             name = self.asked[id]
             self.watches[name].disturbances += 1
             if isinstance(act, Withdraw):
-                devices.post(name, Cancel(id))
+                devices.post(name, CancelEvent(id))
             else:
                 sim = devices.sims[name]
                 at = max(devices.now, sim.clock.now())
-                sim._heap.schedule(at, Pause(id))
-                sim._heap.schedule(at + act.seconds, Resume(id))
+                sim._heap.schedule(at, PauseEvent(id))
+                sim._heap.schedule(at + act.seconds, ResumeEvent(id))
 
     def _ask(self, act: Ask) -> None:
         name = NAMES[act.device % len(self.devices.sims)]
@@ -602,7 +601,7 @@ class Run:
         if operation is not None:
             devices.order(name, operation)
 
-    def _operation(self, act: Order, name: str) -> Operation | None:
+    def _operation(self, act: Order, name: str) -> LoopCommand | None:
         sim, model = self.devices.sims[name], self._name(act.model)
         if act.what == "evict":
             return Evict(model)
@@ -626,7 +625,7 @@ class Run:
             spec = self._joiners.pop()
             costs = COSTS.after(3e-4)
             newcomer = build_newcomer(sim.state, hosted_nowhere(spec), copy_nothing, costs)
-            sim._loop.operations.ready[spec.name] = newcomer
+            sim._loop.commands.ready[spec.name] = newcomer
             sim._specs[spec.name], sim._costs[spec.name] = spec, COSTS
             self._names.append(spec.name)
             return Join(spec.name)

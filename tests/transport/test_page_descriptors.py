@@ -15,14 +15,14 @@ from multiprocessing import Pipe
 import pytest
 
 from ballast.core.errors import DeviceError
-from ballast.core.lease import AskedBack, Lease, Lent, Returned
+from ballast.core.lease import Lease, PagesLentEvent, PagesRecalledEvent, PagesReturnedEvent
 from ballast.core.units import KiB
-from ballast.memory.lend import OWNER, Lender
+from ballast.memory.cuda.vm import CudaVm
+from ballast.memory.lending.lender import OWNER, Lender
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported, Vm
-from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.transport.page_descriptors import (
     PAGES_AT_ONCE,
@@ -43,11 +43,11 @@ import ctypes
 import sys
 from multiprocessing.connection import Connection
 from multiprocessing import Pipe
-from ballast.core.lease import AskedBack, Returned
-from ballast.memory.borrow import Borrower
+from ballast.core.lease import PagesRecalledEvent, PagesReturnedEvent
+from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
-from ballast.memory.vm_cuda import CudaVm
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.transport.page_descriptors import fetch_lease, fetch_pages
 from ballast.transport.worker_messages.codec import decode_to_worker, encode
@@ -65,11 +65,11 @@ kv = BackedRange(pool, vm, "kv", 128 * size)
 assert kv.back(0, 1) is None
 while True:
     message = decode_to_worker(pipe.recv_bytes()).event
-    if isinstance(message, AskedBack):
+    if isinstance(message, PagesRecalledEvent):
         for place in borrower.recall(message.lease):
             borrower.release(kv, place.at, 1)
         for part in borrower.settle():
-            pipe.send_bytes(encode(LeaseMsg.of(Returned(part))))
+            pipe.send_bytes(encode(LeaseMsg.of(PagesReturnedEvent(part))))
     else:
         n = len(message.lease.pages)
         opened = []
@@ -141,19 +141,19 @@ def test_lend_recall_and_kill(kind: str) -> None:
             lease = lender.lend("cpu:1", 3 + PAGES_AT_ONCE)
             assert isinstance(lease, Lease)
             offered["cpu:1", 1, lease.id] = lease.pages
-            ours.send_bytes(encode(LeaseMsg.of(Lent(lease))))
+            ours.send_bytes(encode(LeaseMsg.of(PagesLentEvent(lease))))
             assert ours.recv_bytes() == b"used"
             driver.exclusive = False
             assert {contents(vm, page) for page in lease.pages} == {bytes([42]) * PAGE}
         driver.exclusive = True
         asked = lender.recall(lease.part(lease.pages[:2]), due=1.0)
         assert asked is not None
-        ours.send_bytes(encode(LeaseMsg.of(AskedBack(asked))))
+        ours.send_bytes(encode(LeaseMsg.of(PagesRecalledEvent(asked))))
         told = decode_to_server(ours.recv_bytes())
         assert isinstance(told, LeaseMsg)
-        assert isinstance(told.event, Returned)
+        assert isinstance(told.event, PagesReturnedEvent)
         assert lender.returned(told.lease) is None
-        assert (pool.free, pool.lent(OWNER)) == (10, {"cpu:1": 68})
+        assert (pool.free, pool.ledger.held_of(OWNER)) == (10, {"cpu:1": 68})
         lender.recall(lease, due=2.0)
         lender.check(3.0)
         assert killed == [("cpu:1", 1)]
@@ -186,8 +186,12 @@ def test_a_lease_that_is_over_is_not_given() -> None:
     vm.close()
 
 
-@pytest.mark.parametrize("word", [Lent(LEASE), AskedBack(LEASE), Returned(LEASE)])
-def test_words_arrive_as_they_were(word: Lent | AskedBack | Returned) -> None:
+@pytest.mark.parametrize(
+    "word", [PagesLentEvent(LEASE), PagesRecalledEvent(LEASE), PagesReturnedEvent(LEASE)]
+)
+def test_words_arrive_as_they_were(
+    word: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent,
+) -> None:
     data = encode(LeaseMsg.of(word))
     for decode in (decode_to_worker, decode_to_server):
         message = decode(data)

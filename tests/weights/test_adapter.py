@@ -18,9 +18,9 @@ from ballast.core.errors import BallastError, CheckpointError, UnsupportedModel
 from ballast.core.settings import AdapterSettings, ModelSettings, Slo
 from ballast.memory.tensor import tensor_at
 from ballast.weights.adapter import CONFIG, MAX_RANK, TENSORS, load_adapter
-from ballast.weights.architecture import linear_modules
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
+from ballast.weights.meta_module import linear_modules
 from benchmarks.adapters import RandomAdapter, random_adapter
 from tests.models.tiny import llama
 

@@ -11,7 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from ballast.core.errors import UnsupportedModel
 from ballast.weights.agreement import Case, cases, layers_to_run
-from ballast.weights.architecture import build, learn
+from ballast.weights.inspection import inspect_model
+from ballast.weights.meta_module import build_module
 from ballast.weights.weightless import make_weightless, replace_linears
 from benchmarks.families import config
 from benchmarks.tiny import tiny
@@ -26,15 +27,15 @@ ROBERTA_KIN = (
 @pytest.mark.parametrize("kind", ROBERTA_KIN)
 def test_decoders_that_count_positions_from_their_padding_token_on(kind: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"^{kind}: its logits .*{OTHERS}"):
-        learn(tiny(kind))
+        inspect_model(tiny(kind))
 
 
 def test_a_temperature_by_positions_that_the_model_counts_itself() -> None:
     """Llama 4 without chunks: within 100 tokens nothing differs, and all may be served."""
     late = {"no_rope_layers": [0, 1, 0], "floor_scale": 100}
     with pytest.raises(UnsupportedModel, match=rf"at positions 256 to 260 {OTHERS}"):
-        learn(tiny("llama4_text", **late))
-    assert learn(tiny("llama4_text", **late), 96).positions == 512
+        inspect_model(tiny("llama4_text", **late))
+    assert inspect_model(tiny("llama4_text", **late), 96).positions == 512
 
 
 def test_rotation_by_the_order_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +44,10 @@ def test_rotation_by_the_order_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> No
     def counting(self: Any, *arguments: Any, position_ids: Any = None, **more: Any) -> Any:
         return forward(self, *arguments, **more)
 
-    learn(config("llama"))
+    inspect_model(config("llama"))
     monkeypatch.setattr(LlamaModel, "forward", counting)
     with pytest.raises(UnsupportedModel, match=OTHERS):
-        learn(config("llama"))
+        inspect_model(config("llama"))
 
 
 def test_a_step_that_mixes_sequences_beside_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +61,7 @@ def test_a_step_that_mixes_sequences_beside_attention(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(LlamaMLP, "forward", mixing)
     with pytest.raises(UnsupportedModel, match=OTHERS):
-        learn(config("llama"))
+        inspect_model(config("llama"))
 
 
 def test_an_error_in_our_batches_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,7 @@ def test_an_error_in_our_batches_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(LlamaModel, "forward", strict)
     with pytest.raises(UnsupportedModel, match="batches of ours: ValueError: one sequence"):
-        learn(config("llama"))
+        inspect_model(config("llama"))
 
 
 def test_every_length_of_context_has_cases() -> None:
@@ -107,7 +108,7 @@ def test_weightless_modules_take_no_memory_for_their_weights() -> None:
         "num_key_value_heads": 8,
         "head_dim": 128,
     }
-    module = build(config("llama", **sizes))
+    module = build_module(config("llama", **sizes))
     assert sum(p.numel() for p in module.parameters()) > 4e11
     replace_linears(module)
     make_weightless(module, "llama")
@@ -120,7 +121,7 @@ def test_weightless_modules_take_no_memory_for_their_weights() -> None:
 
 
 def test_weightless_modules_keep_what_is_tied_and_their_buffers() -> None:
-    module: Any = build(config("gemma2", tie_word_embeddings=True))
+    module: Any = build_module(config("gemma2", tie_word_embeddings=True))
     replace_linears(module)
     make_weightless(module, "gemma2")
     assert module.lm_head.weight is module.model.embed_tokens.weight

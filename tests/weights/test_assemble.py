@@ -19,9 +19,9 @@ from ballast.core.errors import CheckpointError, UnsupportedModel
 from ballast.core.settings import ModelSettings
 from ballast.memory.tensor import tensor_at
 from ballast.weights import segment as segments
-from ballast.weights.architecture import learn
 from ballast.weights.assemble import Recipe, Sources, concatenate, recipes, stack
 from ballast.weights.checkpoint import load_host_model
+from ballast.weights.inspection import inspect_model
 from ballast.weights.stored import read_header
 from benchmarks.families import config, make
 
@@ -181,7 +181,7 @@ def test_faults_of_parts(tmp_path: Path, change: Any, tensor: str, reason: str) 
 
 def test_a_conversion_that_is_not_known(tmp_path: Path) -> None:
     make(tmp_path, config("qwen3_moe"))
-    architecture = learn(config("qwen3_moe"))
+    architecture = inspect_model(config("qwen3_moe"))
     turned = WeightConverter(
         "mlp.experts.*.down_proj.weight", "mlp.experts.down_proj", [Transpose()]
     )
@@ -192,7 +192,7 @@ def test_a_conversion_that_is_not_known(tmp_path: Path) -> None:
 
 def test_a_run_knows_where_it_is(tmp_path: Path) -> None:
     make(tmp_path, config("mixtral"))
-    architecture = learn(config("mixtral"))
+    architecture = inspect_model(config("mixtral"))
     found = recipes(architecture, read_header(tmp_path / "model.safetensors"), tmp_path)
     gate_up = found["model.layers.0.mlp.experts.gate_up_proj"]
     assert gate_up.plain is None

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ballast.weights.architecture import build
 from ballast.weights.default_dtype import DefaultDtype
+from ballast.weights.meta_module import build_module
 from benchmarks.tiny import tiny
 
 MADE: dict[str, Callable[[], Tensor]] = {
@@ -71,7 +71,7 @@ def test_no_thread_notices_a_build_beside_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(nn.Embedding, "__init__", together)
     built: list[nn.Module] = []
     threads = [
-        threading.Thread(target=lambda: built.append(build(config, torch.bfloat16)))
+        threading.Thread(target=lambda: built.append(build_module(config, torch.bfloat16)))
         for _ in range(2)
     ]
     for thread in threads:

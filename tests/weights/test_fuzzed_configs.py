@@ -20,7 +20,7 @@ from ballast.core.settings import ModelSettings
 from ballast.core.units import GiB
 from ballast.isolation.limits import Limits
 from ballast.isolation.zygote import Zygote
-from ballast.weights.manifest import Manifest, Reading, fork_zygote, read_manifest
+from ballast.weights.manifest import Manifest, ManifestRequest, fork_zygote, read_manifest
 from benchmarks.families import config, make
 from tests.models.tiny import GREEDY, Served
 
@@ -70,7 +70,7 @@ def test_refused_with_a_reason_or_served_as_transformers_does(
     (path / "config.json").write_text(json.dumps(known))
     try:
         manifest = zygote.call(
-            read_manifest, Reading(ModelSettings(name="m", path=str(path))), Manifest
+            read_manifest, ManifestRequest(ModelSettings(name="m", path=str(path))), Manifest
         )
     except (BrokenPromise, DeviceError):
         raise

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ballast.core.errors import DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.live.inbox import MonotonicClock
 from ballast.memory.copies import Copy
@@ -31,7 +31,7 @@ class SlowLink:
         self.fails: Callable[[], bool] = lambda: False
         """Whether the next copy does, leaving nothing."""
         self.refuses = False
-        self._waiting: list[tuple[int, Callable[[TransferDone], None]]] = []
+        self._waiting: list[tuple[int, Callable[[TransferDoneEvent], None]]] = []
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run)
@@ -42,7 +42,7 @@ class SlowLink:
         transfer_id: int,
         copies: Sequence[Copy],
         stream: str,
-        on_done: Callable[[TransferDone], None],
+        on_done: Callable[[TransferDoneEvent], None],
     ) -> None:
         (copy,) = copies
         if self.refuses:
@@ -73,7 +73,7 @@ class SlowLink:
             error = "the host is gone" if self.fails() else None
             if error is None:
                 self.there[self.place(layer)] = layer
-            on_done(TransferDone(layer, 1, 0.0, error))
+            on_done(TransferDoneEvent(layer, 1, 0.0, error))
 
 
 def made(n: int) -> tuple[SlowLink, Any, threading.Event]:

@@ -12,8 +12,8 @@ from ballast.core.errors import ConfigError, UnsupportedModel
 from ballast.core.settings import ModelSettings
 from ballast.kernels import linear
 from ballast.memory.tensor import tensor_at
-from ballast.weights.architecture import learn
 from ballast.weights.checkpoint import load_host_model
+from ballast.weights.inspection import inspect_model
 from ballast.weights.packing import fused
 from ballast.weights.packing_experts import DOWN, GATE_UP, LAYOUTS, ROUTER
 from ballast.weights.sharding import Shard
@@ -21,7 +21,7 @@ from benchmarks.families import config, make
 
 
 def layout_of(family: str, *, packed: bool = True, **changes: Any) -> Any:
-    return fused(learn(config(family, **changes)), "float32", packed=packed)
+    return fused(inspect_model(config(family, **changes)), "float32", packed=packed)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

@@ -18,8 +18,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from ballast.weights.architecture import build
-from ballast.weights.probe import Mask, Seen, _look_into, probe
+from ballast.weights.meta_module import build_module
+from ballast.weights.probe import Mask, ProbeResult, _look_into, probe
 from ballast.weights.weightless import make_weightless, replace_linears
 from benchmarks.families import config
 
@@ -52,8 +52,8 @@ def test_masks(name: str) -> None:
     assert _look_into(function, 100) == expected
 
 
-def run(config: Any) -> Seen:
-    module = build(config)
+def run(config: Any) -> ProbeResult:
+    module = build_module(config)
     replace_linears(module)
     make_weightless(module, "model")
     return probe(module, 512)

@@ -13,7 +13,7 @@ import pytest
 from ballast.core.actions import Short
 from ballast.core.clock import VirtualClock
 from ballast.core.errors import BrokenPromise, DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import Rotation
 from ballast.core.units import KiB
@@ -91,7 +91,7 @@ def test_activation_backs_everything_and_copies_each_segment_once() -> None:
     assert not weights.backed
     assert weights.activate(7) is None
     assert weights.backed
-    assert pool.owners() == {"weights:m": 5}
+    assert pool.ledger.owners() == {"weights:m": 5}
     ((transfer, copies),) = link.started
     assert transfer == 7
     assert copies == [
@@ -164,7 +164,7 @@ def test_eviction_gives_all_pages_back_and_addresses_stay() -> None:
 
 def test_a_short_pool_changes_nothing() -> None:
     weights, pool, link = make(7)
-    pool.lease("other", 4)
+    pool.allocate("other", 4)
     assert weights.activate(1) == Short(2)
     assert (weights.backed, pool.free, link.started) == (False, 3, [])
 
@@ -195,10 +195,10 @@ def test_every_segment_needs_a_host_address() -> None:
 
 def test_bytes_arrive_again_after_the_pages_were_written_by_another() -> None:
     host = [np.random.default_rng(i).integers(0, 256, n, np.uint8) for i, n in enumerate(SEGMENTS)]
-    done: list[TransferDone] = []
+    done: list[TransferDoneEvent] = []
     arrived = threading.Semaphore(0)
 
-    def on_done(event: TransferDone) -> None:
+    def on_done(event: TransferDoneEvent) -> None:
         done.append(event)
         arrived.release()
 

@@ -114,7 +114,7 @@ class Device:
         self.pool.validate()
         for m in self.models.values():
             m.validate()
-            told = self.pool.owned(m.owner) + self.pool.held(m.owner)
+            told = self.pool.ledger.owned(m.owner) + self.pool.ledger.held(m.owner)
             assert m.range.os_backed() == told
 
     def check_bytes(self, name: str) -> None:
@@ -152,14 +152,14 @@ def test_the_second_name_of_a_model_costs_no_page_and_no_copy() -> None:
     device.link.carry()
     assert device.models["a"].landed()
     owners = {"shared:eeeeeeeeeeee": 2, "shared:xxxxxxxxxxxx": 2, "shared:tttttttttttt": 1}
-    assert device.pool.owners() == owners
+    assert device.pool.ledger.owners() == owners
     twin = device.models["twin"]
     assert device.activate("twin") is None
-    assert (twin.filled, device.link.waiting, device.pool.owners()) == (True, [], owners)
-    assert device.pool.held("weights:twin") == 5
+    assert (twin.filled, device.link.waiting, device.pool.ledger.owners()) == (True, [], owners)
+    assert device.pool.ledger.held("weights:twin") == 5
     device.validate()
     device.models["a"].evict()
-    assert device.pool.owners() == owners
+    assert device.pool.ledger.owners() == owners
     assert twin.filled
     twin.evict()
     assert device.pool.free == 6
@@ -212,10 +212,10 @@ def test_where_the_copy_of_another_fails_it_is_made_again() -> None:
 
 def test_a_short_pool_changes_nothing() -> None:
     device = Device(6, ["a", "b", "twin"])
-    taken = device.pool.lease("other", 2)
+    taken = device.pool.allocate("other", 2)
     assert isinstance(taken, tuple)
     assert device.activate("a") == Short(1)
-    assert (device.pool.owners(), device.link.waiting) == ({"other": 2}, [])
+    assert (device.pool.ledger.owners(), device.link.waiting) == ({"other": 2}, [])
     device.validate()
     device.pool.give_back("other", taken[:1])
     assert device.activate("a") is None
@@ -227,11 +227,11 @@ def test_a_short_pool_changes_nothing() -> None:
 def test_a_link_or_a_map_that_fails_costs_nothing() -> None:
     device = Device(20)
     device.activate("a")
-    before = device.pool.owners()
+    before = device.pool.ledger.owners()
     device.link.broken = True
     with pytest.raises(DeviceError):
         device.activate("b")
-    assert device.pool.owners() == before
+    assert device.pool.ledger.owners() == before
     device.validate()
     device.link.broken = False
     real = device.vm.map
@@ -245,7 +245,7 @@ def test_a_link_or_a_map_that_fails_costs_nothing() -> None:
     with pytest.raises(DeviceError):
         device.activate("echo")
     device.vm.map = real  # type: ignore[method-assign]
-    assert device.pool.owners() == before
+    assert device.pool.ledger.owners() == before
     device.validate()
     assert device.activate("echo") is None
     device.models["a"].close()
@@ -258,7 +258,7 @@ def test_pages_promised_to_a_model_bring_what_it_shares() -> None:
     assert device.pool.promise("weights:a", 5) is None
     assert device.activate("twin") == Short(5)
     assert device.activate("a") is None
-    assert device.pool.promised == 0
+    assert device.pool.ledger.promised == 0
     device.validate()
 
 

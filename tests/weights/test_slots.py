@@ -12,7 +12,7 @@ from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.vm_null import NullVm
-from ballast.weights.slots import Place, Slots
+from ballast.weights.slots import LayerPages, Slots
 
 PAGE = 4096
 
@@ -22,7 +22,7 @@ def made(n: int, pages: int, spare: int = 0) -> tuple[Pool, BackedRange, Slots]:
     pool = Pool(NullVm(PAGE, n * pages + spare), n * pages + spare)
     weights = BackedRange(pool, pool.vm, "weights:a", n * pages * PAGE)
     slots = Slots("a", pool, weights)
-    slots.tabulate([Place(i * pages, pages, pages * PAGE - 5, True) for i in range(n)])
+    slots.tabulate([LayerPages(i * pages, pages, pages * PAGE - 5, True) for i in range(n)])
     assert weights.back(0, n * pages) is None
     return pool, weights, slots
 
@@ -78,7 +78,12 @@ def test_pages_add_up(n: int, pages: int, spare: int, data: st.DataObject) -> No
 def test_only_layers_of_one_size_that_are_the_models_alone_rotate() -> None:
     _pool, _weights, slots = made(4, 2)
     slots.tabulate(
-        [Place(0, 2, 9, True), Place(2, 1, 9, True), Place(3, 2, 7, True), Place(5, 2, 9, False)]
+        [
+            LayerPages(0, 2, 9, True),
+            LayerPages(2, 1, 9, True),
+            LayerPages(3, 2, 7, True),
+            LayerPages(5, 2, 9, False),
+        ]
     )
     assert slots.rotatable == (0, 2)
     assert (slots.layer_pages, slots.layer_bytes) == (2, 9)
@@ -87,6 +92,6 @@ def test_only_layers_of_one_size_that_are_the_models_alone_rotate() -> None:
         with pytest.raises(BrokenPromise):
             slots.turn(wrong, ())
     assert slots.refusal(Rotation((0, 2), 1)) is None
-    slots.tabulate([Place(0, 2, 9, True), Place(2, 1, 9, False)])
+    slots.tabulate([LayerPages(0, 2, 9, True), LayerPages(2, 1, 9, False)])
     assert slots.rotatable == ()
     assert slots.layer_pages == 0

@@ -18,16 +18,15 @@ from ballast.live.cpu_machine import OnCpu
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
-from ballast.models.gloo import GlooExchange
-from ballast.models.parallel import (
-    Exchange,
+from ballast.models.parallel.exchanges import GlooExchange, SharedExchange
+from ballast.models.parallel.model import (
     Followers,
     NoExchange,
     ParallelModel,
+    RankExchange,
     check_parallel,
 )
 from ballast.models.profile_run import measured
-from ballast.models.shared import SharedExchange
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
@@ -48,7 +47,7 @@ class CpuRankMachine(OnCpu):
         self._device, self._shard = device, shard
         self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
         self.link = HostLink(clock, post, pace, copy_bytes=stream_copier())
-        self._exchange: Exchange | None = None
+        self._exchange: RankExchange | None = None
 
     def meet(self, place: MeetingPlace) -> None:
         if isinstance(place, Path):

@@ -15,13 +15,13 @@ from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.kernels.workspace import Workspace
 from ballast.live.cuda_machine import CudaMachine, driver_of
-from ballast.live.cuda_runner import Compute
+from ballast.live.cuda_runner import GpuCompute
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import Driver
-from ballast.memory.cuda_devices import find_gpus
-from ballast.memory.cuda_events import Events
-from ballast.models.device_parallel import DeviceExchange, ParallelDeviceModel
-from ballast.models.parallel import Followers
+from ballast.memory.cuda.calls import Driver
+from ballast.memory.cuda.devices import find_gpus
+from ballast.memory.cuda.fences import EventPool
+from ballast.models.gpu.parallel import GpuExchange, GpuParallelModel
+from ballast.models.parallel.model import Followers
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.sharding import Shard
@@ -38,7 +38,7 @@ class CudaRankMachine(CudaMachine):
         clock: Clock,
         post: Callable[[Event], None],
         driver: Driver | None = None,
-        compute: Compute | None = None,
+        compute: GpuCompute | None = None,
         nvml: Any = None,
     ) -> None:
         """`driver`, `compute` and `nvml` stand in for the real ones; a GPU's link has no `pace`.
@@ -50,11 +50,11 @@ class CudaRankMachine(CudaMachine):
         _check_devices(driver, device, shard, nvml)
         super().__init__(FleetSettings(models=(), device=device), clock, post, driver, compute)
         self._shard = shard
-        self._exchange: DeviceExchange | None = None
-        self._events = Events(self._driver)
+        self._exchange: GpuExchange | None = None
+        self._events = EventPool(self._driver)
 
     def meet(self, place: MeetingPlace) -> None:
-        """Raises ConfigError and DeviceError as `Compute.exchange`."""
+        """Raises ConfigError and DeviceError as `GpuCompute.exchange`."""
         if not isinstance(place, Path):
             raise BrokenPromise("GPUs do not meet in the host's memory")
         self.prepare_thread()
@@ -71,10 +71,10 @@ class CudaRankMachine(CudaMachine):
         kv: KvPlace,
         workspace: Workspace,
         followers: Followers | None = None,
-    ) -> ParallelDeviceModel:
+    ) -> GpuParallelModel:
         assert self._exchange is not None
         memory = (segments, kv.base, kv.layout, kv.n_bytes, self._compute.device)
-        return ParallelDeviceModel(
+        return GpuParallelModel(
             host,
             *memory,
             self._compute.attention,
@@ -96,10 +96,10 @@ class CudaRankMachine(CudaMachine):
             with self._compute.on(stream):
                 yield
         finally:
-            event = self._events.take()
+            event = self._events.acquire()
             self._driver.record(event, stream)
             self._driver.wait(event)
-            self._events.put_back(event)
+            self._events.release(event)
 
     def close(self) -> None:
         self.prepare_thread()

@@ -20,10 +20,10 @@ from ballast.cluster.tensor_parallel.rank_machine import KvPlace, MakeRankMachin
 from ballast.cluster.tensor_parallel.rank_machine_choice import rank_machine_of
 from ballast.cluster.tensor_parallel.remote_rank import RemoteRank
 from ballast.cluster.tensor_parallel.remote_vm import RemoteVm
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.clock import Clock
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError
-from ballast.core.event import Event, Settled, TransferDone
+from ballast.core.event import Event, RotationSettledEvent, TransferDoneEvent
 from ballast.core.job import SequenceWork
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
@@ -36,11 +36,11 @@ from ballast.kv.swapper import MakeSwapper
 from ballast.live.machine import Cap
 from ballast.live.runner import Executor, LaneRunner, Record
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import WhenLost
-from ballast.memory.link_group import GroupLink, share_of
+from ballast.memory.cuda.calls import WhenLost
+from ballast.memory.group.link import GroupLink, share_of
+from ballast.memory.group.vm import GroupVm
 from ballast.memory.transfer import HostLink
-from ballast.memory.vm_group import GroupVm
-from ballast.models.served import Served
+from ballast.models.executor import ModelExecutor
 from ballast.transport.tensor_parallel.rank_messages import (
     CopyMsg,
     JoinGroupMsg,
@@ -73,7 +73,7 @@ class GroupMachine:
     graphs: GraphReport | None = None
     copies_beside_jobs = False
     """`GroupRotor.bring` cannot."""
-    reach: Reach | None = None
+    reach: GpuReach | None = None
     """None: a group lends no memory and borrows none."""
 
     def __init__(
@@ -184,7 +184,7 @@ class GroupMachine:
         segments: Sequence[int],
         kv: KvCache,
         workspaces: Sequence[Workspace],
-    ) -> tuple[Served, ...]:
+    ) -> tuple[ModelExecutor, ...]:
         addresses = [self.vm.where(address) for address in (*segments, kv.base)]
         for i, other in enumerate(self._others, 1):
             *segments_there, kv_there = (address[i] for address in addresses)
@@ -214,7 +214,7 @@ class GroupMachine:
             return None
 
         def make(spec: ModelSpec, copies: Sequence[Copy]) -> GroupRotor:
-            settled = Settled(spec.name)
+            settled = RotationSettledEvent(spec.name)
             link = self._own.link
             assert isinstance(link, HostLink)
             others = [other.memory for other in self._others]
@@ -278,7 +278,7 @@ class GroupMachine:
 
     def _transfer_landed(self, done: Event) -> None:
         """Note that a rank's part of a transfer has ended."""
-        assert isinstance(done, TransferDone)
+        assert isinstance(done, TransferDoneEvent)
         self.link.landed(done)
 
     def _layers_settled(self, event: LayersSettledEvent) -> None:

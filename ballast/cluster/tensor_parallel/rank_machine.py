@@ -20,11 +20,11 @@ from ballast.kv.layout import Layout
 from ballast.live.machine import Cap
 from ballast.live.runner import Executor, LaneRunner, Record
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import WhenLost
+from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
-from ballast.models.device_parallel import ParallelDeviceModel
-from ballast.models.parallel import (
+from ballast.models.gpu.parallel import GpuParallelModel
+from ballast.models.parallel.model import (
     Followers,
     ParallelModel,
 )
@@ -74,7 +74,7 @@ class RankMachine(Protocol):
         kv: KvPlace,
         workspace: Workspace,
         followers: Followers | None = None,
-    ) -> ParallelModel | ParallelDeviceModel:
+    ) -> ParallelModel | GpuParallelModel:
         """Build what runs the rank's part of a model; jobs of the first rank begin on its
         `followers`, the further ranks."""
 

@@ -23,7 +23,7 @@ from ballast.cluster.tensor_parallel.rank_machine import MakeRankMachine
 from ballast.cluster.tensor_parallel.rank_machine_choice import rank_machine_of
 from ballast.cluster.tensor_parallel.rank_server import DONE, RankServer
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError, DeviceLost
-from ballast.core.event import Event, TransferDone
+from ballast.core.event import Event, TransferDoneEvent
 from ballast.isolation.calls import Isolation
 from ballast.isolation.orphan import die_with
 from ballast.transport.tensor_parallel.rank_connections import LeaderConnection, RankGone
@@ -136,7 +136,7 @@ def _join(
     ends."""
 
     def transfer_landed(done: Event) -> None:
-        assert isinstance(done, TransferDone)
+        assert isinstance(done, TransferDoneEvent)
         events.send(TransferLandedEvent(done))
 
     try:

@@ -15,10 +15,10 @@ from ballast.live.inbox import MonotonicClock
 from ballast.live.machine import Cap
 from ballast.memory.arena import confine_allocator
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import WhenLost
+from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.vm import Range
-from ballast.models.device_parallel import ParallelDeviceModel
-from ballast.models.parallel import ParallelModel
+from ballast.models.gpu.parallel import GpuParallelModel
+from ballast.models.parallel.model import ParallelModel
 from ballast.transport.tensor_parallel.rank_messages import (
     CopyMsg,
     DiscardPagesMsg,
@@ -81,7 +81,7 @@ class RankServer:
         self._ranges: dict[int, Range] = {}
         self._tier = HostTier(isolation=isolation)
         self._hosts: dict[str, HostModel] = {}
-        self._models: dict[str, ParallelModel | ParallelDeviceModel] = {}
+        self._models: dict[str, ParallelModel | GpuParallelModel] = {}
         self._rotors: dict[str, LinkRotor] = {}
         self._layers_settled = layers_settled
         self._workspace = Workspace(device.budget_bytes)

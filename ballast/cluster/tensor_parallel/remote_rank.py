@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.settings import FleetSettings
 from ballast.transport.tensor_parallel.rank_connections import RankConnection, RankGone
 from ballast.transport.tensor_parallel.rank_messages import LayersSettledEvent, TransferLandedEvent
@@ -37,7 +37,7 @@ class RemoteRank:
         """Start the process, which ends with the calling thread."""
         self.rank = rank
         self._lost: Callable[[RemoteRank], None] | None = None
-        self._transfer_landed: Callable[[TransferDone], None] | None = None
+        self._transfer_landed: Callable[[TransferDoneEvent], None] | None = None
         self._layers_settled: Callable[[LayersSettledEvent], None] | None = None
         with ExitStack() as remote_ends:
             pairs = {name: socket.socketpair() for name in _CONNECTIONS}
@@ -63,7 +63,7 @@ class RemoteRank:
 
     def listen(
         self,
-        transfer_landed: Callable[[TransferDone], None],
+        transfer_landed: Callable[[TransferDoneEvent], None],
         layers_settled: Callable[[LayersSettledEvent], None],
         lost: Callable[[RemoteRank], None],
     ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.core.compute import ComputeDecision, ComputeView, Phase, Runnable, WorkView
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.policy.base import ComputePolicy
 
 
@@ -102,7 +102,7 @@ class AdaptiveBatches(ComputePolicy):
             last = min((d.last for d in work.decodes if d.first is not None), default=now)
             waited.append((last, r))
             context = sum(d.context for d in work.decodes)
-            steps += work.costs.of(Load(0, 0, 0, len(work.decodes), context))
+            steps += work.costs.of(JobLoad(0, 0, 0, len(work.decodes), context))
         gap = max(self.longest_gap, 2 * steps)
         last, found = min(waited, key=lambda lr: (lr[0], lr[1].model), default=(now, None))
         return found if now - last >= gap else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ballast.core.compute import ComputeDecision, ComputeView, Phase, Runnable
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 from ballast.policy.base import ComputePolicy
 from ballast.policy.memory.temporal_sharing import ModelTurn
 
@@ -71,7 +71,7 @@ def _first(view: ComputeView, models: Sequence[Runnable]) -> Runnable:
     return min(models, key=lambda r: (not r.moves_kv, _oldest(view, r), r.model))
 
 
-def _oldest(view: ComputeView, r: Runnable) -> Order:
+def _oldest(view: ComputeView, r: Runnable) -> Precedence:
     """The request of a model that comes first of those it could go on with."""
     if r.moves_kv:
         return _NOBODY
@@ -80,7 +80,7 @@ def _oldest(view: ComputeView, r: Runnable) -> Order:
     return min(orders, default=_NOBODY)
 
 
-_NOBODY = Order(0, -math.inf, 0)
+_NOBODY = Precedence(0, -math.inf, 0)
 
 
 def _phase(chosen: Runnable, separate: float) -> Phase:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ballast.core.compute import ComputeDecision, ComputeView, DecodeView, PromptView, WorkView
-from ballast.core.job import Load, chunk_pairs
+from ballast.core.job import JobLoad, chunk_pairs
 from ballast.policy.base import ComputePolicy
 from ballast.policy.compute.demand import Demand, Task
 
@@ -169,7 +169,7 @@ class Deadline(ComputePolicy):
     def _batch(self, now: float, work: WorkView) -> _Batch:
         """Its requests that can keep their levels determine when a step is due."""
         decodes = work.decodes
-        seconds = work.costs.of(Load(0, 0, 0, len(decodes), sum(d.context for d in decodes)))
+        seconds = work.costs.of(JobLoad(0, 0, 0, len(decodes), sum(d.context for d in decodes)))
         due, pace, steps = math.inf, math.inf, 1
         for d in decodes:
             if self._keeps(now, d, seconds):
@@ -253,7 +253,7 @@ class Deadline(ComputePolicy):
             return []
         context = p.view.start + p.view.tokens
         pace = min(p.view.pace, self.longest_wait)
-        own = costs.of(Load(0, 0, 0, 1, context))
+        own = costs.of(JobLoad(0, 0, 0, 1, context))
         more = costs.per_sequence + context * costs.per_context
         batch = batches.get(p.work.model)
         if batch is None:
@@ -371,7 +371,7 @@ class Deadline(ComputePolicy):
             pairs += chunk_pairs(part, p.start)
         decodes = work.decodes
         return work.costs.of(
-            Load(tokens, chunks, pairs, len(decodes), sum(d.context for d in decodes))
+            JobLoad(tokens, chunks, pairs, len(decodes), sum(d.context for d in decodes))
         )
 
 

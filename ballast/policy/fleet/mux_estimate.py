@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.core.cost import StepCosts, Traffic
-from ballast.core.job import Load, chunk_pairs
+from ballast.core.job import JobLoad, chunk_pairs
 
 ROUNDS = 16
 """Of batches that depend on each other: each model's prefills delay the others'."""
@@ -111,11 +111,11 @@ class _Jobs:
     def prefill(self, batch: int) -> float:
         """Seconds, of the prompts of a batch."""
         pairs = batch * chunk_pairs(self._prompt, 0)
-        return self._whole.of(Load(batch * self._prompt, batch, pairs, 0, 0))
+        return self._whole.of(JobLoad(batch * self._prompt, batch, pairs, 0, 0))
 
     def step(self, batch: int) -> float:
         """Seconds, of a decode step."""
-        return self._part.of(Load(0, 0, 0, batch, batch * self._context))
+        return self._part.of(JobLoad(0, 0, 0, batch, batch * self._context))
 
     def rate(self, batch: int, prefills: float) -> float:
         """Requests per second, where all prefills take so long."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ballast.core.actions import Action
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, SharedView
 
@@ -19,7 +19,7 @@ class Claim(NamedTuple):
     """A need for pages on behalf of a request: `pages` beyond what its model holds."""
 
     model: str
-    order: Order
+    order: Precedence
     pages: int
     may_preempt: bool
     """Whether work in progress of younger requests may be undone for it."""
@@ -49,7 +49,7 @@ class Claim(NamedTuple):
     price must be lower."""
 
     @property
-    def precedence(self) -> tuple[bool, int, float, Order, str]:
+    def precedence(self) -> tuple[bool, int, float, Precedence, str]:
         """Claims that may undo work come first, which free pages save; then those of requests whose
         first token is due earliest, as their prompts will be computed."""
         undoing = self.may_preempt
@@ -80,7 +80,7 @@ class Offer(NamedTuple):
     """`act` is given all pages taken under this key, and replaces the action for fewer."""
     later: bool = False
     """Its pages do not come with the action, but with an event that follows."""
-    undoes: Order | None = None
+    undoes: Precedence | None = None
     """The oldest request whose work in progress it undoes: only older claims that `may_preempt` can
     take it. None: it undoes none."""
     everything: bool = False

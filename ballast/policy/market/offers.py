@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from ballast.core.actions import RECALL_SECONDS, Compact, DropCache, Evict, Preempt, Recall
 from ballast.core.cost import copy_seconds
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.claims import BEHIND_ALL
@@ -189,7 +189,7 @@ def _evictable(m: ModelView) -> bool:
 
 
 def _evicting(
-    m: ModelView, price: Callable[[], float], why: str, undoes: Order | None = None
+    m: ModelView, price: Callable[[], float], why: str, undoes: Precedence | None = None
 ) -> Offer:
     """A model's weights and KV; `why` has a place for the claim's model."""
 
@@ -208,7 +208,7 @@ def _evicting(
     )
 
 
-def _first_served(m: ModelView) -> Order:
+def _first_served(m: ModelView) -> Precedence:
     """Order of a model's oldest request; one that came after all of its priority, where the model
     runs nothing and its requests wait behind all others."""
     first = m.derived(oldest)
@@ -216,7 +216,7 @@ def _first_served(m: ModelView) -> Order:
     return first._replace(arrival=math.inf) if behind else first
 
 
-def oldest(m: ModelView) -> Order:
+def oldest(m: ModelView) -> Precedence:
     """Order of a model's oldest request; the model must have one."""
     return min(r.order for r in (*m.running[:1], *m.waiting))
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from ballast.core.actions import Action, Decision, DropCache, Promise, SwapKv
 from ballast.core.cost import copy_seconds
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.core.kv_swap import SLOTS, spread, swapped_seconds
 from ballast.core.link import LinkRates
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
@@ -291,14 +291,14 @@ class KvSwap(MemoryPolicy):
             return None
         if m.residency is not Residency.RESIDENT or m.waiting:
             return None
-        order = Order(0, view.now, 0)
+        order = Precedence(0, view.now, 0)
         return self._claim_for(view, m, order, now.lent, ceil_div(now.lent, 2), may_preempt=False)
 
     def _claim_for(
         self,
         view: DeviceView,
         m: ModelView,
-        order: Order,
+        order: Precedence,
         most: int,
         least: int,
         *,
@@ -384,4 +384,4 @@ def step_seconds(m: ModelView) -> float:
     if m.decode_seconds is not None:
         return m.decode_seconds
     context = sum(r.computed for r in m.running)
-    return m.costs.of(Load(0, 0, 0, len(m.running), context))
+    return m.costs.of(JobLoad(0, 0, 0, len(m.running), context))

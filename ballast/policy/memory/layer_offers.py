@@ -8,8 +8,8 @@ from math import floor, log2
 
 from ballast.core.actions import Action, Remap
 from ballast.core.cost import copy_seconds
-from ballast.core.job import Load
-from ballast.core.request import Order
+from ballast.core.job import JobLoad
+from ballast.core.request import Precedence
 from ballast.core.rotation import WHOLE, Rotation, best, most, stall
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
@@ -193,7 +193,7 @@ class LayerOffers:
         if m.decode_seconds is not None:
             return m.decode_seconds
         context = sum(r.tokens for r in m.running)
-        return m.costs.of(Load(0, 0, 0, max(1, len(m.running)), context))
+        return m.costs.of(JobLoad(0, 0, 0, max(1, len(m.running)), context))
 
 
 def layers_of(m: ModelView) -> tuple[str, ...]:
@@ -213,11 +213,11 @@ def _rounded(ratio: float) -> float:
     return float(2.0 ** (floor(8 * log2(ratio)) / 8))
 
 
-def _oldest_running(view: DeviceView) -> Order | None:
+def _oldest_running(view: DeviceView) -> Precedence | None:
     return _oldest(view.models)
 
 
-def _oldest(models: Iterable[ModelView]) -> Order | None:
+def _oldest(models: Iterable[ModelView]) -> Precedence | None:
     """Order of the oldest request that runs, if any does."""
     return min((m.running[0].order for m in models if m.running), default=None)
 

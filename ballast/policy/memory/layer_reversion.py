@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ballast.core.actions import Action
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Source
 from ballast.policy.market.cover import cover
@@ -80,7 +80,7 @@ def _layers_claim(
 
     return Claim(
         m.name,
-        Order(0, view.now, 0),
+        Precedence(0, view.now, 0),
         n * m.layer_pages,
         may_preempt=False,
         weights=True,

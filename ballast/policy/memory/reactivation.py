@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 from ballast.core.actions import Action, Activate, Evict
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer, Source
 from ballast.policy.market.cover import cover
@@ -51,7 +51,7 @@ def come_back(view: DeviceView, names: Collection[str], reserve: float) -> Seque
         kept = math.ceil(reserve * max(0, view.total - view.arena - weights - m.missing_pages))
         claim = Claim(
             m.name,
-            Order(0, view.now, 0),
+            Precedence(0, view.now, 0),
             m.missing_pages,
             may_preempt=False,
             weights=True,

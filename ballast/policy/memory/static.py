@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Activate, Decision, DropCache, Evict, Limit, Refuse
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claim_and_offer import Claim, Source
@@ -132,7 +132,7 @@ def cover_limited(
 
 def recalls(view: DeviceView, pages: int) -> list[Action]:
     """What recalls lent pages, where fewer than `pages` are coming."""
-    claim = Claim("", Order(0, view.now, 0), pages, may_preempt=False)
+    claim = Claim("", Precedence(0, view.now, 0), pages, may_preempt=False)
     return gather(view, claim, [lent_pages])
 
 

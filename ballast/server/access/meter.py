@@ -7,14 +7,14 @@ from typing import Any
 
 from ballast.cluster.output_stream import OutputStream
 from ballast.core.clock import Clock
-from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.request import Submission
 from ballast.core.settings import KeySettings
 from ballast.server.access.queue_pace import QueuePace
 from ballast.server.access.quotas import KeyQuotas
 
 _FULL = ("queue_full", "queue_timeout")
-"""Codes of `Failed` that say the queue was too long."""
+"""Codes of `FailedOutput` that say the queue was too long."""
 
 
 class Meter:
@@ -56,13 +56,13 @@ class Meter:
         outputs = await self._stream.take(patience)
         tokens = 0
         for output in outputs:
-            if isinstance(output, TokenOut):
+            if isinstance(output, TokenOutput):
                 tokens += 1
-            elif isinstance(output, Finished):
+            elif isinstance(output, FinishedOutput):
                 self._reasons[output.request_id] = output.reason
                 self._cached_tokens += output.cached_tokens * (output.request_id in self._first)
                 self._pace.ended()
-            elif isinstance(output, Failed):
+            elif isinstance(output, FailedOutput):
                 self._reasons[output.request_id] = "error"
         if tokens:
             self._output_tokens += tokens
@@ -83,7 +83,7 @@ class Meter:
             self._reasons.setdefault(request_id, "abort")
         self._stream.close()
 
-    def retry_after(self, failed: Failed) -> float:
+    def retry_after(self, failed: FailedOutput) -> float:
         """Seconds after which the queue may have room, if that was what it failed for."""
         if failed.code not in _FULL:
             return 1.0

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ballast.cluster.pending_orders import names_of, refusal
-from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
 from ballast.core.errors import (
     BallastError,
     CheckpointError,
@@ -39,7 +39,7 @@ POLL_SECONDS = 0.1
 AGAIN = 1
 """How often the fleet file is followed once more where a worker died of it, or meanwhile."""
 _STATUS = {"refused": 409, "invalid": 400, "unavailable": 503}
-"""By code of `Outcome`; any other is 500."""
+"""By code of `CommandOutcome`; any other is 500."""
 
 
 class AdminService:
@@ -69,7 +69,7 @@ class AdminService:
         """What operators have changed of the fleet file, as far as it counts."""
         return self._source.changes
 
-    async def order(self, wanted: Order, device: str | None = None) -> Outcome:
+    async def order(self, wanted: ModelCommand, device: str | None = None) -> CommandOutcome:
         """Have it done by the devices that it concerns, or by one. Raises Fault or Unavailable."""
         return _done(await self._controller.command(wanted, device))
 
@@ -325,7 +325,7 @@ class AdminService:
         raise UnknownModel(f"there is no model {name!r}")
 
 
-def _done(outcome: Outcome) -> Outcome:
+def _done(outcome: CommandOutcome) -> CommandOutcome:
     """Raises Fault where it was not."""
     if outcome.code is not None:
         raise Fault(_STATUS.get(outcome.code, 500), outcome.reason, outcome.code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ballast.core.event import Finished, TokenOut
+from ballast.core.event import FinishedOutput, TokenOutput
 from ballast.server.generate.echo import Echo
 from ballast.server.text.detokenize import Detokenizer
 from ballast.server.text.pieces import OutputPiece, Scored
@@ -76,7 +76,7 @@ class Choice:
         self._said = len(piece.text)
         return piece
 
-    def take(self, output: TokenOut) -> OutputPiece:
+    def take(self, output: TokenOutput) -> OutputPiece:
         """One more token. It ends the choice if it completes a stop string."""
         if self._silent:
             return OutputPiece(self.index, "")
@@ -95,7 +95,7 @@ class Choice:
             return self._parted(OutputPiece(self.index, text, scored))
         return self._stopped(OutputPiece(self.index, text, scored))
 
-    def end(self, output: Finished) -> OutputPiece:
+    def end(self, output: FinishedOutput) -> OutputPiece:
         """The worker's last word."""
         self.cached_tokens = output.cached_tokens
         if self._silent:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ballast.core.event import PromptScores
+from ballast.core.event import PromptScoresOutput
 from ballast.server.text.detokenize import Detokenizer
 from ballast.server.text.pieces import OutputPiece, Scored
 
@@ -22,7 +22,7 @@ class Echo:
         self._logprobs: list[float] = []
         self._top: list[tuple[tuple[int, float], ...]] = []
 
-    def add(self, part: PromptScores) -> None:
+    def add(self, part: PromptScoresOutput) -> None:
         """Scores of the next positions."""
         self._logprobs += part.logprobs
         self._top += part.top or ((),) * len(part.logprobs)

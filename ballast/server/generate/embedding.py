@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ballast.core.clock import Clock
-from ballast.core.event import Cancelled, Embedded, Failed, Finished
+from ballast.core.event import CancelledOutput, EmbeddingOutput, FailedOutput, FinishedOutput
 from ballast.core.request import Submission
 from ballast.server.access.meter import Meter
 from ballast.server.http import request_context
@@ -60,14 +60,14 @@ class Embedding:
         values: dict[str, bytes] = {}
         while len(self._reasons) < len(self._submissions):
             for output in await self._stream.take():
-                if isinstance(output, Embedded):
+                if isinstance(output, EmbeddingOutput):
                     values[output.request_id] = output.values
-                elif isinstance(output, Failed):
+                elif isinstance(output, FailedOutput):
                     self._metrics.failed(self.model, output.code)
                     raise Fault.of_failed(output, self._stream.retry_after(output))
-                elif isinstance(output, Cancelled):
+                elif isinstance(output, CancelledOutput):
                     raise Fault(500, "the request was cancelled", "cancelled")
-                elif isinstance(output, Finished):
+                elif isinstance(output, FinishedOutput):
                     self._end(output)
         count = self.usage.prompt_tokens
         return EmbeddingList(
@@ -79,7 +79,7 @@ class Embedding:
             usage=EmbeddingUsage(prompt_tokens=count, total_tokens=count),
         )
 
-    def _end(self, output: Finished) -> None:
+    def _end(self, output: FinishedOutput) -> None:
         self._reasons[output.request_id] = output.reason
         timing = self._timings[output.request_id]
         count, now = output.prompt_tokens, self._clock.now()

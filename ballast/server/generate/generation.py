@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from ballast.core.clock import Clock
 from ballast.core.event import (
-    Cancelled,
-    Failed,
-    Finished,
+    CancelledOutput,
+    FailedOutput,
+    FinishedOutput,
     Output,
-    PromptScores,
-    TokenOut,
+    PromptScoresOutput,
+    TokenOutput,
 )
 from ballast.server.access.meter import Meter
 from ballast.server.generate.choice import Choice
@@ -103,26 +103,26 @@ class Generation:
             choice = self._choices[output.request_id]
             if choice.finish_reason is not None:
                 continue  # past a stop string
-            if isinstance(output, Failed | Cancelled):
+            if isinstance(output, FailedOutput | CancelledOutput):
                 return self._fault(output)
-            if isinstance(output, TokenOut | Finished) and (opening := choice.opening()):
+            if isinstance(output, TokenOutput | FinishedOutput) and (opening := choice.opening()):
                 pieces.append(opening)
-            if isinstance(output, TokenOut):
+            if isinstance(output, TokenOutput):
                 last[choice.index] = len(pieces)
                 pieces.append(self._token(output, choice, now))
-            elif isinstance(output, Finished):
+            elif isinstance(output, FinishedOutput):
                 end = choice.end(output)
                 at = last.get(choice.index)
                 if at is None:
                     pieces.append(end)
                 else:
                     pieces[at] = pieces[at].ended_by(end)
-            elif isinstance(output, PromptScores) and choice.echo is not None:
+            elif isinstance(output, PromptScoresOutput) and choice.echo is not None:
                 choice.echo.add(output)
             self._count_end(output.request_id, choice, now)
         return None
 
-    def _token(self, output: TokenOut, choice: Choice, now: float) -> OutputPiece:
+    def _token(self, output: TokenOutput, choice: Choice, now: float) -> OutputPiece:
         piece = choice.take(output)
         timing = self._timings[output.request_id]
         self._metrics.token(self.model, timing, choice.prompt_tokens, now, output.queued)
@@ -139,8 +139,8 @@ class Generation:
         tokens = (choice.prompt_tokens, choice.output_tokens)
         self._metrics.finished(self.model, timing, *tokens, reason, now, choice.cached_tokens)
 
-    def _fault(self, output: Failed | Cancelled) -> Fault:
-        if isinstance(output, Failed):
+    def _fault(self, output: FailedOutput | CancelledOutput) -> Fault:
+        if isinstance(output, FailedOutput):
             self._metrics.failed(self.model, output.code)
             return Fault.of_failed(output, self._stream.retry_after(output))
         return Fault(500, "the request was cancelled", "cancelled")

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from ballast.core.errors import BallastError, NotKept, RequestError, Unavailable, UnknownModel
-from ballast.core.event import Failed
+from ballast.core.event import FailedOutput
 from ballast.fleet.faults import fault_of
 from ballast.fleet.key_hints import place_of
 from ballast.fleet.schema import Keys
@@ -32,7 +32,7 @@ _STATUS = {
     "out_of_memory": 503,
     "unavailable": 503,
 }
-"""By code of `Failed` or `RequestError`; any other is 500."""
+"""By code of `FailedOutput` or `RequestError`; any other is 500."""
 
 
 _MESSAGES_TYPES = {
@@ -82,7 +82,7 @@ class Fault(Exception):
         return cls(500, f"internal error ({type(error).__name__})", "internal_error")
 
     @classmethod
-    def of_failed(cls, failed: Failed, retry_after: float = 1.0) -> Fault:
+    def of_failed(cls, failed: FailedOutput, retry_after: float = 1.0) -> Fault:
         """What the worker said."""
         status = _STATUS.get(failed.code, 500)
         return cls(status, failed.reason, failed.code, retry_after=retry_after)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.job import SequenceWork
 from ballast.core.link import LinkRates
 from ballast.core.rotation import Rotation
@@ -237,7 +237,7 @@ class RefusedReply(_RankMessage, frozen=True):
 class TransferLandedEvent(_RankMessage, frozen=True):
     """The rank's part of a transfer has ended."""
 
-    done: TransferDone
+    done: TransferDoneEvent
 
 
 class LayersSettledEvent(_RankMessage, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ballast.core.actions import Activate, Change, Evict, Lend, Recall
-from ballast.core.command import Add, DeviceOrder, Outcome, Remove
+from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.transport.decoding import MalformedMessage
 from ballast.transport.worker_messages.message import WorkerMessage
 
@@ -24,12 +24,12 @@ class CommandMsg(WorkerMessage, frozen=True):
     recall: Recall | None = None
 
     @classmethod
-    def of(cls, id: int, order: DeviceOrder) -> CommandMsg:
+    def of(cls, id: int, order: DeviceCommand) -> CommandMsg:
         """Wrap an order."""
         return cls(id, **{_FIELDS[type(order)]: order})  # type: ignore[arg-type]
 
     @property
-    def order(self) -> DeviceOrder:
+    def order(self) -> DeviceCommand:
         """The order. Raises MalformedMessage unless there is exactly one."""
         orders = (self.add, self.remove, self.change, self.activate, self.evict)
         fields = (*orders, self.lend, self.recall)
@@ -39,7 +39,7 @@ class CommandMsg(WorkerMessage, frozen=True):
         return given[0]
 
 
-_FIELDS: dict[type[DeviceOrder], str] = {
+_FIELDS: dict[type[DeviceCommand], str] = {
     Add: "add",
     Remove: "remove",
     Change: "change",
@@ -54,4 +54,4 @@ class CommandDoneMsg(WorkerMessage, frozen=True):
     """How an order ended."""
 
     id: int
-    outcome: Outcome
+    outcome: CommandOutcome

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ballast.core.lease import AskedBack, Condemned, HasMet, Lease, Lent, LetGo, Returned, Word
+from ballast.core.lease import (
+    Lease,
+    LendingMessage,
+    PagesLentEvent,
+    PagesRecalledEvent,
+    PagesReturnedEvent,
+    PeerMetReport,
+    PeerOverdueReport,
+    PeerReleasedReport,
+)
 from ballast.transport.worker_messages.message import WorkerMessage
 
 
@@ -35,26 +44,29 @@ class LeaseMsg(WorkerMessage, frozen=True):
     lease: Lease
 
     @classmethod
-    def of(cls, event: Lent | AskedBack | Returned) -> LeaseMsg:
+    def of(cls, event: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent) -> LeaseMsg:
         """Wrap what a device has to say about a lease."""
         return cls(_LEASE_KINDS[type(event)], event.lease)
 
     @property
-    def event(self) -> Lent | AskedBack | Returned:
+    def event(self) -> PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent:
         """The event for the device that receives it."""
         match self.kind:
             case "lent":
-                return Lent(self.lease)
+                return PagesLentEvent(self.lease)
             case "asked back":
-                return AskedBack(self.lease)
+                return PagesRecalledEvent(self.lease)
             case "returned":
-                return Returned(self.lease)
+                return PagesReturnedEvent(self.lease)
 
 
-_LEASE_KINDS: dict[type[Lent | AskedBack | Returned], Literal["lent", "asked back", "returned"]] = {
-    Lent: "lent",
-    AskedBack: "asked back",
-    Returned: "returned",
+_LEASE_KINDS: dict[
+    type[PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent],
+    Literal["lent", "asked back", "returned"],
+] = {
+    PagesLentEvent: "lent",
+    PagesRecalledEvent: "asked back",
+    PagesReturnedEvent: "returned",
 }
 
 
@@ -70,14 +82,14 @@ class PeerReportMsg(WorkerMessage, frozen=True):
     epoch: int
 
 
-def lending_message(event: Word) -> LeaseMsg | PeerReportMsg:
+def lending_message(event: LendingMessage) -> LeaseMsg | PeerReportMsg:
     """Wrap what a device sends about lending."""
     match event:
-        case HasMet():
+        case PeerMetReport():
             return PeerReportMsg("met", event.peer, event.epoch)
-        case Condemned():
+        case PeerOverdueReport():
             return PeerReportMsg("overdue", event.peer, event.epoch)
-        case LetGo():
+        case PeerReleasedReport():
             return PeerReportMsg("released", event.peer, event.epoch)
         case _:
             return LeaseMsg.of(event)

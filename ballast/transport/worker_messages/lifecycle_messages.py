@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ballast import __version__
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
@@ -50,7 +50,7 @@ class ReadyMsg(WorkerMessage, frozen=True):
     report: DeviceReport
     pages: str = ""
     """Address at which other workers get its memory; empty: it gives none."""
-    reach: Reach | None = None
+    reach: GpuReach | None = None
 
 
 class NotReadyMsg(WorkerMessage, frozen=True):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ballast.core import migration
 from ballast.core.migration import (
-    Depart,
-    Departed,
-    DropKv,
-    ExportKv,
-    ImportKv,
-    KvExported,
-    KvImported,
-    KvTail,
+    DepartedAnswer,
+    DepartEvent,
+    DropKvEvent,
+    ExportKvEvent,
+    ImportKvEvent,
+    KvExportedAnswer,
+    KvImportedAnswer,
+    KvTailEvent,
 )
 from ballast.transport.decoding import MalformedMessage
 from ballast.transport.worker_messages.message import WorkerMessage
@@ -20,29 +20,29 @@ from ballast.transport.worker_messages.message import WorkerMessage
 class MigrationOrderMsg(WorkerMessage, frozen=True):
     """To source or target: one step of a migration, in the field of its type."""
 
-    export: ExportKv | None = None
-    depart: Depart | None = None
-    fetch: ImportKv | None = None
-    tail: KvTail | None = None
-    drop: DropKv | None = None
+    export: ExportKvEvent | None = None
+    depart: DepartEvent | None = None
+    fetch: ImportKvEvent | None = None
+    tail: KvTailEvent | None = None
+    drop: DropKvEvent | None = None
 
     @classmethod
-    def of(cls, order: migration.Order) -> MigrationOrderMsg:
+    def of(cls, order: migration.MigrationStep) -> MigrationOrderMsg:
         """Wrap a step."""
         match order:
-            case ExportKv():
+            case ExportKvEvent():
                 return cls(export=order)
-            case Depart():
+            case DepartEvent():
                 return cls(depart=order)
-            case ImportKv():
+            case ImportKvEvent():
                 return cls(fetch=order)
-            case KvTail():
+            case KvTailEvent():
                 return cls(tail=order)
-            case DropKv():
+            case DropKvEvent():
                 return cls(drop=order)
 
     @property
-    def order(self) -> migration.Order:
+    def order(self) -> migration.MigrationStep:
         """The step. Raises MalformedMessage unless there is exactly one."""
         fields = (self.export, self.depart, self.fetch, self.tail, self.drop)
         given = [order for order in fields if order is not None]
@@ -54,23 +54,23 @@ class MigrationOrderMsg(WorkerMessage, frozen=True):
 class MigrationAnswerMsg(WorkerMessage, frozen=True):
     """To the server: a device's answer to a step of a migration, in the field of its type."""
 
-    exported: KvExported | None = None
-    imported: KvImported | None = None
-    departed: Departed | None = None
+    exported: KvExportedAnswer | None = None
+    imported: KvImportedAnswer | None = None
+    departed: DepartedAnswer | None = None
 
     @classmethod
-    def of(cls, answer: migration.Word) -> MigrationAnswerMsg:
+    def of(cls, answer: migration.MigrationAnswer) -> MigrationAnswerMsg:
         """Wrap an answer."""
         match answer:
-            case KvExported():
+            case KvExportedAnswer():
                 return cls(exported=answer)
-            case KvImported():
+            case KvImportedAnswer():
                 return cls(imported=answer)
-            case Departed():
+            case DepartedAnswer():
                 return cls(departed=answer)
 
     @property
-    def answer(self) -> migration.Word:
+    def answer(self) -> migration.MigrationAnswer:
         """The answer. Raises MalformedMessage unless there is exactly one."""
         given = [a for a in (self.exported, self.imported, self.departed) if a is not None]
         if len(given) != 1:

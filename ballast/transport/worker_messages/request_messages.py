@@ -8,13 +8,13 @@ from dataclasses import replace
 import msgspec
 
 from ballast.core.event import (
-    Cancelled,
-    Embedded,
-    Failed,
-    Finished,
+    CancelledOutput,
+    EmbeddingOutput,
+    FailedOutput,
+    FinishedOutput,
     Output,
-    PromptScores,
-    TokenOut,
+    PromptScoresOutput,
+    TokenOutput,
 )
 from ballast.core.request import Submission
 from ballast.transport.decoding import MalformedMessage
@@ -100,27 +100,27 @@ class _Wrapper(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WrappedToken(_Wrapper, frozen=True, tag="t"):
-    output: TokenOut
+    output: TokenOutput
 
 
 class WrappedFinished(_Wrapper, frozen=True, tag="f"):
-    output: Finished
+    output: FinishedOutput
 
 
 class WrappedFailed(_Wrapper, frozen=True, tag="e"):
-    output: Failed
+    output: FailedOutput
 
 
 class WrappedCancelled(_Wrapper, frozen=True, tag="c"):
-    output: Cancelled
+    output: CancelledOutput
 
 
 class WrappedScores(_Wrapper, frozen=True, tag="s"):
-    output: PromptScores
+    output: PromptScoresOutput
 
 
 class WrappedEmbedded(_Wrapper, frozen=True, tag="v"):
-    output: Embedded
+    output: EmbeddingOutput
 
 
 Wrapped = (
@@ -133,12 +133,12 @@ Wrapped = (
 )
 
 _WRAPPERS: dict[type, type[Wrapped]] = {
-    TokenOut: WrappedToken,
-    Finished: WrappedFinished,
-    Failed: WrappedFailed,
-    Cancelled: WrappedCancelled,
-    PromptScores: WrappedScores,
-    Embedded: WrappedEmbedded,
+    TokenOutput: WrappedToken,
+    FinishedOutput: WrappedFinished,
+    FailedOutput: WrappedFailed,
+    CancelledOutput: WrappedCancelled,
+    PromptScoresOutput: WrappedScores,
+    EmbeddingOutput: WrappedEmbedded,
 }
 
 

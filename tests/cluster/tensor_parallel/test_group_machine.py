@@ -13,7 +13,7 @@ from ballast.cluster.machine_choice import machine_of
 from ballast.cluster.tensor_parallel.cpu_rank_machine import CpuRankMachine
 from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
 from ballast.core.errors import ConfigError, DeviceError
-from ballast.core.event import Failed, Finished
+from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -62,7 +62,7 @@ def over_ranks(settings: FleetSettings, pages: int) -> FleetSettings:
 
 
 def answers_of(server: InProcess) -> dict[str, Answer]:
-    return {name: a for name, a in server.answers.items() if isinstance(a.end, Finished)}
+    return {name: a for name, a in server.answers.items() if isinstance(a.end, FinishedOutput)}
 
 
 def test_a_live_group_under_pressure(paths: dict[str, Path], tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_live_group_under_pressure(paths: dict[str, Path], tmp_path: Path) -> 
             seen = state.pool.vm.os_mapped(m.weights.range.range)
             assert seen == m.weights.range.os_backed()
         report = server.device.snapshot()
-    assert [a.end for a in server.answers.values() if isinstance(a.end, Failed)] == []
+    assert [a.end for a in server.answers.values() if isinstance(a.end, FailedOutput)] == []
     expected, found = answers_of(one), answers_of(server)
     assert {n: a.tokens for n, a in found.items()} == {n: a.tokens for n, a in expected.items()}
     assert report.page_bytes == 2 * PAGE

@@ -8,7 +8,7 @@ import pytest
 
 from ballast.core.actions import Action, Reorder
 from ballast.core.cost import UNMEASURED, StepCosts
-from ballast.core.event import Output, TokenOut
+from ballast.core.event import Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import Slo
@@ -122,7 +122,7 @@ def test_in_an_overload_more_requests_are_in_time_and_all_are_answered(preset: s
         first: dict[str, float] = {}
 
         def hear(now: float, output: Output, first: dict[str, float] = first) -> None:
-            if isinstance(output, TokenOut):
+            if isinstance(output, TokenOutput):
                 first.setdefault(output.request_id, now)
 
         option = replace(fleet, options={"late_last": late_last})

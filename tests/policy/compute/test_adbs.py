@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ballast.core.compute import ComputeDecision, ComputeView, InFlight, Phase, Runnable
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 from ballast.policy.compute.adbs import AdaptiveBatches, Rounds
 from ballast.policy.compute.basic_orders import FirstComeFirstServed
 from tests.policy.compute.test_deadline import NOW, decode, prompt, view, work
@@ -97,7 +97,7 @@ def test_kv_that_moves_comes_before_all() -> None:
 
 
 def test_whose_request_came_first_is_served_first() -> None:
-    old = work("d", decodes=[decode()._replace(order=Order(0, NOW - 9, 1))])
+    old = work("d", decodes=[decode()._replace(order=Precedence(0, NOW - 9, 1))])
     young = work("p", prompts=[prompt(2, 400, 1.0, arrival=NOW - 1)])
     policy = FirstComeFirstServed()
     decision = policy(view(young, old), None)
@@ -106,14 +106,14 @@ def test_whose_request_came_first_is_served_first() -> None:
     first = work("p", prompts=[prompt(2, 400, 1.0, arrival=NOW - 10)])
     assert policy(view(first, old), None).model == "p"
     assert policy(view(first, old), None).until < NOW, "its next job may be another's"
-    important = work("p", prompts=[prompt(2, 400, 1.0)._replace(order=Order(-1, NOW, 3))])
+    important = work("p", prompts=[prompt(2, 400, 1.0)._replace(order=Precedence(-1, NOW, 3))])
     assert policy(view(important, old), None).model == "p"
     assert replace(policy, separate=1)(view(first, old), None).phase is Phase.PREFILL
 
 
 def test_a_turn_ends_when_its_time_is_up() -> None:
-    old = work("d", decodes=[decode()._replace(order=Order(0, NOW - 9, 1))])
-    young = work("p", decodes=[decode()._replace(order=Order(0, NOW - 1, 2))])
+    old = work("d", decodes=[decode()._replace(order=Precedence(0, NOW - 9, 1))])
+    young = work("p", decodes=[decode()._replace(order=Precedence(0, NOW - 1, 2))])
     policy = FirstComeFirstServed(longest_turn=2.0)
     v = view(young, old)
     first = policy(v, None)
@@ -125,14 +125,14 @@ def test_a_turn_ends_when_its_time_is_up() -> None:
     assert policy(replace(v, now=NOW + 4), then.memo).model == "d"
     alone = policy(replace(view(old), now=NOW + 2), first.memo)
     assert (alone.model, alone.until) == ("d", NOW + 4), "nobody else can go on"
-    older = view(work("p", decodes=[decode()._replace(order=Order(0, NOW - 20, 2))]), old)
+    older = view(work("p", decodes=[decode()._replace(order=Precedence(0, NOW - 20, 2))]), old)
     assert policy(older, first.memo).model == "d", "its turn is not over"
     assert policy(replace(view(young), now=NOW + 1), first.memo).model == "p", "it has nothing left"
 
 
 def test_a_turn_on_another_lane_is_not_taken_over() -> None:
-    young = work("p", decodes=[decode()._replace(order=Order(0, NOW - 1, 2))])
-    old = work("d", decodes=[decode()._replace(order=Order(0, NOW - 9, 1))])
+    young = work("p", decodes=[decode()._replace(order=Precedence(0, NOW - 1, 2))])
+    old = work("d", decodes=[decode()._replace(order=Precedence(0, NOW - 9, 1))])
     policy = FirstComeFirstServed(longest_turn=2.0)
     first = policy(view(young, old), None)
     beside = replace(view(young), lanes=2, parts=2, in_flight=(InFlight("d", False, 1),))

@@ -18,8 +18,8 @@ from ballast.core.compute import (
     WorkView,
 )
 from ballast.core.cost import StepCosts
-from ballast.core.job import Load, chunk_pairs
-from ballast.core.request import Order
+from ballast.core.job import JobLoad, chunk_pairs
+from ballast.core.request import Precedence
 from ballast.policy.compute.deadline import (
     LEAST_CHUNK,
     MOST_CREDIT,
@@ -47,7 +47,7 @@ def decode(
     """A request that decodes in time: its next token is due `slack` seconds from now."""
     first = NOW + slack - generated * pace
     return DecodeView(
-        order=Order(0, first, 0),
+        order=Precedence(0, first, 0),
         due=first,
         first=first,
         last=last,
@@ -74,7 +74,7 @@ def prompt(
 ) -> PromptView:
     """A request that has had no job yet; its first token is due `due` seconds from now."""
     return PromptView(
-        order=Order(0, arrival, sequence),
+        order=Precedence(0, arrival, sequence),
         tokens=tokens,
         start=0,
         due=NOW + due,
@@ -116,7 +116,7 @@ def job_seconds(v: ComputeView, decision: ComputeDecision) -> float:
         tokens, chunks, left = tokens + n, chunks + 1, left - n
         pairs += chunk_pairs(n, p.start)
     context = sum(d.context for d in w.decodes)
-    return w.costs.of(Load(tokens, chunks, pairs, len(w.decodes), context))
+    return w.costs.of(JobLoad(tokens, chunks, pairs, len(w.decodes), context))
 
 
 def by_slack(**options: float) -> Deadline:
@@ -519,7 +519,7 @@ def decodes(draw: st.DrawFn) -> DecodeView:
     generated = 0 if first is None else draw(st.integers(1, 500))
     last = NOW - ago * draw(st.floats(0.0, 1.0))
     return DecodeView(
-        order=Order(0, NOW - ago, 0),
+        order=Precedence(0, NOW - ago, 0),
         due=NOW + draw(moments),
         first=first,
         last=last,
@@ -534,7 +534,7 @@ def decodes(draw: st.DrawFn) -> DecodeView:
 def prompts(draw: st.DrawFn, sequence: int) -> PromptView:
     arrival = NOW - draw(st.floats(0.0, 20.0))
     return PromptView(
-        order=Order(0, arrival, sequence),
+        order=Precedence(0, arrival, sequence),
         tokens=draw(st.integers(1, 3000)),
         start=draw(st.integers(0, 500)),
         due=NOW + draw(moments),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ballast.core.actions import Hold
-from ballast.core.request import Order
+from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
 from ballast.policy.market.claim_and_offer import Claim
 from ballast.policy.market.claims import LONGEST_WAIT
@@ -92,7 +92,7 @@ def test_requests_of_models_beyond_their_share_are_undone_first() -> None:
     """The youngest of all is of `b`, which has less."""
     a = replace(big(), waiting=())
     b = model("b", kv=6, running=(request(6, arrival=2.0, pages=6),))
-    view, order = world(a, b), Order(0, 0.5, 2)
+    view, order = world(a, b), Precedence(0, 0.5, 2)
     running = Claim("b", order, 4, may_preempt=True)
     assert victims(view, running) == ["r4", "r6"]
 

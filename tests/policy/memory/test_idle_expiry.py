@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ballast.core.actions import Evict
-from ballast.core.entries import Entry
-from ballast.core.event import Finished, Output
+from ballast.core.entries import StoryEntry
+from ballast.core.event import FinishedOutput, Output
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.view import ModelView, Residency
@@ -61,7 +61,7 @@ def test_under_every_preset_an_idle_model_leaves_on_time_and_returns_when_asked(
     specs = [spec("short", ttl=3.0), spec("long", ttl=30.0), spec("kept")]
     arrivals = [asked(s.name, at) for at in (0.0, 20.0) for s in specs]
     arrivals.append(asked("kept", 60.0))
-    story: list[Entry] = []
+    story: list[StoryEntry] = []
     ended: dict[str, float] = {}
     heard = Heard()
 
@@ -80,7 +80,7 @@ def test_under_every_preset_an_idle_model_leaves_on_time_and_returns_when_asked(
     result = simulate(
         fleet(preset, specs, 400), specs, arrivals, profile, said, story.extend, observe
     )
-    assert all(isinstance(heard.ended[s.id], Finished) for s in arrivals)
+    assert all(isinstance(heard.ended[s.id], FinishedOutput) for s in arrivals)
     expired = [(e["model"], e["at"]) for e in story if e.get("by") == "ttl"]
     times = [
         ("short", ended["short at 0"] + 3.0),

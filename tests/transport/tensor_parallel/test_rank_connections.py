@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from ballast.core.errors import BrokenPromise, DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.job import Scoring, SequenceWork
 from ballast.core.link import LinkRates
 from ballast.core.request import Sampling
@@ -61,7 +61,7 @@ def test_messages_arrive_as_they_were(pair: Pair, asked: ToRank) -> None:
     here, there = pair
     here.send(asked)
     assert there.receive() == asked
-    said: FromRank = TransferLandedEvent(TransferDone(4, 10, 0.5, "torn"))
+    said: FromRank = TransferLandedEvent(TransferDoneEvent(4, 10, 0.5, "torn"))
     there.send(said)
     assert here.receive() == said
 

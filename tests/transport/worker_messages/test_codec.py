@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.core.actions import Activate, Change, Evict, Lend, Recall
-from ballast.core.command import Add, DeviceOrder, Outcome, Remove
+from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.cost import Traffic
-from ballast.core.event import Cancelled, Failed, Finished, TokenOut
+from ballast.core.event import CancelledOutput, FailedOutput, FinishedOutput, TokenOutput
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings, Slo
@@ -105,11 +105,11 @@ REPORT = DeviceReport(
     draining=False,
 )
 OUTPUTS = [
-    TokenOut("r-0", 5, 0, -0.25),
-    TokenOut("r-0", 6, 1),
-    Finished("r-0", "length", 3, 2, 1, 0),
-    Failed("r-1", "internal_error", "why"),
-    Cancelled("r-2"),
+    TokenOutput("r-0", 5, 0, -0.25),
+    TokenOutput("r-0", 6, 1),
+    FinishedOutput("r-0", "length", 3, 2, 1, 0),
+    FailedOutput("r-1", "internal_error", "why"),
+    CancelledOutput("r-2"),
 ]
 
 
@@ -191,11 +191,11 @@ CHANGE = Change(model="a", slo=Slo(), priority=1, max_waiting=5, queue_seconds=2
         Recall("cpu:1", None, 2.5),
     ],
 )
-def test_orders_and_what_came_of_them_arrive_as_sent(order: DeviceOrder) -> None:
+def test_orders_and_what_came_of_them_arrive_as_sent(order: DeviceCommand) -> None:
     arrived = decode_to_worker(encode(CommandMsg.of(7, order)))
     assert isinstance(arrived, CommandMsg)
     assert (arrived.id, arrived.order) == (7, order)
-    done = CommandDoneMsg(7, Outcome("refused", "why", {"a": spec("a")}, {"b": "c"}))
+    done = CommandDoneMsg(7, CommandOutcome("refused", "why", {"a": spec("a")}, {"b": "c"}))
     assert decode_to_server(encode(done)) == done
 
 

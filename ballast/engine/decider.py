@@ -1,0 +1,126 @@
+"""Ask the memory and admission policies what to do, and apply what they decide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ballast.core.actions import Action, Refuse
+from ballast.core.event import Output
+from ballast.core.request import RequestState
+from ballast.core.story import Story
+from ballast.core.view import DeviceView
+from ballast.engine.apply import apply
+from ballast.engine.state import DeviceState
+from ballast.engine.views import device_view
+from ballast.policy.memory.defaults import last_resort
+from ballast.policy.presets import Preset
+
+
+class MemoryDecider:
+    """Keeps what the policies remember between two decisions, and when they asked to be woken."""
+
+    def __init__(self, state: DeviceState, preset: Preset, story: Story) -> None:
+        self._state, self._preset, self._story = state, preset, story
+        self._memo: object = None
+        """What the memory policy remembers."""
+        self._admission_memo: object = None
+        """What the admission policy remembers."""
+        self.wake_at: float | None = None
+        """When the memory policy asked to be woken."""
+        self.reorder_at: float | None = None
+        """When the admission policy asked to be woken: no remedy where all requests are stuck."""
+        self.expires_at: float | None = None
+        """When the next idle model's time to live is over."""
+        self.while_short = False
+        """Whether the memory policy asked to be woken when a request finds the pages it lacked."""
+
+    def decide(self, outputs: list[Output]) -> bool:
+        """Ask the policies and apply their actions; returns whether anything has changed."""
+        state = self._state
+        view = device_view(state)
+        expired = self._expire(view, outputs)
+        if expired:
+            view = device_view(state)
+        reordered = self._reorder(view, outputs)
+        if reordered:
+            view = device_view(state)
+        state.asked = state.news.n
+        decision = self._preset.memory(view, self._memo)
+        self._memo, self.while_short = decision.memo, decision.while_short
+        later = decision.wake_at is not None and decision.wake_at > view.now
+        self.wake_at = decision.wake_at if later else None
+        state.promises.suspend()
+        changed = expired or reordered
+        for action in decision.actions:
+            refusal = apply(state, action, outputs)
+            self._story.decision(view.now, action, refusal)
+            changed = changed or refusal is None
+        if state.promises.make(decision.promises, state.models):
+            self._story.promises(view.now, state.promises.stated)
+            return True
+        return changed
+
+    def _expire(self, view: DeviceView, outputs: list[Output]) -> bool:
+        """Evict models whose time to live is over; returns whether there were any."""
+        expiry = self._preset.memory.expire(view)
+        self.expires_at = expiry.wake_at
+        for eviction in expiry.evictions:
+            refusal = apply(self._state, eviction, outputs)
+            self._story.decision(self._state.now, eviction, refusal, by="ttl")
+        return bool(expiry.evictions)
+
+    def _reorder(self, view: DeviceView, outputs: list[Output]) -> bool:
+        """Let the admission policy order the queues; returns whether it has changed any."""
+        decision = self._preset.admission(view, self._admission_memo)
+        self._admission_memo, self.reorder_at = decision.memo, decision.wake_at
+        changed = False
+        for action in decision.actions:
+            refusal = apply(self._state, action, outputs)
+            self._story.decision(view.now, action, refusal, by="admission")
+            changed = changed or refusal is None
+        return changed
+
+    # -- where no decision helps ------------------------------------------------------------------
+
+    @property
+    def stuck(self) -> bool:
+        """Whether requests could run, but nothing is in flight and nothing will wake the loop."""
+        state = self._state
+        if not state.requests or state.in_flight or state.lending.awaiting:
+            return False
+        if self.wake_at is not None:
+            return False
+        return any(r.state is not RequestState.PAUSED for r in state.requests.values())
+
+    def resolve_stuck(self, outputs: list[Output], *, shared: bool) -> None:
+        """Apply the policy's remedy for a device on which no request can go on.
+
+        The remedy that all policies share (`last_resort`) is applied where the policy's own one
+        changes nothing, or if `shared`: a policy without a remedy must not keep requests waiting
+        for ever.
+        """
+        if self._state.migration.forget_all():
+            return
+        view = device_view(self._state)
+        changed = False
+        if not shared:
+            for action in self._preset.memory.when_stuck(view):
+                changed = self._apply_remedy(action, outputs) or changed
+        if not changed:
+            for action in last_resort(view):
+                self._apply_remedy(action, outputs)
+
+    def _apply_remedy(self, action: Action, outputs: list[Output]) -> bool:
+        """Apply one action of a remedy; returns whether it was done. A running request can be
+        refused here as well as a waiting one."""
+        state = self._state
+        if isinstance(action, Refuse) and action.request_id in state.requests:
+            reason = f"preset {self._preset.name!r} found no memory for this request"
+            refuse = replace(action, why=f"{reason}: {action.why}")
+            self._story.decision(state.now, refuse, None)
+            request = state.requests[action.request_id]
+            outputs.append(state.fail(request, "out_of_memory", refuse.why))
+            return True
+        refusal = apply(state, action, outputs)
+        self._story.decision(state.now, action, refusal, by="shortage")
+        return refusal is None

@@ -1,0 +1,26 @@
+"""Which attention models on a GPU run: our Triton kernels, or PyTorch's operations without Triton.
+
+One implementation for every model, dtype and block size. FlashInfer and PyTorch's `varlen_attn`
+were removed: `docs/decisions/028-what-no-gpu-has-run-is-narrow.md`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+
+from ballast.kernels.gpu.batch import Attention, GpuBatch
+
+
+def attention_kernels(device: torch.device) -> Callable[[GpuBatch], Attention]:
+    """Return the attention class for batches of `device`: Triton's on a GPU, where installed."""
+    on_gpu = device.type == "cuda" and find_spec("triton") is not None
+    names = ("triton.attention", "TritonAttention")
+    module, kind = names if on_gpu else ("plain.attention", "PlainAttention")
+    made: Callable[[GpuBatch], Attention] = getattr(
+        importlib.import_module(f"ballast.kernels.{module}"), kind
+    )
+    return made

@@ -1,0 +1,234 @@
+"""What a paged-attention kernel on a GPU has to do for one job, as plain arrays made on the host.
+
+A *tile* is some rows of one sequence that go through its KV cache together. Sequences with few new
+tokens (decodes) have one tile each, cut at multiples of `SPLIT` keys into *items* that run side by
+side and are merged; sequences with more are cut into tiles that each are one item. Where an item
+begins and ends follows from positions alone, not from the batch around it, so that neither changes
+the order of a decode's sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ballast.core.errors import BrokenPromise
+
+Array = np.ndarray[Any, Any]
+
+SPLIT = 256
+"""Keys of an item of a tile that is cut; a multiple of every number of keys loaded at once."""
+FEW_ROWS = 16
+"""Rows (new tokens times heads sharing a KV head) up to which a tile is cut by its keys: what a
+matrix instruction takes at least."""
+MANY_ROWS = 64
+"""Rows of a tile of a longer chunk."""
+
+ITEM_FIELDS = 7
+"""Where its table begins, first row of the batch, tokens, position of the first, first key, end of
+the keys, slot for a partial result (-1: none, it is the result)."""
+MERGE_FIELDS = 4
+"""First row of the batch, tokens, first slot, slots; of a tile cut into at least two items."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What of a model decides how its jobs are cut."""
+
+    heads: int
+    kv_heads: int
+    block_tokens: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def few(self) -> int:
+        """Most new tokens of a sequence whose tile is cut by its keys."""
+        return max(1, FEW_ROWS // self.group)
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a longer chunk's tile."""
+        return max(1, MANY_ROWS // self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What the arrays of a job have room for; jobs of one bucket look alike to a CUDA graph.
+
+    `tokens`: rows; `wanted`: rows whose output is wanted; `blocks`: entries of all block tables;
+    `decodes`: every sequence has one new token; `adapters`: of the model, where some row goes
+    through one, else 0.
+    """
+
+    sequences: int
+    tokens: int
+    wanted: int
+    blocks: int
+    decodes: bool = False
+    adapters: int = 0
+
+    @classmethod
+    def decode(cls, sequences: int, blocks: int, adapters: int = 0) -> Bucket:
+        """One new token of each of up to `sequences`, rounded up; `blocks` in all, rounded up."""
+        n = round_up(sequences)
+        return cls(n, n, n, round_up(blocks, 1024), True, adapters)
+
+    @classmethod
+    def holding(cls, counts: Sequence[int], wanted: int, blocks: int, adapters: int = 0) -> Bucket:
+        """The bucket of a job with prefills: every axis rounded up by itself."""
+        return cls(
+            round_up(len(counts)),
+            round_up(sum(counts), 16),
+            round_up(wanted),
+            round_up(blocks, 1024),
+            adapters=adapters,
+        )
+
+    def items(self, shape: AttentionShape) -> int:
+        """Most items of cut tiles: full ones, and what is left of each sequence."""
+        return self.sequences + self.blocks * shape.block_tokens // SPLIT
+
+    def tiles(self, shape: AttentionShape) -> int:
+        """Most tiles of longer chunks."""
+        return self.sequences + self.tokens // shape.tile
+
+    @property
+    def adapted_rows(self) -> int:
+        """Most rows of a tile of rows that go through one adapter."""
+        return FEW_ROWS if self.decodes else MANY_ROWS
+
+    def adapted_tiles(self, rows: int) -> int:
+        """Most tiles of so many rows: full ones, and what is left of each adapter's."""
+        return min(rows, rows // self.adapted_rows + self.adapters)
+
+
+def round_up(n: int, least: int = 1) -> int:
+    """The next power of two, at least `least`; above 16 also the numbers half-way between two.
+
+    So no bucket is more than half as large again as it would have to be.
+    """
+    power = max(least, 1 << max(0, n - 1).bit_length())
+    half_way = power // 4 * 3
+    return half_way if power > max(16, least) and n <= half_way else power
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Arrays of one job, int32 but where said. T rows, N sequences.
+
+    `positions`: of each row in its sequence. `slots`: of each row, its block times block_tokens
+    plus its place in it. `bounds` (N + 1): where each sequence's rows begin. `lengths`: keys of
+    each sequence, its new tokens' included. `tables`: block tables one after the other, from
+    `table_bounds` (N + 1). `few`, `many` (items, ITEM_FIELDS), `merges` (N, MERGE_FIELDS).
+    """
+
+    positions: Array
+    slots: Array
+    bounds: Array
+    lengths: Array
+    tables: Array
+    table_bounds: Array
+    few: Array
+    many: Array
+    merges: Array
+
+
+def plan(
+    shape: AttentionShape,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+) -> AttentionPlan:
+    """Of sequence i: `counts[i]` new tokens from position `starts[i]`, in the blocks `tables[i]`.
+
+    The blocks cover all positions up to the last new one; a window's may be any before it. Raises
+    BrokenPromise where they do not.
+    """
+    start, count = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
+    sizes = np.array([len(t) for t in tables], np.int64)
+    lengths = start + count
+    if not len(count) == len(start) == len(sizes) or not len(count):
+        raise BrokenPromise("as many starts, counts and tables as sequences, at least one")
+    broken = (count < 1) | (start < 0) | (lengths > sizes * shape.block_tokens)
+    for i in np.nonzero(broken)[0].tolist():
+        raise BrokenPromise(
+            f"{counts[i]} tokens from position {starts[i]} do not fit into {sizes[i]} blocks"
+        )
+    flat = np.concatenate([np.asarray(t, np.int32) for t in tables])
+    bounds, table_bounds = _bounds(count), _bounds(sizes)
+    row = np.arange(bounds[-1])
+    positions = row - np.repeat(bounds[:-1] - start, count)
+    at = np.repeat(table_bounds[:-1], count) + positions // shape.block_tokens
+    slots = flat[at].astype(np.int64) * shape.block_tokens + positions % shape.block_tokens
+    few = count <= shape.few
+    items, merges = _cut(
+        start[few], count[few], lengths[few], bounds[:-1][few], table_bounds[:-1][few]
+    )
+    return AttentionPlan(
+        positions,
+        slots.astype(np.int32),
+        bounds.astype(np.int32),
+        lengths.astype(np.int32),
+        flat,
+        table_bounds.astype(np.int32),
+        items,
+        _tiles(shape.tile, start[~few], count[~few], bounds[:-1][~few], table_bounds[:-1][~few]),
+        merges,
+    )
+
+
+def _cut(
+    start: Array, count: Array, lengths: Array, rows: Array, tables: Array
+) -> tuple[Array, Array]:
+    """Items and merges of sequences that are one tile each."""
+    pieces = (lengths + SPLIT - 1) // SPLIT
+    number = np.arange(pieces.sum()) - np.repeat(_bounds(pieces)[:-1], pieces)
+    alone = pieces == 1
+    slots = _bounds(np.where(alone, 0, pieces))
+
+    def spread(of: Array) -> Array:
+        return np.repeat(of, pieces)
+
+    items = np.stack(
+        [
+            spread(tables),
+            spread(rows),
+            spread(count),
+            spread(start),
+            number * SPLIT,
+            np.minimum((number + 1) * SPLIT, spread(lengths)),
+            np.where(spread(alone), -1, spread(slots[:-1]) + number),
+        ],
+        axis=1,
+    )
+    merges = np.stack([rows, count, slots[:-1], pieces], axis=1)[~alone]
+    return items.astype(np.int32), merges.astype(np.int32)
+
+
+def _tiles(tokens: int, start: Array, count: Array, rows: Array, tables: Array) -> Array:
+    """Items of sequences of several tiles: those with most keys first, as they take longest."""
+    pieces = (count + tokens - 1) // tokens
+    first = (np.arange(pieces.sum()) - np.repeat(_bounds(pieces)[:-1], pieces)) * tokens
+
+    def spread(of: Array) -> Array:
+        return np.repeat(of, pieces)
+
+    n = np.minimum(spread(count) - first, tokens)
+    position = spread(start) + first
+    zero = np.zeros_like(n)
+    items = np.stack(
+        [spread(tables), spread(rows) + first, n, position, zero, position + n, zero - 1], axis=1
+    )
+    return items[np.argsort(-items[:, 5], kind="stable")].astype(np.int32)
+
+
+def _bounds(sizes: Array) -> Array:
+    """Where each begins, and where the last ends: int64 (n + 1)."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

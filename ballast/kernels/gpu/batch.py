@@ -1,0 +1,243 @@
+"""The sequences of one job as tensors on a GPU: `PagedBatch`'s twin, at addresses that stay.
+
+All that layers share is written once per job: on the host into pinned memory, then by one copy that
+the host does not wait for. The tensors are views of one buffer that belongs to a bucket, so that a
+CUDA graph captured over them is good for every job of the bucket; what a job does not fill does
+nothing. How much there is to do (`counts`) is read by the kernels, on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ballast.core.errors import BrokenPromise
+from ballast.kernels.gpu.attention_plan import (
+    ITEM_FIELDS,
+    MERGE_FIELDS,
+    AttentionPlan,
+    AttentionShape,
+    Bucket,
+    plan,
+)
+from ballast.kernels.gpu.kv import GpuKv
+from ballast.kernels.gpu.lora import GpuAdaptedRows
+from ballast.kernels.gpu.staging import Sizes, Staged, put
+
+Array = np.ndarray[Any, Any]
+
+NOWHERE = -1
+"""The slot of a row that is padding."""
+
+
+class Attention(Protocol):
+    """One implementation of attention, for the jobs of one bucket."""
+
+    replayable: ClassVar[bool]
+    """Whether `write` and `attend` of a bucket of decodes launch the same work for every job."""
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """As `GpuBatch.write`, whose checks have passed."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float,
+        out: Tensor,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """As `GpuBatch.attend`, whose checks have passed."""
+
+
+class Scratch:
+    """Memory that the batches of one model use in turns, as it runs one job at a time.
+
+    Grow-only, with stable addresses: a request for no more than the most so far gets the same.
+    """
+
+    def __init__(self, device: torch.device, common: Scratch | None = None) -> None:
+        """`common`: of several models, if their jobs never run at the same time."""
+        self._device, self._common = device, common
+        self._kept: dict[str, Tensor] = {}
+
+    def tensor(
+        self, use: str, shape: tuple[int, ...], dtype: torch.dtype, *, common: bool = False
+    ) -> Tensor:
+        """Of any content that was finite once; shared by all that take it for the same `use`.
+        `common`: always in one dtype, whatever it holds, and may be shared with other models."""
+        if common and self._common is not None:
+            return self._common.tensor(use, shape, dtype)
+        n = int(np.prod(shape))
+        kept = self._kept.get(use)
+        if kept is None or len(kept) < n:
+            self._kept[use] = kept = torch.zeros(n, dtype=dtype, device=self._device)
+        return kept[:n].view(shape)
+
+
+class GpuBatch:
+    """Room for the jobs of one bucket; `fill` says what the next one is.
+
+    Tensors, of which a job fills the beginning: `tokens`, `positions` int64 (T,), `wanted` int64
+    (bucket.wanted,): rows of which the model's output is wanted; int32: `slots` (T,), `tables`
+    (blocks,), `few`, `many`, `merges` and `counts` (few, many, merges): see `AttentionPlan`. Rows
+    of padding are token 0 at position 0, of no sequence.
+    """
+
+    def __init__(
+        self,
+        kv: GpuKv,
+        heads: int,
+        bucket: Bucket,
+        attention: Callable[[GpuBatch], Attention],
+        scratch: Scratch | None = None,
+    ) -> None:
+        """`scratch`: that of the model, if it has other batches."""
+        self.kv, self.heads, self.bucket = kv, heads, bucket
+        self.shape = AttentionShape(heads, kv.kv_heads, kv.block_tokens)
+        self.few_tokens = 1 if bucket.decodes else self.shape.few
+        """Most new tokens of a sequence that is cut by its keys."""
+        self._staged = Staged(_sizes(bucket, self.shape), kv.device)
+        views = self._staged.tensors
+        self.tokens, self.positions = views["tokens"], views["positions"]
+        self.wanted, self.slots = views["wanted"], views["slots"]
+        self.tables, self.counts = views["tables"], views["counts"]
+        self.few, self.many, self.merges = views["few"], views["many"], views["merges"]
+        self.adapted = GpuAdaptedRows.both(views, bucket)
+        """Which rows go through adapters, and which of `wanted`; None: none does."""
+        self.plan: AttentionPlan
+        """The job's; there is none before the first."""
+        self.n_wanted = 0
+        self.scratch = scratch or Scratch(kv.device)
+        self.out = self.scratch.tensor("out", (bucket.tokens, heads, kv.head_dim), kv.dtype)
+        """What all layers attend into, one after the other."""
+        self._attention = attention(self)
+
+    @property
+    def n_tokens(self) -> int:
+        """Rows of the batch, padding included."""
+        return self.bucket.tokens
+
+    @property
+    def replayable(self) -> bool:
+        """Whether a CUDA graph may be recorded over it."""
+        return self.bucket.decodes and self._attention.replayable
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the job."""
+        return len(self.plan.positions)
+
+    def fill(
+        self,
+        tokens: Sequence[int] | Array,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        wanted: Sequence[int] | Array,
+        adapters: Sequence[int] = (),
+    ) -> None:
+        """The next job: `counts[i]` new tokens of sequence i, from position `starts[i]`.
+
+        `tokens` (T,): those of all sequences in order; `tables[i]`: blocks of sequence i; `wanted`:
+        rows; `adapters[i]`: of sequence i, -1: none. Does not wait for the device, unless it is
+        `STAGES` jobs behind. Kernels that are launched on this stream from now on see this job.
+        Raises BrokenPromise where the job does not fit into the bucket, or a sequence not into its
+        blocks.
+        """
+        made = plan(self.shape, starts, counts, tables)
+        self._check(made, len(wanted))
+        if max(adapters, default=-1) >= self.bucket.adapters:
+            raise BrokenPromise(f"rows of adapter {max(adapters)} in {self.bucket}")
+        host = self._staged.host()
+        put(host["tokens"], tokens)
+        put(host["positions"], made.positions)
+        put(host["wanted"], wanted)
+        put(host["slots"], made.slots, rest=NOWHERE)
+        host["counts"][:] = len(made.few), len(made.many), len(made.merges)
+        for name, rows in (("few", made.few), ("many", made.many), ("merges", made.merges)):
+            host[name][: len(rows)] = rows
+        host["tables"][: len(made.tables)] = made.tables
+        if self.adapted is not None:
+            of_rows = np.repeat(adapters, counts)
+            of_wanted = of_rows[np.asarray(wanted, np.int64)]
+            for adapted, of in zip(self.adapted, (of_rows, of_wanted), strict=True):
+                adapted.fill(host, of, self.bucket.adapted_rows)
+        self._staged.send(made.tables.nbytes)
+        self.plan, self.n_wanted = made, len(wanted)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Put new keys and values, each (T, kv_heads, head_dim), into the blocks of `layer`.
+
+        Of the KV's dtype; any strides, except that a head's elements lie side by side.
+        """
+        self._like(key, self.kv.kv_heads)
+        self._like(value, self.kv.kv_heads)
+        self._attention.write(layer, key, value)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float,
+        out: Tensor,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """softmax(scale * query K^T) V into `out`, for query (T, heads, head_dim).
+
+        `out` is like it, and contiguous. As `PagedBatch.attend`; rows that are padding stay as they
+        were, or are anything.
+        """
+        self._like(query, self.heads)
+        if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
+            raise BrokenPromise("attention's output is not like its query, and contiguous")
+        if sinks is not None and (
+            sinks.shape != (self.heads,) or sinks.dtype != query.dtype or sinks.stride(0) != 1
+        ):
+            raise BrokenPromise(f"attention got {sinks.dtype} {tuple(sinks.shape)} as sinks")
+        self._attention.attend(layer, query, scale, out, window, softcap, sinks)
+
+    def _like(self, given: Tensor, heads: int) -> None:
+        shape = (self.n_tokens, heads, self.kv.head_dim)
+        if given.shape != shape or given.dtype != self.kv.dtype or given.stride(2) != 1:
+            raise BrokenPromise(
+                f"attention got {given.dtype} {tuple(given.shape)} {given.stride()}; "
+                f"the batch is {self.kv.dtype} {shape}"
+            )
+
+    def _check(self, made: AttentionPlan, wanted: int) -> None:
+        """A job within its bucket's sequences, rows and blocks has no more items than fit."""
+        b = self.bucket
+        needed = (len(made.lengths), len(made.positions), wanted, len(made.tables))
+        room = (b.sequences, b.tokens, b.wanted, b.blocks)
+        if any(a > r for a, r in zip(needed, room, strict=True)):
+            raise BrokenPromise(f"a job of {needed} does not fit into {b}")
+        if b.decodes and len(made.positions) > len(made.lengths):
+            raise BrokenPromise("a sequence has several new tokens in a bucket of decodes")
+
+
+def _sizes(bucket: Bucket, shape: AttentionShape) -> Sizes:
+    """`tables` comes last: only what a job uses of it is copied, as it may be long."""
+    n, rows = bucket.sequences, bucket.tokens
+    wide, narrow = torch.int64, torch.int32
+    return {
+        "tokens": ((rows,), wide),
+        "positions": ((rows,), wide),
+        "wanted": ((bucket.wanted,), wide),
+        "slots": ((rows,), narrow),
+        "counts": ((3,), narrow),
+        "few": ((bucket.items(shape), ITEM_FIELDS), narrow),
+        "many": ((bucket.tiles(shape), ITEM_FIELDS), narrow),
+        "merges": ((n, MERGE_FIELDS), narrow),
+        **GpuAdaptedRows.sizes(bucket),
+        "tables": ((bucket.blocks,), narrow),
+    }

@@ -1,0 +1,152 @@
+"""LoRA on a GPU: which rows of a job go through which adapter, and what there is to multiply.
+
+As `kernels/lora.py` on a CPU: y[row] += scale * (x[row] A^T) B^T. Rows are sorted by their adapter
+and cut into tiles of one adapter each, on the host; tiles, and where matrices are, lie in tensors
+whose addresses stay, so that a CUDA graph is good for any rows and any adapters. A job in which no
+row has an adapter has a bucket without tiles, and launches nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ballast.core.errors import BrokenPromise
+from ballast.kernels.gpu.attention_plan import Bucket
+from ballast.kernels.gpu.staging import Sizes, put
+from ballast.kernels.lora import LoraMatrices, LoraTarget, tiled
+
+Array = np.ndarray[Any, Any]
+
+TILE_FIELDS = 3
+"""First row among those sorted by adapter, how many, adapter; a tile of no rows does nothing."""
+SPLIT = 512
+"""Inputs of a decode's row that are summed by one program: few rows would leave most
+multiprocessors without work. A guess, until it is measured."""
+CHUNK_SPLITS, CHUNK_FLOATS = 4, 256
+"""Most parts into which the inputs of longer chunks are cut, and most sums of a row in them all."""
+_NAMES = ("adapted", "adapted_wanted")
+_TILES = "_tiles"
+
+
+@dataclass(slots=True)
+class GpuAdaptedRows:
+    """Rows of a bucket's jobs that go through adapters: all rows, or those that the head sees."""
+
+    name: str
+    """Of its tensors in the batch's buffer."""
+    order: Tensor
+    """int32 (rows of the bucket,): those with an adapter, one adapter's after the other's."""
+    tiles: Tensor
+    """int32 (most tiles, TILE_FIELDS)."""
+    decodes: bool
+    job: list[tuple[int, int, int]] = field(default_factory=list)
+    """The tiles of the job."""
+    n: int = 0
+    """Rows of the job, with and without an adapter."""
+
+    @property
+    def programs(self) -> int:
+        """Tiles to launch; of decodes always as many, as a graph may be recorded."""
+        return len(self.tiles) if self.decodes else len(self.job)
+
+    @staticmethod
+    def sizes(bucket: Bucket) -> Sizes:
+        """Of the tensors of a batch, all rows' and the wanted ones'."""
+        made: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if bucket.adapters:
+            for name, rows in zip(_NAMES, (bucket.tokens, bucket.wanted), strict=True):
+                made[name] = (rows,), torch.int32
+                made[name + _TILES] = (bucket.adapted_tiles(rows), TILE_FIELDS), torch.int32
+        return made
+
+    @classmethod
+    def both(
+        cls, views: Mapping[str, Tensor], bucket: Bucket
+    ) -> tuple[GpuAdaptedRows, GpuAdaptedRows] | None:
+        """Of all rows, and of the wanted ones; None: no row of such a job has an adapter."""
+        if not bucket.adapters:
+            return None
+        of, wanted = (cls(n, views[n], views[n + _TILES], bucket.decodes) for n in _NAMES)
+        return of, wanted
+
+    def fill(self, host: Mapping[str, Array], adapters: Array, most: int) -> None:
+        """Into what is to be sent. `adapters`: of each row, -1: none; `most`: rows of a tile."""
+        self.n = len(adapters)
+        order, self.job = tiled(adapters, most)
+        put(host[self.name], order)
+        tiles = host[self.name + _TILES]
+        tiles[:] = 0
+        if self.job:
+            tiles[: len(self.job)] = self.job
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLoraGroup:
+    """Linear modules that share their input, and what adapters add to them."""
+
+    inputs: int
+    targets: tuple[LoraTarget, ...]
+
+    def __post_init__(self) -> None:
+        if any(t.block is not None for t in self.targets):
+            raise BrokenPromise("on a GPU a module's outputs lie side by side")
+
+    @property
+    def width(self) -> int:
+        """Columns of y, up to the last that any of them has."""
+        return max(t.end for t in self.targets)
+
+    @property
+    def rank(self) -> int:
+        """The most of any adapter."""
+        return max(m.rank for t in self.targets for m in t.adapters if m is not None)
+
+    def check(self, rows: GpuAdaptedRows, x: Tensor, y: Tensor, dtype: torch.dtype) -> None:
+        """Raises BrokenPromise for what the kernels would misread."""
+        fits = rows.n <= len(x) == len(y) and x.dtype == y.dtype == dtype
+        fits = fits and x.shape[1] == self.inputs and y.shape[1] >= self.width
+        apart = len(x) < 2 or (x.stride(0) >= x.shape[1] and y.stride(0) >= y.shape[1])
+        if not (fits and apart and x.stride(1) == y.stride(1) == 1):
+            described = [f"{z.dtype} {tuple(z.shape)} with strides {z.stride()}" for z in (x, y)]
+            raise BrokenPromise(
+                f"adapters of {rows.n} rows got {described[0]} and {described[1]}; "
+                f"they are {dtype}, from {self.inputs} to {self.width} columns"
+            )
+
+
+class Lora(Protocol):
+    """All that the adapters of one model add, group by group. One job at a time."""
+
+    replayable: ClassVar[bool]
+    """Whether `add` launches the same work for every job of a bucket of decodes."""
+
+    def add(self, group: int, rows: GpuAdaptedRows, x: Tensor, y: Tensor) -> None:
+        """Add to y (rows, outputs, from column 0 on) what adapters make of x (rows, inputs).
+
+        Of the model's dtype, and of at least the job's rows; elements of a row lie side by side.
+        Raises BrokenPromise for others.
+        """
+
+
+def splits(inputs: int, rank: int, decodes: bool) -> int:
+    """Into how many parts the inputs of a row are cut: the same whatever is beside it."""
+    whole = -(-inputs // SPLIT)
+    return whole if decodes else max(1, min(whole, CHUNK_SPLITS, CHUNK_FLOATS // rank))
+
+
+def tables(group: GpuLoraGroup) -> tuple[Array, Array, Array]:
+    """int64 (targets, adapters, 3): A, B, rank; float32 (targets, adapters): scale; int32
+    (targets, 2): outputs, first column."""
+    none = LoraMatrices(0, 0, 0, 0.0)
+    entries = [[m or none for m in t.adapters] for t in group.targets]
+    return (
+        np.array([[(m.a, m.b, m.rank) for m in of] for of in entries], np.int64),
+        np.array([[m.scale for m in of] for of in entries], np.float32),
+        np.array([(t.outputs, t.column) for t in group.targets], np.int32),
+    )

@@ -1,0 +1,45 @@
+"""LoRA on a device in PyTorch's own operations: a reference, and what is left without Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ballast.kernels.gpu.lora import GpuAdaptedRows, GpuLoraGroup
+
+View = Callable[[int, Sequence[int], torch.dtype], Tensor]
+"""A tensor of a shape and dtype at an address of the device."""
+
+
+class PlainLora:
+    """Implements `Lora`; which adapters there are to add is read from the tiles, on the host."""
+
+    replayable: ClassVar[bool] = False
+
+    def __init__(self, groups: Sequence[GpuLoraGroup], dtype: torch.dtype, view: View) -> None:
+        self._groups = tuple(groups)
+        self._dtype, self._view = dtype, view
+
+    def add(self, group: int, rows: GpuAdaptedRows, x: Tensor, y: Tensor) -> None:
+        self._groups[group].check(rows, x, y, self._dtype)
+        for first, count, adapter in rows.job:
+            at = rows.order[first : first + count].long()
+            made = y[at]
+            for delta, columns in self._deltas(group, adapter, x[at].float()):
+                made[:, columns] = (made[:, columns].float() + delta).to(y.dtype)
+            y[at] = made
+
+    def _deltas(self, group: int, adapter: int, x: Tensor) -> list[tuple[Tensor, slice]]:
+        """What an adapter adds for rows x, float32, and to which columns."""
+        of, found = self._groups[group], []
+        for target in of.targets:
+            m = target.adapters[adapter]
+            if m is not None:
+                a = self._view(m.a, (m.rank, of.inputs), self._dtype).float()
+                b = self._view(m.b, (m.rank, target.outputs), self._dtype).float()
+                columns = slice(target.column, target.column + target.outputs)
+                found.append((m.scale * (x @ a.t() @ b), columns))
+        return found

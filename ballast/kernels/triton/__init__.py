@@ -1,0 +1,14 @@
+"""Our Triton kernels, which implement the protocols of `ballast.kernels.gpu`.
+
+A module `X_code` has the kernels of module `X`, which launches them.
+
+- `attention`: Paged attention: launch and buffers.
+- `attention_code`: Kernels of paged attention.
+- `layer`: `LayerKernels` by Triton.
+- `layer_code`: Kernels of a layer's operations between its GEMMs.
+- `lora`: LoRA by Triton.
+- `lora_code`: Kernels of LoRA's shrink and expand.
+- `row_code`: A GEMV with fused prologue and epilogue.
+- `sampling`: Gumbel-max sampling by Triton.
+- `sampling_code`: Kernel of Gumbel-max.
+"""

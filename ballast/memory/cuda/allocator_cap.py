@@ -1,0 +1,71 @@
+"""PyTorch's own memory on a GPU stays within what the arena holds back for it."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+_caps: dict[int, list[CudaAllocatorCap]] = {}
+"""By device: the caps of this process that are open."""
+_changing = threading.Lock()
+"""Held while `_caps` or the bytes of one of them change."""
+
+
+class CudaAllocatorCap:
+    """Caps PyTorch's caching allocator on one GPU at the bytes of the arena.
+
+    The cap is the allocator's own: beyond it, it first frees what it keeps unused, and then raises
+    `torch.OutOfMemoryError` in the job. It covers cuBLAS workspaces and the pools of CUDA graphs,
+    which come from that allocator; not the context, nor what other libraries allocate.
+
+    A process has one allocator for each GPU. Where several devices of one process are on the same
+    GPU, the allocator may have the sum of their caps, and each is held to that sum.
+    """
+
+    def __init__(self, ordinal: int, n_bytes: int) -> None:
+        self._ordinal = ordinal
+        self.n_bytes = 0
+        with _changing:
+            _caps.setdefault(ordinal, []).append(self)
+        self.resize(n_bytes)
+
+    @property
+    def used(self) -> int:
+        """Bytes that the allocator has of the driver, in use or kept."""
+        # Once a job: `memory_reserved` would flatten all that the allocator counts.
+        stats = torch.cuda.memory_stats_as_nested_dict(self._ordinal)
+        return int(stats["reserved_bytes"]["all"]["current"]) if stats else 0
+
+    @property
+    def allowed(self) -> int:
+        """Bytes that the allocator may have: of all caps of this process on the GPU."""
+        return sum(cap.n_bytes for cap in _caps.get(self._ordinal, ()))
+
+    def resize(self, n_bytes: int) -> bool:
+        """From now on, `n_bytes`. Whether no more is in use already; that is not taken back."""
+        with _changing:
+            self.n_bytes = n_bytes
+            self._apply(self.allowed)
+        return self.check()
+
+    def check(self) -> bool:
+        """Frees what is kept unused, if that is too much; whether the cap holds now."""
+        if self.used > self.allowed:
+            torch.cuda.empty_cache()
+        return self.used <= self.allowed
+
+    def close(self) -> None:
+        """Give up this cap's part; without any cap, the allocator may have all of the GPU."""
+        with _changing:
+            left = _caps.get(self._ordinal, [])
+            if self in left:
+                left.remove(self)
+                self._apply(self.allowed if left else None)
+
+    def _apply(self, n_bytes: int | None) -> None:
+        # Which of the two the allocator takes a part of is not documented; the larger is safe.
+        _, total = torch.cuda.mem_get_info(self._ordinal)
+        whole = max(total, torch.cuda.get_device_properties(self._ordinal).total_memory)
+        fraction = 1.0 if n_bytes is None else min(1.0, n_bytes / whole)
+        torch.cuda.set_per_process_memory_fraction(fraction, self._ordinal)

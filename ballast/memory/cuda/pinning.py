@@ -1,0 +1,77 @@
+"""Host memory that a GPU copies from at the link's full rate: page-locked where it is mapped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.memory import syscalls
+from ballast.memory.cuda.calls import Attribute, Driver
+
+log = logging.getLogger(__name__)
+
+
+class PinnedMemory:
+    """What is pinned of this process's mappings, for all its devices.
+
+    Pin a mapping once it is filled, and unpin it before it is unmapped or replaced: the driver
+    holds on to the memory, not to the addresses. Safe to use from several threads.
+    """
+
+    def __init__(self, driver: Driver, ordinal: int) -> None:
+        self._driver, self._device = driver, driver.device(ordinal)
+        self._context = driver.retain_context(self._device)
+        self.reads_only = bool(driver.attribute(self._device, Attribute.PINS_READ_ONLY))
+        """Whether it pins what is mapped to be read only, of a file that may not be written. Else
+        the file has to be one that may: such a mapping is made writable while it is pinned."""
+        self._warned = False
+        self._pinned: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def n_bytes(self) -> int:
+        """Pinned now."""
+        return sum(self._pinned.values())
+
+    def pin(self, address: int, n_bytes: int, *, read_only: bool = True) -> bool:
+        """Whether it is pinned now; where the machine does not do that, copies from there go at the
+        rate of pageable memory, and the log says why. Whole OS pages, of one mapping that is to be
+        read only if `read_only`. Raises BrokenPromise where it is pinned already."""
+        with self._lock:
+            if address in self._pinned:
+                raise BrokenPromise(f"{address:#x} is pinned already")
+            self._driver.set_current(self._context)
+            try:
+                if read_only and not self.reads_only:
+                    self._pin_as_writable(address, n_bytes)
+                else:
+                    self._driver.pin(address, n_bytes, read_only)
+            except (DeviceError, OSError) as error:
+                if not self._warned:
+                    self._warned = True
+                    log.warning("copies to the GPU are slow: not page-locked: %s", error)
+                return False
+            self._pinned[address] = n_bytes
+        return True
+
+    def _pin_as_writable(self, address: int, n_bytes: int) -> None:
+        """What is pinned stays so, whoever may write to the mapping afterwards."""
+        syscalls.mprotect(address, n_bytes, syscalls.PROT_READ | syscalls.PROT_WRITE)
+        try:
+            self._driver.pin(address, n_bytes, False)
+        finally:
+            syscalls.mprotect(address, n_bytes, syscalls.PROT_READ)
+
+    def unpin(self, address: int) -> None:
+        """Nothing where it is not pinned. No copy may be under way."""
+        with self._lock:
+            if address in self._pinned:
+                self._driver.set_current(self._context)
+                self._driver.unpin(address)
+                del self._pinned[address]
+
+    def close(self) -> None:
+        for address in list(self._pinned):
+            self.unpin(address)
+        self._driver.release_context(self._device)

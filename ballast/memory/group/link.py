@@ -1,0 +1,76 @@
+"""The link of a tensor-parallel group: every rank carries its part."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from ballast.core.errors import DeviceError
+from ballast.core.event import TransferDoneEvent
+from ballast.core.link import Direction, LinkRates
+from ballast.memory.copies import Copy
+from ballast.memory.transfer import ACTIVATIONS, Link
+
+
+class GroupLink:
+    """Implements `Link`: a transfer has landed when all ranks have their parts."""
+
+    def __init__(
+        self,
+        own: Link,
+        on_done: Callable[[TransferDoneEvent], None],
+        carry: Callable[[int, Sequence[Copy], str], None],
+        ranks: int,
+    ) -> None:
+        """`carry` has the other ranks begin theirs; whoever hears of an end tells `landed`."""
+        self._own, self._on_done, self._carry, self._ranks = own, on_done, carry, ranks
+        self._ends: dict[int, list[TransferDoneEvent]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of one rank's part, as all sizes that the loop knows are."""
+        return self._own.bytes_per_second
+
+    def start(
+        self,
+        transfer_id: int,
+        copies: Sequence[Copy],
+        stream: str = ACTIVATIONS,
+        direction: Direction = Direction.TO_DEVICE,
+    ) -> None:
+        if direction is not Direction.TO_DEVICE:
+            raise DeviceError("link", "a group's ranks carry weights, and to the device alone")
+        with self._lock:
+            self._ends[transfer_id] = []
+        self._carry(transfer_id, copies, stream)
+        self._own.start(transfer_id, copies, stream)
+
+    def landed(self, done: TransferDoneEvent) -> None:
+        """On one rank; from any thread."""
+        with self._lock:
+            ends = self._ends[done.transfer_id]
+            ends.append(done)
+            if len(ends) < self._ranks:
+                return
+            del self._ends[done.transfer_id]
+        errors = [e.error for e in ends if e.error is not None]
+        seconds = max(e.seconds for e in ends)
+        self._on_done(
+            TransferDoneEvent(
+                done.transfer_id, done.n_bytes, seconds, errors[0] if errors else None
+            )
+        )
+
+    def close(self) -> None:
+        self._own.close()
+
+
+def share_of(whole: LinkRates, ranks: int) -> LinkRates:
+    """A rank's equal part of a link."""
+    return LinkRates(
+        whole.to_device / ranks,
+        whole.to_host / ranks,
+        whole.to_device_mixed / ranks,
+        whole.to_host_mixed / ranks,
+    )

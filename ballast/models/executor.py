@@ -1,0 +1,208 @@
+"""What all models have in common that run jobs: logits first, then tokens from them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ballast.core.errors import BrokenPromise, InvalidRequest
+from ballast.core.event import EmbeddingOutput, FailedOutput, JobResult, PromptScoresOutput
+from ballast.core.job import SampledToken, SequenceWork
+from ballast.core.request import Sampling
+from ballast.kernels import sampling
+from ballast.kernels.paged_attention import KvArray, PagedBatch
+from ballast.kv.layout import Layout
+from ballast.models.barriers import Barriers
+from ballast.models.grammar import Grammars, Matcher
+from ballast.weights.host import HostModel
+from ballast.weights.packing import DTYPES
+
+Array = np.ndarray[Any, Any]
+
+UNSCORED: tuple[None, tuple[()]] = (None, ())
+
+
+class ModelExecutor(ABC):
+    """Runs the jobs of one model (`ballast.live.runner.Executor`).
+
+    One job at a time; different models may run at the same time on different threads.
+    """
+
+    def __init__(self, host: HostModel, kv_base: int, layout: Layout) -> None:
+        """`kv_base`: address of block 0, which need not be backed by memory yet."""
+        self.spec = spec = host.spec
+        self.barriers: Barriers | None = None
+        """Where layers come and go."""
+        self.grammars = Grammars(host.directory, spec.vocab, spec.eos_token_ids)
+        self.dtype = dtype = DTYPES[spec.dtype]
+        if layout.stride_bytes % dtype.itemsize:
+            raise BrokenPromise(f"{spec.name}: blocks are {layout.stride_bytes} bytes apart")
+        self._kv = KvArray(
+            kv_base,
+            layout.stride_bytes // dtype.itemsize,
+            spec.n_layers,
+            spec.block_tokens,
+            spec.kv_heads,
+            spec.head_dim,
+            dtype,
+            layout.layer_stride_bytes,
+        )
+        sampling.warm_up()
+
+    @abstractmethod
+    def logits(self, work: Sequence[SequenceWork]) -> Tensor:
+        """(n, vocab) float32: at each position that `work` wants, in its order.
+
+        Computes KV for all of `work`. What it returns is valid until the next call.
+        """
+
+    @abstractmethod
+    def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
+        """(n, hidden): what the head would get at each position that `work` wants.
+
+        Otherwise as `logits`.
+        """
+
+    def run(self, work: Sequence[SequenceWork]) -> list[JobResult]:
+        """Compute KV for all of `work`, and sample where it asks for that, in its order."""
+        results: list[JobResult] = []
+        embedded = [w for w in work if w.embed]
+        if embedded:
+            results += self._embedded(embedded)
+            work = [w for w in work if not w.embed]
+            if not work:
+                return results
+        logits = self.logits(work)
+        sampled = [w for w in work if w.sample is not None]
+        if any(w.scoring is not None for w in work):
+            logits = logits.cpu()
+            results += _scores(work, logits)
+            ends = (np.cumsum([len(w.wanted) for w in work]) - 1).tolist()
+            logits = logits[[e for w, e in zip(work, ends, strict=True) if w.sample is not None]]
+        if not sampled:
+            return results
+        shapes, matchers, failed = self._shapes(sampled)
+        params = [w.sample for w in sampled if w.sample is not None]
+        tokens, scores = self.choose(logits, params, [w.end for w in sampled], shapes)
+        for i, w in enumerate(sampled):
+            if i in failed:
+                results.append(failed[i])
+                continue
+            ends = i in matchers and matchers[i].ends(tokens[i])
+            logprob, top = scores.get(i, UNSCORED)
+            results.append(SampledToken(w.request_id, tokens[i], logprob, top, ends))
+        return results
+
+    def stalled(self) -> float:
+        """Seconds that jobs have waited for layers since this was last asked."""
+        return 0.0 if self.barriers is None else self.barriers.stalled()
+
+    def _begin_pass(self, work: Sequence[SequenceWork]) -> Collection[int]:
+        """Layers at which the pass that begins has to heed `barriers`."""
+        return () if self.barriers is None else self.barriers.begin_pass(work)
+
+    def choose(
+        self,
+        logits: Tensor,
+        params: Sequence[Sampling],
+        positions: Sequence[int],
+        shapes: Mapping[int, sampling.SamplingContext],
+    ) -> tuple[list[int], dict[int, sampling.Scores]]:
+        """As `sampling.sample`; in `run`, where `logits` are as `logits` returned them."""
+        return sampling.sample(logits, params, positions, shapes)
+
+    def _embedded(self, work: Sequence[SequenceWork]) -> list[EmbeddingOutput]:
+        unit = torch.nn.functional.normalize(self.hidden(work).float(), dim=-1).numpy()
+        return [
+            EmbeddingOutput(w.request_id, unit[i].astype("<f4").tobytes())
+            for i, w in enumerate(work)
+        ]
+
+    def _shapes(
+        self, sampled: Sequence[SequenceWork]
+    ) -> tuple[dict[int, sampling.SamplingContext], dict[int, Matcher], dict[int, FailedOutput]]:
+        """By index in `sampled`: what shapes the logits of those that ask for it, matchers of those
+        that follow a grammar, and failures of those whose grammar is at fault."""
+        shapes: dict[int, sampling.SamplingContext] = {}
+        matchers: dict[int, Matcher] = {}
+        failed: dict[int, FailedOutput] = {}
+        for i, w in enumerate(sampled):
+            if w.history is None or w.sample is None:
+                continue
+            allowed = None
+            if w.sample.grammar:
+                output = w.history[w.prompt_tokens :]
+                matchers[i] = self.grammars.matcher(w.request_id, output)
+                try:
+                    allowed = matchers[i].allowed(output)
+                except InvalidRequest as error:
+                    failed[i] = FailedOutput(w.request_id, error.code, str(error))
+                    continue
+            shapes[i] = sampling.SamplingContext(w.history, w.prompt_tokens, allowed)
+        return shapes, matchers, failed
+
+    def rows(self, work: Sequence[SequenceWork]) -> Rows:
+        """The rows of a job. Raises BrokenPromise where a sequence is longer than the model's."""
+        self.check(work)
+        return Rows(self._kv, self.spec.n_heads, work)
+
+    def check(self, work: Sequence[SequenceWork]) -> None:
+        """Raises BrokenPromise where a sequence is longer than the model's."""
+        for w in work:
+            if w.end > self.spec.max_model_len:
+                raise BrokenPromise(
+                    f"{w.request_id}: {w.end} tokens, the model has {self.spec.max_model_len}"
+                )
+
+
+def _scores(work: Sequence[SequenceWork], logits: Tensor) -> list[PromptScoresOutput]:
+    prompt_scores = []
+    at = 0
+    for w in work:
+        if w.scoring is not None:
+            n = len(w.scoring.targets)
+            rows = range(at, at + n)
+            found = sampling.scores(logits, rows, w.scoring.targets, [w.scoring.top] * n)
+            top = tuple(likeliest for _, likeliest in found) if w.scoring.top else ()
+            logprobs = tuple(own for own, _ in found)
+            prompt_scores.append(PromptScoresOutput(w.request_id, w.scoring.start, logprobs, top))
+        at += len(w.wanted)
+    return prompt_scores
+
+
+def wanted_rows(work: Sequence[SequenceWork]) -> list[int]:
+    """Rows of a job of which the model's output is wanted."""
+    wanted: list[int] = []
+    first = 0
+    for w in work:
+        wanted += [first + row for row in w.wanted]
+        first += len(w.tokens)
+    return wanted
+
+
+class Rows:
+    """All tokens of a job, one sequence after the other, T in all."""
+
+    def __init__(self, kv: KvArray, heads: int, work: Sequence[SequenceWork]) -> None:
+        counts = [len(w.tokens) for w in work]
+        starts = [w.start for w in work]
+        self.paged = PagedBatch(kv, heads, starts, counts, [w.blocks for w in work])
+        self.n = n = self.paged.n_tokens
+        first = np.cumsum(counts) - counts
+        self.wanted = np.array(wanted_rows(work), np.int64)
+        """Rows of which the model's output is wanted."""
+        self.tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, n)
+        # Position of a row: its index, less where its sequence begins, plus where that starts.
+        shift = np.asarray(starts) - first
+        self.positions: Array = np.arange(n) + np.repeat(shift, counts)
+        """Of each row in its sequence, int64 (T,)."""
+        tables = np.repeat(np.cumsum([0, *map(len, (w.blocks for w in work[:-1]))]), counts)
+        block = self.paged.tables[tables + self.positions // kv.block_tokens].astype(np.int64)
+        token = kv.kv_heads * kv.head_dim
+        self.places: Array = block * kv.block_stride + self.positions % kv.block_tokens * token
+        """Elements from K of a layer in block 0 to that of each row, int64 (T,)."""

@@ -1,0 +1,235 @@
+"""Models on a GPU: what all of them share, and any decoder that `transformers` knows.
+
+The generic path is that of `models/transformers.py`: the module and the attention it calls are the
+same, where its parameters and the job's tensors are differs. `models/gpu/fused.py` is the other.
+A job is filled into the batch of its bucket, whose addresses stay: over a batch of decodes a CUDA
+graph can be recorded (`models/gpu/graphs.py`). Nothing waits for the device before the tokens are
+fetched. Logits stay there where tokens can be chosen there (`kernels/gpu/sampling.py`); what
+else depends on them is computed on the host, by the function that all devices share.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ballast.core.job import SequenceWork
+from ballast.core.request import Sampling
+from ballast.kernels import sampling
+from ballast.kernels.gpu.attention import attention_kernels
+from ballast.kernels.gpu.attention_plan import Bucket
+from ballast.kernels.gpu.batch import Attention, GpuBatch, Scratch
+from ballast.kernels.gpu.kv import GpuKv
+from ballast.kernels.gpu.lora import GpuLoraGroup
+from ballast.kernels.gpu.sampling import GpuSampler
+from ballast.kv.layout import Layout
+from ballast.memory.cuda.tensor import cuda_tensor_at
+from ballast.memory.tensor import tensor_at
+from ballast.models import attention
+from ballast.models.adapters import AdaptedModules, adapters_of, targets_of
+from ballast.models.executor import ModelExecutor, wanted_rows
+from ballast.models.gpu.adapters import GpuAdapters, Place
+from ballast.models.gpu.graphs import GraphCache
+from ballast.models.gpu.recording import Recording, Stops
+from ballast.models.module import View, layers_of, placed
+from ballast.weights.host import HostModel
+
+CHUNK_BUCKETS = 8
+"""Buckets with prefills whose batches are kept: no graph is captured over them."""
+
+
+class GpuExecutor(ModelExecutor):
+    """Runs the jobs of a model whose weights and KV cache are at addresses of one device."""
+
+    def __init__(
+        self,
+        host: HostModel,
+        segment_addresses: Sequence[int],
+        kv_base: int,
+        layout: Layout,
+        kv_bytes: int,
+        device: torch.device,
+        make: Callable[[GpuBatch], Attention] | None = None,
+        graphs: GraphCache | None = None,
+        common: Scratch | None = None,
+    ) -> None:
+        """`kv_bytes`: of addresses that its KV has; `make`: attention, by default the device's;
+        `graphs`: of the device, if it has any; `common`: as `Scratch` says.
+
+        Raises UnsupportedModel where the module keeps state that cannot be set up without its
+        weights.
+        """
+        super().__init__(host, kv_base, layout)
+        # Images of NVIDIA's have TORCH_ALLOW_TF32_CUBLAS_OVERRIDE set: ten bits of each factor.
+        torch.set_float32_matmul_precision("highest")
+        self._host, self._device = host, device
+        on_gpu = device.type == "cuda"
+        self._view: View = partial(cuda_tensor_at, device=device) if on_gpu else tensor_at
+        self._scratch, own = Scratch(device, common), len(host.segments)
+        groups = self._adapted(host, segment_addresses[own:])
+        self._adapters = GpuAdapters(groups, self.dtype, device, self._view, self._scratch)
+        self._set_up(host, tuple(segment_addresses[:own]))
+        if on_gpu:
+            # Jobs run on streams that wait for no other: buffers have to be there by then.
+            torch.cuda.current_stream(device).synchronize()
+        item, slabs = self.dtype.itemsize, kv_bytes // layout.range_bytes
+        self._cache = GpuKv.of(
+            self._view(kv_base, (kv_bytes // item,), self.dtype),
+            layout.shape,
+            slabs * layout.blocks_per_slab,
+            layout.stride_bytes // item,
+            layout.layer_stride_bytes // item,
+        )
+        self._make = make or attention_kernels(device)
+        self._sampler = GpuSampler(device)
+        self._decodes: dict[Bucket, GpuBatch] = {}
+        self._chunks: OrderedDict[Bucket, GpuBatch] = OrderedDict()
+        self._graphs = graphs
+        self._cuts: tuple[int, ...] = ()
+        """Layers at which the pass under way stops, and who is told."""
+        self._stops: Stops | None = None
+
+    @abstractmethod
+    def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
+        """Make of each segment at its address what computes; touches nothing there."""
+
+    @abstractmethod
+    def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, GpuLoraGroup]:
+        """What adapters, whose segments are at `addresses`, add and where; before `_set_up`."""
+
+    @abstractmethod
+    def _compute_logits(self, batch: GpuBatch, n: int) -> Tensor:
+        """Of the first `n` rows that are wanted, float32. Calls `_reach` and `_leave` for each
+        layer, in order, around all that uses its weights or its KV."""
+
+    @abstractmethod
+    def _compute_hidden(self, batch: GpuBatch, n: int) -> Tensor:
+        """What the head gets of these rows, likewise."""
+
+    @torch.inference_mode()
+    def logits(self, work: Sequence[SequenceWork]) -> Tensor:
+        self.check(work)
+        bucket, cuts = self._bucket(work), tuple(sorted(self._begin_pass(work)))
+        graphs = self._graphs if bucket.decodes else None
+        recorded = None if graphs is None else graphs.find(self.spec.name, bucket, cuts)
+        batch = self._filled(bucket if recorded is None else recorded.bucket, work)
+        if recorded is not None:
+            return recorded.replay(self.barriers)[: batch.n_wanted]
+        recordable = batch.replayable and self._adapters.replayable(batch)
+        if graphs is None or not recordable:
+            return self._step(batch, batch.n_wanted, cuts, self.barriers)
+        # The very kernels that will be recorded: they are loaded then, and give the same bits.
+        logits = self._step(batch, batch.bucket.wanted, cuts, self.barriers)
+        graphs.want(self.spec.name, bucket, partial(self._recorded, batch, cuts), cuts)
+        return logits[: batch.n_wanted]
+
+    @torch.inference_mode()
+    def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
+        batch = self.batch(work)
+        self._cuts, self._stops = tuple(self._begin_pass(work)), self.barriers
+        return self._compute_hidden(batch, batch.n_wanted).cpu()
+
+    @torch.inference_mode()
+    def choose(
+        self,
+        logits: Tensor,
+        params: Sequence[Sampling],
+        positions: Sequence[int],
+        shapes: Mapping[int, sampling.SamplingContext],
+    ) -> tuple[list[int], dict[int, sampling.Scores]]:
+        """Sample on the device, and on the host only the rows that `GpuSampler` has to move."""
+        return self._sampler.sample(logits, params, positions, shapes)
+
+    def batch(self, work: Sequence[SequenceWork]) -> GpuBatch:
+        """The batch of the job's bucket, filled with it. Raises BrokenPromise as `check` does."""
+        self.check(work)
+        return self._filled(self._bucket(work), work)
+
+    def _filled(self, bucket: Bucket, work: Sequence[SequenceWork]) -> GpuBatch:
+        batch = self._of(bucket)
+        tokens = [token for w in work for token in w.tokens]
+        counts = [len(w.tokens) for w in work]
+        tables = [w.blocks for w in work]
+        starts, adapters = [w.start for w in work], adapters_of(work)
+        batch.fill(tokens, starts, counts, tables, wanted_rows(work), adapters)
+        return batch
+
+    def _bucket(self, work: Sequence[SequenceWork]) -> Bucket:
+        blocks = sum(len(w.blocks) for w in work)
+        counts = [len(w.tokens) for w in work]
+        adapters = len(self.spec.adapters) if any(w.adapter is not None for w in work) else 0
+        if max(counts) == 1:
+            return Bucket.decode(len(work), blocks, adapters)
+        return Bucket.holding(counts, len(wanted_rows(work)), blocks, adapters)
+
+    def _of(self, bucket: Bucket) -> GpuBatch:
+        kept = self._decodes if bucket.decodes else self._chunks
+        batch = kept.get(bucket)
+        if batch is None:
+            if not bucket.decodes and len(self._chunks) == CHUNK_BUCKETS:
+                self._chunks.popitem(last=False)
+            batch = GpuBatch(self._cache, self.spec.n_heads, bucket, self._make, self._scratch)
+            kept[bucket] = batch
+        elif not bucket.decodes:
+            self._chunks.move_to_end(bucket)
+        return batch
+
+    def _step(self, batch: GpuBatch, n: int, cuts: tuple[int, ...], stops: Stops | None) -> Tensor:
+        """Logits of the first `n` rows that are wanted, float32."""
+        self._cuts, self._stops = cuts, stops
+        return self._compute_logits(batch, n)
+
+    @torch.inference_mode()
+    def _recorded(self, batch: GpuBatch, cuts: tuple[int, ...], recording: Recording) -> Tensor:
+        return self._step(batch, batch.bucket.wanted, cuts, recording)
+
+    def _reach(self, layer: int, *_: Any) -> None:
+        if layer in self._cuts and self._stops is not None:
+            self._stops.wait(layer)
+
+    def _leave(self, layer: int, *_: Any) -> None:
+        if layer in self._cuts and self._stops is not None:
+            self._stops.used(layer)
+
+
+class GpuTransformersModel(GpuExecutor):
+    """Any decoder, through its own module."""
+
+    def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
+        self._module: Any = placed(host, addresses, self._view, self._device)
+        self._modules = AdaptedModules(self._module, self._adapters.adds())
+        for i, layer in enumerate(layers_of(self._module, host)):
+            layer.register_forward_pre_hook(partial(self._reach, i))
+            layer.register_forward_hook(partial(self._leave, i))
+
+    def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, GpuLoraGroup]:
+        found = targets_of(host.adapters, addresses)
+        return {path: GpuLoraGroup(inputs, (target,)) for path, (inputs, target) in found.items()}
+
+    def _compute_logits(self, batch: GpuBatch, n: int) -> Tensor:
+        output = self._forward(self._module, batch, logits_to_keep=batch.wanted)
+        logits: Tensor = output.logits[0, :n].float()
+        return logits
+
+    def _compute_hidden(self, batch: GpuBatch, n: int) -> Tensor:
+        output = self._forward(self._module.base_model, batch)
+        hidden: Tensor = output.last_hidden_state[0, batch.wanted[:n]]
+        return hidden
+
+    def _forward(self, module: Any, batch: GpuBatch, **more: Tensor) -> Any:
+        with (
+            attention.running(attention.JobContext(batch, batch.out)),
+            self._modules.job(batch.adapted, head=module is self._module),
+        ):
+            return module(
+                input_ids=batch.tokens[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                **more,
+            )

@@ -1,0 +1,280 @@
+"""CUDA graphs of decode steps: recorded while nothing runs, replayed for jobs of their bucket.
+
+A graph holds addresses, and those stay whatever happens to the pages beneath: it is good for as
+long as its model is served, resident or not. Recording runs nothing and touches no memory of the
+model, so that it can be done while weights are on their way or gone. A bucket is recorded after a
+job of it has run without a graph: kernels are compiled by then, and workspaces allocated, neither
+of which a recording allows.
+
+A pass that has to wait for layers is cut there: pieces are recorded one by one, and what waits
+comes between them.
+
+Graphs of one stream are freed together (`GraphRecorder.clear`). A cache that is full frees those of
+the stream used least recently; a model that goes only stops using its own, which are freed with the
+stream's others, or at once where it has the stream's last.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.report import GraphReport
+from ballast.core.units import MiB
+from ballast.kernels.gpu.attention_plan import Bucket
+from ballast.models.gpu.recording import GraphRecorder, Recording, Stops
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 2 * MiB
+"""Of the device, what the driver is taken to need for a piece beside what its kernels write.
+`scripts/gpu_check` measures it; this is a guess until then."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What a recording is good for."""
+
+    model: str
+    stream: int
+    """Kernels are bound to its multiprocessors."""
+    bucket: Bucket
+    cuts: tuple[int, ...] = ()
+    """Layers that the pass waits for, ascending."""
+
+
+Step = Callable[[Recording], Tensor]
+"""A pass over the tensors of a bucket: launches its work, tells where it stops, and returns what it
+computes."""
+
+
+@dataclass(slots=True)
+class _Wish:
+    """A recording to be made."""
+
+    step: Step
+    runs: int = 0
+    """That had no graph."""
+    at_once: bool = False
+    """Without such a run."""
+
+
+@dataclass(slots=True)
+class RecordedPass:
+    """A pass that can be run again."""
+
+    step: Step
+    bucket: Bucket
+    recording: Recording
+    output: Tensor
+
+    def replay(self, stops: Stops | None) -> Tensor:
+        """What the pass computes; good until the next pass of any model on this stream."""
+        self.recording.replay(stops)
+        return self.output
+
+
+class GraphCache:
+    """The graphs of one device, within `cap_bytes`. From any thread unless stated otherwise."""
+
+    def __init__(self, cap_bytes: int, recorder: Callable[[int], GraphRecorder]) -> None:
+        """`recorder`: makes the recorder of a stream."""
+        self.cap_bytes = cap_bytes
+        self._make = recorder
+        self._recorders: dict[int, GraphRecorder] = {}
+        self._kept: OrderedDict[GraphKey, RecordedPass] = OrderedDict()
+        self._wanted: dict[GraphKey, _Wish] = {}
+        """The last that ran last."""
+        self._past: OrderedDict[GraphKey, Step] = OrderedDict()
+        """Those that had no room, the last of them last."""
+        self._refused: dict[GraphKey, str] = {}
+        self._refused_models: dict[str, str] = {}
+        self._replays = self._eager = self._dropped = 0
+        self._here = threading.local()
+        self._running = 0
+        self._lock = threading.RLock()
+        """Held throughout a recording."""
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """A job of this thread runs, on that stream."""
+        with self._lock:
+            self._running += 1
+        self._here.stream = stream
+        try:
+            yield
+        finally:
+            self._here.stream = None
+            with self._lock:
+                self._running -= 1
+
+    def find(self, model: str, bucket: Bucket, cuts: Sequence[int] = ()) -> RecordedPass | None:
+        """What can run the thread's job of that bucket: for as many sequences, and at least as many
+        blocks."""
+        stream = getattr(self._here, "stream", None)
+        if stream is None:
+            return None
+        with self._lock:
+            key = GraphKey(model, stream, bucket, tuple(cuts))
+            if key not in self._kept:
+                larger = [k for k in self._kept if _holds(k, key)]
+                if not larger:
+                    self._eager += 1
+                    return None
+                key = min(larger, key=lambda k: k.bucket.blocks)
+            self._kept.move_to_end(key)
+            self._replays += 1
+            return self._kept[key]
+
+    def want(self, model: str, bucket: Bucket, step: Step, cuts: Sequence[int] = ()) -> None:
+        """The thread's job ran without a graph: there may be one the next time."""
+        stream = getattr(self._here, "stream", None)
+        if stream is None:
+            return
+        key = GraphKey(model, stream, bucket, tuple(cuts))
+        with self._lock:
+            if key not in self._refused and model not in self._refused_models:
+                wish = self._wanted.pop(key, None) or _Wish(step)
+                wish.runs += 1
+                self._wanted[key] = wish
+
+    def activating(self, model: str) -> None:
+        """Its weights are coming: the graph that it lost last is wanted again. One, as recording
+        holds the interpreter, which the link's threads need to go on copying."""
+        with self._lock:
+            lost = [key for key in self._past if key.model == model and not key.cuts]
+            if lost:
+                key = lost[-1]
+                self._wanted[key] = _Wish(self._past.pop(key), at_once=True)
+
+    def due(self, runs: int) -> bool:
+        """Whether one is wanted that jobs have so often run without, or at once."""
+        with self._lock:
+            return any(wish.at_once or wish.runs >= runs for wish in self._wanted.values())
+
+    @property
+    def wanted(self) -> int:
+        """Recordings to be made."""
+        return len(self._wanted)
+
+    @property
+    def n_bytes(self) -> int:
+        """Device memory in bytes of all graphs that have not been freed."""
+        recorders = list(self._recorders.values())
+        return sum(PIECE_BYTES * r.n_graphs + r.n_bytes for r in recorders)
+
+    def record_one(self) -> None:
+        """Make the one wanted most: at once, or by most runs; of equals the last. No job may run on
+        the device meanwhile."""
+        with self._lock:
+            if self._running:
+                raise BrokenPromise("a graph was to be recorded beside a job")
+            if not self._wanted:
+                return
+            last = reversed(self._wanted)
+            key = max(last, key=lambda k: (self._wanted[k].at_once, self._wanted[k].runs))
+            alone = self.n_bytes == 0
+            wish = self._wanted.pop(key)
+            made = self._record(key, wish.step)
+            if made is not None:
+                self._kept[key] = made
+                self._past.pop(key, None)
+            self._shrink()
+            if made is not None and key not in self._kept:
+                if alone:
+                    self._past.pop(key, None)
+                    self._refuse(key, f"it takes more than {self.cap_bytes} bytes")
+                else:
+                    # It was freed with the others of its stream; now there is room.
+                    wish.at_once = True
+                    self._wanted[key] = wish
+
+    def forget(self, model: str) -> None:
+        """Use no graph of `model` again: it is removed, or its addresses change. From the thread
+        in which models come and go, while no job of it runs."""
+        with self._lock:
+            streams = {k.stream for k in self._kept if k.model == model}
+            self._dropped += sum(1 for k in self._kept if k.model == model)
+            for keys in (self._kept, self._wanted, self._refused, self._past):
+                for key in [k for k in keys if k.model == model]:
+                    del keys[key]
+            self._refused_models.pop(model, None)
+            for stream in streams - {k.stream for k in self._kept}:
+                self._recorders[stream].clear()
+
+    def report(self) -> GraphReport:
+        kept = list(self._kept.values())
+        return GraphReport(
+            graphs=len(kept),
+            pieces=sum(len(r.recording.pieces) for r in kept),
+            n_bytes=self.n_bytes,
+            cap_bytes=self.cap_bytes,
+            replays=self._replays,
+            eager=self._eager,
+            dropped=self._dropped,
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            self._kept.clear()
+            for recorder in self._recorders.values():
+                recorder.clear()
+            self._wanted.clear()
+            self._past.clear()
+            self._recorders.clear()
+
+    def _record(self, key: GraphKey, step: Step) -> RecordedPass | None:
+        try:
+            recorder = self._recorders.get(key.stream)
+            if recorder is None:
+                recorder = self._recorders[key.stream] = self._make(key.stream)
+            recording = Recording(recorder, key.cuts)
+            with recorder.session():
+                try:
+                    recording.begin()
+                    output = recorder.output(step(recording))
+                    recording.end()
+                except BaseException:
+                    recorder.abandon()
+                    raise
+        except (DeviceError, torch.OutOfMemoryError) as error:
+            self._refuse(key, str(error))
+            return None
+        except RuntimeError as error:
+            # Something that it calls cannot be recorded: it waits for the device, say.
+            self._refused_models[key.model] = str(error)
+            log.warning("%s runs without CUDA graphs: %s", key.model, error)
+            return None
+        return RecordedPass(step, key.bucket, recording, output)
+
+    def _refuse(self, key: GraphKey, why: str) -> None:
+        self._refused[key] = why
+        log.info("no CUDA graph for %s: %s", key, why)
+
+    def _shrink(self) -> None:
+        """Free the graphs of whole streams, the one used least recently first, down to the cap."""
+        while self._kept and self.n_bytes > self.cap_bytes:
+            streams = dict.fromkeys(key.stream for key in reversed(self._kept))
+            self._free(next(reversed(streams)))
+
+    def _free(self, stream: int) -> None:
+        for key in [k for k in self._kept if k.stream == stream]:
+            self._past.pop(key, None)
+            self._past[key] = self._kept.pop(key).step
+            self._dropped += 1
+        self._recorders[stream].clear()
+
+
+def _holds(made: GraphKey, needed: GraphKey) -> bool:
+    a, b = made.bucket, needed.bucket
+    same = (made.model, made.stream, made.cuts) == (needed.model, needed.stream, needed.cuts)
+    same = same and (a.sequences, a.adapters) == (b.sequences, b.adapters)
+    return same and a.blocks >= b.blocks

@@ -1,0 +1,250 @@
+"""Learn a model's architecture from its module, and refuse a model that cannot be served.
+
+Names, shapes and dtypes come from the module itself, built without memory, and what it requires of
+attention from running it without its weights (`ballast.weights.probe`). So sizes are those that the
+model really uses. A model is refused when it is loaded if it does not call our attention, requires
+more of it than it can do, or would compute something else in our batches
+(`ballast.weights.agreement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from ballast.core.errors import BallastError, UnsupportedModel, brief
+from ballast.weights.agreement import disagreement, layers_to_run
+from ballast.weights.architecture import Architecture, ModelTensor
+from ballast.weights.decoder_recipe import DecoderRecipe
+from ballast.weights.meta_module import build_module, rotary_of
+from ballast.weights.module_segments import find_layers, tensors_by_segment
+from ballast.weights.probe import ProbeResult, probe
+from ballast.weights.recipe_agreement import follows
+from ballast.weights.recipe_search import LayerSizes, candidates
+from ballast.weights.support_checks import check_attention, check_config, check_module
+from ballast.weights.weightless import is_light, is_plain_linear, make_weightless, replace_linears
+
+_MOST_POSITIONS = 2**31 - 1
+
+
+def inspect_model(config: Any, length: int | None = None) -> Architecture:
+    """Build and run a model's module, without weights, and return its architecture.
+
+    `length`: most tokens of a sequence that will be served; None: as many as the model is made for.
+    Raises UnsupportedModel with the reason.
+    """
+    kind = config.model_type
+    try:
+        return _inspect(config, kind, length)
+    except BallastError:
+        raise
+    except Exception as error:  # the model's code may raise anything
+        raise UnsupportedModel(f"{kind}: {brief(error)}") from error
+
+
+def _inspect(config: Any, kind: str, length: int | None) -> Architecture:
+    check_config(config, kind)
+    try:
+        module: Any = build_module(config, torch.bfloat16)
+    except Exception as error:
+        reason = f"transformers cannot build it: {brief(error)}"
+        raise UnsupportedModel(f"{kind}: {reason}") from error
+    check_module(module, kind)
+    text = config.get_text_config()
+    positions = int(getattr(text, "max_position_embeddings", None) or 0)
+    if not 0 <= positions <= _MOST_POSITIONS:
+        raise UnsupportedModel(f"{kind}: it cannot have a context of {positions} tokens")
+    prefix, n_layers = find_layers(module, kind)
+    segments = tensors_by_segment(module, prefix, n_layers, kind)
+    conversions = tuple(get_model_conversion_mapping(module))
+    replace_linears(module)
+    seen = _run(module, positions, kind)
+    check_attention(seen.calls, n_layers, positions, kind)
+    if not positions:
+        raise UnsupportedModel(f"{kind}: its configuration bounds no context length")
+    if seen.logits[1] != 1:
+        raise UnsupportedModel(f"{kind}: it computes logits at every position")
+    query, key = seen.calls[0].query, seen.calls[0].key
+    vocab, hidden = module.get_input_embeddings().weight.shape
+    fixed_positions = _fixed_rotary_positions(text, positions)
+    linears = _linears(module, segments, positions)
+    served = min(fixed_positions, length or fixed_positions)
+    _check_agreement(module, segments, seen, prefix, served, kind)
+    sizes = LayerSizes(
+        heads=query[1],
+        kv_heads=key[1],
+        head_dim=query[3],
+        hidden=hidden,
+        intermediate=_intermediate(text, segments),
+    )
+    return Architecture(
+        config=config,
+        n_layers=n_layers,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        hidden=sizes.hidden,
+        intermediate=sizes.intermediate,
+        experts_per_token=seen.experts_per_token,
+        expert_intermediate=seen.expert_intermediate,
+        vocab=vocab,
+        positions=positions,
+        fixed_rotary_positions=fixed_positions,
+        windows=_windows(seen),
+        softcap=seen.calls[0].softcap,
+        segments=segments,
+        prefix=prefix,
+        linears=linears,
+        recipe=_recipe(module, segments, seen, prefix, sizes, served),
+        conversions=conversions,
+        base_prefix=str(module.base_model_prefix),
+    )
+
+
+def _run(module: nn.Module, positions: int, kind: str) -> ProbeResult:
+    """Probe what the module requires; leaves it on the CPU, without weights, or on the meta device.
+
+    Most modules are quicker on the CPU. Only some that would multiply large matrices there are not,
+    and of these only those that never look at elements can be run on the meta device.
+    """
+    if not is_light(module):
+        try:
+            return probe(module, positions or 2)
+        except Exception:  # noqa: BLE001 - it may be possible with elements
+            pass
+    _without_weights(module, kind)
+    try:
+        return probe(module, positions or 2)
+    except Exception as error:
+        reason = f"it cannot be run with our attention: {brief(error)}"
+        raise UnsupportedModel(f"{kind}: {reason}") from error
+
+
+def _without_weights(module: nn.Module, kind: str) -> None:
+    """Move the module to the CPU, in float32, without its weights."""
+    for part in module.modules():
+        if hasattr(part, "config"):
+            part.config.dtype = torch.float32
+    make_weightless(module, kind)
+
+
+def _linears(
+    module: nn.Module, segments: Sequence[tuple[str, Sequence[ModelTensor]]], positions: int
+) -> frozenset[str]:
+    """Find `Architecture.linears` by running the module once more without their weights."""
+    alone = {w.names[0] for _, wanted in segments for w in wanted if len(w.names) == 1}
+    found: dict[str, nn.Module] = {}
+    for path, linear in module.named_modules():
+        if is_plain_linear(linear) and f"{path}.weight" in alone:
+            found[f"{path}.weight"] = linear
+    weights = {name: linear._parameters.pop("weight") for name, linear in found.items()}
+    try:
+        probe(module, positions)
+    except Exception:  # noqa: BLE001 - whatever it is: some code looks at weights by itself
+        return frozenset()
+    finally:
+        for name, linear in found.items():
+            linear._parameters["weight"] = weights[name]
+    return frozenset(found)
+
+
+def _check_agreement(
+    module: Any,
+    segments: Sequence[tuple[str, Sequence[ModelTensor]]],
+    seen: ProbeResult,
+    prefix: str,
+    positions: int,
+    kind: str,
+) -> None:
+    """Refuse a module that computes something else in our batches.
+
+    Shortens `module` to the layers that are run: one of each kind that occurs.
+    """
+    path = prefix.removesuffix(".")
+    layers: Any = module.get_submodule(path)
+    text = module.config.get_text_config()
+    lists = [v for v in vars(text).values() if isinstance(v, list) and len(v) == len(layers)]
+    kinds = [
+        (
+            call.mask,
+            tuple((w.names[0].removeprefix(f"{prefix}{i}."), w.shape) for w in wanted),
+            repr([values[i] for values in lists]),
+        )
+        for i, (call, (_, wanted)) in enumerate(zip(seen.calls, segments[1:], strict=False))
+    ]
+    parent, _, leaf = path.rpartition(".")
+    shortened = nn.ModuleList(list(layers)[: layers_to_run(kinds)])
+    setattr(module.get_submodule(parent), leaf, shortened)
+    vocab = len(module.get_input_embeddings().weight)
+    if module.device.type == "meta":
+        _without_weights(module, kind)
+    try:
+        found = disagreement(module, positions, vocab)
+    except Exception as error:
+        reason = f"it cannot be run in batches of ours: {brief(error)}"
+        raise UnsupportedModel(f"{kind}: {reason}") from error
+    if found is not None:
+        raise UnsupportedModel(f"{kind}: {found}")
+
+
+def _windows(seen: ProbeResult) -> tuple[int | None, ...]:
+    return tuple(c.mask.window if c.mask is not None else None for c in seen.calls)
+
+
+def _recipe(
+    module: Any,
+    segments: Sequence[tuple[str, Sequence[ModelTensor]]],
+    seen: ProbeResult,
+    prefix: str,
+    sizes: LayerSizes,
+    positions: int,
+) -> DecoderRecipe | None:
+    """Find the recipe that a weightless, shortened module follows within `positions`, if any."""
+    if any(call.sinks is not None for call in seen.calls):
+        return None
+    layers = [
+        {w.names[0].removeprefix(f"{prefix}{i}."): w.shape for w in wanted}
+        for i, (_, wanted) in enumerate(segments[1 : 1 + len(seen.calls)])
+    ]
+    path, windows = prefix.removesuffix("."), _windows(seen)
+    scales = [call.scale for call in seen.calls]
+    try:
+        for recipe in candidates(module, layers, path, scales, seen.calls[0].softcap, sizes):
+            rotary = rotary_of(module.config)
+            if follows(module, recipe, path, rotary, windows, sizes, positions):
+                return recipe
+    except Exception:  # noqa: BLE001 - whatever is odd about it, it is served in the general way
+        return None
+    return None
+
+
+def _fixed_rotary_positions(text: Any, positions: int) -> int:
+    """Length up to which rotary frequencies do not depend on a sequence's length.
+
+    LongRoPE has other frequencies for all of a sequence once it is longer than that. Those of type
+    `dynamic` change, too, but not within `max_position_embeddings`, which is `positions`.
+    """
+    ropes = [p for p in _ropes(text) if p.get("rope_type") == "longrope"]
+    return min([positions, *(int(p["original_max_position_embeddings"]) for p in ropes)])
+
+
+def _ropes(text: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rotary settings: one, or one per kind of layer."""
+    parameters = getattr(text, "rope_parameters", None)
+    if isinstance(parameters, dict):
+        yield parameters
+        yield from (p for p in parameters.values() if isinstance(p, dict))
+
+
+def _intermediate(text: Any, segments: Sequence[tuple[str, Sequence[ModelTensor]]]) -> int:
+    """Width of the widest layer's MLP; the largest dimension where the configuration has none."""
+    largest = max(n for _, wanted in segments[1:] for w in wanted for n in w.shape)
+    found = getattr(text, "intermediate_size", None)
+    sizes = found if isinstance(found, list) else [found]
+    if sizes and all(type(size) is int and 0 < size <= largest for size in sizes):
+        return int(max(sizes))
+    return largest

@@ -1,0 +1,83 @@
+"""The `transformers` module of a configuration on the meta device, which has no memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from ballast.weights.default_dtype import DefaultDtype
+from ballast.weights.recipe_search import find_rotary
+
+_REPORTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+"""Settings for what a forward returns besides logits, for training; switched off, since computing
+it may fail in our batches."""
+
+
+def build_module(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Build the module of `config` for evaluation on the meta device, without memory or weights.
+
+    A model that also takes images or sounds is built without the parts that text does not go
+    through. Experts are computed by `transformers`' grouped matrix multiplication, the default. The
+    module has its own copy of the configuration, which names its attention and experts.
+    """
+    own = copy.deepcopy(config)
+    for part in (own, own.get_text_config()):
+        for report in _REPORTS:
+            if getattr(part, report, False):
+                setattr(part, report, False)
+    auto = AutoModelForCausalLM
+    if type(own) not in auto._model_mapping and is_wrapper(own):
+        auto = AutoModelForImageTextToText
+    with DefaultDtype(dtype), torch.device("meta"):
+        # Named here, an attention that the configuration names is not fetched from anywhere; and a
+        # dtype would be made the default of all threads.
+        module = auto.from_config(own, dtype=None, attn_implementation="eager").eval()
+    for part in module.modules():
+        if isinstance(getattr(part, "config", None), PreTrainedConfig):
+            part.config.dtype = dtype
+    if is_wrapper(own):
+        _keep_text(module)
+    return module  # type: ignore[no-any-return]
+
+
+def is_wrapper(config: Any) -> bool:
+    """Whether the configuration is of a multimodal model, around that of its text decoder."""
+    return config.get_text_config() is not config
+
+
+def _keep_text(module: Any) -> None:
+    """Replace by identities the parts of a multimodal model that text does not go through."""
+    kept = {id(part) for part in module.get_decoder().modules()}
+    for head in (module.get_output_embeddings(), module.get_input_embeddings()):
+        kept |= {id(part) for part in head.modules()} if head is not None else set()
+    above = [
+        part for part in module.modules() if any(id(inner) in kept for inner in part.modules())
+    ]
+    for part in above:
+        if id(part) in kept:
+            continue
+        for name, child in part.named_children():
+            if not any(child is other for other in above):
+                setattr(part, name, nn.Identity())
+
+
+def linear_modules(config: Any) -> dict[str, tuple[int, int]]:
+    """Return (inputs, outputs) of modules that LoRA can adapt, by path, in the model's order."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, module in build_module(config).named_modules():
+        if isinstance(module, nn.Linear):
+            found[path] = module.in_features, module.out_features
+        elif isinstance(module, Conv1D):
+            inputs, outputs = module.weight.shape
+            found[path] = inputs, outputs
+    return found
+
+
+def rotary_of(config: Any) -> Any:
+    """Build the module that computes rotary angles, on the CPU."""
+    return type(find_rotary(build_module(config)))(config.get_text_config())

@@ -1,0 +1,96 @@
+"""Refusal of models that cannot be served: each check raises UnsupportedModel with the reason."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from ballast.core.errors import UnsupportedModel
+from ballast.weights.config import text_config
+from ballast.weights.meta_module import is_wrapper
+from ballast.weights.probe import AttentionCall
+
+
+def check_config(config: Any, kind: str) -> None:
+    """Refuse quantized weights, encoders, and models that generate no text."""
+    text = text_config(config)
+    for part in (config, text):
+        for key in ("quantization_config", "compression_config"):
+            method = getattr(part, key, None)
+            if method is not None:
+                raise UnsupportedModel(
+                    f"{kind}: its weights are quantised ({_quantization_method(method)}), which is "
+                    "not supported"
+                )
+    if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{kind}: it has an encoder, whose output its decoder attends to")
+    if type(config) not in AutoModelForCausalLM._model_mapping and not (
+        is_wrapper(config) and type(config) in AutoModelForImageTextToText._model_mapping
+    ):
+        raise UnsupportedModel(f"{kind}: transformers generates no text with it")
+
+
+def check_module(module: nn.Module, kind: str) -> None:
+    """Refuse convolutions, and code that cannot be given positions or the tokens to sample at."""
+    if any(isinstance(part, nn.Conv1d) for part in module.modules()):
+        raise UnsupportedModel(
+            f"{kind}: it has convolutions, over sounds or over tokens: the latter keep more of the "
+            "past than keys and values"
+        )
+    parameters = inspect.signature(module.forward).parameters
+    for needed, what in (
+        ("position_ids", "the positions of tokens"),
+        ("logits_to_keep", "at which tokens logits are wanted"),
+    ):
+        if needed not in parameters:
+            raise UnsupportedModel(f"{kind}: transformers' code for it cannot be given {what}")
+
+
+def check_attention(
+    calls: Sequence[AttentionCall], n_layers: int, positions: int, kind: str
+) -> None:
+    """Refuse a model whose layers attend unlike, not through our attention, or require more."""
+    if [c.layer for c in calls] != list(range(n_layers)):
+        raise UnsupportedModel(
+            f"{kind}: its attention cannot be replaced: its {n_layers} layers call transformers' "
+            f"interface for that {len(calls)} times"
+        )
+    first = calls[0]
+    for c in calls:
+        if c.sinks not in (None, (c.query[1],)):
+            raise UnsupportedModel(f"{kind}: its sinks are {c.sinks}, not one for each head")
+        if c.more or c.scale is None:
+            what = ", ".join(c.more) or "a scale of its own"
+            raise UnsupportedModel(f"{kind}: its attention needs {what}, unknown to Ballast's")
+        if c.mask is None or not c.mask.causal or not c.causal:
+            raise UnsupportedModel(
+                f"{kind}: layer {c.layer} does not see just the past, or just a window of it"
+            )
+        window = None if c.window is None or c.window >= positions else c.window
+        if window != c.mask.window:
+            raise UnsupportedModel(
+                f"{kind}: layer {c.layer} passes on a window of {window} tokens, its mask has one "
+                f"of {c.mask.window}"
+            )
+        if (c.query, c.key, c.value, c.softcap) != (
+            first.query,
+            first.key,
+            first.value,
+            first.softcap,
+        ):
+            raise UnsupportedModel(f"{kind}: its layers differ in the shapes of their attention")
+    sizes = {"queries": first.query[3], "keys": first.key[3], "values": first.value[3]}
+    if len(set(sizes.values())) > 1 or first.key != first.value:
+        found = ", ".join(f"{what} {size}" for what, size in sizes.items())
+        raise UnsupportedModel(f"{kind}: heads of its attention differ in size ({found})")
+
+
+def _quantization_method(quantization: Any) -> str:
+    """Name of a quantization's method, where its configuration says it."""
+    values = quantization if isinstance(quantization, dict) else vars(quantization)
+    name = values.get("quant_method") or values.get("quant_algo") or "by an unnamed method"
+    return str(getattr(name, "value", name))
