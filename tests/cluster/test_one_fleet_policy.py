@@ -10,7 +10,7 @@ import pytest
 
 from ballast.core.fleet import Need, Room
 from ballast.core.settings import ModelSettings
-from ballast.policy import fleets
+from ballast.policy import presets
 from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.fleet.replica_choice import Replica
 from ballast.policy.presets import resolve
@@ -34,7 +34,7 @@ class Everywhere(FixedPlacement):
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fleets.PLACEMENTS, "everywhere", Everywhere())  # type: ignore[arg-type]
+    monkeypatch.setitem(presets.PLACEMENTS, "everywhere", Everywhere())  # type: ignore[arg-type]
 
 
 def test_a_server_asks_the_fleet_policy_that_its_fleet_names() -> None:

@@ -15,7 +15,7 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.engine.state import DeviceState
 from ballast.engine.story_file import StoryFile
-from ballast.policy import fleets
+from ballast.policy import presets
 from ballast.policy.base import FleetPolicy
 from ballast.policy.fleet.replica_choice import Replica, held_prefix
 from ballast.policy.presets import resolve
@@ -57,7 +57,7 @@ class BackAndForth(FleetPolicy):
 
 @pytest.fixture(autouse=True)
 def back_and_forth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fleets.PLACEMENTS, "back-and-forth", BackAndForth())  # type: ignore[arg-type]
+    monkeypatch.setitem(presets.PLACEMENTS, "back-and-forth", BackAndForth())  # type: ignore[arg-type]
 
 
 def arrivals(n: int) -> list[Submission]:
