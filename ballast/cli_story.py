@@ -57,8 +57,8 @@ def compare(
     console = Console()
     one = report_story(read_device_stories(a), f"A: {a.name}")
     other = report_story(read_device_stories(b), f"B: {b.name}")
-    for told in (one, other):
-        console.print(report_table(told.report))
+    for report in (one, other):
+        console.print(report_table(report.report))
     console.print(story_table(one, other))
     for line in difference_lines(one, other):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

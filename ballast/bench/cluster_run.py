@@ -210,10 +210,10 @@ def busiest_of(workload: Workload) -> dict[str, Traffic]:
 
 
 def _asked(workload: Workload) -> dict[str, list[WorkloadRequest]]:
-    asked: dict[str, list[WorkloadRequest]] = defaultdict(list)
+    by_model: dict[str, list[WorkloadRequest]] = defaultdict(list)
     for request in workload.requests:
-        asked[request.model].append(request)
-    return asked
+        by_model[request.model].append(request)
+    return by_model
 
 
 def _traffic(requests: Sequence[WorkloadRequest], seconds: float) -> Traffic:

@@ -105,7 +105,7 @@ def run_virtual(
 
     ended = 0
 
-    def said(now: float, output: Output) -> None:
+    def record_output(now: float, output: Output) -> None:
         nonlocal ended
         recorder.told(now, output)
         if not isinstance(output, TokenOutput | PromptScoresOutput):
@@ -121,7 +121,7 @@ def run_virtual(
         specs,
         arrivals,
         profile,
-        said,
+        record_output,
         both(entries.extend, sink),
         observe,
         preset=preset,
@@ -139,7 +139,7 @@ def _ran(
     entries: list[dict[str, Any]],
     state: DeviceState,
 ) -> DeviceRun:
-    told = Report.of(
+    report = Report.of(
         done.records,
         slos,
         done.wall_seconds,
@@ -155,4 +155,4 @@ def _ran(
         "evictions": sum(m.evictions for m in models),
         "preemptions": sum(m.preemptions for m in models),
     }
-    return DeviceRun(told, entries, counts)
+    return DeviceRun(report, entries, counts)

@@ -114,8 +114,8 @@ def lending(settings: FleetSettings) -> Finding:
     swapping = preset_of(settings).requires.kv_swapping
     ways = settings.lending(_reaches(settings), swapping)
     unable = [f"{c.lender} cannot to {c.borrower}: {c.why}" for c in ways if not c.means]
-    told = [f"{len(ways) - len(unable)} of {len(ways)} ways between devices", *unable]
-    return judged("lending", "; ".join(told), "")
+    parts = [f"{len(ways) - len(unable)} of {len(ways)} ways between devices", *unable]
+    return judged("lending", "; ".join(parts), "")
 
 
 def _reaches(settings: FleetSettings) -> dict[str, GpuReach | None]:

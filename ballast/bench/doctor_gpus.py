@@ -29,10 +29,10 @@ def gpus(nvml: Any = None, driver: Driver | None = None) -> Iterator[Finding]:
             yield judged("gpus", str(error), "pip install 'ballast[cuda]'", warn=True)
         return
     for i, gpu in enumerate(found):
-        told = _told(gpu)
+        description = _told(gpu)
         if driver is not None and gpu.ordinal is not None:
-            told += f", {_reached(driver, gpu.ordinal)}"
-        yield judged(f"gpu {i}", told, "name it in CUDA_VISIBLE_DEVICES", warn=_hidden(gpu))
+            description += f", {_reached(driver, gpu.ordinal)}"
+        yield judged(f"gpu {i}", description, "name it in CUDA_VISIBLE_DEVICES", warn=_hidden(gpu))
     if found:
         yield judged("never run", f"{'; '.join(FEATURES)}: see {WHERE}", "")
 

@@ -129,13 +129,13 @@ class Question:
     ) -> tuple[float, ClusterRun | None]:
         """With so many devices; an upper bound below the target, and no run, where it was cut short
         as it could not be met any more. `whole`: it is not."""
-        asked = Counter(r.model if self.each else "" for r in workload.requests)
+        requests = Counter(r.model if self.each else "" for r in workload.requests)
         late: Counter[str] = Counter()
 
         def missed(model: str) -> None:
             key = model if self.each else ""
             late[key] += 1
-            if (at_most := (asked[key] - late[key]) / asked[key]) < self.target:
+            if (at_most := (requests[key] - late[key]) / requests[key]) < self.target:
                 raise _Hopeless(at_most)
 
         def arrived(name: str, sent: int) -> None:

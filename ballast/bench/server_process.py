@@ -59,13 +59,13 @@ def serving(
     arguments = [*command, "serve", str(file), "--port", "0", *options]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
-    said = process.stdout
+    output = process.stdout
     try:
-        found = next((f for line in said if (f := re.search(r"(http://\S+)/v1", line))), None)
+        found = next((f for line in output if (f := re.search(r"(http://\S+)/v1", line))), None)
         if found is None:
             raise Unavailable(f"the server ended with code {process.wait()} before it was ready")
         # Read on: a server whose standard output is full stands still.
-        threading.Thread(target=lambda: list(said), daemon=True).start()
+        threading.Thread(target=lambda: list(output), daemon=True).start()
         yield Serving(found[1], process.pid)
     finally:
         process.send_signal(signal.SIGTERM)

@@ -114,7 +114,7 @@ async def run_servers(
         )
         devices = [d.report for server in servers for d in server.devices.values()]
         moves = [what for server in servers for _, what in server.decisions if "epoch" in what]
-    told = Report.of(
+    report = Report.of(
         done.records,
         slos,
         done.wall_seconds,
@@ -123,7 +123,7 @@ async def run_servers(
         name=name,
         workload=workload.describe(),
     )
-    return ServersRun(told, tuple(r for r in devices if r is not None), tuple(moves))
+    return ServersRun(report, tuple(r for r in devices if r is not None), tuple(moves))
 
 
 @asynccontextmanager

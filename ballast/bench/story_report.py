@@ -61,12 +61,12 @@ def report_story(lives: Sequence[DeviceStory], name: str) -> StoryReport:
     reader = _Reader()
     for life in lives:
         reader.read(life)
-    began = min((asked.at for asked in reader.asked), default=0.0)
-    ends = [asked.ended for asked in reader.asked if asked.ended is not None]
+    began = min((request.at for request in reader.asked), default=0.0)
+    ends = [request.ended for request in reader.asked if request.ended is not None]
     if not ends or max(ends) <= began:
         raise ConfigError("story", name, "it must have answers to compare")
     span = max(ends) - began
-    records = [asked.record(i, began) for i, asked in enumerate(reader.asked)]
+    records = [request.record(i, began) for i, request in enumerate(reader.asked)]
     report = Report.of(records, reader.slos, span, name=name)
     decisions = sorted(reader.decisions, key=lambda entry: entry["at"])
     devices = len({life.device for life in lives})
@@ -128,35 +128,35 @@ class _Reader:
 
     def read(self, life: DeviceStory) -> None:
         """One more."""
-        told = life.snapshot
-        for m in told.models:
+        snapshot = life.snapshot
+        for m in snapshot.models:
             self._serves(m.spec)
         numbers: dict[int, _Asked] = {}
         jobs: dict[int, StoryEntry] = {}
         """In flight, by id: what was told when they began."""
         for entry in life.entries:
-            at = told.began + entry.get("at", life.at)
+            at = snapshot.began + entry.get("at", life.at)
             event = entry.get("event")
             if event == "Arrival":
-                numbers[entry["n"]] = self._arrives(told.began, entry)
+                numbers[entry["n"]] = self._arrives(snapshot.began, entry)
             elif event == "JobDone":
                 job = jobs.pop(entry["job"])
-                for asked in (numbers[n] for n in _sampling(job)):
-                    asked.first, asked.last = asked.first or at, at
+                for request in (numbers[n] for n in _sampling(job)):
+                    request.first, request.last = request.first or at, at
                 kind = self.prefills if entry["prefill_tokens"] else self.decodes
                 kind.add(1, entry["seconds"])
-                parts = told.device.parts
+                parts = snapshot.device.parts
                 self.seconds += entry["seconds"] * job.get("parts", parts) / parts
             elif event == "Leap" and "jobs" in entry:
                 for id in entry["jobs"]:
                     jobs.pop(id, None)  # some have begun within it
-                parts, took = told.device.parts, entry["seconds"]
+                parts, took = snapshot.device.parts, entry["seconds"]
                 self.decodes.add(entry["steps"], sum(took))
                 shares = (n / parts for n in entry.get("parts", [parts] * len(took)))
                 self.seconds += sum(a * b for a, b in zip(took, shares, strict=True))
             elif event == "Leap":
-                begun = told.began + jobs.pop(entry["job"])["at"]
-                seconds = at - begun - entry["steps"] * (told.overhead or 0.0)
+                begun = snapshot.began + jobs.pop(entry["job"])["at"]
+                seconds = at - begun - entry["steps"] * (snapshot.overhead or 0.0)
                 self.decodes.add(entry["steps"], seconds)
                 self.seconds += seconds
             elif "joining" in entry:
@@ -169,11 +169,11 @@ class _Reader:
                 self.decisions.append({**entry, "at": at, "device": life.device})
             for end in entry.get("ended", ()):
                 if "n" in end:
-                    asked = numbers[end["n"]]
+                    request = numbers[end["n"]]
                     self._open.pop(end["request"], None)
                 else:  # the second of its name, refused
-                    asked = numbers[entry["n"]]
-                asked.ended, asked.end = at, end
+                    request = numbers[entry["n"]]
+                request.ended, request.end = at, end
 
     def _serves(self, spec: ModelSpec) -> None:
         for served in spec.served:
@@ -183,11 +183,11 @@ class _Reader:
         name = entry["request"]
         if "resumed" in entry and name in self._open:
             return self._open[name]
-        asked = _Asked(entry["model"], began + entry["arrival"], entry["prompt_tokens"])
-        self.slos.setdefault(asked.model, Slo())  # one that is not served
-        self.asked.append(asked)
-        self._open.setdefault(name, asked)
-        return asked
+        request = _Asked(entry["model"], began + entry["arrival"], entry["prompt_tokens"])
+        self.slos.setdefault(request.model, Slo())  # one that is not served
+        self.asked.append(request)
+        self._open.setdefault(name, request)
+        return request
 
 
 def _sampling(job: StoryEntry) -> Iterator[int]:

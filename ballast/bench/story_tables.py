@@ -101,11 +101,11 @@ def _jobs(jobs: Jobs) -> str:
 
 def replay_text(life: DeviceStory, found: StoryReplay) -> str:
     """A line that says whether it did the same again; else where it did not, and what before."""
-    told = life.snapshot
-    how = "live" if told.overhead is None else "simulated"
-    head = f"{life.device}, {told.preset}, {how}, from line {life.line}"
-    if told.version != __version__:
-        head += f", by Ballast {told.version} (this is {__version__})"
+    snapshot = life.snapshot
+    how = "live" if snapshot.overhead is None else "simulated"
+    head = f"{life.device}, {snapshot.preset}, {how}, from line {life.line}"
+    if snapshot.version != __version__:
+        head += f", by Ballast {snapshot.version} (this is {__version__})"
     did = f"{found.events} events, {found.decisions} decisions, {found.jobs} jobs"
     if found.difference is not None:
         return "\n".join([f"{head}: {did}, then a difference", *_shown(life, found.difference)])

@@ -109,13 +109,13 @@ def kinds_text(kinds: Sequence[Kind]) -> str:
 def sizes_text(specs: Sequence[ModelSpec], run: ClusterRun) -> str:
     """What the models' weights need, beside what there is."""
     weights, memory = weight_bytes(specs), run.total("memory_bytes")
-    told = f"weights of {len(specs)} models {format_bytes(weights)}, "
-    told += f"memory of the devices in use ({len(run.devices)}) {format_bytes(memory)}"
+    parts = f"weights of {len(specs)} models {format_bytes(weights)}, "
+    parts += f"memory of the devices in use ({len(run.devices)}) {format_bytes(memory)}"
     full = [d for d in run.devices.values() if d["weights_bytes"] > d["memory_bytes"]]
     if full:
         missing = sum(d["weights_bytes"] - d["memory_bytes"] for d in full)
-        told += f"; on {len(full)} of them {format_bytes(missing)} are missing to hold all at once"
-    return told
+        parts += f"; on {len(full)} of them {format_bytes(missing)} are missing to hold all at once"
+    return parts
 
 
 def plans_table(plans: Sequence[Planned], target: float, each: bool) -> Table:
@@ -183,8 +183,8 @@ def forecast_text(profile: DeviceProfile) -> str:
     errors = profile.capacity_errors
     if not errors:
         return f"Nobody has held simulated capacity against the live one on {profile.device}."
-    told = ", ".join(f"{preset} {error:+.0%}" for preset, error in errors.items())
-    return f"Simulated capacity, against the live one on {profile.device}: {told}."
+    parts = ", ".join(f"{preset} {error:+.0%}" for preset, error in errors.items())
+    return f"Simulated capacity, against the live one on {profile.device}: {parts}."
 
 
 def _loads(loads: Mapping[str, float] | None) -> str:
@@ -233,12 +233,12 @@ def _part(spread: LatencyStats | None, part: str) -> str:
 
 
 def _caption(report: Report) -> str:
-    told = [
+    parts = [
         f"{report.wall_seconds:.1f} s",
         f"{report.requests_per_second:.2f} requests/s",
         f"{report.output_tokens_per_second:.1f} output tokens/s",
     ]
     if report.latest_send > 0.1:
-        told.append(f"sender up to {seconds(report.latest_send)} late")
-    lines = [", ".join(told), *(f"{n} x {reason}" for reason, n in _reasons(report))]
+        parts.append(f"sender up to {seconds(report.latest_send)} late")
+    lines = [", ".join(parts), *(f"{n} x {reason}" for reason, n in _reasons(report))]
     return "\n".join(lines)

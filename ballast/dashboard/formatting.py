@@ -82,19 +82,19 @@ class Decided:
 
 def decided(decisions: Iterable[Mapping[str, Any]], most: int) -> list[Decided]:
     """The last, newest first, as a server tells them; a row of like ones is told once."""
-    told: list[Decided] = []
+    shown: list[Decided] = []
     for decision in reversed(list(decisions)):
         one = _decided(decision)
-        if told and _alike(told[-1], one):
-            last = told[-1]
-            told[-1] = Decided(
+        if shown and _alike(shown[-1], one):
+            last = shown[-1]
+            shown[-1] = Decided(
                 last.time, last.verb, last.model, last.detail, last.refused, last.times + 1
             )
-        elif len(told) == most:
+        elif len(shown) == most:
             break
         else:
-            told.append(one)
-    return told
+            shown.append(one)
+    return shown
 
 
 def _alike(a: Decided, b: Decided) -> bool:

@@ -126,7 +126,7 @@ class Cluster:
         kinds: Sequence[Kind],
         specs: Sequence[ModelSpec],
         preset: Preset,
-        heard: OnOutput,
+        on_output: OnOutput,
         served: DeviceSettings = SERVED,
         traffic: Mapping[str, Traffic] | None = None,
         watch: OnTurn | None = None,
@@ -156,13 +156,13 @@ class Cluster:
             if not own and not policy.moves:
                 continue
             observe = None if watch is None else functools.partial(watch, name)
-            said = functools.partial(self._heard if prefilling else heard, name)
+            send = functools.partial(self._heard if prefilling else on_output, name)
             self.devices[name] = SimDevice(
                 site.settings,
                 own,
                 preset,
                 site.kind.of(own),
-                said,
+                send,
                 sink_of(name),
                 observe,
                 world=site.place.host.world,
@@ -171,7 +171,7 @@ class Cluster:
             )
         placed = {name: (device, sites[name].place) for name, device in self.devices.items()}
         _schedule_lending(files, preset, placed, list(sites))
-        self._told_clients = heard
+        self._told_clients = on_output
         self.controller = SimController(
             self.devices,
             FleetBook(homes, needs, rooms, policy),

@@ -116,7 +116,7 @@ class SimDevice:
         specs: Sequence[ModelSpec],
         preset: Preset,
         profile: MachineProfile,
-        said: SendOutput,
+        send: SendOutput,
         sink: Sink | None = None,
         observe: OnDeviceTurn | None = None,
         leaps: bool = True,
@@ -126,7 +126,7 @@ class SimDevice:
     ) -> None:
         """As `simulate`. `world`: where the device is added, None for one of its own; `path`: how
         its bytes go through that world's links, None for a link that nothing else uses; `steps`:
-        is told of tokens that leaps pass over, in place of `said`.
+        is told of tokens that leaps pass over, in place of `send`.
 
         Raises ConfigError where the budget holds no job's activations, and for a device of several
         ranks: a group is simulated as a device of larger pages (`sim.cluster`)."""
@@ -147,7 +147,7 @@ class SimDevice:
         self._overhead = profile.overhead
         self._runner = self._make_runner(settings, profile, swappers, calls)
         self.story = Story(sink=sink, overhead=profile.overhead)
-        self._client = said
+        self._client = send
         self._answer = profile.answer
         self._leaps, self._steps, self._observe = leaps, steps, observe
         self.unsaid: Container[str] = ()

@@ -74,12 +74,12 @@ def problems_of(text: str, where: str) -> tuple[list[Problem], bool]:
     Raises ConfigError: the text is no JSON, a key is wrong, or a name is used twice or unknown.
     """
     try:
-        told = json.loads(text)
+        document = json.loads(text)
     except ValueError as error:
         raise ConfigError(where, str(error), "the file must be JSON") from None
-    several = isinstance(told, list)
+    several = isinstance(document, list)
     try:
-        found = _Problems.model_validate({"problems": told if several else [told]}).problems
+        found = _Problems.model_validate({"problems": document if several else [document]}).problems
     except ValidationError as error:
         fault = first_fault(error, _Problems)
         key = fault.key.removeprefix("problems[0]." if not several else "")
@@ -119,18 +119,18 @@ def muxserve(problem: Problem, terms: PlacementInputs) -> dict[str, Any]:
     tenants = [_tenant(m, terms.profile) for m in problem.models]
     found = place(tenants, _devices(problem), terms.per_host)
     homes = found.homes
-    asked = {m.name: m.token_rate for m in problem.models}
+    token_rates = {m.name: m.token_rate for m in problem.models}
     models = {
         name: {
             "tokens_per_second": found.estimates[name].rate * OUTPUT_TOKENS,
-            "asked_tokens_per_second": asked[name],
+            "asked_tokens_per_second": token_rates[name],
             "batch": found.estimates[name].batch,
             "compute_share": found.estimates[name].share,
         }
-        for name in asked
+        for name in token_rates
     }
     return {
-        "placement": {name: homes[name] for name in asked},
+        "placement": {name: homes[name] for name in token_rates},
         "seconds": time.perf_counter() - began,
         "algorithm": "muxserve",
         "tokens_per_second": found.throughput * OUTPUT_TOKENS,

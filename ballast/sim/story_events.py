@@ -135,105 +135,105 @@ class StoryEvents:
     def _serves(self, spec: ModelSpec) -> None:
         self._specs |= dict.fromkeys((served.name for served in spec.served), spec)
 
-    def of(self, told: StoryEntry) -> Event:
+    def of(self, entry: StoryEntry) -> Event:
         """What happened. Raises Impossible and Unknown."""
-        kind = told["event"]
+        kind = entry["event"]
         if kind == "Arrival":
-            return event.ArrivalEvent(self._submission(told))
+            return event.ArrivalEvent(self._submission(entry))
         if kind == "KvTail":
-            return migration.KvTailEvent(told["request_id"], told["tokens"], b"")
+            return migration.KvTailEvent(entry["request_id"], entry["tokens"], b"")
         if kind == "ImportKv":
-            return self._import(told)
+            return self._import(entry)
         if kind == "JobDone":
-            job, stall = self.ended_job(told), told.get("stall", 0.0)
-            return self.job_done(job, told["seconds"], _ends(told), stall)
+            job, stall = self.ended_job(entry), entry.get("stall", 0.0)
+            return self.job_done(job, entry["seconds"], _ends(entry), stall)
         if kind == "JobFailed":
-            return event.JobFailedEvent(self.ended_job(told), told["reason"])
+            return event.JobFailedEvent(self.ended_job(entry), entry["reason"])
         if kind == "Operate":
-            return self._operate(told)
+            return self._operate(entry)
         if kind in _OF_LEASES:
-            return self._of_lease(told)
+            return self._of_lease(entry)
         if kind == "PeerMet":
-            return self._met(told)
+            return self._met(entry)
         if kind in ("TransferDone", "FirstJobReady"):
-            number = told["transfer_id"]
+            number = entry["transfer_id"]
             if all(m.life.transfer_id != number for m in self._state.models.values()):
                 raise Impossible("no such transfer is on its way")
         made = _EVENTS.get(kind)
         if made is None:
             raise Unknown(f"this version knows no event {kind!r}")
-        return _made(made, told)
+        return _made(made, entry)
 
     def _hear(self, word: LendingMessage) -> None:
         """What the replay says to other devices: what it lends them."""
         if isinstance(word, lease.PagesLentEvent):
             self._lent_again[word.lease.id] = word.lease.pages
 
-    def _of_lease(self, told: StoryEntry) -> Event:
+    def _of_lease(self, entry: StoryEntry) -> Event:
         """Of a lease by the replay the pages are others, in the same places."""
-        id, pages = told["lease"], told["page_numbers"]
-        if told["event"] == "Returned":
+        id, pages = entry["lease"], entry["page_numbers"]
+        if entry["event"] == "Returned":
             instead = dict(zip(self._lent.get(id, ()), self._lent_again.get(id, ()), strict=True))
             if not instead.keys() >= set(pages):
                 raise Impossible(f"lease {id} has not lent these pages")
             pages = [instead[page] for page in pages]
-        made = Lease(id, told["epoch"], told["lender"], told["borrower"], tuple(pages))
-        return _OF_LEASES[told["event"]](made)
+        made = Lease(id, entry["epoch"], entry["lender"], entry["borrower"], tuple(pages))
+        return _OF_LEASES[entry["event"]](made)
 
-    def _met(self, told: StoryEntry) -> Event:
+    def _met(self, entry: StoryEntry) -> Event:
         """A peer without memory."""
-        met = _made(PeerMetEvent, told)
+        met = _made(PeerMetEvent, entry)
         page_bytes = self._state.settings.page_bytes
         exported = Exported((-2, met.epoch), page_bytes, met.n_pages, (), None)
         self._state.lending.exports[met.peer, met.epoch] = exported
         return met
 
-    def _submission(self, told: StoryEntry) -> Submission:
-        n, name, prompt = told["n"], told["model"], told["prompt_tokens"]
-        how = _ends(told).get(told["request"])
+    def _submission(self, entry: StoryEntry) -> Submission:
+        n, name, prompt = entry["n"], entry["model"], entry["prompt_tokens"]
+        how = _ends(entry).get(entry["request"])
         if how is None or "n" in how:  # else it is the second of its name, and refused
-            self._numbers[told["request"]] = n
+            self._numbers[entry["request"]] = n
         spec = self._specs.get(name)
-        resumed = told.get("resumed")
+        resumed = entry.get("resumed")
         end = prompt + (resumed or 0)
         tokens = (0,) * end if spec is None else self._standins.tokens(spec, n, 0, end)
         how = how or {}
         if spec is not None and how.get("failed") == "invalid_request" and prompt:
             tokens = (spec.vocab, *tokens[1:])  # one that the model did not have
         return Submission(
-            id=told["request"],
+            id=entry["request"],
             model=name,
             prompt=tokens[:prompt],
-            max_tokens=told["max_tokens"],
-            open_ended=told.get("open_ended", False),
+            max_tokens=entry["max_tokens"],
+            open_ended=entry.get("open_ended", False),
             # Which one it is decides nothing here.
-            sampling=Sampling(grammar="one") if told.get("grammar") else Sampling(),
-            arrival=told["arrival"],
-            priority=told.get("priority", 0),
+            sampling=Sampling(grammar="one") if entry.get("grammar") else Sampling(),
+            arrival=entry["arrival"],
+            priority=entry.get("priority", 0),
             stop_token_ids=tokens[-1:] if how.get("finished") == "stop" else (),
             ignore_eos=True,
-            salt=told.get("salt", ""),
-            prompt_logprobs=told.get("prompt_logprobs"),
-            embed=told.get("embed", False),
+            salt=entry.get("salt", ""),
+            prompt_logprobs=entry.get("prompt_logprobs"),
+            embed=entry.get("embed", False),
             resumed=None if resumed is None else tokens[prompt:],
-            age=told.get("age", 0.0),
-            first_token_age=told.get("first_token_age"),
+            age=entry.get("age", 0.0),
+            first_token_age=entry.get("first_token_age"),
         )
 
-    def _import(self, told: StoryEntry) -> Event:
+    def _import(self, entry: StoryEntry) -> Event:
         """Of tokens that fill the blocks that were told; whence it comes decides nothing here."""
-        n, name = told["n"], told["model"]
+        n, name = entry["n"], entry["model"]
         spec = self._specs.get(name)
-        end = told["prompt_tokens"]
+        end = entry["prompt_tokens"]
         tokens = (0,) * end if spec is None else self._standins.tokens(spec, n, 0, end)
         wanted = Submission(
-            id=told["request"], model=name, prompt=tokens, max_tokens=0, salt=told.get("salt", "")
+            id=entry["request"], model=name, prompt=tokens, max_tokens=0, salt=entry.get("salt", "")
         )
-        return migration.ImportKvEvent(wanted, told["form"], "", ())
+        return migration.ImportKvEvent(wanted, entry["form"], "", ())
 
-    def ended_job(self, told: StoryEntry) -> Job:
-        job = self._lanes.jobs.get(told["job"])
-        if job is None or job.model != told["model"]:
+    def ended_job(self, entry: StoryEntry) -> Job:
+        job = self._lanes.jobs.get(entry["job"])
+        if job is None or job.model != entry["model"]:
             flying = (f"job {job.id} of {job.model}" for job in self._lanes.jobs.values())
             raise Impossible(f"{', '.join(flying) or 'no job'} is in flight")
         return self._lanes.jobs.pop(job.id)
@@ -260,31 +260,31 @@ class StoryEvents:
                 results.append(SampledToken(w.request_id, token, ends=stop))
         return JobDoneEvent(job, tuple(results), seconds, stall)
 
-    def _operate(self, told: StoryEntry) -> Event:
-        made = _OPERATIONS.get(told["operation"])
+    def _operate(self, entry: StoryEntry) -> Event:
+        made = _OPERATIONS.get(entry["operation"])
         if made is None:
-            raise Unknown(f"this version knows no operation {told['operation']!r}")
-        operation = _made(made, told)
-        if "lease" in told:
-            self._lent[told["lease"]] = tuple(told["page_numbers"])
-        if "joining" in told:
-            joining = msgspec.convert(told["joining"], ModelEntry)
+            raise Unknown(f"this version knows no operation {entry['operation']!r}")
+        operation = _made(made, entry)
+        if "lease" in entry:
+            self._lent[entry["lease"]] = tuple(entry["page_numbers"])
+        if "joining" in entry:
+            joining = msgspec.convert(entry["joining"], ModelEntry)
             spec, costs = joining.spec, joining.measured
             newcomer = build_newcomer(self._state, hosted_nowhere(spec), copy_nothing, costs)
             self._ready[spec.name] = newcomer
             self._serves(spec)
-        return event.CommandEvent(told["id"], operation)
+        return event.CommandEvent(entry["id"], operation)
 
 
-def _made(kind: type[T], told: StoryEntry) -> T:
+def _made(kind: type[T], entry: StoryEntry) -> T:
     """An event or an operation, from its fields."""
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    return msgspec.convert({k: v for k, v in told.items() if k in names}, kind)
+    return msgspec.convert({k: v for k, v in entry.items() if k in names}, kind)
 
 
-def _ends(told: StoryEntry) -> dict[str, StoryEntry]:
+def _ends(entry: StoryEntry) -> dict[str, StoryEntry]:
     """What an event brought to an end, by request."""
-    return {entry["request"]: entry for entry in told.get("ended", ())}
+    return {ended["request"]: ended for ended in entry.get("ended", ())}
 
 
 _EVENTS: dict[str, type[Event]] = {

@@ -158,12 +158,12 @@ def _check(where: str, entry: StoryEntry) -> None:
             raise ConfigError(where, entry.get("event", "an entry"), f"it needs {name!r}")
 
 
-def _snapshot(where: str, told: Any) -> Snapshot:
-    version = told.get("format") if isinstance(told, dict) else None
+def _snapshot(where: str, document: Any) -> Snapshot:
+    version = document.get("format") if isinstance(document, dict) else None
     if version != FORMAT:
         raise ConfigError(where, f"format {version}", f"this Ballast reads format {FORMAT}")
     try:
-        return msgspec.convert(told, Snapshot)
+        return msgspec.convert(document, Snapshot)
     except msgspec.ValidationError as error:
         raise ConfigError(where, "snapshot", str(error)) from None
 

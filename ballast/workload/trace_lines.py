@@ -39,8 +39,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
         if not values:
             continue
         if len(values) != len(header):
-            told = f"{len(values)} columns where the header has {len(header)}"
-            raise WorkloadError(told, str(path), line)
+            fault = f"{len(values)} columns where the header has {len(header)}"
+            raise WorkloadError(fault, str(path), line)
         yield line, dict(zip(header, values, strict=True))
 
 

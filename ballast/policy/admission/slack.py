@@ -137,17 +137,17 @@ def left_out(waiting: Sequence[QueuedPrefill], begun: float = 0.0) -> tuple[set[
     late = {p.id for p in chosen if p.due == float("-inf")}
     at, slack = begun, float("inf")
     for _, group in groupby(chosen, attrgetter("rank")):
-        taken: list[tuple[float, str]] = []
+        in_time: list[tuple[float, str]] = []
         kept: dict[str, QueuedPrefill] = {}
         start = at
         for p in group:
             if p.id in late:
                 continue
-            heappush(taken, (-p.seconds, p.id))
+            heappush(in_time, (-p.seconds, p.id))
             kept[p.id] = p
             at += p.seconds
             if at > p.due:
-                seconds, longest = heappop(taken)
+                seconds, longest = heappop(in_time)
                 at += seconds
                 late.add(longest)
                 del kept[longest]

@@ -129,8 +129,8 @@ class _Jobs:
     def least_batch(self, others: float, most: int) -> int:
         """The smallest batch that satisfies the model's rate beside the prefills of others, or the
         largest there may be."""
-        asked = self.tenant.traffic.rate
+        rate = self.tenant.traffic.rate
         met = bisect_left(
-            range(1, most), True, key=lambda b: self.rate(b, others + self.prefill(b)) >= asked
+            range(1, most), True, key=lambda b: self.rate(b, others + self.prefill(b)) >= rate
         )
         return met + 1

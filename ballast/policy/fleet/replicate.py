@@ -66,17 +66,17 @@ class ReplicateUnderLoad(FleetPolicy):
         before = memo if isinstance(memo, ReplicateMemo) else ReplicateMemo()
         actions: list[FleetAction] = []
         placed = {m: at for m, at in before.placed.items() if view.now < at + self.settling}
-        taken = set(placed)
+        changed = set(placed)
         needs = {need.model: need for need in view.needs}
         for device in sorted(view.devices, key=lambda d: (-d.late, d.name)):
-            found = _relief(device, view, needs, taken)
+            found = _relief(device, view, needs, changed)
             if found is not None:
                 actions.append(found)
-                taken |= {found.device, found.model}
+                changed |= {found.device, found.model}
                 placed[found.model] = view.now
         spare = self._spare(view, before)
         for model, at in list(spare.items()):
-            if view.now >= at + self.patience and model not in taken:
+            if view.now >= at + self.patience and model not in changed:
                 actions.append(_leave(model, view))
                 del spare[model]
         return FleetDecision(tuple(actions), ReplicateMemo(spare, placed), view.now + self.every)
@@ -92,18 +92,18 @@ class ReplicateUnderLoad(FleetPolicy):
 
 
 def _relief(
-    device: DeviceLoad, view: FleetView, needs: Mapping[str, Need], taken: set[str]
+    device: DeviceLoad, view: FleetView, needs: Mapping[str, Need], changed: set[str]
 ) -> Place | None:
     """One more device for one of this device's models, if any is late."""
     for h in sorted(device.hosting, key=lambda h: (-h.late, -h.open_requests, h.model)):
-        if not h.late or not h.homed or h.model in taken:
+        if not h.late or not h.homed or h.model in changed:
             continue
         helpers = [
             d
             for d in view.devices
             if not d.late
             and not d.serves(h.model)
-            and d.name not in taken
+            and d.name not in changed
             and _in_use(d, needs) + needs[h.model].least <= d.room.bytes
             and 2 * d.open_requests <= device.open_requests
         ]

@@ -91,10 +91,10 @@ class Offer(NamedTuple):
     at_hand: bool = False
     """It is of blocks that the owner's own requests can use as they are: taken, they lack them."""
 
-    def part(self, pages: int, taken: int) -> int:
+    def part(self, pages: int, pages_before: int) -> int:
         """Return the least number of pages of a divisible offer that is at least `pages`, beside
-        those `taken` before; all that is left where it has fewer."""
-        return min(self.pages - taken, ceil_div(pages, self.grain) * self.grain)
+        those `pages_before` before; all that is left where it has fewer."""
+        return min(self.pages - pages_before, ceil_div(pages, self.grain) * self.grain)
 
     def price_of(self, pages: int) -> float:
         """Return the price of so many of its pages: of a divisible offer in proportion."""

@@ -14,7 +14,7 @@ from ballast.policy.market.page_budget import Mark, PageBudget
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class AcceptedOffer:
     """A part of an offer that a claim has taken."""
 
     offer: Offer
@@ -98,7 +98,7 @@ def gather(
 ) -> list[Action]:
     """Free as much of a claim as can be, where nobody else needs pages."""
     budget = PageBudget(view) if budget is None else budget
-    return [taken.action for taken in _gather(view, claim, sources, budget)]
+    return [accepted.action for accepted in _gather(view, claim, sources, budget)]
 
 
 class Actions:
@@ -113,13 +113,13 @@ class Actions:
         """Append actions."""
         self._actions += [(None, action) for action in actions]
 
-    def take(self, chosen: Iterable[Taken]) -> None:
+    def take(self, chosen: Iterable[AcceptedOffer]) -> None:
         """Append the actions that free what was taken."""
-        for taken in chosen:
-            key = taken.offer.key if taken.offer.cumulative else None
-            self._actions.append((key, taken.action))
+        for accepted in chosen:
+            key = accepted.offer.key if accepted.offer.cumulative else None
+            self._actions.append((key, accepted.action))
             if key is not None:
-                self._last[key] = taken.action
+                self._last[key] = accepted.action
 
     @property
     def final(self) -> list[Action]:
@@ -146,27 +146,27 @@ def _may_take(claim: Claim, offer: Offer) -> bool:
     return offer.undoes is None or (claim.may_preempt and claim.order < offer.undoes)
 
 
-def _take(budget: PageBudget, claim: Claim, offer: Offer, pages: int) -> tuple[int, Taken]:
+def _take(budget: PageBudget, claim: Claim, offer: Offer, pages: int) -> tuple[int, AcceptedOffer]:
     """Take a part of an offer for a claim; the pages gained, and what does it."""
     gained = budget.take(offer, pages)
     n = budget.taken(offer.key) if offer.cumulative else pages
-    return gained, Taken(offer, pages, offer.act(n, claim))
+    return gained, AcceptedOffer(offer, pages, offer.act(n, claim))
 
 
 def _gather(
     view: DeviceView, claim: Claim, sources: Sequence[Source], budget: PageBudget
-) -> list[Taken]:
+) -> list[AcceptedOffer]:
     """Take offers until so many pages are coming as a divisible claim needs, or none is left."""
-    found: list[Taken] = []
+    found: list[AcceptedOffer] = []
     for offer in _offers(view, claim, sources):
         lacked = claim.pages - budget.coming
         if lacked <= 0:
             break
         if not budget.used_up(offer) and _may_take(claim, offer):
             pages = budget.left(offer, lacked)
-            gained, taken = _take(budget, claim, offer, pages)
+            gained, accepted = _take(budget, claim, offer, pages)
             if gained:
-                found.append(taken)
+                found.append(accepted)
     return found
 
 
@@ -177,7 +177,7 @@ def _cover_one(
     budget: PageBudget,
     lacked: int,
     by_price: bool,
-) -> list[Taken] | None:
+) -> list[AcceptedOffer] | None:
     """Take from the budget what covers one claim; None, and nothing taken, where nothing does.
 
     A model whose weights others share may free nothing alone and much with them, so it is evicted
@@ -210,21 +210,21 @@ def _cover_one(
 
 def _try(
     claim: Claim, offers: Iterable[Offer], budget: PageBudget, lacked: int
-) -> tuple[list[Taken] | None, list[Offer]]:
+) -> tuple[list[AcceptedOffer] | None, list[Offer]]:
     """Take offers in turn until a claim lacks nothing; None where they do not suffice. With those
     that were taken on trial."""
-    chosen: list[Taken] = []
+    chosen: list[AcceptedOffer] = []
     trials: list[Offer] = []
     for offer in offers:
         if budget.used_up(offer) or not _may_take(claim, offer):
             continue
         pages = budget.left(offer, lacked)
-        _, taken = _take(budget, claim, offer, pages)
+        _, accepted = _take(budget, claim, offer, pages)
         lacks = budget.lacks(claim, budget.needs(claim))
         gained, lacked = lacks < lacked, lacks
         for_itself = offer.blocks > 0 and offer.owner == claim.model
         if gained or offer.everything or for_itself:
-            chosen.append(taken)
+            chosen.append(accepted)
         if offer.everything and not gained:
             trials.append(offer)
         if lacked <= 0:
@@ -245,23 +245,25 @@ def _cheapest_first(budget: PageBudget, lacked: int, offers: Iterable[Offer]) ->
     return sorted(offers, key=unit_price)
 
 
-def _needed(claim: Claim, chosen: Sequence[Taken], budget: PageBudget, before: Mark) -> list[Taken]:
+def _needed(
+    claim: Claim, chosen: Sequence[AcceptedOffer], budget: PageBudget, before: Mark
+) -> list[AcceptedOffer]:
     """Give back, the dearest first, what a claim is covered without."""
 
-    def lacks_with(kept: Sequence[Taken]) -> int:
+    def lacks_with(kept: Sequence[AcceptedOffer]) -> int:
         budget.undo(before)
-        for taken in kept:
-            budget.take(taken.offer, taken.pages)
+        for accepted in kept:
+            budget.take(accepted.offer, accepted.pages)
         return budget.lacks(claim, budget.needs(claim))
 
     kept = list(chosen)
-    for taken in sorted(chosen, key=_price, reverse=True):
-        rest = [other for other in kept if other is not taken]
+    for accepted in sorted(chosen, key=_price, reverse=True):
+        rest = [other for other in kept if other is not accepted]
         if lacks_with(rest) <= 0:
             kept = rest
     lacks_with(kept)
     return kept
 
 
-def _price(taken: Taken) -> float:
-    return taken.offer.price_of(taken.pages)
+def _price(accepted: AcceptedOffer) -> float:
+    return accepted.offer.price_of(accepted.pages)
