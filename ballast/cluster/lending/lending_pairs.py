@@ -64,7 +64,7 @@ class LendingPairs:
         self._addresses: dict[str, str] = {}
         """Address of the memory of each device whose worker serves and may lend."""
         self._users: dict[str, set[str]] = {}
-        """Devices that may still use the memory of a device whose worker has died, by that device."""
+        """By device whose worker has died: the devices that may still use its memory."""
         self._released = asyncio.Event()
         """Set whenever `_users` shrinks."""
 
