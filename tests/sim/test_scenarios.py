@@ -22,7 +22,7 @@ import ballast.policy.market.cover
 from ballast.core.view import DeviceView
 from ballast.engine.promises import Promises
 from ballast.policy.market.claim_and_offer import Claim, Offer, Source
-from ballast.policy.market.cover import Taken
+from ballast.policy.market.cover import AcceptedOffer
 from ballast.policy.market.page_budget import PageBudget
 from tests.sim.scenarios import (
     FIRST_ORDERS,
@@ -209,7 +209,7 @@ def _take_all(patch: pytest.MonkeyPatch) -> None:
         budget: PageBudget,
         lacked: int,
         by_price: bool,
-    ) -> list[Taken] | None:
+    ) -> list[AcceptedOffer] | None:
         chosen = cover_one(view, claim, sources, budget, lacked, by_price)
         if chosen is None:
             budget.coming = budget.free = budget.borrowed = 0
