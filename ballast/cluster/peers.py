@@ -42,12 +42,12 @@ class Lends(Protocol):
     def offered(self, borrower: str, epoch: int, lease: int) -> tuple[int, ...]:
         """Pages of a lease of which none has come back; none: there is no such lease."""
 
-    def open(self, exported: Exported) -> Exported:
+    def import_pages(self, exported: Exported) -> Exported:
         """Pages of another GPU, ready to be used; closes the descriptors. Raises DeviceError."""
 
-    def meet(self, peer: str, epoch: int, exported: Exported) -> None: ...
+    def add_peer(self, peer: str, epoch: int, exported: Exported) -> None: ...
 
-    def take(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
+    def accept_lease(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
         """Pages of a GPU that have been lent to it: for all of them, by `open`."""
 
 
@@ -134,7 +134,7 @@ class Peers:
         known.by_page = exported.page_fds is not None
         with self._use() as device:
             if device is not None:
-                device.meet(message.peer, message.epoch, exported)
+                device.add_peer(message.peer, message.epoch, exported)
 
     def _hear(self, known: _Peer, word: PagesLentEvent | PagesRecalledEvent) -> None:
         if isinstance(word, PagesLentEvent) and known.by_page:
@@ -150,7 +150,7 @@ class Peers:
             with self._use() as device:
                 if device is None:
                     raise DeviceError("import", "this device does not serve any more")
-                opened.append(device.open(exported))
+                opened.append(device.import_pages(exported))
 
         for _ in range(FETCHES):
             try:
@@ -166,7 +166,7 @@ class Peers:
             return
         with self._use() as device:
             if device is not None:
-                device.take(lease, tuple(opened))
+                device.accept_lease(lease, tuple(opened))
 
 
 def _close(opened: list[Exported]) -> None:

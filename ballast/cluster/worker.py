@@ -101,11 +101,11 @@ class Device(Lends, Protocol):
 
     def run(self) -> None: ...
 
-    def tell_peers(self, say: Callable[[LendingMessage], None]) -> None: ...
+    def set_lending_outbox(self, say: Callable[[LendingMessage], None]) -> None: ...
 
     def migrate(self, order: migration.MigrationStep) -> None: ...
 
-    def tell_controller(self, say: Callable[[migration.MigrationAnswer], None]) -> None: ...
+    def set_migration_outbox(self, say: Callable[[migration.MigrationAnswer], None]) -> None: ...
 
     def command(self, order: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None: ...
 
@@ -260,8 +260,10 @@ class Worker:
                 self._code = 1
                 self._outgoing.put(NotReadyMsg(f"{error}" or type(error).__name__))
                 return
-            device.tell_peers(lambda word: self._outgoing.put(lending_message(word)))
-            device.tell_controller(lambda word: self._outgoing.put(MigrationAnswerMsg.of(word)))
+            device.set_lending_outbox(lambda word: self._outgoing.put(lending_message(word)))
+            device.set_migration_outbox(
+                lambda word: self._outgoing.put(MigrationAnswerMsg.of(word))
+            )
             with self._lock:
                 pages = "" if device.export() is None else self._peers.socket.address
                 ready = ReadyMsg(
