@@ -167,7 +167,7 @@ def activated(
             ended = time.perf_counter()
             if done.error is not None:
                 raise RuntimeError(done.error)
-            weights.landed()
+            weights.transfer_landed()
             weights.evict()
             times.append((ended - begun, mapped - begun, time.perf_counter() - ended))
         seconds, mapping, evicting = min(times[1:])

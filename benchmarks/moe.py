@@ -36,7 +36,7 @@ from ballast.core.job import SequenceWork
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import MiB
-from ballast.models.fused import FusedModel
+from ballast.models.fused.model import FusedModel
 from benchmarks.common import finish, options
 from benchmarks.known_gemms import Gemms, Matrix, Reader, kernels
 from benchmarks.single_model import (

@@ -133,7 +133,7 @@ def _transfer_done(state: DeviceState, event: TransferDoneEvent) -> list[Output]
     failed = event.error is not None
     state.activation_rate.end(event.transfer_id, event.n_bytes, state.now, failed=failed)
     if not failed:
-        if m.weights.landed():
+        if m.weights.transfer_landed():
             m.life.land(state.now)
         else:
             transfer = state.next_transfer()
@@ -144,7 +144,7 @@ def _transfer_done(state: DeviceState, event: TransferDoneEvent) -> list[Output]
     if m.job is None:
         return state.fail_load(m, str(event.error))
     m.life.break_off(str(event.error))
-    m.weights.lost()
+    m.weights.transfer_failed()
     return []
 
 

@@ -30,14 +30,14 @@ def remap(state: DeviceState, m: ModelState, wanted: Rotation) -> Short | None:
 def drive_out(state: DeviceState, m: ModelState) -> None:
     """Evict a model as soon as no job, and no load of a layer, stands in the way."""
     m.life.order_eviction()
-    m.weights.going()
+    m.weights.announce_eviction()
     state.pool.replace_promise(m.weights.owner, 0)
     proceed(state, m)
 
 
 def proceed(state: DeviceState, m: ModelState) -> list[Output]:
     """Take the next step of a model's life, if one is due; what clients are to be told."""
-    step = m.life.due(stirred=m.weights.stirred)
+    step = m.life.due(stirred=m.weights.may_be_loading)
     if step is Step.FAIL:
         assert m.life.load_failed is not None, "it says why"
         return state.fail_load(m, m.life.load_failed)
@@ -64,8 +64,8 @@ def settled(state: DeviceState, event: RotationSettledEvent) -> list[Output]:
 
 
 def _turn(state: DeviceState, m: ModelState, wanted: Rotation) -> None:
-    if m.weights.turn(wanted) is not None:
+    if m.weights.remap(wanted) is not None:
         # Its promise is worth less than it was: pages that others were to give back are not
         # there yet. The policy will see, and may ask again; layers stay as they are.
-        m.weights.turn(m.weights.slots.rotation)
+        m.weights.remap(m.weights.slots.rotation)
     state.pool.replace_promise(m.weights.owner, 0)

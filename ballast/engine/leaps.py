@@ -56,7 +56,7 @@ class Leaps:
         stepped = [m for m in state.models.values() if m.last_run > before]
         stepped.sort(key=lambda m: m.last_run)
         for m in stepped:
-            m.weights.passed()
+            m.weights.job_passed()
         lasts = [(m.last_run, m.decode_seconds) for m in stepped]
         self._story.record_leap(now, job, steps, lasts, (r for m in stepped for r in m.running))
         choice = self._dispatcher.choice
@@ -92,7 +92,7 @@ class Leaps:
         state = self._state
         stepped = [m for m in state.models.values() if m.last_run > since]
         for m in stepped:
-            m.weights.passed()
+            m.weights.job_passed()
         first = ended[0].job
         lasts = [(step.at, step.seconds) for step in ended]
         moved = (r for m in stepped for r in m.running)

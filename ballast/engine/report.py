@@ -21,7 +21,7 @@ def report(state: DeviceState, device: str, graphs: GraphReport | None = None) -
         owners[s.owner] = len(s.pages)
     for m in present:
         slots = m.weights.slots.pages
-        owners[m.weights.owner] = 0 if _absent(m) else m.weights.here_pages - slots
+        owners[m.weights.owner] = 0 if _absent(m) else m.weights.present_pages - slots
         if slots:
             owners[m.weights.slots.owner] = slots
         owners[f"kv:{m.spec.name}"] = m.kv.pages

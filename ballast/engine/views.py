@@ -90,7 +90,7 @@ def deferred_pages(m: ModelState) -> int:
     """Pages that come free without further action when the job in flight, or loads, have ended."""
     life = m.life
     if life.residency is Residency.EVICTING:
-        return m.weights.here_pages + m.kv.pages
+        return m.weights.present_pages + m.kv.pages
     deferred = sum(m.kv.if_freed(r.blocks)[0] for r in m.running.leaving)
     if life.turning is not None:
         deferred += max(0, -m.pages_to_take)

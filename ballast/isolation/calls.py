@@ -1,4 +1,4 @@
-"""How functions are called on files that nobody vouches for: here, or in a limited process."""
+"""Protocol of calling functions on untrusted files: in this process, or in a limited one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ R = TypeVar("R")
 
 
 class Isolation(Protocol):
-    """`Here`, or `ballast.isolation.zygote.Zygote`."""
+    """Calls functions in isolation: `Here`, or `ballast.isolation.zygote.Zygote`."""
 
     def call(self, function: Callable[[A], R], argument: A, result: type[R]) -> R:
         """`function(argument)`, of a module-level function that raises BallastError alone. Raises

@@ -1,4 +1,4 @@
-"""What a child process may use: memory, processor time and time."""
+"""Limits of a child process: memory, processor time and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process must not outlive the process that started it."""
+"""End of a process at the end of the process that started it."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def _answer(
 
 
 def _reply(reading: int, channel: socket.socket, until: float) -> bytes | None:
-    """What the child writes before it ends; empty: nothing whole, None: it has not ended yet."""
+    """Read the child's reply; empty: it ended without a whole one, None: it has not ended yet."""
     found = bytearray()
     poll = select.poll()
     poll.register(reading, select.POLLIN)

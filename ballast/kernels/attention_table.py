@@ -80,8 +80,8 @@ def row_width(head_dim: int) -> int:
 
 
 def scratch_bytes(max_rows: int, item_heads: int, head_dim: int) -> int:
-    """What one worker needs to attend: queries, two times sums, maxima and totals; scores, offsets
-    of tokens; K or V where they have to be padded."""
+    """Bytes of scratch memory of one worker of attend: queries, two times sums, maxima and totals;
+    scores, offsets of tokens; K or V where they have to be padded."""
     width, rows = row_width(head_dim), item_heads * max_rows
     padded = CHUNK * width if is_staged(max_rows, head_dim) else 0
     n_bytes = 4 * (rows * (3 * width + CHUNK + 4) + padded) + 16 * (CHUNK + LANES)

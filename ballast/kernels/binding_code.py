@@ -16,7 +16,7 @@ MASKS = 2
 N_FIELDS = 3
 
 WORDS = 16
-"""Of a mask: 1024 CPUs, as in the C library's `cpu_set_t`."""
+"""Words of a mask: 1024 CPUs, as in the C library's `cpu_set_t`."""
 
 
 def _bind(address):

@@ -40,7 +40,7 @@ class _Part(BaseModel):
 
 
 class KernelChoice(_Part):
-    """What was measured for one matrix, and what follows."""
+    """Measurements of one matrix, and the choice that follows."""
 
     from_rows: Annotated[int, Field(ge=1)] | None
     """Rows from which oneDNN's kernel is used; None: never."""
@@ -49,7 +49,7 @@ class KernelChoice(_Part):
 
 
 class MachineChoices(_Part):
-    """What was measured with one kind of CPU, one PyTorch and one number of threads."""
+    """Measurements with one kind of CPU, one PyTorch and one number of threads."""
 
     cpu: str
     torch: str
@@ -79,7 +79,7 @@ class ChoiceFile:
         return None if named == "" else cls(_default_path() if named is None else Path(named))
 
     def find(self, shape: str) -> KernelChoice | None:
-        """What is kept for a shape and as many threads as the calling thread may use."""
+        """Find the choice for a shape and as many threads as the calling thread may use."""
         found = self._read().machines.get(_key(_machine()))
         return None if found is None else found.choices.get(shape)
 
@@ -103,7 +103,7 @@ class ChoiceFile:
             return choice
 
     def here(self) -> list[MachineChoices]:
-        """What is kept for this CPU and PyTorch, by number of threads."""
+        """Return the choices for this CPU and PyTorch, by number of threads."""
         kept = self._read().machines
         same = [m for key, m in kept.items() if key == _key(_machine(m.threads))]
         return sorted(same, key=lambda m: m.threads)

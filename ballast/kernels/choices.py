@@ -1,4 +1,4 @@
-"""From how many rows on oneDNN multiplies a matrix: measured once per machine, and kept.
+"""Choice between our linear kernel and oneDNN's, by rows: measured once per machine, and kept.
 
 A choice is made when a model with such a matrix is first loaded, and holds as long as the process
 lives, so that a job's result never depends on when it runs; kept in a file (`choice_file.py`) it
@@ -44,14 +44,14 @@ MARGIN = 1.05
 """How much slower oneDNN counts as than it was: what is as good as equal stays with our kernel,
 whose results do not depend on the number of rows."""
 MOST_SECONDS = 6.0
-"""Of a process's time in all for measuring: a fleet of many shapes starts with `UNMEASURED` for the
-rest, which later starts measure."""
+"""Most time of a process for measuring, in all: a fleet of many shapes starts with `UNMEASURED` for
+the rest, which later starts measure."""
 MOST_RATIO = 2.0
 """Beyond this a ratio says no more than that one kernel is much faster."""
 
 
 def decide(ratios: Mapping[int, float]) -> int | None:
-    """The number of rows from which oneDNN is used, by its time over ours for some numbers of rows.
+    """Decide from how many rows oneDNN is used, by its time over ours for some numbers of rows.
 
     That with the least product of ratios from there on, or the greatest of equals; None: never. No
     ratio counts for more than `MOST_RATIO`, so that one that was disturbed does not decide.
@@ -124,7 +124,7 @@ class Choices:
 
 
 def name_of(shape: MatrixShape) -> str:
-    """As the file has it."""
+    """Name of a shape in the file."""
     kind = str(shape.dtype).removeprefix("torch.")
     return f"{kind} {shape.n}x{shape.k}" + (" gated" if shape.gated else "")
 

@@ -1,7 +1,7 @@
-"""Which is faster on a matrix here: our kernel for panels, or oneDNN's on the same bytes?
+"""Measurement of our linear kernel against oneDNN's on one matrix, of the same bytes.
 
-Both run as they do in a pass over a model (`ballast.models.passes`): ours as an operation of a
-program; oneDNN's after its inputs were narrowed to the weights' dtype, and its product is stored,
+Both run as they do in a pass over a model (`ballast.models.fused.passes`): ours as an operation of
+a program; oneDNN's after its inputs were narrowed to the weights' dtype, and its product is stored,
 or gated, by the program after it. Each call takes weights that no cache has any more, as the next
 layer's are; the two take turns, so that whatever else this machine does meets both alike.
 """
@@ -38,7 +38,7 @@ _PANELS_PER_THREAD = 4
 """Panels of such a part at least: fewer would not keep all threads busy."""
 _ROUNDS = 5, 40
 _SECONDS = 2.0
-"""Of a shape, unless the least rounds take longer."""
+"""Seconds to measure a shape for, unless the least rounds take longer."""
 _WITNESSES, _NEAR = 2, 1.2
 """A least time counts where so many others of the same call are within this factor of it; until
 then there are more rounds."""

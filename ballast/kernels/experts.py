@@ -1,4 +1,4 @@
-"""Mixtures of experts on CPU: the tables of one layer's experts, and all of it as one call.
+"""Mixtures of experts on CPU: the tables of a layer's experts, and a layer as one call.
 
 A layer's experts are the linear kernel's tables, two for each expert (`Experts`), and a table of
 their own, whose fields are those of `experts_code`. `routes` says what of a row's result depends on
@@ -21,14 +21,14 @@ from ballast.kernels.linear_code import N_FIELDS as LINEAR_FIELDS
 Array = np.ndarray[Any, Any]
 
 OPERATIONS = ("route", "gate_up", "down", "combine")
-"""Of a layer, in order; a barrier has to stand between them."""
+"""Operations of a layer, in order; a barrier has to stand between them."""
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _compiling = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a row's experts are found: of a softmax over all experts the `top_k` largest."""
+    """Choice of a row's experts: the `top_k` largest of a softmax over all experts."""
 
     top_k: int
     normalised: bool
@@ -37,7 +37,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBuffers:
-    """Addresses of what a job's rows need, `pairs` = rows * top_k; all layers use the same."""
+    """Addresses of buffers for a job's rows, `pairs` = rows * top_k; all layers use the same."""
 
     x: int
     """float32 (rows, width): what router and experts get."""
@@ -69,7 +69,7 @@ def sizes(rows: int, top_k: int, width: int, inner: int) -> tuple[int, ...]:
 
 
 class Experts:
-    """Tables of some layers, alike but for their weights. One job at a time."""
+    """Tables of layers that are alike but for their weights. One job at a time."""
 
     def __init__(
         self,

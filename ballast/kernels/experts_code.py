@@ -1,4 +1,4 @@
-"""The compiled part of mixtures of experts: which experts rows go to, and their matrices in turn.
+"""The compiled part of mixtures of experts: routing of rows, their experts' matrices, sums.
 
 Four operations of a layer, each behind a barrier: *route* chooses the experts of every row and puts
 rows of one expert together; *gate_up* and *down* run the linear kernel (`linear_code.py`), by its

@@ -1,4 +1,5 @@
-"""What Numba cannot say, for all kernels: addresses as arrays, atomics, bfloat16, calls by address.
+"""Intrinsics that Numba lacks, for all kernels: addresses as arrays, atomics, bfloat16, calls by
+address.
 
 A bfloat16 number is handled as its bits, uint16. Numba's cache does not see that a kernel depends
 on this file: touch the modules that import it when it changes, or let their kernels close over its
@@ -106,7 +107,7 @@ def call_kernel(context, kernel, table):
 
 @intrinsic
 def ask(context, function):
-    """What the C function `int (void)` at an address returns."""
+    """Call the C function `int (void)` at an address; returns its result."""
 
     def generate(ctx, builder, signature, arguments):
         kind = ir.FunctionType(_I32, []).as_pointer()

@@ -1,4 +1,4 @@
-"""The compiled part of what stands between a decoder's matrices: embedding, norms, rotary, KV, and
+"""The compiled operations between a decoder's matrices: embedding, norms, rotary, KV, and
 what hands rows to a library's kernels and takes them back.
 
 Kernels take the address of a table of int64 whose fields are the constants below; threads share

@@ -54,7 +54,7 @@ _compiling = threading.Lock()
 
 
 def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Of the panels of n outputs and k inputs; k is padded to a multiple of 16 or 32."""
+    """Shape of the panels of n outputs and k inputs; k is padded to a multiple of 16 or 32."""
     panels = -(-n // PANEL)
     if dtype == torch.float32:
         return panels, -(-k // 16) * 16, PANEL
@@ -94,7 +94,8 @@ def rows(packed: Tensor, n: int, k: int, ids: Tensor) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """What GATED takes: 32 rows of `gate`, the 32 of `up`, and so on; padded with zeros.
+    """Interleave gate and up for GATED: 32 rows of `gate`, the 32 of `up`, and so on; padded with
+    zeros.
 
     Of two matrices (n / 2, k) to pack, or of two biases (n / 2,): up to 63 rows more than n.
     """

@@ -38,7 +38,7 @@ _compiling = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class LoraMatrices:
-    """What one adapter adds to one linear module. `a` and `b`: addresses."""
+    """An adapter's matrices for one linear module. `a` and `b`: addresses."""
 
     a: int
     b: int
@@ -99,7 +99,7 @@ class AdapterRows:
         self._x_rows = order if x_rows is None else np.asarray(x_rows, np.int64)[order]
         self._tiles = np.array(tiles, np.int64).reshape(-1, 3)
         self.adapters = list(dict.fromkeys(adapter for _, _, adapter in tiles))
-        """Those that any row goes through."""
+        """Adapters of any rows."""
         self._fields = np.zeros(code.JOB_FIELDS, np.int64)
         self._fields[code.TILES] = len(tiles)
         self._fields[code.TILES_AT] = self._tiles.ctypes.data

@@ -1,4 +1,4 @@
-"""Processes of one host exchange parts of tensors through memory that all of them map.
+"""All-gather and barrier of processes of one host, through memory that all of them map.
 
 ::
 
@@ -28,7 +28,7 @@ _compiling = threading.Lock()
 
 
 class Meeting:
-    """One rank's end; for one thread at a time. Parts have `capacity` bytes at most."""
+    """One rank's end of an all-gather, for one thread. Parts have at most `capacity` bytes."""
 
     def __init__(self, fd: int, rank: int, ranks: int, capacity: int) -> None:
         """`fd`: an empty memfd, the same on all ranks; it may be closed then. Memory comes where

@@ -1,4 +1,4 @@
-"""The compiled part of meetings: processes that share memory wait for each other.
+"""The compiled part of meetings: a barrier of processes that share memory.
 
 Every rank, with one thread, counts the meetings it has come to, in memory that all of them map.
 """

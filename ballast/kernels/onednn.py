@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN on weights that it packed, in memory of ours.
+"""Linear layers by oneDNN on weights that it packed, in memory of the pool.
 
 oneDNN lays a matrix out as its kernels for this CPU want it and describes that in a *descriptor*.
 `describe` says what it would do; bytes copied from a packed tensor, with its descriptor, are such a
@@ -30,7 +30,7 @@ _HINT = 16
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """How a packed matrix lies in memory."""
+    """Layout of a packed matrix in memory."""
 
     raw: bytes
     n_bytes: int
@@ -40,7 +40,8 @@ class Descriptor:
 
 @functools.cache
 def describe(n: int, k: int, dtype: torch.dtype) -> Descriptor | None:
-    """Of an (n, k) matrix; None where oneDNN does not pack such here, or PyTorch lacks it.
+    """Describe oneDNN's packing of an (n, k) matrix; None where oneDNN does not pack such here, or
+    PyTorch lacks it.
 
     bfloat16 is left alone on CPUs without instructions for it: oneDNN then converts as it goes, at
     a quarter of the speed of float32.

@@ -42,7 +42,7 @@ ALONE = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class KvArray:
-    """Where the KV cache of a model is; nothing here touches it.
+    """Address and layout of a model's KV cache; its memory is not touched here.
 
     `base`: its address; `block_stride`: elements from a block to the next; `apart`: bytes from a
     layer to the next in one block, None: they lie side by side.

@@ -1,4 +1,4 @@
-"""The compiled part of programs: each thread runs all operations, meeting the others after each.
+"""The compiled part of programs: all threads run each operation, with barriers between.
 
 A *program* is a list of operations, each the address of a kernel and that of its table (see
 `attention_code.py`). All threads of a team call every kernel in order; a barrier stands behind

@@ -32,7 +32,7 @@ Scores = tuple[float, tuple[tuple[int, float], ...]]
 
 @dataclass(frozen=True, slots=True)
 class SamplingContext:
-    """What the next token depends on beside its logits."""
+    """Context that the next token depends on beside its logits."""
 
     history: Sequence[int]
     """Prompt and output so far."""
@@ -84,7 +84,7 @@ def sample(
 def scores(
     logits: torch.Tensor, rows: Sequence[int], chosen: Sequence[int], top: Sequence[int]
 ) -> list[Scores]:
-    """How likely `chosen[i]` is by row `rows[i]` of `logits`, and the `top[i]` likeliest there.
+    """Score `chosen[i]` by row `rows[i]` of `logits`, and find the `top[i]` likeliest there.
 
     Of equally likely tokens the smaller comes first.
     """

@@ -1,4 +1,4 @@
-"""Copies of much memory that pass the caches by: weights on their way to a device.
+"""Copies of weights that bypass the CPU's caches.
 
 An ordinary store reads the line that it is about to overwrite. The C library leaves that out, but
 for copies of tens of MiB alone, and a link copies in chunks, so that it can be paced and stopped.
@@ -20,7 +20,7 @@ LEAST_BYTES = 2 * MiB
 
 @functools.cache
 def stream_copier() -> CopyBytes:
-    """What copies as `memmove` does, for ranges that do not overlap. Compiles if need be."""
+    """Return a copier as `memmove`, for ranges that do not overlap. Compiles if need be."""
     kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address())
 
     def copy(target: int, source: int, n_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Compiled part of `stream_copy`: stores that pass the caches by."""
+"""The compiled part of `stream_copy`: non-temporal stores, which bypass the caches."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 

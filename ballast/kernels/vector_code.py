@@ -29,14 +29,14 @@ def int64(value):
 
 
 def element(builder, pointer, *offsets):
-    """Pointer to the element at the sum of some offsets."""
+    """Return a pointer to the element at the sum of some offsets."""
     for offset in offsets:
         pointer = builder.gep(pointer, [offset])
     return pointer
 
 
 def load(builder, pointer):
-    """The vector of float32 that begins at an element: float32, or bfloat16 widened exactly."""
+    """Load a vector of float32 from an element on: float32, or bfloat16 widened exactly."""
     kind = pointer.type.pointee
     if kind == F32:
         return builder.load(builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
@@ -52,7 +52,7 @@ def store(builder, vector, pointer):
 
 
 def call_llvm(builder, name, *arguments):
-    """An intrinsic of LLVM whose arguments and result are all float32, or all vectors of them."""
+    """Call an intrinsic of LLVM whose arguments and result are all float32, or all vectors."""
     kind = arguments[0].type
     suffix = "f32" if kind == F32 else f"v{LANES}f32"
     function = ir.FunctionType(kind, [kind] * len(arguments))
@@ -65,20 +65,20 @@ def multiply_add(builder, a, b, c):
 
 
 def pick_lanes(builder, a, b, lanes):
-    """The vector of some lanes of `a`, and of `b` if counted on."""
+    """Return the vector of some lanes of `a` and `b`, those of `b` counted on from `a`'s."""
     mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
     return builder.shuffle_vector(a, b, mask)
 
 
 def broadcast(builder, value):
-    """A vector of equal elements."""
+    """Return a vector of equal elements."""
     undefined = ir.Constant(VECTOR, ir.Undefined)
     single = builder.insert_element(undefined, value, ir.Constant(I32, 0))
     return pick_lanes(builder, single, undefined, [0] * LANES)
 
 
 def sums_across(builder, vectors):
-    """The sums across each of LANES vectors, as one vector in their order.
+    """Return the sums across each of LANES vectors, as one vector in their order.
 
     Each is added up as the same tree: upper half to lower half, and so on.
     """
@@ -112,7 +112,7 @@ def prefetch_at(builder, pointer):
 
 
 def combine_lanes(builder, vector, combine):
-    """The lanes of a vector combined: upper half with lower half, and so on."""
+    """Combine the lanes of a vector: upper half with lower half, and so on."""
     half = LANES // 2
     while half:
         lower, upper = list(range(half)), list(range(half, 2 * half))

@@ -1,4 +1,4 @@
-"""Where a lane's activations lie: addresses that stay, memory as far as it was ever used."""
+"""A lane's buffer of activations: stable addresses, memory as far as it was ever used."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@
 carries out and chooses nothing.
 
 - `arena`: Pages set aside for activations, so that these count against the budget.
-- `book`: Which page is mapped where; every call of a vm is checked against it.
 - `copies`: Copies between addresses, at once or in batches for a link.
 - `cuda`: Package: memory of GPUs through the CUDA driver.
 - `group`: Package: memory of a tensor-parallel group as that of one device.
@@ -12,6 +11,7 @@ carries out and chooses nothing.
 - `huge_pages`: Transparent huge pages of shared memory: are they allowed, ask for them.
 - `ledger`: Owner, holders and promises of each page.
 - `lending`: Package: pages lent to other devices, and borrowed from them.
+- `mapping_table`: Pages by range and index; every call of a vm is checked against it.
 - `memfd`: A device's memory as a sealed memfd.
 - `peer_reader`: Reads of another process's pages, for requests that migrate.
 - `pool`: All pages of one device: allocate, free, promise, fence.

@@ -1,4 +1,4 @@
-"""How much memory this machine has, and how much of it can still be had."""
+"""Installed and available memory of this machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Bound = tuple[int, str]
 
 
 def available(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Bound:
-    """Bytes that this process can still get."""
+    """Bytes that this process can still allocate."""
     grants = [(max(0, most - used), who) for most, used, who in _control_groups(cgroup)]
     return min([(_field(meminfo, "MemAvailable"), "the machine"), *grants])
 
 
 def installed(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Bound:
-    """Bytes that there are in all, used or not."""
+    """Bytes of memory in all, used or not."""
     grants = [(most, who) for most, _, who in _control_groups(cgroup)]
     return min([(_field(meminfo, "MemTotal"), "the machine"), *grants])
 

@@ -1,4 +1,4 @@
-"""Whether a device's memory can lie in huge pages (transparent huge pages of shared memory).
+"""Transparent huge pages of shared memory, for a device's memory: checks and requests.
 
 Linux decides by `/sys/kernel/mm/transparent_hugepage/shmem_enabled`. Under `advise` mappings that
 ask by `MADV_HUGEPAGE` get them, under `always` and `within_size` all do. One page-table entry then
@@ -20,7 +20,7 @@ from ballast.memory import syscalls
 _FOLDER = Path("/sys/kernel/mm/transparent_hugepage")
 ADVISE = "advise"
 CURE = f"`echo {ADVISE} > {_FOLDER / 'shmem_enabled'}`"
-"""What allows them, until the next boot."""
+"""Command that allows them, until the next boot."""
 _ALLOWING = (ADVISE, "within_size", "always", "force")
 
 

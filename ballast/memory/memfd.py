@@ -1,4 +1,4 @@
-"""A device's memory as a file: made and sealed, or received and checked; where Linux maps it."""
+"""A device's memory as a memfd: created and sealed, or received and checked."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 @dataclass(frozen=True, slots=True)
 class DeviceFile:
-    """A memfd as one process knows it: page `i` of the file is number `first + i` there."""
+    """A memfd in one process: page `i` of the file has number `first + i` there."""
 
     fd: int
     first: int
     n_pages: int
     page_bytes: int
     device: tuple[int, int]
-    """Of the file system, and the inode: the same in every process."""
+    """Numbers of the file system and the inode: the same in every process."""
 
     @classmethod
     def create(cls, n_pages: int, page_bytes: int) -> DeviceFile:

@@ -1,4 +1,4 @@
-"""Reads pages of another process's device to addresses of one's own: KV of requests that move.
+"""Reads of another process's pages to addresses of this one: KV of requests that migrate.
 
 Of a CPU, whose memory is a file: `preadv` copies from its pages to ours, without mapping them.
 """
@@ -109,8 +109,8 @@ class PeerReader:
 def runs(
     pieces: Sequence[Piece], targets: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """(offset, address, bytes) of what lies in one stretch on both sides. Raises DeviceError where
-    the two are not of one size."""
+    """Return (offset, address, bytes) of stretches that are contiguous on both sides. Raises
+    DeviceError where the two are not of one size."""
     if sum(n for _, n in pieces) != sum(n for _, n in targets):
         raise DeviceError("pread", "the two sides are not of one size")
     left = iter(targets)

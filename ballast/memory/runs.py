@@ -1,4 +1,4 @@
-"""A set of page numbers kept as runs of neighbours, so that adjacent pages come out together."""
+"""A set of page numbers kept as runs of neighbours, which are removed together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ballast.core.errors import BrokenPromise
 
 
 class Runs:
-    """Adding neighbours at once and taking a run cost O(1), whatever the number of pages.
+    """A set of pages. Adding neighbours at once and popping a run cost O(1) for any number of
+    pages.
 
     A run is known by its first and by its last page. `_classes[k]` holds the first pages of runs of
     length 2**k .. 2**(k+1) - 1, in the order they came: what comes out depends on the calls alone.

@@ -1,4 +1,4 @@
-"""The few Linux calls the memory needs that Python does not offer. ctypes drops the GIL in each."""
+"""Linux memory calls that Python lacks, by ctypes, which releases the GIL in each."""
 
 from __future__ import annotations
 

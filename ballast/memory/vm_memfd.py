@@ -15,7 +15,7 @@ from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import KiB, MiB, ceil_div
 from ballast.memory import huge_pages
 from ballast.memory import syscalls as sys
-from ballast.memory.book import MapBook
+from ballast.memory.mapping_table import MappingTable
 from ballast.memory.memfd import DeviceFile, mapped_pages
 from ballast.memory.vm import Exported, Latch, Range, check_attach
 
@@ -69,7 +69,7 @@ class MemfdVm:
         self._file = DeviceFile.create(n_pages, page_bytes)
         self._fd = self._file.fd
         self._attached: list[DeviceFile] = []
-        self._book = MapBook(n_pages)
+        self._mappings = MappingTable(n_pages)
         self._open = True
         self._limit = sys.max_map_count() // 2
         # An upper bound of the process's mappings as far as calls of this object go.
@@ -94,13 +94,13 @@ class MemfdVm:
         self._guard(2)
         base = _call("mmap", lambda: _reserve_aligned(n_pages * self.page_bytes, self._alignment))
         range = Range(base, n_pages, self.page_bytes)
-        self._book.open(range)
+        self._mappings.open(range)
         return range
 
     def release(self, range: Range) -> None:
-        self._book.check_close(range)
+        self._mappings.check_close(range)
         _call("munmap", lambda: sys.munmap(range.base, range.n_bytes))
-        self._book.close(range)
+        self._mappings.close(range)
 
     def map(
         self,
@@ -111,7 +111,7 @@ class MemfdVm:
         alias: bool = False,
         prefault: bool = False,
     ) -> None:
-        self._book.check_map(range, at, pages, alias)
+        self._mappings.check_map(range, at, pages, alias)
         runs = list(_runs(pages))
         self._guard(2 * len(runs))
         address = range.address(at)
@@ -124,20 +124,20 @@ class MemfdVm:
                 # All of it: a fixed map that fails may have removed what was there before.
                 _unback(range.address(at), len(pages) * self.page_bytes)
             raise DeviceError("mmap", _reason(error)) from error
-        self._book.map(range, at, pages)
+        self._mappings.map(range, at, pages)
 
     def unmap(self, range: Range, at: int, n: int) -> None:
-        pages = self._book.check_unmap(range, at, n)
+        pages = self._mappings.check_unmap(range, at, n)
         if n == 0:
             return
         self._bound += 2
         if self._moves:
             self._put_into_window(range, at, pages)
         _call("mmap", lambda: _unback(range.address(at), n * self.page_bytes))
-        self._book.unmap(range, at, n)
+        self._mappings.unmap(range, at, n)
 
     def populate(self, pages: Sequence[int]) -> Short | None:
-        self._book.check_pages(pages)
+        self._mappings.check_pages(pages)
         left = len(pages)
         for first, n in _runs(pages):
             try:
@@ -150,7 +150,7 @@ class MemfdVm:
         return None
 
     def discard(self, pages: Sequence[int]) -> None:
-        self._book.check_unused(pages)
+        self._mappings.check_unused(pages)
         mode = sys.FALLOC_PUNCH_HOLE | sys.FALLOC_KEEP_SIZE
         size = self.page_bytes
         for first, n in _runs(pages):
@@ -168,18 +168,18 @@ class MemfdVm:
             if known.device == file.device:
                 os.close(file.fd)
                 return known.first
-        first = self._book.attach(file.n_pages)
+        first = self._mappings.attach(file.n_pages)
         self._attached.append(file.known_from(first))
         return first
 
     def detach(self, first: int) -> None:
-        self._book.detach(first)
+        self._mappings.detach(first)
         for file in [file for file in self._attached if file.first == first]:
             os.close(file.fd)
             self._attached.remove(file)
 
     def forget(self, pages: Sequence[int]) -> None:
-        self._book.check_away(pages)
+        self._mappings.check_away(pages)
 
     def os_mapped(self, range: Range) -> int:
         return len(self.os_pages(range))
@@ -195,7 +195,7 @@ class MemfdVm:
         return os.fstat(self._fd).st_blocks * 512
 
     def export(self, pages: Sequence[int]) -> Exported:
-        self._book.check_pages(pages)
+        self._mappings.check_pages(pages)
         return Exported(self._file.device, self.page_bytes, self.n_pages, tuple(pages), self._fd)
 
     def fence(self) -> Latch:
@@ -206,7 +206,7 @@ class MemfdVm:
         if not self._open:
             return
         self._open = False
-        for range in self._book.ranges():
+        for range in self._mappings.ranges():
             sys.munmap(range.base, range.n_bytes)
         sys.munmap(self._window, self.n_pages * self.page_bytes)
         for file in (self._file, *self._attached):
@@ -215,7 +215,8 @@ class MemfdVm:
 
     @property
     def _alignment(self) -> int:
-        """Of addresses: page tables move by whole tables where both sides begin with one."""
+        """Alignment of addresses: page tables move by whole tables where both sides begin with
+        one."""
         return max(self.page_bytes, _TABLE_BYTES)
 
     def _reserve_window(self) -> int:
@@ -243,7 +244,9 @@ class MemfdVm:
     def _map_pages(self, address: int, first: int, n: int, prefault: bool) -> None:
         """Map adjacent pages, with their page tables if the window has them. Raises OSError."""
         size = self.page_bytes
-        alone = first < self.n_pages and not any(map(self._book.is_mapped, range(first, first + n)))
+        alone = first < self.n_pages and not any(
+            map(self._mappings.is_mapped, range(first, first + n))
+        )
         if alone and self._moves:
             if not prefault or all(self._has_tables[first : first + n]):
                 with contextlib.suppress(OSError):
@@ -264,7 +267,7 @@ class MemfdVm:
 
     def _put_run(self, address: int, first: int, n: int) -> None:
         size = self.page_bytes
-        shared = [page for page in range(first, first + n) if self._book.is_shared(page)]
+        shared = [page for page in range(first, first + n) if self._mappings.is_shared(page)]
         for page in shared:
             self._has_tables[page] = 0
         alone: Sequence[int] = range(first, first + n)
@@ -287,7 +290,7 @@ class MemfdVm:
             else:
                 sys.fallocate(self._fd, 0, start, step)
         for page in range(first, first + n):
-            if not self._moves or self._book.is_mapped(page):
+            if not self._moves or self._mappings.is_mapped(page):
                 # Its page tables are, or will be, where it is mapped; here they count it twice.
                 sys.madvise(self._window + page * size, size, sys.MADV_DONTNEED)
             elif sys.can_populate():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import ceil_div
-from ballast.memory.book import MapBook
+from ballast.memory.mapping_table import MappingTable
 from ballast.memory.vm import Exported, Latch, Range, check_attach
 
 _ORIGIN = 1 << 60
@@ -23,7 +23,7 @@ class NullVm:
     def __init__(self, page_bytes: int, n_pages: int) -> None:
         self.page_bytes = page_bytes
         self.n_pages = n_pages
-        self._book = MapBook(n_pages)
+        self._mappings = MappingTable(n_pages)
         number = next(_devices)
         self._device = (-1, number)
         self._next = _ORIGIN + number * _SPAN
@@ -35,11 +35,11 @@ class NullVm:
         range = Range(self._next, ceil_div(n_bytes, self.page_bytes), self.page_bytes)
         # One page of distance: running past the end of a range never lands in the next.
         self._next = range.end + self.page_bytes
-        self._book.open(range)
+        self._mappings.open(range)
         return range
 
     def release(self, range: Range) -> None:
-        self._book.close(range)
+        self._mappings.close(range)
 
     def map(
         self,
@@ -50,46 +50,46 @@ class NullVm:
         alias: bool = False,
         prefault: bool = False,
     ) -> None:
-        self._book.check_map(range, at, pages, alias)
-        self._book.map(range, at, pages)
+        self._mappings.check_map(range, at, pages, alias)
+        self._mappings.map(range, at, pages)
 
     def unmap(self, range: Range, at: int, n: int) -> None:
-        self._book.check_unmap(range, at, n)
-        self._book.unmap(range, at, n)
+        self._mappings.check_unmap(range, at, n)
+        self._mappings.unmap(range, at, n)
 
     def populate(self, pages: Sequence[int]) -> Short | None:
-        self._book.check_pages(pages)
+        self._mappings.check_pages(pages)
         return None
 
     def discard(self, pages: Sequence[int]) -> None:
-        self._book.check_unused(pages)
+        self._mappings.check_unused(pages)
 
     def attach(self, exported: Exported) -> int:
         check_attach(exported, self.page_bytes, self._device)
         if exported.fd is not None:
             raise DeviceError("attach", "a vm without memory cannot map pages that have some")
         if exported.device not in self._attached:
-            self._attached[exported.device] = self._book.attach(exported.n_pages)
+            self._attached[exported.device] = self._mappings.attach(exported.n_pages)
         return self._attached[exported.device]
 
     def detach(self, first: int) -> None:
-        self._book.detach(first)
+        self._mappings.detach(first)
         self._attached = {key: n for key, n in self._attached.items() if n != first}
 
     def forget(self, pages: Sequence[int]) -> None:
-        self._book.check_away(pages)
+        self._mappings.check_away(pages)
 
     def os_mapped(self, range: Range) -> int:
-        return len(self._book.pages(range))
+        return len(self._mappings.pages(range))
 
     def os_pages(self, range: Range) -> dict[int, int]:
-        return self._book.pages(range)
+        return self._mappings.pages(range)
 
     def mappings(self) -> int:
-        return self._book.runs()
+        return self._mappings.runs()
 
     def export(self, pages: Sequence[int]) -> Exported:
-        self._book.check_pages(pages)
+        self._mappings.check_pages(pages)
         return Exported(self._device, self.page_bytes, self.n_pages, tuple(pages), None)
 
     def fence(self) -> Latch:
@@ -97,4 +97,4 @@ class NullVm:
 
     def close(self) -> None:
         self._attached.clear()
-        self._book = MapBook(self.n_pages)
+        self._mappings = MappingTable(self.n_pages)

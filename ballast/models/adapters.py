@@ -24,7 +24,7 @@ Rows = TypeVar("Rows")
 def groups_of(
     adapters: Sequence[HostAdapter], addresses: Sequence[int], dtype: torch.dtype
 ) -> dict[str, LoraGroup]:
-    """What the adapters add to each module, by its path. `addresses`: of their segments.
+    """Collect the adapters' matrices by module path. `addresses`: those of their segments.
 
     Compiles the kernels, unless Numba's cache has them (seconds).
     """
@@ -60,7 +60,7 @@ def matrices_of(
 
 
 def adapters_of(work: Sequence[SequenceWork]) -> list[int]:
-    """Of each sequence; -1: none."""
+    """Adapter of each sequence; -1: none."""
     return [-1 if w.adapter is None else w.adapter for w in work]
 
 

@@ -44,7 +44,8 @@ class AttentionBatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """What all layers of one job share. `out` (T, heads, head_dim) is re-used by every layer."""
+    """State of one job that all layers share. `out` (T, heads, head_dim) is re-used by every
+    layer."""
 
     batch: AttentionBatch
     out: Tensor

@@ -1,4 +1,4 @@
-"""What all models have in common that run jobs: logits first, then tokens from them."""
+"""The common part of all model executors: logits first, then tokens from them."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class Rows:
         # Position of a row: its index, less where its sequence begins, plus where that starts.
         shift = np.asarray(starts) - first
         self.positions: Array = np.arange(n) + np.repeat(shift, counts)
-        """Of each row in its sequence, int64 (T,)."""
+        """Position of each row in its sequence, int64 (T,)."""
         tables = np.repeat(np.cumsum([0, *map(len, (w.blocks for w in work[:-1]))]), counts)
         block = self.paged.tables[tables + self.positions // kv.block_tokens].astype(np.int64)
         token = kv.kv_heads * kv.head_dim

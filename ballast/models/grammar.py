@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 MOST_LEXER_STATES = 65_536
-"""Of one grammar, all of its outputs together; some 0.5 KiB each."""
+"""Most lexer states of one grammar, all of its outputs together; some 0.5 KiB each."""
 FIXED_BYTES, BYTES_PER_CHARACTER = 64 << 10, 96
-"""What a compiled grammar takes: measured 30 to 90 bytes a character of schemas and lists of
+"""Bytes of a compiled grammar: measured 30 to 90 bytes a character of schemas and lists of
 choices, with what the first mask adds over a vocabulary of 128,000."""
 _TOKENIZER_FILES = (
     "added_tokens.json",
@@ -103,7 +103,7 @@ def estimated_bytes(text: str) -> int:
 
 
 class Matcher:
-    """What one output follows, and how far it has come."""
+    """State of one output in its grammar."""
 
     def __init__(self, compiled: CompiledGrammar, vocab: int) -> None:
         self._compiled, self._vocab = compiled, vocab

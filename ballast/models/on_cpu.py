@@ -1,4 +1,4 @@
-"""What runs a model on the CPU of this machine."""
+"""Choice of a model's executor on the CPU of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ballast.core.settings import DeviceSettings
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.models.executor import ModelExecutor
-from ballast.models.fused import FusedModel
+from ballast.models.fused.model import FusedModel
 from ballast.models.transformers import TransformersModel
 from ballast.weights.host import HostModel
 

@@ -30,7 +30,7 @@ from ballast.core.units import KiB, ceil_div
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.models.executor import ModelExecutor
-from ballast.models.fused_workspace import workspace_bytes
+from ballast.models.fused.workspace import workspace_bytes
 from ballast.models.module import layer_path
 from ballast.weights.host import HostModel
 from ballast.weights.segment import Segment
@@ -41,7 +41,7 @@ Make = Callable[[HostModel, Sequence[int], int, Layout, Workspace, DeviceSetting
 _PAGE_BYTES = 64 * KiB
 _TOKEN = 1
 _SAMPLING = Sampling(logprobs=0)
-"""Of all that a request may ask for, log-probabilities take most memory of PyTorch's."""
+"""Parameters of the measured jobs: log-probabilities take the most memory of PyTorch's."""
 _DRAWN = 72
 """Bytes of NumPy's, for each token of the vocabulary, while one row is shaped and sampled: with
 min-p, top-k and top-p of equal logits."""
@@ -86,7 +86,7 @@ def _peak(host: HostModel, make: Make, device: DeviceSettings) -> int:
 
 
 def bound(host: HostModel, peak: int, device: DeviceSettings) -> JobMemory:
-    """What to set aside where PyTorch has allocated `peak` bytes at most at a time.
+    """Bound the memory to set aside where PyTorch has allocated at most `peak` bytes at a time.
 
     The C library's heap has holes between its blocks: over jobs of mixed sizes it took 1.3 to 2.6
     times what was allocated at the peak. `AllocatorCap` gives back what goes beyond this bound.

@@ -64,13 +64,13 @@ class StoryRotor:
     def settle(self) -> None:
         """The story tells when nothing is on its way."""
 
-    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+    def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         self.held = rotation.layers[: rotation.slots]
 
     def forget(self) -> None:
         self.held = ()
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
+    def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         """The story tells when a job may begin, if it was before the end."""
         return False
 

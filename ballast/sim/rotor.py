@@ -66,7 +66,7 @@ class SimRotor:
         self._settling = True
         self._tell_settled(self._clock.now())
 
-    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+    def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         now = self._clock.now()
         self._begun(self)
         self._lay(rotation, held)
@@ -82,7 +82,7 @@ class SimRotor:
     def forget(self) -> None:
         self._lay(WHOLE, ())
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
+    def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         if not self._early:
             return False
         self._begun(self)
@@ -135,7 +135,7 @@ class SimRotor:
     # -- inside -----------------------------------------------------------------------------------
 
     def _lay(self, rotation: Rotation, held: Sequence[int]) -> None:
-        """`rotation` is in force, and no load on its way; `held`: as of `turn`."""
+        """`rotation` is in force, and no load on its way; `held`: as of `remap`."""
         self._held = list(held)
         self._slot_of = rotation.slot_of
         self._sharing = {a: b for a, b in sorted(rotation.next_of.items()) if a != b}

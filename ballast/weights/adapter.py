@@ -124,7 +124,7 @@ class AdapterSource:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What the files have for one module."""
+    """The matrices A and B of one module, in the files."""
 
     module: str
     a: Stored
@@ -197,7 +197,7 @@ def _load(
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """What adapter_config.json says of ranks and scales."""
+    """Ranks and scales from adapter_config.json."""
 
     path: Path
     rank: int

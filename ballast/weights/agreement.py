@@ -1,4 +1,4 @@
-"""Whether a module computes the same in our batches as it does in `transformers`' own way.
+"""Check that a module computes the same in our batches as in `transformers`' own way.
 
 The reference is the module's own forward: one sequence at a time, `transformers`' attention and
 masks, and no positions given, so that the module finds them itself. Ours is one flat batch of
@@ -29,7 +29,8 @@ _NAME = "ballast_agreement"
 _LEAST_LAYERS = 5
 """Patterns of layers commonly repeat after four."""
 _TOLERANCE = 5e-3
-"""Of the logits' standard deviation. Rounding makes less than a fifth of it, positions more."""
+"""Largest difference, in standard deviations of the logits. Rounding makes less than a fifth of it,
+positions more."""
 _ATTEMPTS = 3
 """With other tokens: where rounding tips a choice of experts, it does not do so every time."""
 
@@ -54,7 +55,7 @@ def cases(positions: int) -> list[Case]:
 
 @torch.inference_mode()
 def disagreement(module: nn.Module, positions: int, vocab: int) -> str | None:
-    """How the two differ within `positions`, in words; None: they do not.
+    """Compare the two within `positions`; returns the difference in words, or None.
 
     `module` is weightless, and has no more layers than have to be run. Raises whatever the module
     raises when it cannot be run in our way.
@@ -138,7 +139,8 @@ def _theirs(module: Any, case: Case, ids: Tensor) -> Tensor:
 
 
 def _cache_name(module: Any) -> str:
-    """What the module calls its cache: `past_key_values`, and `cache` from transformers 5.24 on."""
+    """Name of the module's argument for its cache: `past_key_values`, and `cache` from transformers
+    5.24 on."""
     return "cache" if "cache" in signature(module.forward).parameters else "past_key_values"
 
 
@@ -260,6 +262,6 @@ ExpertsInterface.register(_NAME, _experts)
 
 
 def layers_to_run(kinds: Sequence[Hashable]) -> int:
-    """How many layers from the first on show every one of `kinds`, one for each layer."""
+    """Number of layers, from the first, that include every one of `kinds`, one for each layer."""
     firsts = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
     return min(len(kinds), max(_LEAST_LAYERS, 1 + max(firsts.values())))

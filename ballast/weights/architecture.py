@@ -1,4 +1,4 @@
-"""What serving needs to know of a decoder: its sizes, its tensors, and how it attends."""
+"""A decoder's architecture: its sizes, its tensors, and how it attends."""
 
 from __future__ import annotations
 

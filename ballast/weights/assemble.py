@@ -1,4 +1,4 @@
-"""How each tensor of an architecture is put together from those in the files.
+"""Assembly of each tensor of an architecture from tensors of the files.
 
 A *recipe* is the tensor in row-major order as a sequence of runs of stored tensors. Mostly that is
 one stored tensor; `transformers` holds the experts of a layer as one tensor where checkpoints have
@@ -73,7 +73,7 @@ class Recipe:
 
 
 def stack(parts: Sequence[Recipe]) -> Recipe:
-    """Along a new first dimension."""
+    """Stack along a new first dimension."""
     return Recipe((len(parts), *parts[0].shape), tuple(run for p in parts for run in p.runs))
 
 
@@ -95,7 +95,7 @@ def concatenate(parts: Sequence[Recipe], dim: int) -> Recipe:
 def recipes(
     architecture: Architecture, stored: Mapping[str, Stored], directory: Path
 ) -> dict[str, Recipe]:
-    """For every name in the architecture that the files have something for. Shapes are as found.
+    """Recipes of all names in the architecture that the files have tensors for, of their shapes.
 
     Raises CheckpointError where parts do not fit together, UnsupportedModel where `transformers`
     would do more with them than stack and concatenate.
@@ -137,7 +137,7 @@ class _Unfit(Exception):
 
 
 def _convert(converter: WeightConverter, by_source: Mapping[str, Sequence[Recipe]]) -> Recipe:
-    """What the converter's operations make of the tensors found for each of its patterns."""
+    """Apply the converter's operations to the tensors found for each of its patterns."""
     missing = [p for p in converter.source_patterns if p not in by_source]
     if missing:
         raise _Unfit(f"nothing is stored for its part {missing[0]}")
@@ -195,7 +195,7 @@ class Sources:
         self._files.close()
 
     def descriptor(self, source: Stored) -> int:
-        """Of the file that a tensor is read from."""
+        """Descriptor of the file that a tensor is read from."""
         return self._fds[source.path]
 
     def read(self, recipe: Recipe, dtype: torch.dtype) -> Tensor:

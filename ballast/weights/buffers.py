@@ -1,4 +1,4 @@
-"""Buffers that no checkpoint holds, such as rotary frequencies: `transformers` computes them."""
+"""Buffers that checkpoints lack, such as rotary frequencies, computed by `transformers`."""
 
 from __future__ import annotations
 

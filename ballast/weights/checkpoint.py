@@ -1,4 +1,4 @@
-"""From a checkpoint's directory to the host tier.
+"""Loading of a checkpoint into the host tier.
 
 Everything that can be known from configuration and headers is checked first
 (`ballast.weights.manifest`); then the files are read, converted to the dtype in which the model is
@@ -90,7 +90,7 @@ def load_host_model(
 def read_spec(
     settings: ModelSettings, ranks: int = 1, isolation: Isolation | None = None
 ) -> ModelSpec:
-    """The spec it would have, of headers alone, on each of so many ranks: no weights are read.
+    """Read a model's spec on each of `ranks` ranks, from headers alone, without its weights.
 
     So segments that are equal to another model's are not known to be, its fingerprint is not that
     of the loaded model, and adapters are not looked at. Raises as `load_host_model`, for what

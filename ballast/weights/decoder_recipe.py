@@ -1,7 +1,7 @@
-"""How the layers of a decoder are computed, as far as those of Llama's kind differ from each other.
+"""Recipes of Llama-like decoders: how their layers are computed, where these differ.
 
-A `DecoderRecipe` is what the fast path (`models/fused.py`) goes by, instead of names of families.
-Its defaults are Llama's. `weights/recipe_search.py` finds the recipe of a module, and
+A `DecoderRecipe` is what the fast path (`models/fused/model.py`) goes by, instead of names of
+families. Its defaults are Llama's. `weights/recipe_search.py` finds the recipe of a module, and
 `weights/recipe_agreement.py` shows that the module computes what its recipe says.
 """
 
@@ -52,15 +52,15 @@ class DecoderRecipe:
     embedding_scale_rounded: bool = False
     """Whether that scale is rounded to the dtype in which the model is served (Gemma)."""
     residual_scale: float = 1.0
-    """By which what attention and MLP add is multiplied (Granite)."""
+    """Factor of what attention and MLP add to the hidden states (Granite)."""
     attention_scale: float | None = None
-    """By which scores are multiplied; None: head_dim ** -0.5."""
+    """Factor of attention scores; None: head_dim ** -0.5."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap); None: they stay."""
     partial_rotary: bool = False
     """Whether only the first elements of a head are rotated."""
     rotary: tuple[str | None, ...] = ()
-    """Of each layer: which of the rotary module's frequencies it rotates by: "" for `inv_freq`, a
+    """Rotary frequencies of each layer, by their name in the rotary module: "" for `inv_freq`, a
     kind of layer (`config.layer_types`) for those of that kind; None: it does not rotate (NoPE).
     Empty: all layers by `inv_freq`."""
     logits_divisor: float = 1.0

@@ -1,4 +1,4 @@
-"""A default dtype of one thread.
+"""PyTorch's default dtype, set for one thread.
 
 `torch.set_default_dtype` holds for all threads of a process: while a model is built, jobs beside
 it would make tensors in that model's dtype, and of two builds at once one may leave its own behind.
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class DefaultDtype(TorchFunctionMode):
-    """Within it, this thread makes tensors in `dtype` where torch would choose its default.
+    """Context in which this thread makes tensors in `dtype` where torch would choose its default.
 
     That is where a floating-point tensor comes of integers and Python's numbers alone, and no dtype
     is named. `torch.get_default_dtype` knows nothing of it.

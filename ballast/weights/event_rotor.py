@@ -1,4 +1,4 @@
-"""The rotor of a GPU: streams wait for each other's events, and the host for none."""
+"""The rotor of a GPU: streams wait for each other's events, without the host."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class EventRotor:
     def settle(self) -> None:
         threading.Thread(target=self._settle, name="settle", daemon=True).start()
 
-    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+    def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         with self._lock:
             self._driver.set_current(self._context)
             self.rotation = rotation
@@ -91,9 +91,9 @@ class EventRotor:
                 self._load(layer)
 
     def forget(self) -> None:
-        self.turn(WHOLE, (), ())
+        self.remap(WHOLE, (), ())
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
+    def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         """A GPU's weights come over streams of its link, whose events this does not know."""
         return False
 
@@ -179,7 +179,7 @@ class EventRotor:
         self._flights.append(_Flight(layer, copy.n_bytes, began, ended))
 
     def _look(self) -> None:
-        """What has landed is counted, and need not be waited for; its events can be used again."""
+        """Count loads that have landed, which need no wait any more, and reuse their events."""
         while self._flights and self._driver.is_done(self._flights[0].ended):
             flight = self._flights.popleft()
             self.loads.n += 1

@@ -32,18 +32,26 @@ from ballast.weights.sharding import WHOLE, Shard
 
 
 class SegmentExchange(Protocol):
-    """What other processes of this host hold; `ballast.cluster.segments.SegmentClient` asks."""
+    """Sharing of segments with other processes of this host.
+
+    Implemented by `ballast.cluster.segments.SegmentClient`.
+    """
 
     def find(self, origin: str) -> tuple[str, int] | None:
-        """The digest of a segment that was made of this, and a descriptor, to be the caller's, if
-        another process holds it: this one does, too, from now on."""
+        """Find a segment of this origin that another process holds; this one then holds it, too.
+
+        Returns its digest and a descriptor, the caller's, or None.
+        """
 
     def share(self, digest: str, fd: int, origin: str | None) -> int | None:
-        """Let others map the segment in `fd`, made of `origin` if that is known; a descriptor of an
-        equal one that one of them has already, to be the caller's, if there is one."""
+        """Let others map the segment in `fd`, of `origin` if that is known.
+
+        Returns a descriptor, the caller's, of an equal segment that another process has already, or
+        None.
+        """
 
     def release(self, digest: str) -> None:
-        """This process does not hold the segment any more."""
+        """Report that this process does not hold the segment any more."""
 
     @property
     def writable(self) -> bool:
@@ -74,7 +82,7 @@ class HostTier:
         self._origins: dict[str, SealedSegment] = {}
         """By what they are made of."""
         self.closing = False
-        """What is being filled fails; set by any thread."""
+        """Fail the fills in progress; set by any thread."""
         self._writable: bool | None = None
         """None: not asked for yet."""
 
@@ -163,7 +171,7 @@ class HostTier:
         return SealedSegment.filled(model, segment, fill_unless_closing, threads, self.writable)
 
     def _shared(self, filled: SealedSegment, origin: str | None) -> SealedSegment:
-        """What was filled, or what another process has that is equal."""
+        """Return the segment that was filled, or an equal one of another process."""
         found = filled
         if self._exchange is not None:
             theirs = self._exchange.share(filled.digest, filled.fd, origin)
@@ -212,9 +220,9 @@ class HostBytes:
             self.close()
             raise
         self.digests = tuple(s.digest for s in self._held)
-        """Of each segment, hex."""
+        """Digest of each segment, hex."""
         self.digest = hashlib.sha256("".join(self.digests).encode()).digest()
-        """Of all of them in order."""
+        """Digest of all segments in order."""
 
     def addresses(self) -> tuple[int, ...]:
         """Where each segment begins."""
@@ -235,7 +243,7 @@ class HostBytes:
 
 @dataclass(frozen=True, slots=True)
 class LoraDelta:
-    """What an adapter adds to a linear module: y += scale * (x A^T) B^T."""
+    """An adapter's change of a linear module: y += scale * (x A^T) B^T."""
 
     module: str
     """Path in the base."""
@@ -267,7 +275,7 @@ class HostModel:
     `config` is the transformers configuration its module is built from; `segments` tell where in
     the memory at `addresses` each tensor of the model is; the addresses of the adapters' segments
     follow. `windows`: how many positions each layer's attention sees. `fused`: the segments are
-    laid out for `models/fused.py`, which computes by `recipe`.
+    laid out for `models/fused/model.py`, which computes by `recipe`.
     """
 
     spec: ModelSpec
@@ -279,7 +287,7 @@ class HostModel:
     fused: bool
     recipe: DecoderRecipe | None = None
     shard: Shard = WHOLE
-    """What part of the model this is."""
+    """The part of the model that this is."""
     adapters: tuple[HostAdapter, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
     """Adapters that are not served, with the reason."""

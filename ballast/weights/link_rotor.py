@@ -1,4 +1,4 @@
-"""The live rotor: jobs tell it which layers they have come to, and its loads go over the link."""
+"""The rotor of a CPU: loads go over the link as jobs advance from layer to layer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class LinkRotor:
     once more by the next. The loop's thread turns and settles, lanes pass, the link's thread tells
     what has landed.
 
-    While the model's weights arrive, passes wait for its layers likewise (`bring`); what that load
-    fails to bring is not tried again.
+    While the model's weights arrive, passes wait for its layers likewise (`start_load`); what that
+    load fails to bring is not tried again.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LinkRotor:
         self._broken: dict[int, str] = {}
         """Layers that could not be brought to where they are read, and why."""
         self._arrival: _Arrival | None = None
-        """Of all weights, the last that jobs did not have to wait for as a whole."""
+        """The last arrival of all weights that jobs did not have to wait for as a whole."""
         self._settling = False
         self._stalled = 0.0
         """Seconds, since they were last asked for."""
@@ -80,14 +80,14 @@ class LinkRotor:
         if quiet:
             self._settled()
 
-    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+    def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         self._begin(rotation, held, missing)
 
     def forget(self) -> None:
         self._broken.clear()
         self._begin(WHOLE, (), ())
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
+    def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         if self._opened is None:
             return False
         arrival = _Arrival(self, transfer_id, coming)

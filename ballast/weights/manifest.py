@@ -1,4 +1,4 @@
-"""What a checkpoint's files say, before its weights are read: plain data, checked in full.
+"""A checkpoint's contents before its weights are read: plain data, checked in full.
 
 Finding out runs code of `transformers` on a configuration that anybody may have written, so it is
 done in a process of its own where there is one (`ballast.isolation`); what comes back can be sent
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # it needs packages that who only reads weights can do withou
 
 @dataclass(frozen=True, slots=True)
 class ManifestRequest:
-    """What is to be read: a model's checkpoint, or one rank's part of it."""
+    """A checkpoint to read, or one rank's part of it."""
 
     settings: ModelSettings
     shard: Shard = WHOLE
@@ -77,7 +77,7 @@ class Manifest:
     segments: tuple[Segment, ...]
     fused: bool
     recipe: DecoderRecipe | None
-    """What the fast path goes by, if `fused`."""
+    """How the fast path computes a layer, if `fused`."""
     fingerprint: str
     """Hex digest of everything but the elements."""
     modules: dict[str, tuple[int, int]]

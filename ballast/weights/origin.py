@@ -1,4 +1,4 @@
-"""What a segment's bytes are made of, as far as it shows without reading them.
+"""Identity of a segment's bytes, as far as it can be known without reading them.
 
 A file is told from what it was, and from any other, by its place in its file system, its size, and
 the times of its last changes, of which the kernel keeps one (`ctime`) that no program can set. Like

@@ -1,9 +1,9 @@
-"""How each tensor of a segment is laid out in memory: as stored, or packed for our linear layers.
+"""Memory layout of each tensor of a segment: as stored, or packed for our linear layers.
 
 `as_stored` keeps the architecture's own tensors, for `models/transformers.py`. `fused` lays layers
-of Llama's kind out, by their recipe (`ballast.weights.decoder_recipe`), for `models/fused.py`:
-query, key and value projections as one matrix, gate and up as another, all matrices in panels, so
-that a step reads each from front to back.
+of Llama's kind out, by their recipe (`ballast.weights.decoder_recipe`), for
+`models/fused/model.py`: query, key and value projections as one matrix, gate and up as another, all
+matrices in panels, so that a step reads each from front to back.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Layout = tuple[tuple[str, tuple[PackedTensor, ...]], ...]
 def as_stored(
     architecture: Architecture, dtype: str, linears: Collection[str] = frozenset()
 ) -> Layout:
-    """Every tensor as the architecture has it, but for weights named in `linears`: in panels.
+    """Lay tensors out as the architecture has them, but weights named in `linears` in panels.
 
     In `dtype`, but for those that have one of their own.
     """
@@ -60,7 +60,8 @@ def as_stored(
 
 
 def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Layout | None:
-    """The layout of the fast path, in the roles that `models/fused.py` knows; None: it has none.
+    """The layout of the fast path, in the roles that `models/fused/model.py` knows; None: it has
+    none.
 
     Roles: `embeddings`, `norm` and `head` (`embeddings` and `head` on one tensor where they are
     tied); in layers the matrices and norms of `ballast.weights.decoder_recipe`, and biases as
@@ -94,7 +95,7 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
 
 
 def build(tensor: PackedTensor, read: Read, served: torch.dtype) -> Tensor:
-    """The elements of a packed tensor as they lie in memory, flat.
+    """Build the elements of a packed tensor as they lie in memory, flat.
 
     Vectors that are kept in float32 are rounded to the dtype that is `served` all the same.
     """

@@ -1,4 +1,4 @@
-"""How the experts of a layer are laid out in memory for `models/fused_experts.py`.
+"""Memory layout of a layer's experts, for `models/fused/experts.py`.
 
 `transformers` holds a layer's experts as two tensors, (experts, 2 * inner, hidden) and (experts,
 hidden, inner). In memory each expert's matrix is in panels of its own (`kernels/linear.py`), one
@@ -52,7 +52,7 @@ def routing_of(config: Any) -> Routing | None:
 
 
 def is_known(architecture: Architecture) -> bool:
-    """Whether the experts of a decoder are such as `models/fused_experts.py` runs."""
+    """Whether the experts of a decoder are such as `models/fused/experts.py` runs."""
     config = architecture.config.get_text_config()
     routing = routing_of(config)
     # A wrapper may do more with a text than its text model does: nothing here compares them.
@@ -62,7 +62,7 @@ def is_known(architecture: Architecture) -> bool:
 
 
 def pop_experts(by_part: dict[str, ModelTensor], dtype: str) -> tuple[PackedTensor, ...]:
-    """Take router and experts out of a layer's tensors, by their names in the layer.
+    """Remove router and experts from a layer's tensors, by their names, and pack them.
 
     Empty, and nothing is taken, if they are not all there.
     """
@@ -89,7 +89,7 @@ def _tensor(role: str, w: ModelTensor, dtype: str, layout: str) -> PackedTensor:
 
 
 def build(tensor: PackedTensor, expert: int, read: ReadPart) -> Tensor:
-    """One expert's matrix of a tensor in one of `LAYOUTS`, as it lies in memory."""
+    """Build one expert's matrix of a tensor in one of `LAYOUTS`, as it lies in memory."""
     _, n, k = tensor.shape
     matrix = torch.empty(n, k, dtype=_DTYPES[tensor.dtype])
     read(tensor.sources[0], expert * n * k, matrix.view(-1))

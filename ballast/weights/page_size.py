@@ -18,7 +18,7 @@ from ballast.core.units import MiB
 from ballast.weights.stored import served_tensors
 
 LARGE_PAGE = 2 * MiB
-"""What one table of page-table entries covers on x86-64 and on arm64 with pages of 4 KiB."""
+"""Bytes that one page table covers on x86-64, and on arm64 with pages of 4 KiB."""
 MOST_WASTE = 0.05
 """Part of a model's weights that rounding segments up to large pages may add."""
 LEAST_PAGES = 128
@@ -93,7 +93,7 @@ def _crowd(
 
 
 def waste(segments: Iterable[int], page_bytes: int, ranks: int = 1) -> float:
-    """What rounding up to pages adds to segments of so many bytes, in parts of these; each of
+    """Bytes added by rounding segments up to pages, as a part of the segments' bytes; each of
     `ranks` has an equal part of every segment, in pages of its own."""
     parts = [n / ranks for n in segments]
     backed = sum(math.ceil(n / page_bytes) * page_bytes for n in parts)

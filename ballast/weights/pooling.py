@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of an embedding model, by the files of sentence-transformers."""
+"""Detection of embedding models, by the files of sentence-transformers."""
 
 from __future__ import annotations
 

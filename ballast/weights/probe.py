@@ -25,7 +25,7 @@ _HARMLESS = {"dropout", "logits_to_keep", "position_ids", "use_cache"}
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What a query may see: the last `window` positions, or all there are, if it is `causal`."""
+    """Positions that a query sees: if `causal`, the last `window`, or all before it."""
 
     causal: bool
     window: int | None = None
@@ -42,7 +42,7 @@ class AttentionCall:
     scale: float | None
     softcap: float | None
     window: int | None
-    """What the attention was given as its argument."""
+    """The window that was passed as an argument of attention."""
     mask: Mask | None
     """None: without one, or with one that was altered on its way."""
     causal: bool
@@ -54,7 +54,7 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class ProbeResult:
-    """What one call of a module passed to attention, masks and experts."""
+    """Arguments that one call of a module passed to attention, masks and experts."""
 
     positions: int
     """Most tokens of a sequence; windows are found up to that."""

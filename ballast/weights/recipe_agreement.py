@@ -1,4 +1,4 @@
-"""Whether a module computes what a recipe says, so that the fast path can take its place.
+"""Check that a module computes what its recipe says, so that the fast path can replace it.
 
 The recipe is followed here in plain tensors, with the module's own linear layers and vectors, and
 its logits are compared with the module's. Both run without the model's weights, in the batches of
@@ -20,7 +20,7 @@ from ballast.weights.decoder_recipe import GELU, SILU, DecoderRecipe, matrices, 
 from ballast.weights.recipe_search import LayerSizes, frequencies, scaling
 
 _TOLERANCE = 1e-3
-"""Of the logits' standard deviation. Rounding makes some 1e-6 of it."""
+"""Largest difference, in standard deviations of the logits. Rounding makes some 1e-6 of it."""
 
 
 @torch.inference_mode()

@@ -50,7 +50,7 @@ _SAME = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
-    """Of the attention and the MLP of every layer."""
+    """Sizes of the attention and the MLP, the same in every layer."""
 
     heads: int
     kv_heads: int
@@ -114,7 +114,7 @@ def candidates(
 
 
 def _structure(layer: Mapping[str, tuple[int, ...]], head_dim: int) -> DecoderRecipe | None:
-    """What the names of a layer's tensors say of it; None: it is of no known kind."""
+    """Recipe of a layer as far as its tensors' names show it; None: of no known kind."""
     norms = sorted({name.split(".")[0] for name in layer if "layernorm" in name})
     where = _NORMS.get(tuple(norms))
     if where is None:
@@ -214,10 +214,10 @@ def _rotaries(
 
 
 def frequencies(name: str) -> str:
-    """What the rotary module calls the frequencies that a recipe calls `name`."""
+    """Attribute of the rotary module with the frequencies that a recipe calls `name`."""
     return f"{name}_inv_freq" if name else "inv_freq"
 
 
 def scaling(name: str) -> str:
-    """What the rotary module calls the factor of their cosines and sines."""
+    """Attribute of the rotary module with the factor of their cosines and sines."""
     return f"{name}_attention_scaling" if name else "attention_scaling"

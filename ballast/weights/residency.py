@@ -72,7 +72,7 @@ class WeightsOnDevice:
         self._tabulate(place_segments(spec, self._range, host_addresses, shared or {}))
         layers = self.segments[1 : 1 + spec.n_layers]
         self.rotor = make_rotor(spec, [s.copy for s in layers]) if make_rotor else None
-        self.stirred = False
+        self.may_be_loading = False
         """Loads of layers may be in flight: layers rotate, or did and no job has passed since."""
         self._backed = False
         self._filled = False
@@ -105,7 +105,7 @@ class WeightsOnDevice:
         """Map pages for all segments and start the transfer that fills them; or do nothing.
 
         `ahead`: most bytes that may still be in flight when the first job begins
-        (`FirstJobReady`), if its rotor can have jobs wait for the layers that these hold.
+        (`FirstJobReadyEvent`), if its rotor can have jobs wait for the layers that these hold.
 
         Segments that another model has loaded are mapped, not copied; if all are, `filled` holds at
         once and no transfer starts. `Short.pages`: pages that the pool lacks. If a mapping or the
@@ -148,7 +148,7 @@ class WeightsOnDevice:
 
         Whole models are one stream of the link, which is served in order: when this transfer has
         ended, so have those before it that load shared segments. Its end is posted as
-        `TransferDone`, upon which `landed` is to be called.
+        `TransferDoneEvent`, upon which `transfer_landed` is to be called.
         """
         wanted: list[int] = []
         brought: list[SharedSegment] = []
@@ -179,7 +179,7 @@ class WeightsOnDevice:
         Only the other model's transfer shows when a segment that it loads has landed, so there must
         be none of these.
         """
-        if self.rotor is None or ahead <= 0 or self.stirred:
+        if self.rotor is None or ahead <= 0 or self.may_be_loading:
             return False
         if not all(s.filled or s in brought for s in self.shared):
             return False
@@ -195,9 +195,9 @@ class WeightsOnDevice:
             return False
         opens = max(min(there.values()), n_bytes - ahead)
         copies = [self.segments[i].copy for i in order]
-        return self.rotor.bring(transfer_id, copies, ArrivalPlan(there, opens))
+        return self.rotor.start_load(transfer_id, copies, ArrivalPlan(there, opens))
 
-    def landed(self) -> bool:
+    def transfer_landed(self) -> bool:
         """Handle the success of the transfer; returns whether all bytes are present.
 
         They are not where another model was to load a shared segment and failed: `fill` again then.
@@ -209,12 +209,12 @@ class WeightsOnDevice:
         return self.filled
 
     @property
-    def here_pages(self) -> int:
+    def present_pages(self) -> int:
         """Pages, while present, of segments that no other model contains, less those that slots
         save."""
         return self.own_pages - self.slots.saved_pages
 
-    def turn(self, wanted: Rotation) -> Short | None:
+    def remap(self, wanted: Rotation) -> Short | None:
         """Change which layers rotate; or change nothing, where the pool is short.
 
         No job of the model is in flight, and its rotor is settled. Raises BrokenPromise for layers
@@ -222,15 +222,15 @@ class WeightsOnDevice:
         """
         if self.rotor is None or not self._backed:
             raise BrokenPromise(f"{self.spec.name}: its layers cannot rotate now")
-        turned = self.slots.turn(wanted, self.rotor.held)
-        if isinstance(turned, Short):
-            return turned
-        self.stirred = True
+        contents = self.slots.remap(wanted, self.rotor.held)
+        if isinstance(contents, Short):
+            return contents
+        self.may_be_loading = True
         self.version.n += 1
-        self.rotor.turn(wanted, turned.held, turned.missing)
+        self.rotor.remap(wanted, contents.held, contents.missing)
         return None
 
-    def lost(self) -> None:
+    def transfer_failed(self) -> None:
         """Handle the failure of the transfer while a job that waits for its layers keeps the pages:
         other models may load the shared segments themselves."""
         for segment in self.shared:
@@ -251,16 +251,16 @@ class WeightsOnDevice:
                 segment.free()
         self._drop_own()
 
-    def going(self) -> None:
+    def announce_eviction(self) -> None:
         """Announce an eviction to the shared segments, which are about to lose this holder."""
         self._going = True
         for segment in self.shared:
             segment.mark_leaving(self.spec.name)
 
-    def passed(self) -> None:
+    def job_passed(self) -> None:
         """Handle the end of a job that has run all layers: if none rotates, all are present."""
-        if self.stirred and self.slots.rotation == WHOLE:
-            self.stirred = False
+        if self.may_be_loading and self.slots.rotation == WHOLE:
+            self.may_be_loading = False
 
     def may_rotate(self, digests: Iterable[str]) -> bool:
         """Whether any layer that may rotate has one of these digests; shared, it could not."""
@@ -299,7 +299,7 @@ class WeightsOnDevice:
     def validate(self) -> None:
         """Raises BrokenPromise unless range, segments and the pool's ledger agree."""
         self._range.validate()
-        own = self.here_pages - self.slots.pages if self._backed else 0
+        own = self.present_pages - self.slots.pages if self._backed else 0
         if own != self._pool.ledger.owned(self.owner):
             raise BrokenPromise(
                 f"{self.owner}: owns {self._pool.ledger.owned(self.owner)}, not {own}"
@@ -354,6 +354,6 @@ class WeightsOnDevice:
             self.slots.dissolve()
         for at, n in own_stretches(self.segments, rotating) if rotating else self._own:
             self._range.release(at, n)
-        if self.stirred and self.rotor is not None:
+        if self.may_be_loading and self.rotor is not None:
             self.rotor.forget()
-        self.stirred = False
+        self.may_be_loading = False

@@ -48,10 +48,10 @@ class Rotor(Protocol):
         """By slot of the rotation in force, the layer whose bytes it holds; while settled."""
 
     def settle(self) -> None:
-        """Start no more loads; once none is in flight, a `Settled` is posted. No job of the model
-        runs or begins until `turn` or `forget`."""
+        """Start no more loads; once none is in flight, a `RotationSettledEvent` is posted. No job
+        of the model runs or begins until `remap` or `forget`."""
 
-    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+    def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         """Put `rotation` in force, whose slots have been mapped beneath its layers.
 
         `held`: by slot, the layer whose bytes it holds, or -1; `missing`: layers that do not rotate
@@ -61,10 +61,10 @@ class Rotor(Protocol):
     def forget(self) -> None:
         """Forget the rotation: the weights were evicted, and no load is in flight."""
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
-        """Start the transfer that loads the model's weights, and post `FirstJobReady` during it:
-        from then on jobs wait for each layer that they come to. The end is posted as
-        `TransferDone`, before any job can have passed the last layer, or failed for want of
+    def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
+        """Start the transfer that loads the model's weights, and post `FirstJobReadyEvent` during
+        it: from then on jobs wait for each layer that they come to. The end is posted as
+        `TransferDoneEvent`, before any job can have passed the last layer, or failed for want of
         one.
 
         Returns False, with nothing started, where jobs have to wait for the whole load.

@@ -20,7 +20,7 @@ _SEALS = _SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 class SealedSegment:
-    """The memory of one segment, which any number of models hold. One memfd, mapped read only."""
+    """The memory of one segment, held by any number of models: a memfd, mapped read only."""
 
     def __init__(self, fd: int, n_bytes: int, digest: str) -> None:
         """Takes `fd` over. Raises DeviceError where it is no sealed file of this size, OSError

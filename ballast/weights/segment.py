@@ -1,4 +1,4 @@
-"""Segments: tensors packed one after the other, which are filled piece by piece."""
+"""Segments: tensors packed one after the other, filled piece by piece."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class PackedTensor:
 
     @property
     def piece_bytes(self) -> int:
-        """Of what is filled at once."""
+        """Bytes that are filled at once."""
         return PIECE_BYTES if self.as_stored else self.n_bytes // self.parts
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The unit in which weights come and go. `n_bytes`: packed, a multiple of 64."""
+    """The unit of weights that is loaded and evicted. `n_bytes`: packed, a multiple of 64."""
 
     name: str
     n_bytes: int
@@ -72,7 +72,7 @@ Fill = Callable[[Piece], bytes]
 
 
 Origin = Callable[[Segment], str | None]
-"""What a segment's bytes would be made of: equal only where these are. None: it is not known."""
+"""Identity of the sources of a segment's bytes: equal only where the bytes are; None: unknown."""
 
 
 def pack(name: str, tensors: Sequence[PackedTensor]) -> Segment:
@@ -85,7 +85,7 @@ def pack(name: str, tensors: Sequence[PackedTensor]) -> Segment:
 
 
 def whole_pages(segment: Segment) -> int:
-    """Bytes of its memory, in whole pages of the operating system."""
+    """Bytes of a segment's memory, in whole pages of the operating system."""
     return _up(max(segment.n_bytes, 1), mmap.PAGESIZE)
 
 

@@ -1,4 +1,4 @@
-"""A model divided over the ranks of a tensor-parallel group: what of each tensor a rank has.
+"""Division of a model's tensors over the ranks of a tensor-parallel group.
 
 ::
 
@@ -49,7 +49,7 @@ WHOLE = Shard(0, 1)
 
 
 def divided(architecture: Architecture, name: str, shard: Shard) -> Architecture:
-    """The same with the sizes of one rank's part. Raises ConfigError where they do not divide."""
+    """Return the architecture of one rank's part. Raises ConfigError where sizes do not divide."""
     a = architecture
     for what, n in (
         ("heads", a.heads),
@@ -81,7 +81,7 @@ def divided(architecture: Architecture, name: str, shard: Shard) -> Architecture
 def narrowed(
     plan: Mapping[str, Recipe], architecture: Architecture, shard: Shard
 ) -> dict[str, Recipe]:
-    """Recipes of the tensors of `architecture`, which is divided, from those of whole ones."""
+    """Narrow recipes of whole tensors to the parts in `architecture`, which is divided."""
     found = {}
     for _, wanted in architecture.segments:
         for w in wanted:

@@ -25,7 +25,7 @@ _OWNER_DIGITS = 12
 
 
 class Container(Protocol):
-    """The weights of a model that contains a segment."""
+    """Weights of a model that contain a segment."""
 
     version: Version
 

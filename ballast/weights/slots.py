@@ -5,7 +5,7 @@
     weights:a    [ 7 ][ 3 ][ 9 ][ 3 ]        layers 0 .. 3; 1 and 3 rotate through one slot
     owners       pages 7, 9: weights:a        3: slots:a, lent to weights:a twice
 
-Which layers rotate changes between jobs (`turn`); a job maps nothing. Layers whose slot stays the
+Which layers rotate changes between jobs (`remap`); a job maps nothing. Layers whose slot stays the
 same are not touched, so that a change costs what it changes.
 """
 
@@ -35,8 +35,8 @@ class LayerPages:
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
-    """What bytes are where after a change."""
+class SlotContents:
+    """Where layers' bytes are after a change of rotation."""
 
     held: tuple[int, ...]
     """By slot, the layer whose bytes are there, or -1."""
@@ -86,7 +86,7 @@ class Slots:
         """Return why these layers cannot rotate; None: they can."""
         return wanted.refusal(self.rotatable)
 
-    def turn(self, wanted: Rotation, held: Sequence[int]) -> Turned | Short:
+    def remap(self, wanted: Rotation, held: Sequence[int]) -> SlotContents | Short:
         """Change the layers that rotate; or change nothing, where the pool is short.
 
         `held`: by slot, the layer whose bytes are there. No job and no load of the model may be
@@ -136,7 +136,7 @@ class Slots:
             if layer not in mapped:
                 self._range.alias(self._where(layer)[0], self._pages[slot], self.owner)
         self.rotation = wanted
-        return Turned(tuple(holding), tuple(sorted(missing)))
+        return SlotContents(tuple(holding), tuple(sorted(missing)))
 
     def dissolve(self) -> None:
         """Free all slots, and with them the memory of rotating layers, before an eviction."""

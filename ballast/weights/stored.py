@@ -1,4 +1,4 @@
-"""Tensors as they lie in safetensors files: found by their headers, with nothing mapped.
+"""Tensors in safetensors files, located by their headers, with nothing mapped.
 
 A header is checked in full before any data is read, so that a checkpoint that cannot be used is
 told with the file and the tensor at fault, and not by a failed job later.
@@ -58,7 +58,7 @@ class Stored:
 
 
 def find_tensors(directory: Path) -> dict[str, Stored]:
-    """All tensors of a checkpoint, by name.
+    """Find all tensors of a checkpoint, by name.
 
     One file, or the shards of an index. Raises CheckpointError for a header that does not hold
     together, a file shorter than its header says, and a missing shard.
@@ -86,7 +86,7 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
 
 
 def served_bytes(directory: Path, dtype: str) -> int:
-    """About what a checkpoint's weights take where they are served in `dtype` (`auto`: its own).
+    """Estimate the bytes of a checkpoint's weights when served in `dtype` (`auto`: its own).
 
     Raises CheckpointError, as `find_tensors`.
     """
@@ -94,7 +94,7 @@ def served_bytes(directory: Path, dtype: str) -> int:
 
 
 def served_tensors(directory: Path, dtype: str) -> dict[str, int]:
-    """The same by tensor, by its name in the checkpoint."""
+    """Estimate as `served_bytes`, of each tensor by its name in the checkpoint."""
     tensors = find_tensors(directory)
     if dtype == "auto":
         halves = sum(t.n_bytes for t in tensors.values() if t.dtype == "BF16")
@@ -105,7 +105,7 @@ def served_tensors(directory: Path, dtype: str) -> dict[str, int]:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of one file. Raises CheckpointError."""
+    """Read the header of one file: its tensors. Raises CheckpointError."""
     size = path.stat().st_size
     with open(path, "rb", buffering=0) as file:
         prefix = file.read(8)

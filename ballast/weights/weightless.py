@@ -1,4 +1,4 @@
-"""A module that computes on the CPU at any size, in hardly any memory: without its weights.
+"""Modules without weights, which compute on the CPU at any size, in hardly any memory.
 
 What a module asks of its attention, and which positions it goes by, does not depend on the elements
 of its matrices. So linear layers and experts, which are nearly all of a model, are replaced by
@@ -66,7 +66,7 @@ def make_weightless(module: nn.Module, kind: str) -> None:
 
 
 def is_light(module: nn.Module) -> bool:
-    """Whether nothing large is left to multiply with: no matrix that stays a parameter."""
+    """Whether no large matrix is left as a parameter, so that the module is quick to run."""
     return all(
         parameter.numel() <= _LARGE
         for owner in module.modules()

@@ -144,7 +144,7 @@ def test_layers_on_their_way_back_are_not_shared(
         def look(now: float, output: Output) -> None:
             assert act is not None
             act(now, output)
-            seen.append((weights.slots.rotation == WHOLE, weights.stirred))
+            seen.append((weights.slots.rotation == WHOLE, weights.may_be_loading))
 
         server.listen = look
         assert weights.may_rotate(of_layers)

@@ -22,7 +22,7 @@ from ballast.kernels.triton.attention import TritonAttention
 from ballast.kernels.triton.layer import TritonLayer
 from ballast.models.gpu.fused import GpuFusedModel
 from tests.kernels.attention_cases import DEVICE, GPU, Job
-from tests.models.test_fused import checkpoint
+from tests.models.fused.test_fused import checkpoint
 from tests.models.tiny import GREEDY, Served
 
 NEAR: dict[torch.dtype, dict[str, float]] = {

@@ -88,7 +88,7 @@ def test_layers_that_rotate_are_there_when_they_are_read(driver: CudaDriver) -> 
     copies = [Copy(r.address(i * each), host[i].data_ptr(), LAYER) for i in range(n)]
     context = driver.retain_context(driver.device(0))
     rotor = EventRotor(driver, context, copies, compute.current, lambda: None)
-    rotor.turn(Rotation(tuple(range(n)), slots), [-1] * slots, ())
+    rotor.remap(Rotation(tuple(range(n)), slots), [-1] * slots, ())
     views = [cuda_tensor_at(c.dst, (LAYER // 4,), torch.float32, GPU) for c in copies]
     sums = torch.zeros((20, n), device=GPU)
     with compute.on(lane):
@@ -101,7 +101,7 @@ def test_layers_that_rotate_are_there_when_they_are_read(driver: CudaDriver) -> 
     driver.finish(lane)
     assert sums.tolist() == [[2.0 * (layer + 1) for layer in range(n)]] * len(sums)
     rotor.rest()
-    rotor.turn(WHOLE, (), ())
+    rotor.remap(WHOLE, (), ())
     rotor.close()
     driver.destroy_stream(lane)
     driver.release_context(driver.device(0))

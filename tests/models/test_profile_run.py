@@ -18,7 +18,7 @@ from ballast.core.settings import AdapterSettings, DeviceSettings, ModelSettings
 from ballast.core.units import MiB, ceil_div
 from ballast.models import profile_run
 from ballast.models.executor import ModelExecutor
-from ballast.models.fused_workspace import workspace_bytes
+from ballast.models.fused.workspace import workspace_bytes
 from ballast.models.on_cpu import on_cpu
 from ballast.models.profile_run import measured
 from ballast.weights.checkpoint import load_host_model

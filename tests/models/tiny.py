@@ -18,8 +18,8 @@ from ballast.core.settings import ModelSettings
 from ballast.kernels.gpu.batch import Attention, GpuBatch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
-from ballast.models.fused import FusedModel
-from ballast.models.fused_workspace import workspace_bytes
+from ballast.models.fused.model import FusedModel
+from ballast.models.fused.workspace import workspace_bytes
 from ballast.models.gpu.executor import GpuExecutor, GpuTransformersModel
 from ballast.models.gpu.fused import GpuFusedModel
 from ballast.models.gpu.parallel import GpuParallelModel

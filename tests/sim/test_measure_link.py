@@ -39,7 +39,7 @@ def test_a_model_on_the_device_is_copied_both_ways(tmp_path: Path) -> None:
         assert m.weights.activate(device.state.next_transfer()) is None
         (done,) = device.inbox.take(None)
         assert isinstance(done, TransferDoneEvent)
-        assert m.weights.landed()
+        assert m.weights.transfer_landed()
         meter = LinkMeter()
         meter.activated(done)
         meter.measure(device, m)

@@ -132,7 +132,7 @@ def by_flows(course: Course) -> Seen:
         n, held = course.layers[step.model], list(rotor.held)
         seen.append((device.clock.now(), *held))
         kept, missing = turned(n, now[step.model], held, step.rotation)
-        rotor.turn(step.rotation, kept, missing)
+        rotor.remap(step.rotation, kept, missing)
         now[step.model] = step.rotation
     while device.heap.agenda.next < float("inf"):
         device.heap.agenda.run(device.heap.agenda.next)
@@ -309,7 +309,7 @@ def test_jobs_that_follow_each_other_come_to_wait_as_the_arithmetic_of_plans_say
     """Times are quarters of a layer's work, so that what repeats does so soon."""
     n, rotation = plan
     device = Device(LinkRates.even(4.0))
-    device.make("m", n, transfer).turn(rotation, [-1] * rotation.slots, ())
+    device.make("m", n, transfer).remap(rotation, [-1] * rotation.slots, ())
     stalls = []
     for _ in range(72):
         stalls.append(device.run("m", float(n)))
@@ -325,7 +325,7 @@ def test_loads_and_other_traffic_slow_each_other() -> None:
         device = Device(rates)
         for i, (stream, direction) in enumerate(others):
             device.link.start(i, [Copy(0, 0, 10**6)], stream, direction)
-        device.make("m", 2, 50).turn(Rotation((0, 1), 1), [0], ())
+        device.make("m", 2, 50).remap(Rotation((0, 1), 1), [0], ())
         return device.run("m", 2.0)
 
     assert waits() == 0.5
@@ -337,7 +337,7 @@ def test_loads_and_other_traffic_slow_each_other() -> None:
 def test_a_transfer_is_as_slow_as_loads_leave_it() -> None:
     """300 bytes beside a load of 50 at 1 to 2 s, and one at 2.5 to 3.5 s: half the rate then."""
     device = Device(LinkRates.even(100.0))
-    device.make("m", 2, 50).turn(Rotation((0, 1), 1), [0], ())
+    device.make("m", 2, 50).remap(Rotation((0, 1), 1), [0], ())
     device.link.start(0, [Copy(0, 0, 300)])
     pace = device.begin("m", 2.0)
     (done,) = device.heap.take(None)
@@ -348,7 +348,7 @@ def test_a_transfer_is_as_slow_as_loads_leave_it() -> None:
 
 def test_a_model_whose_layers_stay_is_not_slowed_by_one_whose_layers_come_and_go() -> None:
     device = Device(LinkRates.even(100.0))
-    device.make("a", 4, 500).turn(Rotation((0, 1, 2), 1), [0], ())
+    device.make("a", 4, 500).remap(Rotation((0, 1, 2), 1), [0], ())
     device.make("b", 4, 500)
     assert device.run("a", 1.0) > 9
     assert device.run("b", 1.0) == 0
@@ -356,7 +356,7 @@ def test_a_model_whose_layers_stay_is_not_slowed_by_one_whose_layers_come_and_go
 
 def test_a_newcomer_that_is_refused_does_not_stand_for_the_model_that_is_there() -> None:
     device = Device(LinkRates.even(100.0))
-    device.make("a", 2, 50).turn(Rotation((0, 1), 1), [0], ())
+    device.make("a", 2, 50).remap(Rotation((0, 1), 1), [0], ())
     device.make("a", 2, 50)
     assert device.run("a", 2.0) == 0.5
 
@@ -365,7 +365,7 @@ def test_loads_of_jobs_at_the_same_time_use_what_the_others_leave_of_the_link() 
     """The second job's load at 1..2 s has the link alone; from 2 s on the first one's has half."""
     device = Device(LinkRates.even(100.0))
     for name in "ab":
-        device.make(name, 4, 100).turn(Rotation((0, 2), 1), [0], ())
+        device.make(name, 4, 100).remap(Rotation((0, 2), 1), [0], ())
     first = device.begin("a", 8.0)  # loads from 2 s on, needed at 4 s
     second = device.begin("b", 4.0)  # loads from 1 s on, needed at 2 s; then from 3 s on
     device.wait(8.0)

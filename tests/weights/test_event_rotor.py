@@ -46,7 +46,7 @@ class World:
         ]
         self.rotor = EventRotor(driver, self.context, copies, lambda: self.lane, self.settled.set)
         self.place({i: i for i in range(N)})
-        self.rotor.turn(WHOLE, (), range(N))
+        self.rotor.remap(WHOLE, (), range(N))
 
     def place(self, handle_of: dict[int, int]) -> None:
         for layer in list(self.mapped):
@@ -75,7 +75,7 @@ class World:
         missing = [i for i in range(N) if i not in slots and i not in pages]
         pages |= {i: spare.pop() for i in missing}
         self.place(pages | {i: slot_pages[s] for i, s in slots.items()})
-        self.rotor.turn(wanted, [-1] * wanted.slots, missing)
+        self.rotor.remap(wanted, [-1] * wanted.slots, missing)
 
     def run_pass(self, upto: int = N) -> None:
         """Launches all of it before anything runs; the job then waits for its stream."""

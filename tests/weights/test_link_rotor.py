@@ -98,7 +98,7 @@ def run_pass(link: SlowLink, rotor: LinkRotor, n: int, upto: int | None = None) 
 
 
 def turn(link: SlowLink, rotor: LinkRotor, n: int, wanted: Rotation) -> None:
-    """As `Slots.turn` would: new places, of which some hold what is said, unless it has failed."""
+    """As `Slots.remap` would: new places, of which some hold what is said, unless it has failed."""
     slot_of = {layer: n + i % wanted.slots for i, layer in enumerate(wanted.layers)}
     there_before = [link.there[link.place(i)] == i for i in range(n)]
     whole = [i for i in range(n) if i not in rotor.rotation.layers or i in rotor.held]
@@ -113,7 +113,7 @@ def turn(link: SlowLink, rotor: LinkRotor, n: int, wanted: Rotation) -> None:
         there.append(layer if layer >= 0 and there_before[layer] else None)
     link.there = there
     link.place = lambda layer: slot_of.get(layer, layer)
-    rotor.turn(wanted, held, missing)
+    rotor.remap(wanted, held, missing)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -246,7 +246,7 @@ def arriving() -> tuple[HeldLink, Any, list[int], threading.Event]:
 
 def test_passes_wait_for_what_a_load_has_not_brought_yet() -> None:
     link, rotor, opened, _ = arriving()
-    assert rotor.bring(7, [], COMING)
+    assert rotor.start_load(7, [], COMING)
     (watch,) = link.watches
     watch.landed(49)
     assert (opened, rotor.begin_pass()) == ([], {1, 2})
@@ -275,7 +275,7 @@ def test_passes_wait_for_what_a_load_has_not_brought_yet() -> None:
 
 def test_what_a_failed_load_has_not_brought_fails_passes_and_is_not_tried_again() -> None:
     link, rotor, _, _ = arriving()
-    rotor.bring(7, [], COMING)
+    rotor.start_load(7, [], COMING)
     (watch,) = link.watches
     watch.landed(30)
     watch.ended("the host is gone")
@@ -285,15 +285,15 @@ def test_what_a_failed_load_has_not_brought_fails_passes_and_is_not_tried_again(
         with pytest.raises(DeviceError, match="the host is gone"):
             rotor.wait(1)
     assert len(link.watches) == 1
-    rotor.bring(8, [], COMING)
+    rotor.start_load(8, [], COMING)
     link.watches[1].ended(None)
     assert rotor.begin_pass() == frozenset()
 
 
 def test_what_is_told_late_of_an_earlier_load_says_nothing_of_this_one() -> None:
     link, rotor, opened, _ = arriving()
-    rotor.bring(7, [], COMING)
-    rotor.bring(8, [], ArrivalPlan({2: 20}, 20))
+    rotor.start_load(7, [], COMING)
+    rotor.start_load(8, [], ArrivalPlan({2: 20}, 20))
     earlier, now = link.watches
     earlier.landed(60)
     earlier.ended(None)
@@ -310,7 +310,7 @@ def test_a_load_that_cannot_be_started_keeps_nobody_waiting() -> None:
     link, rotor, _, _ = arriving()
     link.refuses = True
     with pytest.raises(DeviceError, match="closed"):
-        rotor.bring(7, [], COMING)
+        rotor.start_load(7, [], COMING)
     assert rotor.begin_pass() == frozenset()
     rotor.wait(2)
 
@@ -318,5 +318,5 @@ def test_a_load_that_cannot_be_started_keeps_nobody_waiting() -> None:
 def test_a_rotor_that_tells_nobody_leaves_the_load_to_others() -> None:
     link, rotor, _ = made(3)
     link.close()
-    assert not rotor.bring(7, [], COMING)
+    assert not rotor.start_load(7, [], COMING)
     assert rotor.begin_pass() == frozenset()

@@ -107,14 +107,14 @@ class Following:
         self.loads, self.held = Loads(), ()
         self.brought: list[tuple[int, list[Copy], ArrivalPlan]] = []
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
+    def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         if self.follows:
             self.brought.append((transfer_id, list(copies), coming))
         return self.follows
 
     def settle(self) -> None: ...
 
-    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None: ...
+    def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None: ...
 
     def forget(self) -> None: ...
 

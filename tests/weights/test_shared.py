@@ -150,7 +150,7 @@ def test_the_second_name_of_a_model_costs_no_page_and_no_copy() -> None:
     device = Device(6, ["a", "twin"])
     assert device.activate("a") is None
     device.link.carry()
-    assert device.models["a"].landed()
+    assert device.models["a"].transfer_landed()
     owners = {"shared:eeeeeeeeeeee": 2, "shared:xxxxxxxxxxxx": 2, "shared:tttttttttttt": 1}
     assert device.pool.ledger.owners() == owners
     twin = device.models["twin"]
@@ -179,7 +179,7 @@ def test_what_another_model_is_copying_is_waited_for() -> None:
     assert not any(model.filled for model in (a, b, twin))
     for model in (a, b, twin):
         device.link.carry()
-        assert model.landed()
+        assert model.transfer_landed()
     for name in ("a", "b", "twin"):
         device.check_bytes(name)
     device.validate()
@@ -195,16 +195,16 @@ def test_where_the_copy_of_another_fails_it_is_made_again() -> None:
     device.models["a"].evict()
     device.validate()
     device.link.carry()
-    assert not b.landed()
+    assert not b.transfer_landed()
     b.fill(11)
     device.link.carry()
-    assert not twin.landed()
+    assert not twin.transfer_landed()
     twin.fill(12)
     told = [[c.n_bytes for c in copies] for _, copies in device.link.waiting]
     assert told == [[SIZES["e"], SIZES["t"]], [SIZES["x"]]]
     for model in (b, twin):
         device.link.carry()
-        assert model.landed()
+        assert model.transfer_landed()
     device.check_bytes("b")
     device.check_bytes("twin")
     device.vm.close()
@@ -310,7 +310,7 @@ class Sharing(RuleBasedStateMachine):
         self.device.link.carry(fails)
         if fails:
             m.evict()
-        elif m.landed():
+        elif m.transfer_landed():
             self.ready.add(name)
         else:
             self.device.transfers += 1
@@ -358,7 +358,7 @@ class Quiet:
 
     def settle(self) -> None: ...
 
-    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+    def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         self.held = rotation.layers[: rotation.slots]
 
     def forget(self) -> None: ...
@@ -375,13 +375,13 @@ def test_every_change_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     shared = find_shared([spec, other.spec], pool, PAGE)
     assert m.activate(1) is None
-    assert m.turn(Rotation((0, 1), 1)) is None
-    assert m.turn(WHOLE) is None
+    assert m.remap(Rotation((0, 1), 1)) is None
+    assert m.remap(WHOLE) is None
     for weights in (m, other):
         weights.share({"e": shared["e"]})
     assert other.segments[0].shared is m.segments[0].shared is not None
     seen = other.version.n
-    m.going()
+    m.announce_eviction()
     assert m.shared[0].staying == ()
     assert other.version.n > seen, "it sees who holds what they share"
     m.evict()

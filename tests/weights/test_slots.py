@@ -44,7 +44,7 @@ def test_pages_add_up(n: int, pages: int, spare: int, data: st.DataObject) -> No
         wanted = data.draw(rotations(n))
         before = slots.rotation
         free = pool.free
-        turned = slots.turn(wanted, held)
+        turned = slots.remap(wanted, held)
         if isinstance(turned, Short):
             assert turned.pages == (before.n_freed - wanted.n_freed) * pages - free > 0
             assert slots.rotation == before
@@ -90,7 +90,7 @@ def test_only_layers_of_one_size_that_are_the_models_alone_rotate() -> None:
     for wrong in (Rotation((0, 1), 1), Rotation((2, 0), 1), Rotation((0, 2), 2), Rotation((0,), 0)):
         assert slots.refusal(wrong) is not None
         with pytest.raises(BrokenPromise):
-            slots.turn(wrong, ())
+            slots.remap(wrong, ())
     assert slots.refusal(Rotation((0, 2), 1)) is None
     slots.tabulate([LayerPages(0, 2, 9, True), LayerPages(2, 1, 9, False)])
     assert slots.rotatable == ()

@@ -59,18 +59,18 @@ class GroupRotor(LinkRotor):
             other.call(SettleLayersMsg(self._model))
         super().settle()
 
-    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+    def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         command = RemapLayersMsg(self._model, rotation, tuple(held), tuple(missing))
         for other in self._others:
             other.call(command)
-        super().turn(rotation, held, missing)
+        super().remap(rotation, held, missing)
 
     def forget(self) -> None:
         for other in self._others:
             other.call(ForgetLayersMsg(self._model))
         super().forget()
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
+    def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         """Return False: how far the parts of other ranks have come is not known here."""
         return False
 

@@ -117,7 +117,7 @@ class RankServer:
             case SetActivationLimitMsg():
                 self._limit_activations(command.n_bytes)
             case RemapLayersMsg():
-                self._rotors[command.model].turn(command.rotation, command.held, command.missing)
+                self._rotors[command.model].remap(command.rotation, command.held, command.missing)
             case SettleLayersMsg():
                 self._rotors[command.model].settle()
             case ForgetLayersMsg():

@@ -1,4 +1,4 @@
-"""What a paged-attention kernel on a GPU has to do for one job, as plain arrays made on the host.
+"""Work items of paged attention on a GPU for one job, as plain arrays made on the host.
 
 A *tile* is some rows of one sequence that go through its KV cache together. Sequences with few new
 tokens (decodes) have one tile each, cut at multiples of `SPLIT` keys into *items* that run side by
@@ -36,7 +36,7 @@ MERGE_FIELDS = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What of a model decides how its jobs are cut."""
+    """Sizes of a model that decide how its jobs are cut."""
 
     heads: int
     kv_heads: int
@@ -60,7 +60,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What the arrays of a job have room for; jobs of one bucket look alike to a CUDA graph.
+    """Capacities of a job's arrays; jobs of one bucket look alike to a CUDA graph.
 
     `tokens`: rows; `wanted`: rows whose output is wanted; `blocks`: entries of all block tables;
     `decodes`: every sequence has one new token; `adapters`: of the model, where some row goes
@@ -146,7 +146,8 @@ def plan(
     counts: Sequence[int],
     tables: Sequence[Sequence[int]],
 ) -> AttentionPlan:
-    """Of sequence i: `counts[i]` new tokens from position `starts[i]`, in the blocks `tables[i]`.
+    """Plan a job: `counts[i]` new tokens of sequence i from position `starts[i]`, in the blocks
+    `tables[i]`.
 
     The blocks cover all positions up to the last new one; a window's may be any before it. Raises
     BrokenPromise where they do not.

@@ -1,4 +1,4 @@
-"""The sequences of one job as tensors on a GPU: `PagedBatch`'s twin, at addresses that stay.
+"""The sequences of one job as tensors on a GPU, at stable addresses: the twin of `PagedBatch`.
 
 All that layers share is written once per job: on the host into pinned memory, then by one copy that
 the host does not wait for. The tensors are views of one buffer that belongs to a bucket, so that a
@@ -35,7 +35,7 @@ NOWHERE = -1
 
 
 class Attention(Protocol):
-    """One implementation of attention, for the jobs of one bucket."""
+    """An implementation of attention, for the jobs of one bucket."""
 
     replayable: ClassVar[bool]
     """Whether `write` and `attend` of a bucket of decodes launch the same work for every job."""
@@ -57,7 +57,7 @@ class Attention(Protocol):
 
 
 class Scratch:
-    """Memory that the batches of one model use in turns, as it runs one job at a time.
+    """Memory that all batches of a model share, since it runs one job at a time.
 
     Grow-only, with stable addresses: a request for no more than the most so far gets the same.
     """
@@ -70,7 +70,7 @@ class Scratch:
     def tensor(
         self, use: str, shape: tuple[int, ...], dtype: torch.dtype, *, common: bool = False
     ) -> Tensor:
-        """Of any content that was finite once; shared by all that take it for the same `use`.
+        """Return a tensor of any content that was finite once; shared by all of the same `use`.
         `common`: always in one dtype, whatever it holds, and may be shared with other models."""
         if common and self._common is not None:
             return self._common.tensor(use, shape, dtype)
@@ -82,7 +82,7 @@ class Scratch:
 
 
 class GpuBatch:
-    """Room for the jobs of one bucket; `fill` says what the next one is.
+    """Tensors for the jobs of one bucket; `fill` sets the next job.
 
     Tensors, of which a job fills the beginning: `tokens`, `positions` int64 (T,), `wanted` int64
     (bucket.wanted,): rows of which the model's output is wanted; int32: `slots` (T,), `tables`
@@ -116,7 +116,7 @@ class GpuBatch:
         self.n_wanted = 0
         self.scratch = scratch or Scratch(kv.device)
         self.out = self.scratch.tensor("out", (bucket.tokens, heads, kv.head_dim), kv.dtype)
-        """What all layers attend into, one after the other."""
+        """Output of attention, reused by all layers, one after the other."""
         self._attention = attention(self)
 
     @property

@@ -1,4 +1,4 @@
-"""The KV cache of a model on a GPU, as kernels see it: one index order, two ways to lie in memory.
+"""The KV cache of a model on a GPU, as kernels index it, in either layout in memory.
 
 Whichever the layout, the cache is a tensor (blocks, layers, 2, block_tokens, kv_heads, head_dim),
 where index 2 tells K (0) from V (1); layouts differ in the strides of the first two axes. What lies

@@ -1,4 +1,4 @@
-"""What a Llama-shaped layer does between its matrices on a GPU: three operations, a launch each.
+"""Operations of a Llama-shaped layer between its matrices on a GPU: three, a launch each.
 
 `triton_layer.py` has them as kernels, `plain_layer.py` in PyTorch's own operations, which is their
 reference. Both round where `transformers`' modules do: in bfloat16, too, only the order of sums
@@ -29,7 +29,8 @@ class HeadVectors:
 
 
 class LayerKernels(Protocol):
-    """For the rows of a job. All tensors contiguous and of the model's dtype but where said."""
+    """Operations on the rows of a job. Tensors are contiguous and of the model's dtype but where
+    said."""
 
     def add_norm(
         self,

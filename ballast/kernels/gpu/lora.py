@@ -1,4 +1,4 @@
-"""LoRA on a GPU: which rows of a job go through which adapter, and what there is to multiply.
+"""LoRA on a GPU: tables of a job's rows by adapter, and of the adapters' matrices.
 
 As `kernels/lora.py` on a CPU: y[row] += scale * (x[row] A^T) B^T. Rows are sorted by their adapter
 and cut into tiles of one adapter each, on the host; tiles, and where matrices are, lie in tensors
@@ -39,7 +39,7 @@ class GpuAdaptedRows:
     """Rows of a bucket's jobs that go through adapters: all rows, or those that the head sees."""
 
     name: str
-    """Of its tensors in the batch's buffer."""
+    """Prefix of its tensors' names in the batch's buffer."""
     order: Tensor
     """int32 (rows of the bucket,): those with an adapter, one adapter's after the other's."""
     tiles: Tensor
@@ -57,7 +57,7 @@ class GpuAdaptedRows:
 
     @staticmethod
     def sizes(bucket: Bucket) -> Sizes:
-        """Of the tensors of a batch, all rows' and the wanted ones'."""
+        """Sizes of the tensors of a batch, all rows' and the wanted ones'."""
         made: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if bucket.adapters:
             for name, rows in zip(_NAMES, (bucket.tokens, bucket.wanted), strict=True):
@@ -69,7 +69,7 @@ class GpuAdaptedRows:
     def both(
         cls, views: Mapping[str, Tensor], bucket: Bucket
     ) -> tuple[GpuAdaptedRows, GpuAdaptedRows] | None:
-        """Of all rows, and of the wanted ones; None: no row of such a job has an adapter."""
+        """Tables of all rows, and of the wanted ones; None: no row of the job has an adapter."""
         if not bucket.adapters:
             return None
         of, wanted = (cls(n, views[n], views[n + _TILES], bucket.decodes) for n in _NAMES)
@@ -121,7 +121,7 @@ class GpuLoraGroup:
 
 
 class Lora(Protocol):
-    """All that the adapters of one model add, group by group. One job at a time."""
+    """Computes what the adapters of one model add, group by group. One job at a time."""
 
     replayable: ClassVar[bool]
     """Whether `add` launches the same work for every job of a bucket of decodes."""
@@ -135,7 +135,7 @@ class Lora(Protocol):
 
 
 def splits(inputs: int, rank: int, decodes: bool) -> int:
-    """Into how many parts the inputs of a row are cut: the same whatever is beside it."""
+    """Number of parts that the inputs of a row are cut into, whatever rows are beside it."""
     whole = -(-inputs // SPLIT)
     return whole if decodes else max(1, min(whole, CHUNK_SPLITS, CHUNK_FLOATS // rank))
 

@@ -1,4 +1,4 @@
-"""Sampling from logits that lie on a device: the tokens of `sampling.sample`, with few rows moved.
+"""Sampling from logits on a GPU: the tokens of `sampling.sample`, with few rows copied.
 
 A token is a function of logits, parameters, seed and position alone, and `sampling.py`, on the
 host, is that function. What a device decides is what the host would have decided for sure:
@@ -36,7 +36,7 @@ CANDIDATES = 1024
 CHUNK_BYTES = 8 * MiB
 """Logits in bytes whose candidates are found at once; temporaries take three times as much."""
 TOTAL_ERROR = 2.0**-14
-"""By which the sum of a row's weights may be wrong, as a part of it. A weight exp(-x) in float32 is
+"""Relative error bound of the sum of a row's weights. A weight exp(-x) in float32 is
 within 2^-22 (1 + x) of itself, and all weights with x > 30 together are less than 2^-24 of a sum
 over 2^19 tokens: 2^-17 would do."""
 
@@ -65,7 +65,7 @@ def gumbel_max(device: torch.device) -> GumbelMax | None:
 
 
 class GpuSampler:
-    """`sampling.sample` for logits of one device."""
+    """Samples, as `sampling.sample`, from logits on one GPU."""
 
     def __init__(self, device: torch.device, whole: GumbelMax | None = None) -> None:
         """`whole`: by default the device's."""
@@ -152,7 +152,7 @@ class GpuSampler:
 def draw_among(
     values: Array, tokens: Array, p: Sampling, position: int, total: float, vocab: int
 ) -> int | None:
-    """The token that `sampling.sample` draws from a row, given its largest logits; None: not sure.
+    """Draw, as `sampling.sample`, from a row's largest logits; None: they do not decide it.
 
     `values` (k,) float32: the k largest of `vocab`, those of `tokens` (k,) int64; `total`: the sum
     of exp((logit - largest) / temperature) over the row, within `TOTAL_ERROR`.

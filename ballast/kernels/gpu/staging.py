@@ -1,4 +1,4 @@
-"""Tensors of a device that stay where they are, filled for each job through pinned host memory."""
+"""Device tensors at stable addresses, filled for each job through pinned host memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Staged:
         self.tensors = {name: self._view(self._device, name) for name in self._fields}
 
     def host(self) -> dict[str, Array]:
-        """What is to be sent next, of any content. Waits if the device is `STAGES` jobs behind."""
+        """Return the host arrays to fill next, of any content. Waits if the device is `STAGES` jobs
+        behind."""
         copied = self._copied[self._next]
         if copied is not None:
             copied.synchronize()
@@ -78,6 +79,6 @@ class Staged:
 
 
 def put(into: Array, values: Sequence[int] | Array, rest: int = 0) -> None:
-    """`values`, then `rest`."""
+    """Write `values`, and `rest` after them."""
     into[: len(values)] = values
     into[len(values) :] = rest

@@ -33,7 +33,7 @@ class PlainLora:
             y[at] = made
 
     def _deltas(self, group: int, adapter: int, x: Tensor) -> list[tuple[Tensor, slice]]:
-        """What an adapter adds for rows x, float32, and to which columns."""
+        """Compute an adapter's changes for rows x, float32, and the columns to add them to."""
         of, found = self._groups[group], []
         for target in of.targets:
             m = target.adapters[adapter]

@@ -27,7 +27,7 @@ NARROWEST = 16
 
 
 class TritonAttention:
-    """Attention for one batch, with the partial results that it takes."""
+    """Attention for one batch, with memory for its partial results."""
 
     replayable: ClassVar[bool] = True
 

@@ -20,11 +20,11 @@ from ballast.kernels.triton.row_code import row_code
 GATED = 1024
 """Elements of a row that one program gates."""
 MOST_ROWS, STEP_BYTES, STAGES = 8, 1024, 4
-"""Of `row_code`: rows of a matrix that a program reads side by side, bytes of each at once, and
+"""For `row_code`: rows of a matrix that a program reads side by side, bytes of each at once, and
 steps begun ahead and under way: 24 KiB on their way for each program."""
 
 LEAST_PROGRAMS = 4
-"""Of `row_code`, per multiprocessor, if the matrix has as many rows."""
+"""Least programs of `row_code` per multiprocessor, if the matrix has as many rows."""
 
 
 class TritonLayer:
@@ -142,7 +142,7 @@ class TritonLayer:
         return out
 
     def _outputs(self, n: int, gated: bool, device: torch.device) -> int:
-        """Of a program: as many as leave each multiprocessor some programs."""
+        """Outputs of a program: as many as leave each multiprocessor some programs."""
         most = MOST_ROWS // 2 if gated else MOST_ROWS
         if self._multiprocessors is None:
             self._multiprocessors = multiprocessors(device)
@@ -151,7 +151,7 @@ class TritonLayer:
 
 
 def warps(width: int) -> int:
-    """Of a program that norms so many elements: 16 a thread, within what a program may have."""
+    """Warps of a program that norms `width` elements: 16 a thread, within a program's limits."""
     return min(max(width // 512, 1), 16)
 
 

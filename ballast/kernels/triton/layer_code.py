@@ -1,4 +1,4 @@
-"""Triton kernels of what a layer does between its matrices (`gpu_layer.py`).
+"""Triton kernels of a layer's operations between its matrices (`gpu/layer.py`).
 
 Values are rounded to the model's dtype wherever `transformers`' modules write one out, and computed
 in float32 between. Weights, and K and V in block 0, are addresses as numbers, multiples of

@@ -1,4 +1,4 @@
-"""LoRA by our Triton kernels: what adapters add to one group of linear modules after the other.
+"""LoRA by our Triton kernels, one group of linear modules after the other.
 
 Nothing here has been tuned on a GPU yet. With TRITON_INTERPRET=1 (set before this module is
 imported) it runs on CPU tensors, slowly, which is how it is tested.
@@ -74,7 +74,7 @@ class TritonLora:
             )
             for decodes in (False, True)
         }
-        """Of `t`, for each row of any group."""
+        """Elements of `t` for each row of any group."""
         self._kept: list[Tensor] = []
         """All that jobs had: recorded graphs may use it."""
 

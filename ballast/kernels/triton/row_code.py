@@ -1,4 +1,4 @@
-"""A Triton kernel that multiplies one row by a matrix, with what comes before and after it.
+"""A Triton kernel that multiplies one row by a matrix, with fused prologue and epilogue.
 
 A row's product is bound by reading the matrix, so one pass over it does it all: the row's norm is a
 factor of every output, and the sum of squares that it takes is cheap beside the weights. Products

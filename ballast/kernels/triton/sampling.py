@@ -1,4 +1,4 @@
-"""Gumbel-max over whole rows on a GPU, by our Triton kernel: a token, or that it was too close."""
+"""Gumbel-max over whole rows on a GPU, by our Triton kernel, where its errors allow a decision."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TritonGumbelMax:
         params: Sequence[Sampling],
         positions: Sequence[int],
     ) -> tuple[Array, Array]:
-        """What the best exact score of each block is at least, and at most: (rows, blocks) each."""
+        """Bounds, lower and upper, of the best exact score of each block: (rows, blocks) each."""
         found, _ = self._found(logits, rows, params, positions)
         return found[:, :, 1], found[:, :, 2]
 

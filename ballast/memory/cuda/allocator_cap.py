@@ -1,4 +1,4 @@
-"""PyTorch's own memory on a GPU stays within what the arena holds back for it."""
+"""A cap on PyTorch's caching allocator on a GPU: the bytes that the arena sets aside for it."""
 
 from __future__ import annotations
 

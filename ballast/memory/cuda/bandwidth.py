@@ -1,4 +1,4 @@
-"""What copies to, from and within a GPU reach, by the device's own clock."""
+"""Measured bandwidth of copies to, from and within a GPU, by the device's own clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ballast.core.units import MiB, ceil_div
 from ballast.memory.cuda.calls import Driver
 
 N_BYTES = 256 * MiB
-"""Of each copy: several times a GPU's cache."""
+"""Bytes of each copy: several times a GPU's cache."""
 TIMES = 4
 """The first of which, that finds clocks low and pages new, counts as little as any slow one."""
 
@@ -29,7 +29,8 @@ class MeasuredBandwidth:
 
 
 def measure_bandwidth(driver: Driver, ordinal: int, n_bytes: int = N_BYTES) -> MeasuredBandwidth:
-    """Takes twice so many bytes of the device, and a moment. Raises DeviceError, OutOfMemory."""
+    """Measure the bandwidth, with twice `n_bytes` of device memory. Raises DeviceError,
+    OutOfMemory."""
     device = driver.device(ordinal)
     with ExitStack() as after:
         context = driver.retain_context(device)

@@ -19,7 +19,7 @@ WhenLost = Callable[[DeviceLost], object]
 
 
 class Attribute(StrEnum):
-    """Of a device: `CU_DEVICE_ATTRIBUTE_...`."""
+    """Attributes of a device: `CU_DEVICE_ATTRIBUTE_...`."""
 
     MAPS_MEMORY = "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
     EXPORTS_FDS = "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"
@@ -28,7 +28,7 @@ class Attribute(StrEnum):
 
 
 class Driver(Protocol):
-    """One per process and device."""
+    """The driver, once for each process and device."""
 
     @property
     def lost(self) -> DeviceLost | None:
@@ -43,7 +43,7 @@ class Driver(Protocol):
         and must not call the driver."""
 
     def version(self) -> tuple[int, int]:
-        """Of CUDA that the driver speaks, as (13, 0)."""
+        """Version of CUDA that the driver supports, as (13, 0)."""
 
     def count(self) -> int:
         """Devices that this process may use."""
@@ -132,10 +132,10 @@ class Driver(Protocol):
         """Return when all work of the stream has ended."""
 
     def wait_for(self, stream: int, event: int) -> None:
-        """What comes next in the stream begins after what was recorded. Returns at once."""
+        """Have later work of the stream begin after what was recorded. Returns at once."""
 
     def new_event(self, timed: bool = False) -> int:
-        """Whoever waits for it sleeps; `timed`: `elapsed` may be asked of it. *Current*."""
+        """Create an event, at which a waiting thread sleeps; `timed`: for `elapsed`. *Current*."""
 
     def destroy_event(self, event: int) -> None: ...
 
@@ -165,4 +165,4 @@ class Driver(Protocol):
         """Page-lock memory of the host that is mapped already, for all contexts. *Current*."""
 
     def unpin(self, address: int) -> None:
-        """What `pin` was given."""
+        """Undo `pin`."""

@@ -1,4 +1,4 @@
-"""GPUs and MIG slices of this machine, as NVML tells of them. Nothing is ever set."""
+"""GPUs and MIG slices of this machine, by NVML. Nothing is ever set."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ballast.core.errors import DeviceError
 from ballast.memory.cuda.calls import Attribute, Driver
 
 _LANE_BYTES_PER_SECOND = {1: 250e6, 2: 500e6, 3: 985e6, 4: 1969e6, 5: 3938e6, 6: 7563e6}
-"""Of PCIe, by generation: one lane one way, after the line code."""
+"""Bandwidth of a PCIe lane in one direction, by generation, after the line code."""
 _READ, _OVER_NVLINK = 0, 2
 """NVML_P2P_CAPS_INDEX_...: in some versions of pynvml the first is a tuple."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or one slice of it. What the driver does not tell is None."""
+    """A GPU, or one slice of it. What the driver does not know is None."""
 
     uuid: str
     """With its prefix, `GPU-` or `MIG-`: what CUDA_VISIBLE_DEVICES takes."""
@@ -28,17 +28,17 @@ class Gpu:
     memory_bytes: int
     free_bytes: int
     multiprocessors: int | None
-    """Of a whole GPU only the CUDA driver knows."""
+    """Number of multiprocessors; of a whole GPU only the CUDA driver knows it."""
     pcie: tuple[int, int] | None
     """Generation and width, the best that device and slot have in common; less at rest."""
     nvlinks: int
-    """That are up."""
+    """Number of NVLinks that are up."""
     nvlink_version: int | None
     reads: tuple[str, ...]
     """GPUs whose memory it can use in place."""
     reads_over_nvlink: tuple[str, ...]
     slice_of: str | None = None
-    """Of a MIG slice, the GPU."""
+    """The GPU that a MIG slice is of."""
     ordinal: int | None = None
     """As CUDA counts in this process; None: it may not use it."""
 
@@ -51,7 +51,7 @@ class Gpu:
 
 
 def find_gpus(driver: Driver | None = None, nvml: Any = None) -> list[Gpu]:
-    """All that there are; of a GPU that is cut into slices, the slices.
+    """Find all GPUs; of a GPU that is divided into slices, the slices.
 
     With a `driver`, multiprocessors and ordinals are text, too. `nvml` takes the place of `pynvml`.
     Raises DeviceError without that package, or without an NVIDIA driver.
@@ -67,7 +67,7 @@ def find_gpus(driver: Driver | None = None, nvml: Any = None) -> list[Gpu]:
 
 
 def reach_of(driver: Driver, ordinal: int) -> GpuReach:
-    """Of a GPU, whose memory it can use in place. Raises DeviceError."""
+    """Return whose memory a GPU can use in place. Raises DeviceError."""
     device = driver.device(ordinal)
     others = (driver.device(i) for i in range(driver.count()) if i != ordinal)
     peers = (driver.uuid(other) for other in others if driver.can_access(device, other))
@@ -75,7 +75,7 @@ def reach_of(driver: Driver, ordinal: int) -> GpuReach:
 
 
 def driver_version(nvml: Any = None) -> str:
-    """Of the NVIDIA driver. Raises DeviceError without one."""
+    """Version of the NVIDIA driver. Raises DeviceError without one."""
     nvml = _pynvml() if nvml is None else nvml
     with _started(nvml):
         return _text(nvml.nvmlSystemGetDriverVersion())
@@ -167,7 +167,7 @@ def _as_seen_by(driver: Driver, gpu: Gpu) -> Gpu:
 
 
 def _ask(nvml: Any, otherwise: Any, name: str, *arguments: Any) -> Any:
-    """What this GPU does not support is text as an error."""
+    """Call NVML; `otherwise` where this GPU does not support the call."""
     try:
         return getattr(nvml, name)(*arguments)
     except nvml.NVMLError:

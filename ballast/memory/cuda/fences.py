@@ -1,4 +1,4 @@
-"""Fences made of events: what was given to some streams so far has ended."""
+"""Fences made of CUDA events: done when all work that some streams had been given has ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ballast.memory.cuda.calls import Driver
 
 
 class EventFence:
-    """Implements `Fence`. Its events go back to be used again once they were found done."""
+    """Implements `Fence`. Its events return to their pool once they were found done."""
 
     __slots__ = ("_events", "_pool")
 
@@ -28,7 +28,7 @@ class EventPool:
     """CUDA events of one device, used again and again, since making one takes a driver call."""
 
     def __init__(self, driver: Driver, timed: bool = False) -> None:
-        """`timed`: they know when they were reached, which costs the streams a little."""
+        """`timed`: events record when they were reached, which costs the streams a little."""
         self.driver, self._timed = driver, timed
         self._made: list[int] = []
         self._unused: list[int] = []
@@ -44,7 +44,7 @@ class EventPool:
         return EventFence(self, recorded)
 
     def acquire(self) -> int:
-        """One that nothing waits for, to be recorded."""
+        """Return an event that nothing waits for, to be recorded."""
         if self._unused:
             return self._unused.pop()
         event = self.driver.new_event(self._timed)
@@ -52,27 +52,27 @@ class EventPool:
         return event
 
     def release(self, event: int) -> None:
-        """It was found done, or was never recorded."""
+        """Return an event that was found done, or was never recorded."""
         self._unused.append(event)
 
     def close(self) -> None:
-        """Fences made here may not be asked any more."""
+        """Destroy all events. Fences made here must not be used any more."""
         self._unused.clear()
         while self._made:
             self.driver.destroy_event(self._made.pop())
 
 
 class StreamStalls:
-    """Of streams that wait for events of others: how long they stood still, by their own clock."""
+    """Measures how long streams wait for events of others, by their own clock."""
 
     def __init__(self, events: EventPool) -> None:
         """`events`: timed."""
         self._events = events
         self._waits: list[tuple[int, int]] = []
-        """Since it was last asked: the events before and after each."""
+        """Events before and after each wait since the last `seconds`."""
 
     def wait_for(self, stream: int, event: int) -> None:
-        """What comes next in the stream begins after it. Returns at once."""
+        """Have later work of the stream begin after the event. Returns at once."""
         driver, before, after = self._events.driver, self._events.acquire(), self._events.acquire()
         driver.record(before, stream)
         driver.wait_for(stream, event)
@@ -80,7 +80,7 @@ class StreamStalls:
         self._waits.append((before, after))
 
     def seconds(self) -> float:
-        """All together since this was last asked; the streams have come that far."""
+        """Sum of all waits since the last call; the streams have passed them."""
         waits, self._waits = self._waits, []
         seconds = 0.0
         for before, after in waits:

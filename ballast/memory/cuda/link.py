@@ -1,4 +1,4 @@
-"""The link between host memory and a GPU: copies on streams of their own, one each way."""
+"""The link between host memory and a GPU: copies on two streams, one for each direction."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class _Side:
         self._landed = 0.0
         """When the last batch did."""
         self._turns: StartTimeFairQueues[str, Transfer] = StartTimeFairQueues()
-        """Of transfers that have something left to give to the stream."""
+        """Transfers of which part has not been given to the stream yet."""
         self._flying: deque[_Flight] = deque()
         self._wake = threading.Condition()
         self._closing = False

@@ -1,4 +1,4 @@
-"""The memory of a GPU's pages: handles of the driver, mapped and let go of wholly or not at all."""
+"""Physical memory of a GPU's pages: the driver's handles, mapped or released all or none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CudaImport:
 
 
 class CudaPages:
-    """Which page has memory, by which handle. A driver error leaves everything as it was.
+    """Handles of the pages that have memory. A driver error leaves everything as it was.
 
     Where even that fails, the device is lost (`Driver.lose`): what is mapped is not known.
     """
@@ -89,7 +89,7 @@ class CudaPages:
             raise
 
     def import_handles(self, fds: Sequence[int]) -> CudaImport:
-        """What another process exported, if this device can use it in place. From any thread."""
+        """Import memory of another process that this device can use in place. From any thread."""
         imported: list[int] = []
         try:
             for fd in fds:
@@ -114,7 +114,7 @@ class CudaPages:
             self._forget(page)
 
     def drop_handles(self, handles: Sequence[int]) -> None:
-        """Of `take`, not wanted after all."""
+        """Release handles of `import_handles` that are not needed."""
         self._release_all(handles)
 
     def map(self, address: int, pages: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class PinnedMemory:
-    """What is pinned of this process's mappings, for all its devices.
+    """Page-locks mappings of this process, for all its devices.
 
     Pin a mapping once it is filled, and unpin it before it is unmapped or replaced: the driver
     holds on to the memory, not to the addresses. Safe to use from several threads.
@@ -56,7 +56,7 @@ class PinnedMemory:
         return True
 
     def _pin_as_writable(self, address: int, n_bytes: int) -> None:
-        """What is pinned stays so, whoever may write to the mapping afterwards."""
+        """Pin a read-only mapping while it is writable; it stays pinned when it is not any more."""
         syscalls.mprotect(address, n_bytes, syscalls.PROT_READ | syscalls.PROT_WRITE)
         try:
             self._driver.pin(address, n_bytes, False)

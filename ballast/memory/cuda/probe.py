@@ -1,4 +1,4 @@
-"""Asks the CUDA driver for its GPUs in a process of its own: quickly, and without CUDA in this one.
+"""Discovery of GPUs by the CUDA driver in a child process, without CUDA in this one.
 
 A process that has initialised CUDA cannot fork children that use it, and importing the bindings
 takes longer than the question.

@@ -1,4 +1,4 @@
-"""Tensors over addresses of a GPU: no copy, no ownership, nothing touched, nothing asked.
+"""Tensors over addresses of a GPU: without a copy, ownership, or any access.
 
 A view may be made before its addresses are backed, and stays valid as long as they are reserved.
 So it is made from a DLPack capsule, which names the device: what takes a bare pointer
@@ -70,7 +70,7 @@ def cuda_tensor_at(
     device: torch.device,
     strides: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """A tensor of `shape` at `address` of `device`, contiguous or with `strides` in elements.
+    """Make a tensor of `shape` at `address` of `device`, contiguous or with `strides` in elements.
 
     Strides are not negative. Raises ValueError if `address` is not aligned to the element.
     """

@@ -1,4 +1,4 @@
-"""A GPU's memory: pages are handles of the driver, made once and mapped wherever needed."""
+"""`Vm` of a GPU: pages are handles of the driver, created once and mapped where needed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import replace
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError, DeviceLost
 from ballast.core.units import ceil_div
-from ballast.memory.book import MapBook
 from ballast.memory.cuda.calls import Attribute, Driver
 from ballast.memory.cuda.fences import EventFence, EventPool
 from ballast.memory.cuda.pages import CudaImport, CudaPages
+from ballast.memory.mapping_table import MappingTable
 from ballast.memory.vm import Exported, Range, check_attach
 
 
@@ -44,10 +44,10 @@ class CudaVm:
                 f"{n_pages} pages of {page_bytes} bytes: need powers of two from {least} bytes",
             )
         self.driver = driver
-        self._book = MapBook(n_pages)
+        self._mappings = MappingTable(n_pages)
         self._memory = CudaPages(driver, self.device, page_bytes)
         self._attached: dict[tuple[int, int], tuple[int, int]] = {}
-        """What others export: device -> number of its page 0 here, and how many it has."""
+        """Attached devices: identity -> number of its page 0 here, and its number of pages."""
         self._told_as = (secrets.randbits(62), secrets.randbits(62))
         self._events = EventPool(driver)
         self._lanes: list[int] = []
@@ -62,14 +62,14 @@ class CudaVm:
         n_pages = ceil_div(n_bytes, self.page_bytes)
         base = self.driver.reserve(n_pages * self.page_bytes, self.page_bytes)
         range = Range(base, n_pages, self.page_bytes)
-        self._book.open(range)
+        self._mappings.open(range)
         return range
 
     def release(self, range: Range) -> None:
-        self._book.check_close(range)
+        self._mappings.check_close(range)
         self._enter()
         self.driver.free(range.base, range.n_bytes)
-        self._book.close(range)
+        self._mappings.close(range)
 
     def map(
         self,
@@ -81,7 +81,7 @@ class CudaVm:
         prefault: bool = False,
     ) -> None:
         """`prefault` is no matter here: what is mapped is in the device's page tables."""
-        self._book.check_map(range, at, pages, alias)
+        self._mappings.check_map(range, at, pages, alias)
         for page in pages:
             if page not in self._memory and page < self.n_pages:
                 raise BrokenPromise(f"page {page} has no memory that could be mapped")
@@ -89,21 +89,21 @@ class CudaVm:
                 raise DeviceError("cuMemMap", f"page {page} of another device is not exported")
         self._enter()
         self._memory.map(range.address(at), pages)
-        self._book.map(range, at, pages)
+        self._mappings.map(range, at, pages)
 
     def unmap(self, range: Range, at: int, n: int) -> None:
-        pages = self._book.check_unmap(range, at, n)
+        pages = self._mappings.check_unmap(range, at, n)
         self._enter()
         self._memory.unmap(range.address(at), pages)
-        self._book.unmap(range, at, n)
+        self._mappings.unmap(range, at, n)
 
     def populate(self, pages: Sequence[int]) -> Short | None:
-        self._book.check_pages(pages)
+        self._mappings.check_pages(pages)
         self._enter()
         return self._memory.create(pages)
 
     def discard(self, pages: Sequence[int]) -> None:
-        self._book.check_unused(pages)
+        self._mappings.check_unused(pages)
         self._enter()
         self._memory.release([page for page in pages if page in self._memory])
 
@@ -128,7 +128,7 @@ class CudaVm:
         assert isinstance(opened.imported, CudaImport)
         self._enter()
         if exported.device not in self._attached:
-            start = self._book.attach(exported.n_pages)
+            start = self._mappings.attach(exported.n_pages)
             self._attached[exported.device] = (start, exported.n_pages)
         first, _ = self._attached[exported.device]
         handles = {
@@ -136,22 +136,22 @@ class CudaVm:
             for page, handle in zip(exported.pages, opened.imported.release_handles(), strict=True)
         }
         # One that is mapped is lent still, so its memory is the same.
-        again = [page for page in handles if self._book.is_mapped(page)]
+        again = [page for page in handles if self._mappings.is_mapped(page)]
         self._memory.drop_handles([handles.pop(page) for page in again])
         self._memory.replace(handles)
         return first
 
     def detach(self, first: int) -> None:
-        self._book.check_detach(first)
+        self._mappings.check_detach(first)
         self._enter()
         for device, (start, n) in list(self._attached.items()):
             if start == first:
                 self._memory.drop(self._memory.within(start, n))
                 del self._attached[device]
-        self._book.detach(first)
+        self._mappings.detach(first)
 
     def forget(self, pages: Sequence[int]) -> None:
-        self._book.check_away(pages)
+        self._mappings.check_away(pages)
         self._enter()
         self._memory.drop([page for page in pages if page in self._memory])
 
@@ -175,7 +175,7 @@ class CudaVm:
 
     def mappings(self) -> int:
         """One for each page that is mapped. The driver tells no limit."""
-        return sum(len(self._book.pages(range)) for range in self._book.ranges())
+        return sum(len(self._mappings.pages(range)) for range in self._mappings.ranges())
 
     def physical_bytes(self) -> int:
         """Memory that the device's own pages have now: what counts against the budget."""
@@ -188,7 +188,7 @@ class CudaVm:
 
     def export(self, pages: Sequence[int]) -> Exported:
         """To the driver each page is memory of its own, so each has a descriptor."""
-        self._book.check_pages(pages)
+        self._mappings.check_pages(pages)
         self._enter()
         fds: list[int] = []
         try:
@@ -205,7 +205,7 @@ class CudaVm:
         return Exported(self._told_as, size, n, tuple(pages), None, tuple(fds))
 
     def watch(self, stream: int) -> None:
-        """Of a lane: from now on a fence waits for it, too."""
+        """Include a lane's stream in fences from now on."""
         self._lanes.append(stream)
 
     def unwatch(self, stream: int) -> None:
@@ -235,8 +235,8 @@ class CudaVm:
             except DeviceError as error:
                 failed.append(error)
 
-        for range in self._book.ranges():
-            for at in self._book.pages(range):
+        for range in self._mappings.ranges():
+            for at in self._mappings.pages(range):
                 attempt(self.driver.unmap, range.address(at), self.page_bytes)
             attempt(self.driver.free, range.base, range.n_bytes)
         for start, n in [(0, self.n_pages), *self._attached.values()]:

@@ -1,4 +1,4 @@
-"""The link of a tensor-parallel group: every rank carries its part."""
+"""The link of a tensor-parallel group: every rank transfers its part."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class GroupLink:
         carry: Callable[[int, Sequence[Copy], str], None],
         ranks: int,
     ) -> None:
-        """`carry` has the other ranks begin theirs; whoever hears of an end tells `landed`."""
+        """`carry` starts the transfer on the other ranks; each end of theirs is passed to
+        `landed`."""
         self._own, self._on_done, self._carry, self._ranks = own, on_done, carry, ranks
         self._ends: dict[int, list[TransferDoneEvent]] = {}
         self._lock = threading.Lock()
 
     @property
     def bytes_per_second(self) -> float:
-        """Of one rank's part, as all sizes that the loop knows are."""
+        """Bandwidth of one rank's part: the loop knows all sizes of one rank."""
         return self._own.bytes_per_second
 
     def start(
@@ -67,7 +68,7 @@ class GroupLink:
 
 
 def share_of(whole: LinkRates, ranks: int) -> LinkRates:
-    """A rank's equal part of a link."""
+    """Return the rates of a rank's equal part of a link."""
     return LinkRates(
         whole.to_device / ranks,
         whole.to_host / ranks,

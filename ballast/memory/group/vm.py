@@ -39,10 +39,10 @@ class GroupVm:
         """By the base of the first rank's: the same range on each rank."""
         self._slots: dict[int, array[int]] = {}
         self._bases: list[int] = []
-        """Of all ranges, ascending; replaced, never changed."""
+        """Bases of all ranges, ascending; replaced, never mutated."""
 
     def where(self, address: int) -> tuple[int, ...]:
-        """What lies at `address`, in a range of the first rank, is there on each of the ranks.
+        """Map `address`, in a range of the first rank, to the same byte's address on each rank.
 
         Raises BrokenPromise for an address in no range. From any thread.
         """
@@ -146,14 +146,14 @@ class GroupVm:
         return found[0]
 
     def mappings(self) -> int:
-        """Of the process that has most."""
+        """Mappings of the rank's process that has most."""
         return max(vm.mappings() for vm in self._vms)
 
     def export(self, pages: Sequence[int]) -> Exported:
         raise DeviceError("export", "a tensor-parallel group lends no pages")
 
     def fence(self) -> Fence:
-        """What has returned on all ranks has taken effect there."""
+        """Fence of the first rank: calls return when all ranks have carried them out."""
         return self._vms[0].fence()
 
     def close(self) -> None:

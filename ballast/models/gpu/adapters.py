@@ -54,7 +54,7 @@ def lora(
     view: View,
     scratch: Scratch,
 ) -> Lora:
-    """What computes them: our Triton kernels on a GPU that has Triton."""
+    """Choose the kernels: our Triton kernels on a GPU, where Triton is installed."""
     if groups and device.type == "cuda" and find_spec("triton") is not None:
         from ballast.kernels.triton.lora import TritonLora
 

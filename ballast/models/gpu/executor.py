@@ -101,16 +101,16 @@ class GpuExecutor(ModelExecutor):
 
     @abstractmethod
     def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, GpuLoraGroup]:
-        """What adapters, whose segments are at `addresses`, add and where; before `_set_up`."""
+        """Collect what adapters, whose segments are at `addresses`, add; before `_set_up`."""
 
     @abstractmethod
     def _compute_logits(self, batch: GpuBatch, n: int) -> Tensor:
-        """Of the first `n` rows that are wanted, float32. Calls `_reach` and `_leave` for each
+        """Logits of the first `n` wanted rows, float32. Calls `_reach` and `_leave` for each
         layer, in order, around all that uses its weights or its KV."""
 
     @abstractmethod
     def _compute_hidden(self, batch: GpuBatch, n: int) -> Tensor:
-        """What the head gets of these rows, likewise."""
+        """Inputs of the head for these rows, likewise."""
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:

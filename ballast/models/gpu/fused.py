@@ -20,7 +20,7 @@ from ballast.core.errors import BrokenPromise
 from ballast.kernels.gpu.batch import GpuBatch
 from ballast.kernels.gpu.layer import HeadVectors, LayerKernels, layer_kernels
 from ballast.kernels.gpu.lora import GpuLoraGroup
-from ballast.models.fused_adapters import inputs_of, targets_by_role
+from ballast.models.fused.adapters import inputs_of, targets_by_role
 from ballast.models.gpu.adapters import Place
 from ballast.models.gpu.executor import GpuExecutor
 from ballast.weights.host import HostModel
@@ -131,8 +131,8 @@ class GpuFusedModel(GpuExecutor):
         return self._one_row and batch.n_tokens == 1 and batch.adapted is None
 
     def _pass_of_row(self, batch: GpuBatch) -> Tensor:
-        """What the last norm gets (1, hidden), of a decode of one sequence: seven launches a layer,
-        of which attention takes two."""
+        """Compute the last norm's input (1, hidden) of a decode of one sequence: seven launches a
+        layer, of which attention takes two."""
         k, row = self._kernels, self._row
         cosine, sine = self._angles(batch.positions)
         hidden = torch.nn.functional.embedding(batch.tokens, self._table)

@@ -35,13 +35,13 @@ from ballast.models.gpu.recording import GraphRecorder, Recording, Stops
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 * MiB
-"""Of the device, what the driver is taken to need for a piece beside what its kernels write.
+"""Device memory that the driver is assumed to need for a piece beside its kernels' outputs.
 `scripts/gpu_check` measures it; this is a guess until then."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What a recording is good for."""
+    """The jobs that a recording can run."""
 
     model: str
     stream: int
@@ -62,9 +62,9 @@ class _Wish:
 
     step: Step
     runs: int = 0
-    """That had no graph."""
+    """Runs so far without a graph."""
     at_once: bool = False
-    """Without such a run."""
+    """Record without waiting for a run."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class RecordedPass:
     output: Tensor
 
     def replay(self, stops: Stops | None) -> Tensor:
-        """What the pass computes; good until the next pass of any model on this stream."""
+        """Run the pass; its result is valid until the next pass of any model on this stream."""
         self.recording.replay(stops)
         return self.output
 
@@ -92,9 +92,9 @@ class GraphCache:
         self._recorders: dict[int, GraphRecorder] = {}
         self._kept: OrderedDict[GraphKey, RecordedPass] = OrderedDict()
         self._wanted: dict[GraphKey, _Wish] = {}
-        """The last that ran last."""
+        """In order of their last run."""
         self._past: OrderedDict[GraphKey, Step] = OrderedDict()
-        """Those that had no room, the last of them last."""
+        """Passes dropped for lack of room, the latest last."""
         self._refused: dict[GraphKey, str] = {}
         self._refused_models: dict[str, str] = {}
         self._replays = self._eager = self._dropped = 0
@@ -117,8 +117,8 @@ class GraphCache:
                 self._running -= 1
 
     def find(self, model: str, bucket: Bucket, cuts: Sequence[int] = ()) -> RecordedPass | None:
-        """What can run the thread's job of that bucket: for as many sequences, and at least as many
-        blocks."""
+        """Find a recording for the thread's job of that bucket: for as many sequences, and at least
+        as many blocks."""
         stream = getattr(self._here, "stream", None)
         if stream is None:
             return None

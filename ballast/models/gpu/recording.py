@@ -1,4 +1,4 @@
-"""Passes recorded piece by piece, and what stops between the pieces.
+"""Passes recorded piece by piece, with callbacks between the pieces.
 
 Pieces are CUDA graphs; between them stands what a pass tells at layers that come and go.
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 class Stops(Protocol):
-    """What a pass tells at each layer that comes and goes: `Barriers`, or a `Recording`."""
+    """Callbacks of a pass at each layer that comes and goes: `Barriers`, or a `Recording`."""
 
     def wait(self, layer: int) -> None:
-        """Before it is run."""
+        """Wait for a layer before it is run."""
 
     def used(self, layer: int) -> None:
-        """After."""
+        """Mark a layer as used."""
 
 
 class Graph(Protocol):
@@ -58,11 +58,11 @@ class GraphRecorder(Protocol):
         """Free all its graphs. None of them runs, and none is replayed again."""
 
     def output(self, tensor: Tensor) -> Tensor:
-        """What a piece writes there each time; its memory is not kept from other graphs."""
+        """Return the tensor that a piece writes each time; other graphs may reuse its memory."""
 
 
 class Recording:
-    """Implements `Stops`: pieces of a pass, and what it told between them."""
+    """Implements `Stops`: pieces of a pass, and the calls made between them."""
 
     def __init__(self, recorder: GraphRecorder, cuts: Sequence[int]) -> None:
         self.pieces: list[Graph] = []
@@ -80,7 +80,7 @@ class Recording:
             self._cut(None)
 
     def replay(self, stops: Stops | None) -> None:
-        """On the thread's stream; `stops` where it was cut."""
+        """Replay on the thread's stream, with calls of `stops` where it was cut."""
         for i, piece in enumerate(self.pieces):
             piece.replay()
             if stops is None or i == len(self._between):

@@ -25,8 +25,8 @@ from ballast.core.settings import ModelSettings
 from ballast.kernels import linear
 from ballast.memory.tensor import tensor_at
 from ballast.models.executor import Rows
-from ballast.models.fused import FusedModel
-from ballast.models.fused_workspace import MatrixPlace
+from ballast.models.fused.model import FusedModel
+from ballast.models.fused.workspace import MatrixPlace
 from ballast.weights.host import HostModel
 from ballast.weights.segment import PackedTensor
 from ballast.weights.sharding import Shard

@@ -156,7 +156,7 @@ def test_a_failing_reservation_leaves_no_rank_with_addresses() -> None:
     other.fails = True
     with pytest.raises(DeviceError, match="a bad day"):
         vm.reserve(PAGE)
-    assert own._book.ranges() == []
+    assert own._mappings.ranges() == []
     vm.close()
 
 

@@ -14,7 +14,7 @@ from ballast.core.job import SequenceWork
 from ballast.kernels.plain.attention import PlainAttention
 from ballast.models.gpu.executor import GpuTransformersModel
 from ballast.models.gpu.fused import GpuFusedModel
-from tests.models.test_fused import FAMILIES, checkpoint, close, expected, tokens_of
+from tests.models.fused.test_fused import FAMILIES, checkpoint, close, expected, tokens_of
 from tests.models.tiny import GREEDY, Served, llama
 
 

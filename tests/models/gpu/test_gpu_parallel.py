@@ -11,8 +11,8 @@ import torch
 
 from ballast.core.job import SequenceWork
 from ballast.kernels.plain.attention import PlainAttention
+from tests.models.fused.test_fused import checkpoint, close, expected, tokens_of
 from tests.models.ranks import Group
-from tests.models.test_fused import checkpoint, close, expected, tokens_of
 from tests.models.tiny import GREEDY, Served, llama
 
 

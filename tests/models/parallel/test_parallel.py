@@ -15,8 +15,8 @@ from ballast.core.settings import AdapterSettings, ModelSettings
 from ballast.models.parallel.model import check_parallel
 from ballast.weights.checkpoint import load_host_model, read_spec
 from ballast.weights.sharding import Shard
+from tests.models.fused.test_fused import checkpoint, expected, tokens_of
 from tests.models.ranks import Group
-from tests.models.test_fused import checkpoint, expected, tokens_of
 from tests.models.tiny import GREEDY, Served, llama
 
 FAMILIES = ["llama", "llama tied", "llama biases, scaled", "qwen2", "qwen3"]

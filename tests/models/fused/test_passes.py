@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ballast.kernels import layer, layer_code
-from ballast.models.passes import Due, End, PassStop, PlannedPass
+from ballast.models.fused.passes import Due, End, PassStop, PlannedPass
 
 LAYERS = 3
 OPERATIONS = 2 + 4 * LAYERS

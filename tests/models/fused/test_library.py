@@ -16,9 +16,9 @@ from ballast.core.job import SequenceWork
 from ballast.kernels import choices, contest, linear, onednn
 from ballast.kernels.choice_file import ChoiceFile
 from ballast.memory.tensor import tensor_at
-from ballast.models.fused import FusedModel
-from ballast.models.library import Library
-from tests.models.test_fused import checkpoint, close, expected, tokens_of
+from ballast.models.fused.library import Library
+from ballast.models.fused.model import FusedModel
+from tests.models.fused.test_fused import checkpoint, close, expected, tokens_of
 from tests.models.tiny import GREEDY, Served
 
 SHAPES = {

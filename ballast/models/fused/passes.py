@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Due(enum.Enum):
-    """What a pass stops for."""
+    """Reasons for which a pass stops."""
 
     LIBRARY = enum.auto()
     """A library multiplies a matrix."""
@@ -39,7 +39,7 @@ class Due(enum.Enum):
 
 
 class End(enum.Enum):
-    """What a pass is run up to."""
+    """Points up to which a pass is run."""
 
     KV = enum.auto()
     """The last layer's KV: nothing is sampled."""

@@ -4,7 +4,7 @@ Llama has eight operations in a layer: norm, q/k/v, rotary and KV, attention, ou
 norm, gate and up, down. What others have otherwise, their recipe says
 (`ballast.weights.decoder_recipe`): operations that are not there, or more of them, other kernels,
 or other numbers in the tables. A layer of experts has programs in place of the last two
-(`ballast.models.fused_experts`).
+(`ballast.models.fused.experts`).
 
 Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in the lane's
 workspace, at addresses that never change: so the operations' tables are made once, and a job fills
@@ -31,19 +31,19 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import array_at, tensor_at
 from ballast.models.executor import ModelExecutor, Rows
-from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
-from ballast.models.fused_angles import Angles
-from ballast.models.fused_experts import FusedExperts, layers_of_experts
-from ballast.models.fused_tables import FusedTables
-from ballast.models.fused_workspace import (
+from ballast.models.fused.adapters import AdaptedRows, FusedAdapters
+from ballast.models.fused.angles import Angles
+from ballast.models.fused.experts import FusedExperts, layers_of_experts
+from ballast.models.fused.library import Library
+from ballast.models.fused.passes import Due, End, PassStop, PlannedPass
+from ballast.models.fused.tables import FusedTables
+from ballast.models.fused.workspace import (
     ActivationBuffers,
     MatrixPlace,
     angle_bytes,
     gate_up_width,
     qkv_width,
 )
-from ballast.models.library import Library
-from ballast.models.passes import Due, End, PassStop, PlannedPass
 from ballast.weights.decoder_recipe import GELU, GELU_TANH, LLAMA, POST, SILU
 from ballast.weights.host import HostModel
 from ballast.weights.packing import GATED, MATRICES
@@ -98,7 +98,7 @@ class FusedModel(ModelExecutor):
         self._scaling = recipe.attention_scale or spec.head_dim**-0.5
         self._softcap = recipe.softcap or 0.0
         self._norm_dtype = torch.float32 if recipe.norm_offset else self.dtype
-        """In which the weights of norms lie (`ballast.weights.packing.SHIFTED`)."""
+        """Dtype of norms' weights in memory (`ballast.weights.packing.SHIFTED`)."""
         first, layers, last = self._weights_by_role(host.segments, segment_addresses)
         epsilon = layer.bits_of(host.config.get_text_config().rms_norm_eps)
         self._make_operation_tables(first, layers, last, epsilon)
@@ -247,7 +247,7 @@ class FusedModel(ModelExecutor):
     # -- what a rank of several overrides (`models/parallel/model.py`) -----------------------------
 
     def _head_of(self, packed: PackedTensor, address: int) -> tuple[PackedTensor, int]:
-        """What of the head is computed here, and where it is."""
+        """Return the part of the head that is computed here, and its address."""
         return packed, address
 
     def _sum_up(self, n: int) -> None:
@@ -256,7 +256,7 @@ class FusedModel(ModelExecutor):
         raise NotImplementedError
 
     def _place(self, role: str) -> MatrixPlace:
-        """What a matrix reads and writes."""
+        """Return what a matrix reads and writes."""
         b, spec = self._buffers, self.spec
         h, q, inner = spec.hidden, spec.n_heads * spec.head_dim, spec.intermediate
         recipe = self._recipe

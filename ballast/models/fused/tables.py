@@ -15,8 +15,8 @@ import torch
 from ballast.core.model import ModelSpec
 from ballast.kernels import layer, layer_code, linear
 from ballast.kernels.paged_attention import KvArray
-from ballast.models.fused_angles import Angles
-from ballast.models.fused_workspace import ActivationBuffers, qkv_width
+from ballast.models.fused.angles import Angles
+from ballast.models.fused.workspace import ActivationBuffers, qkv_width
 from ballast.weights.decoder_recipe import DecoderRecipe
 from ballast.weights.packing import PANELS
 from ballast.weights.segment import PackedTensor, TensorsByRole
@@ -33,7 +33,7 @@ class FusedTables:
     buffers: ActivationBuffers
     dtype: torch.dtype
     epsilon: int
-    """Of all norms, the bits of a float32."""
+    """Epsilon of all norms, as the bits of a float32."""
 
     def embedding(self, packed: PackedTensor, address: int, scale: float) -> Array:
         """Rows of the embeddings by token, times `scale`."""
@@ -53,7 +53,7 @@ class FusedTables:
         )
 
     def norms(self, weights: Sequence[TensorsByRole]) -> Array:
-        """Of each layer those before its matrices, and the last: the sampled rows alone."""
+        """Tables of the two norms of each layer, and of the last norm, of sampled rows alone."""
         b, spec = self.buffers, self.spec
         roles = ("input_norm", "post_norm") if self.recipe.norms_before else ()
         addresses = [w[role][1] for w in weights[:-1] for role in roles]

@@ -38,8 +38,8 @@ class Angles:
         """Elements of a head that turn; the same in all sets."""
 
     def addresses(self, name: str | None) -> tuple[int, int]:
-        """Of the cosines and of the sines of a set, each float32 (T, width / 2); None: any, as
-        nothing turns by them."""
+        """Addresses of the cosines and of the sines of a set, each float32 (T, width / 2); None:
+        any, as nothing turns by them."""
         return self._at[name] if name is not None else next(iter(self._at.values()))
 
     def fill(self, positions: Array) -> None:

@@ -12,10 +12,10 @@ import transformers
 
 from ballast.core.job import SequenceWork
 from ballast.core.settings import AdapterSettings
-from ballast.models.fused import FusedModel
+from ballast.models.fused.model import FusedModel
 from ballast.models.transformers import TransformersModel
 from benchmarks.adapters import merged, random_adapter
-from tests.models.test_fused import SIZES, close, expected, tokens_of
+from tests.models.fused.test_fused import SIZES, close, expected, tokens_of
 from tests.models.tiny import GREEDY, Served, save
 
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}

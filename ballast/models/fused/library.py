@@ -19,8 +19,8 @@ from ballast.core.units import ceil_div
 from ballast.kernels import choices, layer, layer_code, linear, linear_code, onednn
 from ballast.kernels.linear_code import PANEL
 from ballast.memory.tensor import tensor_at
-from ballast.models.fused_workspace import MatrixPlace
-from ballast.models.passes import Due, PlannedPass
+from ballast.models.fused.passes import Due, PlannedPass
+from ballast.models.fused.workspace import MatrixPlace
 from ballast.weights.packing import GATED, MATRICES
 from ballast.weights.segment import PLAIN, PackedTensor, TensorsByRole
 
@@ -91,7 +91,7 @@ class Library:
         return cls(layers, last, dtype, places, narrowed, used) if used else None
 
     def roles(self, rows: int, sampled: int) -> frozenset[str]:
-        """Those that are multiplied here in a job of `rows` tokens, `sampled` of them sampled."""
+        """Roles that are multiplied here in a job of `rows` tokens, `sampled` of them sampled."""
         return frozenset(
             role
             for role, least in self._from_rows.items()

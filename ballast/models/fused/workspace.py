@@ -11,7 +11,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
 from ballast.kernels import linear, linear_code
 from ballast.kernels.workspace import Workspace
-from ballast.models.fused_experts import experts_bytes
+from ballast.models.fused.experts import experts_bytes
 from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe
 from ballast.weights.sharding import Shard
 
@@ -19,7 +19,7 @@ _ALIGNMENT = 64
 
 
 class MatrixPlace(NamedTuple):
-    """What a matrix of n outputs and k inputs reads and writes: addresses; `target_row`: elements
+    """Addresses that a matrix of n outputs and k inputs reads and writes; `target_row`: elements
     from a row of the target to the next."""
 
     n: int
@@ -37,7 +37,7 @@ class ActivationBuffers:
     `gate_up` has gates and ups, where a matrix's product is stored before it is gated, and before
     them the inputs of a library's matrix in bfloat16. `part` and the three after it are for a rank
     of several: its part of a sum, all ranks' parts, and the same of logits; `experts` is divided by
-    `fused_experts.py`.
+    `experts.py`.
     """
 
     hidden: int
@@ -81,7 +81,7 @@ class ActivationBuffers:
 def workspace_bytes(
     spec: ModelSpec, rows: int, sampled: int, recipe: DecoderRecipe | None = None
 ) -> int:
-    """What jobs of up to `rows` tokens, of which `sampled` are sampled, need of a workspace.
+    """Bytes of workspace for jobs of up to `rows` tokens, of which `sampled` are sampled.
 
     `recipe`: the model's; Llama's if not given.
     """

@@ -13,7 +13,7 @@ import torch
 from ballast.core.errors import ConfigError, UnsupportedModel
 from ballast.core.job import SequenceWork
 from ballast.core.settings import AdapterSettings
-from ballast.models.fused import FusedModel
+from ballast.models.fused.model import FusedModel
 from ballast.weights.decoder_recipe import LLAMA
 from ballast.weights.inspection import inspect_model
 from ballast.weights.sharding import Shard

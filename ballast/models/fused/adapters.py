@@ -64,7 +64,7 @@ class AdaptedRows:
 
 
 def inputs_of(role: str, spec: ModelSpec) -> int:
-    """Of the matrices of that role."""
+    """Inputs of the matrices of a role."""
     inputs = {"o": spec.n_heads * spec.head_dim, "down": spec.intermediate}
     return inputs.get(role, spec.hidden)
 
@@ -75,8 +75,8 @@ def targets_by_role(
     *,
     interleaved: bool,
 ) -> dict[str, list[list[LoraTarget] | None]]:
-    """What the adapters add to each matrix, by role and layer; None: nothing. Of `head` there is
-    one. `addresses`, `interleaved`: as `FusedAdapters` has them."""
+    """Collect the adapters' targets of each matrix, by role and layer; None: nothing. Of `head`
+    there is one. `addresses`, `interleaved`: as `FusedAdapters` has them."""
     spec = host.spec
     found = matrices_of(host.adapters, addresses)
     attended, kv = spec.n_heads * spec.head_dim, spec.kv_heads * spec.head_dim

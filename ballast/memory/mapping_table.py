@@ -1,4 +1,4 @@
-"""Which page is mapped where: the book that every vm keeps and every call is checked against."""
+"""Record of which page is mapped where, which every vm keeps and checks each call against."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ UNBACKED = -1
 _UNKNOWN = -1
 
 
-class MapBook:
-    """Checks first, writes after: a call that raises has changed nothing.
+class MappingTable:
+    """Mappings of a vm's pages. A call that raises has changed nothing.
 
     `_slots[base][at]` is the page at index `at` of the range at `base`, or UNBACKED;
     `_uses[page]` is the number of range indices that the page backs. Pages of attached devices

@@ -22,7 +22,7 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
 from ballast.kernels import experts, program_code, team
-from ballast.models.passes import PlannedPass
+from ballast.models.fused.passes import PlannedPass
 from ballast.weights.packing_experts import DOWN, GATE_UP, ROUTER, routing_of
 from ballast.weights.segment import TensorsByRole
 
@@ -110,7 +110,7 @@ def layers_of_experts(weights: Sequence[TensorsByRole]) -> list[int]:
 
 
 def experts_bytes(spec: ModelSpec, rows: int) -> int:
-    """What jobs of up to `rows` tokens need of a workspace for experts; 0: it has none."""
+    """Bytes of workspace that experts need in jobs of up to `rows` tokens; 0: no experts."""
     return sum(ceil_div(n, _ALIGNMENT) * _ALIGNMENT for n in _sizes(spec, rows))
 
 

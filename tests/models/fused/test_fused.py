@@ -12,7 +12,7 @@ import transformers
 
 from ballast.core.errors import BrokenPromise, UnsupportedModel
 from ballast.core.job import SequenceWork
-from ballast.models.fused import FusedModel
+from ballast.models.fused.model import FusedModel
 from tests.models.tiny import GREEDY, ROWS, Served, save
 
 SIZES: dict[str, Any] = {
