@@ -71,7 +71,7 @@ def bench(
 
     from ballast.bench.others import Others
     from ballast.bench.progress import shown
-    from ballast.cluster.fitness import check_machine
+    from ballast.cluster.machine_check import check_machine
 
     if profile is not None and not virtual:
         raise ConfigError("--profile", profile, "it goes with --virtual")
@@ -143,7 +143,7 @@ def profile(
 
     from ballast.bench.others import Others
     from ballast.bench.progress import shown
-    from ballast.cluster.fitness import check_machine
+    from ballast.cluster.machine_check import check_machine
     from ballast.core.units import format_bytes
 
     fleet = load(fleet_file)

@@ -105,13 +105,13 @@ def serve(
 ) -> None:
     """Serve a fleet over HTTP (the OpenAI API)."""
     from ballast.bench.progress import lines_to
-    from ballast.cluster.fitness import check_machine, tight
-    from ballast.cluster.logs import set_up
+    from ballast.cluster.logs import set_up_logs
+    from ballast.cluster.machine_check import check_machine, memory_warning
     from ballast.fleet.source import FleetSource
     from ballast.policy.presets import PRESETS
     from ballast.server.http.address import check_closed
 
-    set_up("server", log_format, log_level)
+    set_up_logs("server", log_format, log_level)
 
     def adjust(fleet: FleetSettings) -> FleetSettings:
         """What the command line says instead of the file."""
@@ -129,7 +129,7 @@ def serve(
         lines.at("starting: reading the fleet file", 0)
         reading = source.read()
         check_machine(reading.fleet)
-        if (warning := tight(reading.fleet)) is not None:
+        if (warning := memory_warning(reading.fleet)) is not None:
             log.warning(warning)
         log.info("starting %s", reading.fleet.described)
         lines.at("starting: loading libraries", 0)

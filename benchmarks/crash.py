@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 
 from ballast.bench.serving import Serving, child_called, serving
-from ballast.cluster.worker import SPARE
+from ballast.cluster.worker.process_names import SPARE
 from ballast.core.errors import Unavailable
 from ballast.fleet.file import load_fleet
 from ballast.fleet.make import make_fleet

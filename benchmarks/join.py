@@ -19,8 +19,8 @@ from typing import Any
 from rich.table import Table
 
 from ballast.cluster.controller import Controller
-from ballast.cluster.local import LocalWorker
-from ballast.cluster.segments import SegmentBroker
+from ballast.cluster.segment_broker import SegmentBroker
+from ballast.cluster.worker.local_worker import LocalWorker
 from ballast.core.command import CommandOutcome
 from ballast.core.settings import (
     DeviceSettings,

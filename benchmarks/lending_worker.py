@@ -34,7 +34,7 @@ from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported
 from ballast.memory.vm_memfd import MemfdVm
-from ballast.transport.page_descriptors import PagesSocket, fetch_lease, fetch_pages, serve
+from ballast.transport.page_descriptors import PagesSocket, fetch_lease, fetch_pages, serve_pages
 from ballast.transport.worker_messages.codec import decode_to_worker
 from ballast.transport.worker_messages.codec import encode as encode_message
 from ballast.transport.worker_messages.lending_messages import LeaseMsg
@@ -77,7 +77,7 @@ class Worker:
         while True:
             select.select([self._socket], [], [])
             for connection in self._socket.accept():
-                serve(connection, self._vm.export, lambda *key: self._leases.get(key, ()))
+                serve_pages(connection, self._vm.export, lambda *key: self._leases.get(key, ()))
 
     def address(self) -> str:
         return self._socket.address

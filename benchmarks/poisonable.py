@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ballast.cluster import worker
-from ballast.cluster.segments import SegmentClient
+from ballast.cluster.segment_broker import SegmentClient
+from ballast.cluster.worker import process
+from ballast.cluster.worker.device_thread import Outbox, Progress, Record, WorkerDevice
 from ballast.core.event import JobResult
 from ballast.core.job import SequenceWork
 from ballast.core.settings import FleetSettings
@@ -36,11 +37,11 @@ def deadly(run: Run) -> Run:
 
 def device(
     fleet: FleetSettings,
-    outbox: worker.Outbox,
-    record: worker.Record,
-    progress: worker.Progress,
+    outbox: Outbox,
+    record: Record,
+    progress: Progress,
     segments: SegmentClient | None,
-) -> worker.Device:
+) -> WorkerDevice:
     """The real one, with executors that kill."""
     from ballast.live.device import LiveDevice  # late, as in the real worker
 
@@ -53,8 +54,8 @@ def device(
 def main() -> int:
     """As a worker or, called `serve FILE --port N`, as the server."""
     if sys.argv[1:2] == [_WORKER]:
-        worker.main(sys.argv[2:], device)
-    from ballast.cluster.logs import set_up
+        process.main(sys.argv[2:], device)
+    from ballast.cluster.logs import set_up_logs
     from ballast.fleet.source import FleetSource
     from ballast.server.serve import serve
 
@@ -63,7 +64,7 @@ def main() -> int:
     parser.add_argument("fleet", type=Path)
     parser.add_argument("--port", type=int, required=True)
     asked = parser.parse_args()
-    set_up("server", "text", "error")
+    set_up_logs("server", "text", "error")
     command = (sys.executable, "-m", "benchmarks.poisonable", _WORKER)
     fleet = FleetSource(asked.fleet, presets=PRESETS)
     return serve(fleet, port=asked.port, worker_command=command)

@@ -28,7 +28,7 @@ import httpx
 import yaml
 
 from ballast.bench.serving import Serving, children_of, serving
-from ballast.cluster.worker import SERVING
+from ballast.cluster.worker.process_names import SERVING
 from ballast.fleet.file import load_fleet
 from ballast.policy.presets import PRESETS
 from benchmarks.common import finish, options

@@ -212,7 +212,7 @@ def test_a_server_that_starts_says_so(
         served.append(more["reading"].fleet.described)
         return 0
 
-    monkeypatch.setattr("ballast.cluster.logs.set_up", lambda *given: None)
+    monkeypatch.setattr("ballast.cluster.logs.set_up_logs", lambda *given: None)
     monkeypatch.setattr("ballast.server.serve.serve", serve)
     with caplog.at_level("INFO", "ballast"):
         invoke("serve", tmp_path / "fleet.yaml", "--no-changes")

@@ -20,7 +20,7 @@ MODULES = {
     ): path
     for path in ROOT.rglob("*.py")
 }
-LIVE = "ballast.cluster.worker", "ballast.cluster.controller"
+LIVE = "ballast.cluster.worker.process", "ballast.cluster.controller"
 VIRTUAL = "ballast.sim.cluster"
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ballast.bench import doctor_gpus, doctor_huge, doctor_machine, doctor_memory
 from ballast.bench.finding import Finding, Verdict
-from ballast.cluster.fitness import faults, host_budget
+from ballast.cluster.machine_check import host_budget, machine_faults
 from ballast.core.clock import Clock
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, MiB
@@ -29,7 +29,7 @@ def examine(fleet: FleetSettings | None, clock: Clock) -> Iterator[Finding]:
     yield from doctor_machine.limits()
     yield from doctor_gpus.gpus()
     budget = DEFAULT.budget_bytes if fleet is None else host_budget(fleet)
-    for fault in faults(fleet) if fleet else ():
+    for fault in machine_faults(fleet) if fleet else ():
         yield Finding("devices", Verdict.FAIL, str(fault), "change the fleet file, or the machine")
     yield doctor_memory.room(budget, "the budget" if len(devices) == 1 else "all budgets")
     for size, page in dict.fromkeys((d.budget_bytes, d.page_bytes) for d in devices):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ballast.bench import doctor_memory
 from ballast.bench.finding import Finding, Verdict, judged
 from ballast.bench.loading import load_as_served
-from ballast.cluster.fitness import host_budget
+from ballast.cluster.machine_check import host_budget
 from ballast.cluster.placing import homes_of
 from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
 from ballast.core.capability import GpuReach

@@ -14,8 +14,8 @@ from ballast.bench.replay import replay
 from ballast.bench.report import Report
 from ballast.bench.sample import DecisionRecord, DeviceSample, decisions_of
 from ballast.cluster.controller import Controller
-from ballast.cluster.local import COMMAND, LocalWorker
-from ballast.cluster.segments import SegmentBroker
+from ballast.cluster.segment_broker import SegmentBroker
+from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
 from ballast.core.clock import Clock
 from ballast.core.errors import Unavailable
 from ballast.core.report import DeviceReport

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ballast.cluster.worker import SERVING
+from ballast.cluster.worker.process_names import SERVING
 from ballast.core.errors import Unavailable
 
 

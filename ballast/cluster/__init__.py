@@ -9,27 +9,21 @@ below them.
 - `device`: One device as the controller sees it: a worker that is replaced when it dies.
 - `devices`: The set of a server's devices, and which serve which model.
 - `fairness`: Fair order of requests between API keys.
-- `fitness`: Check of a fleet against this machine, before anything is loaded.
 - `fleet_policy_runner`: Run the fleet policy while the server runs.
-- `fleet`: The book of placement, shared by the live and the simulated controller.
-- `flight`: Shared memory that records what a lane was running when its process died.
-- `given_prefixes`: Prefixes that a device is believed to have cached, for routing.
-- `lending`: Pairs of workers that may lend pages to each other now.
-- `local`: One worker process: start, listen, watch, end.
+- `fleet_book`: Homes of models, and the fleet policy's decisions; live and simulated.
+- `lending`: Pages lent between the workers of one server.
 - `logs`: JSON logs of all processes, written by a thread.
+- `machine_check`: Check of a fleet against this machine, before anything is loaded.
 - `machine_choice`: The kind of machine of a device: CPU, GPU, or a group of ranks.
 - `migrations`: Move running requests to another device with their KV.
 - `open_requests`: Open requests of one device: queued, sent, answered.
-- `outgoing_queue`: The ordered queue of a worker's outgoing messages.
 - `output_stream`: The output stream of one client's requests, with backpressure.
-- `peers`: Other workers of the host, as a worker sees them when lending.
 - `pending_orders`: Operators' commands that a worker has not answered yet.
 - `placing`: Initial placement, and each worker's configuration.
 - `request_router`: Choice of the device of a request, and retry when a worker dies.
-- `segments`: One host tier for all workers of a host.
-- `spare`: A warmed-up spare worker process.
+- `routed_prefixes`: Prefixes that a device is believed to have cached, for routing.
+- `segment_broker`: Segments of weights shared between the workers of a host.
 - `suspicion`: Requests suspected of killing workers, which run alone.
 - `tensor_parallel`: One device served by a group of processes, its ranks.
-- `worker_link`: The protocol of a worker process, as its controller uses it.
-- `worker`: The worker process of one device.
+- `worker`: The process of one device, and the server's end of it.
 """

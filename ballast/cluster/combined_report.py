@@ -1,4 +1,4 @@
-"""Reports of several devices as one, of all that they have together."""
+"""Combine the reports of several devices into one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NEAREST = (
     Residency.ABSENT,
     Residency.FAILED,
 )
-"""Of a model that is on several devices, the first of these that it is anywhere."""
+"""Order of precedence: a model on several devices has the first of these that it has on any."""
 
 
 def combined(reports: Sequence[DeviceReport]) -> DeviceReport:
-    """One report of at least one device; pages are counted in the smallest of theirs.
+    """Combine the reports of at least one device; pages are of the smallest size of all.
 
-    A model that several devices serve is one whose numbers are sums.
+    The numbers of a model that several devices serve are sums.
     """
     if len(reports) == 1:
         return reports[0]
@@ -53,7 +53,7 @@ def combined(reports: Sequence[DeviceReport]) -> DeviceReport:
 
 
 def _in_pages(report: DeviceReport, page_bytes: int) -> DeviceReport:
-    """In smaller pages: all sizes are powers of two."""
+    """Return the report in smaller pages; all sizes are powers of two."""
     times = report.page_bytes // page_bytes
     if times == 1:
         return report

@@ -12,14 +12,14 @@ from typing import Any
 
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
-from ballast.cluster.lending import Acquaintances
+from ballast.cluster.lending.lending_pairs import LendingPairs
 from ballast.cluster.migrations import Migrations
 from ballast.cluster.pending_orders import changed, names_of, refusal, undoing
 from ballast.cluster.placing import homes_of, named, part_of, placed
 from ballast.cluster.request_router import RequestRouter
-from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
-from ballast.cluster.worker_link import WorkerLink
+from ballast.cluster.worker.spare_worker import SpareWorker
+from ballast.cluster.worker.worker_link import WorkerLink
 from ballast.core.actions import Activate, Evict, Lend, Recall
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, ModelCommand, Remove
 from ballast.core.errors import ConfigError, Unavailable
@@ -50,11 +50,11 @@ class Controller(RequestRouter):
     def __init__(self, make_worker: Callable[[], WorkerLink]) -> None:
         super().__init__()
         self._make_worker = make_worker
-        self._spare: Spare[WorkerLink] = Spare(make_worker)
+        self._spare: SpareWorker[WorkerLink] = SpareWorker(make_worker)
         self._suspicions = Suspicions()
         self.changing = asyncio.Lock()
         """Held while a model is added or removed: what follows is judged by what came of it."""
-        self._acquaintances = Acquaintances(self.devices)
+        self._lending_pairs = LendingPairs(self.devices)
         self._migrations = Migrations()
         self._tasks: set[asyncio.Future[None]] = set()
         """Of requests that go on elsewhere."""
@@ -81,7 +81,7 @@ class Controller(RequestRouter):
             for task in starting:
                 task.cancel()
         if fleet.server.spare_worker:
-            await self._spare.hire()
+            await self._spare.prepare()
         if self.fleet_policy.moves and fleet.others:
             self._following = asyncio.create_task(FleetPolicyRunner(self, self.fleet_policy).run())
 
@@ -284,7 +284,7 @@ class Controller(RequestRouter):
             return CommandOutcome("refused", f"there is no lending from {lender!r} to {borrower!r}")
         if way.means is None:
             return CommandOutcome("refused", f"{lender} cannot lend to {borrower}: {way.why}")
-        if not self._acquaintances.acquainted(lender, borrower):
+        if not self._lending_pairs.can_lend(lender, borrower):
             return CommandOutcome("refused", f"{lender} and {borrower} do not know each other yet")
         report = self.devices[borrower].report
         assert report is not None  # it has said that it knows the other
@@ -394,17 +394,17 @@ class Controller(RequestRouter):
 
     def take_over(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
         """A device's worker has died: what it lent or borrowed is settled, and requests go on."""
-        self._acquaintances.died(device)
+        self._lending_pairs.worker_died(device)
         self._migrations.died(device)
         self._hand_on(device, in_flight)
 
     def serving(self, device: RemoteDevice, pages: str) -> None:
         """Its worker serves: it may lend to others, and borrow."""
-        self._acquaintances.serving(device, pages, self.lending)
+        self._lending_pairs.worker_started(device, pages, self.lending)
 
     def said(self, device: RemoteDevice, message: LeaseMsg | PeerReportMsg) -> None:
         """Of pages that are lent."""
-        self._acquaintances.said(device, message)
+        self._lending_pairs.handle(device, message)
 
     def said_of_request(self, device: RemoteDevice, word: MigrationAnswer) -> None:
         """Of a request that moves from it or to it."""
@@ -412,7 +412,7 @@ class Controller(RequestRouter):
 
     async def buried(self, device: RemoteDevice) -> None:
         """Its worker has been reaped; returns when nobody uses its memory any more."""
-        await self._acquaintances.buried(device)
+        await self._lending_pairs.worker_reaped(device)
 
     def carried_out(self, device: RemoteDevice, order: DeviceCommand) -> None:
         """A device has done what was ordered: what all of them serve follows."""

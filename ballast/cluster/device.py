@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from ballast.cluster.device_record import DeviceRecord
 from ballast.cluster.pending_orders import PendingOrders, changed, names_of
-from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
-from ballast.cluster.worker_link import WorkerLink
+from ballast.cluster.worker.spare_worker import SpareWorker
+from ballast.cluster.worker.worker_link import WorkerLink
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.migration import MigrationAnswer
@@ -78,7 +78,7 @@ class RemoteDevice(DeviceRecord):
         self,
         name: str,
         make_worker: Callable[[], WorkerLink],
-        spare: Spare[WorkerLink],
+        spare: SpareWorker[WorkerLink],
         suspicions: Suspicions,
         neighbours: Neighbours,
     ) -> None:
@@ -281,7 +281,7 @@ class RemoteDevice(DeviceRecord):
             log.warning("%s: a new worker serves; %d requests go on", self.name, len(self.requests))
             self._serve(ready)
             if self.fleet.server.spare_worker:
-                await self._spare.hire()
+                await self._spare.prepare()
             return
 
     def _give_up(self, why: str) -> None:

@@ -1,11 +1,11 @@
-"""What is known of one device: what it serves, what it was given, whether it takes more."""
+"""The controller's knowledge of one device: what it serves, what it was sent, what it can take."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ballast.cluster.given_prefixes import GivenPrefixes
 from ballast.cluster.open_requests import OpenRequests
+from ballast.cluster.routed_prefixes import RoutedPrefixes
 from ballast.cluster.suspicion import Suspicions
 from ballast.core.capability import GpuReach
 from ballast.core.model import ModelSpec
@@ -16,10 +16,10 @@ from ballast.core.view import Residency
 
 
 class DeviceRecord:
-    """Its open requests, its last report, and whether it serves."""
+    """One device's open requests, models, last report, and whether it serves."""
 
     fleet: FleetSettings
-    """What workers are started with; from `start` on."""
+    """Settings with which workers are started; set by `start`."""
 
     def __init__(self, name: str, suspicions: Suspicions) -> None:
         self.name = name
@@ -29,15 +29,15 @@ class DeviceRecord:
         """Models of its fleet that it does not serve, with the reason."""
         self.report: DeviceReport | None = None
         self.pages = ""
-        """Where its worker's memory is to be had; empty: nowhere."""
+        """Address at which other workers get its worker's memory; empty: it gives none."""
         self.reach: GpuReach | None = None
-        """Of a GPU, as its last worker has told."""
+        """Which other GPUs it can reach, as its last worker reported; None: no GPU."""
         self.leaving: set[str] = set()
         """Models that it serves until their open requests have ended."""
         self.cordoned = False
         """An operator keeps requests away from it: it has been drained."""
-        self._prefixes: dict[str, GivenPrefixes] = {}
-        """By model, what the present worker was given where there was a choice of devices."""
+        self._prefixes: dict[str, RoutedPrefixes] = {}
+        """By model, the prompts that the present worker was sent where several devices could be."""
         self.restarts = 0
         """Workers that were started in place of one that died."""
         self.moved_in = 0
@@ -48,27 +48,27 @@ class DeviceRecord:
         """Why requests fail instead of waiting for a worker, if they do."""
 
     def _began(self, request_id: str) -> None:
-        """It has told a first token of a request."""
+        """Called when a request has its first token."""
 
     def base_of(self, name: str) -> ModelSpec | None:
-        """The model that runs what requests ask for by that name."""
+        """Return the model that runs requests for `name`, a model or adapter; None: unknown."""
         found = self._queue_of(name)
         return None if found is None else found[1]
 
     def serves(self, name: str) -> bool:
-        """Whether it has a model, or an adapter of one."""
+        """Return whether it has a model, or an adapter of one."""
         return any(name in _names(base) for base in self.specs.values())
 
     def takes(self, name: str) -> bool:
-        """Whether new requests for a model, or an adapter of one, may go here."""
+        """Return whether it accepts new requests for a model, or an adapter of one."""
         found = (base.name for base in self.specs.values() if name in _names(base))
         return not self.cordoned and any(base not in self.leaving for base in found)
 
     def full(self, base: ModelSpec) -> bool:
-        """Whether it would refuse another request of a model, as far as is known here.
+        """Return whether it would refuse another request of a model, as far as is known here.
 
-        Refusing where one is read keeps what is too much away from the device. What the device
-        reports is a tenth of a second old: the queue may have moved meanwhile.
+        The server then refuses it instead, which keeps load off the device. The report is a tenth
+        of a second old: the queue may have moved meanwhile.
         """
         silent = self.requests.silent(base)
         if self.down is not None or not 0 < base.max_waiting <= silent:
@@ -79,7 +79,7 @@ class DeviceRecord:
         return any(m.name == base.name and m.waiting >= base.max_waiting for m in models)
 
     def has_weights(self, name: str) -> bool:
-        """Whether the weights of a model, or of an adapter's base, were there as last reported."""
+        """Return whether the weights of a model, or an adapter's base, were last reported there."""
         if self.report is None:
             return False
         bases = {base.name for base in self.specs.values() if name in _names(base)}
@@ -87,7 +87,7 @@ class DeviceRecord:
         return any(m.residency == Residency.RESIDENT.value for m in here)
 
     def held_tokens(self, submission: Submission) -> int:
-        """Tokens of a prompt whose KV it may hold: it was given them, and holds any KV."""
+        """Estimate how many tokens of a prompt it has cached: sent before, while it holds KV."""
         found = self._given(submission)
         if found is None or self.report is None:
             return 0
@@ -97,33 +97,33 @@ class DeviceRecord:
         return prefixes.tokens(submission.prompt, salt) if holds else 0
 
     def remember(self, submission: Submission) -> None:
-        """It is given this prompt, which another device might have been given."""
+        """Note that it is sent a prompt that could have gone to another device."""
         found = self._given(submission)
         if found is not None:
             _, prefixes, salt = found
             prefixes.add(submission.prompt, salt)
 
-    def _given(self, submission: Submission) -> tuple[ModelSpec, GivenPrefixes, str] | None:
-        """Of its model: the base, what was given, and the salt that the device will use."""
+    def _given(self, submission: Submission) -> tuple[ModelSpec, RoutedPrefixes, str] | None:
+        """Return the base of a request's model, the prompts it was sent, and the request's salt."""
         base = next((b for b in self.specs.values() if submission.model in _names(b)), None)
         if base is None:
             return None
         prefixes = self._prefixes.get(base.name)
         if prefixes is None:
             room = self.fleet.device.budget_bytes // base.block_bytes
-            prefixes = GivenPrefixes(base.fingerprint, base.block_tokens, room)
+            prefixes = RoutedPrefixes(base.fingerprint, base.block_tokens, room)
             self._prefixes[base.name] = prefixes
         at = _names(base).index(submission.model)
         salt = Request.salt_of(submission, base, at - 1 if at else None)
         return base, prefixes, salt
 
     def _queue_of(self, name: str) -> tuple[ModelSpec, ModelSpec] | None:
-        """A model, or an adapter, as clients see it, and the base in whose queue it stands; None
-        where that is not known."""
+        """Return a model or adapter as clients see it, and the base in whose queue its requests
+        wait; None: unknown."""
         served = ((s, base) for base in self.specs.values() for s in base.served)
         return next((found for found in served if found[0].name == name), None)
 
 
 def _names(base: ModelSpec) -> list[str]:
-    """Of a model and its adapters."""
+    """Return the names of a model and its adapters, in order."""
     return [base.name, *(a.name for a in base.adapters)]

@@ -1,8 +1,8 @@
-"""Which requests a worker gets next, where several API keys want a model: each has a fair share.
+"""Choose the requests that a worker gets next, so that each API key has a fair share of a model.
 
-A worker admits what it has in the order in which it came. So it gets as many requests of a model as
-can run, and a few to choose from; the others wait here, where what comes next is chosen anew each
-time: of the keys with the most important requests, the one that has the fewest at the worker.
+A worker admits requests in order of arrival. It gets as many of a model as can run, and AHEAD more;
+the others wait in the server. The next one is chosen whenever there is room: among the keys with
+the most important requests, of the key that has the fewest at the worker.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Protocol, TypeVar
 from ballast.core.request import Submission
 
 AHEAD = 8
-"""Requests of a model that a worker has beyond those that can run: what ends is followed at once,
-and a newcomer waits for no more than these."""
+"""Requests of a model that a worker has beyond those that can run: enough that the next one starts
+at once when one ends, and few, as a new request of another key waits for these."""
 
 
 class Keyed(Protocol):
-    """A request of a key; `ballast.cluster.output_stream.OpenRequest` is one."""
+    """A request and its API key; `ballast.cluster.output_stream.OpenRequest` is one."""
 
     @property
     def key(self) -> str: ...
@@ -32,10 +32,11 @@ R = TypeVar("R", bound=Keyed)
 
 
 def chosen(waiting: Sequence[R], at_worker: Counter[str], most_running: int) -> list[R]:
-    """Requests of one model that are to be sent now, in this order.
+    """Return the requests of one model that are to be sent to the worker now, in order.
 
-    `waiting` are in order of arrival; `at_worker` counts those of each key that were sent and have
-    not ended. A key that has less than its share of the worker gets it though others have more.
+    `waiting`: in order of arrival; `at_worker`: by key, requests that were sent and have not ended;
+    `most_running`: how many can run. A key with less than its share of the worker gets it even
+    where the other keys have filled the worker.
     """
     if not waiting:
         return []

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ballast.cluster.device import RemoteDevice
-from ballast.cluster.fleet import FleetBook
+from ballast.cluster.fleet_book import FleetBook
 from ballast.cluster.placing import need_of
 from ballast.core.actions import Activate
 from ballast.core.command import Remove

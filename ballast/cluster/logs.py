@@ -1,4 +1,4 @@
-"""Logs of every process in one form, written by a thread: a full pipe or disk stops nobody."""
+"""Write the logs of all processes in one format, by a thread: a full pipe or disk blocks nobody."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ballast.core.errors import ConfigError
 
 FORMATS = ("text", "json")
 FORMAT_VARIABLE = "BALLAST_LOG_FORMAT"
-"""Environment variable that tells a worker the form."""
+"""Environment variable by which workers get the format."""
 _LEVELS = ("debug", "info", "warning", "error")
 MOST_LINES = 10_000
-"""Lines that wait to be written; while there are so many, more are dropped, and counted."""
+"""Most lines that wait to be written; further ones are dropped, and counted."""
 LAST_SECONDS = 2.0
-"""For what waits to be written when the process ends."""
+"""Time to write the waiting lines when the process ends."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, logger, process, message, and a record's `fields`."""
+    """Formats a record as one JSON object per line: time (UTC), level, logger, process, message."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """`fields` replace the message, which is their text."""
+        """Format a record; its `fields`, if it has any, stand in place of the message."""
         fields: dict[str, object] | None = getattr(record, "fields", None)
-        told: dict[str, object] = {
+        entry: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -43,12 +43,12 @@ class JsonFormatter(logging.Formatter):
             **({"message": record.getMessage()} if fields is None else fields),
         }
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
 
 
 class QueuedHandler(logging.Handler):
-    """Formats at once, writes later; never waits for `stream`."""
+    """Formats records at once and writes them on a thread; never waits for `stream`."""
 
     def __init__(self, stream: TextIO, most_lines: int = MOST_LINES) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class QueuedHandler(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never raises: a record that cannot be formatted is named."""
+        """Queue a record; one that cannot be formatted is replaced by a line that says so."""
         try:
             line = self.format(record)
         except Exception as error:  # noqa: BLE001  a log line is no reason to fail
@@ -70,14 +70,14 @@ class QueuedHandler(logging.Handler):
             self._dropped += 1
 
     def close(self) -> None:
-        """Writes what waits, if that is possible soon."""
+        """Write the waiting lines, if `stream` takes them within LAST_SECONDS."""
         if self._thread.is_alive():
             try:
                 self._lines.put(None, timeout=LAST_SECONDS)
             except queue.Full:
                 return
             self._thread.join(LAST_SECONDS)
-        _let_go(self._stream)
+        _discard_unwritable(self._stream)
         super().close()
 
     def _write(self) -> None:
@@ -92,16 +92,16 @@ class QueuedHandler(logging.Handler):
                 self._dropped += 1  # a full disk, a closed pipe: perhaps not for ever
 
 
-def tell(line: str, stream: TextIO) -> None:
-    """Write a line now, if `stream` takes it: a full disk is no reason to stop serving."""
+def write_line(line: str, stream: TextIO) -> None:
+    """Write a line now; it is lost where `stream` does not take it, as on a full disk."""
     try:
         print(line, file=stream, flush=True)
     except (OSError, ValueError):
-        _let_go(stream)
+        _discard_unwritable(stream)
 
 
-def _let_go(stream: TextIO) -> None:
-    """What `stream` still holds and cannot write would make Python's exit code 120."""
+def _discard_unwritable(stream: TextIO) -> None:
+    """Drop what `stream` cannot write: at exit Python would fail on it, with code 120."""
     try:
         stream.flush()
     except ValueError:
@@ -113,19 +113,20 @@ def _let_go(stream: TextIO) -> None:
             os.close(nowhere)
 
 
-def set_up(process: str, form: str, level: str) -> None:
-    """Write this process's log to stderr: Ballast's from `level` on, others' warnings.
+def set_up_logs(process: str, format: str, level: str) -> None:
+    """Write this process's log to stderr: Ballast's from `level` on, and warnings of libraries.
 
-    `process` names it in every line. Workers started later follow. Raises ConfigError.
+    `process` names the process in every line; workers that are started later use the same format.
+    Raises ConfigError for an unknown format or level.
     """
-    if form not in FORMATS:
-        raise ConfigError("--log-format", form, f"known: {', '.join(FORMATS)}")
+    if format not in FORMATS:
+        raise ConfigError("--log-format", format, f"known: {', '.join(FORMATS)}")
     if level not in _LEVELS:
         raise ConfigError("--log-level", level, f"known: {', '.join(_LEVELS)}")
     text = logging.Formatter(f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s")
     handler = QueuedHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if form == "json" else text)
+    handler.setFormatter(JsonFormatter(process) if format == "json" else text)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("ballast").setLevel(level.upper())
-    os.environ[FORMAT_VARIABLE] = form
+    os.environ[FORMAT_VARIABLE] = format
     atexit.register(handler.close)

@@ -1,4 +1,4 @@
-"""Which devices of a host serve which models, and what each device's worker is started with."""
+"""Place models on devices at the start, and derive the settings of each device's worker."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Homes = Mapping[str, Sequence[str]]
 
 
 def homes_of(fleet: FleetSettings) -> dict[str, list[str]]:
-    """Where each model of a fleet is served that is about to start.
+    """Return the devices of each model of a fleet that is about to start.
 
-    Raises ConfigError for a model that no device has room for, or that names one there is not.
+    Raises ConfigError for a model that no device has room for, or that names an unknown device.
     """
     homes = {m.name: named(m, fleet) for m in fleet.models if m.devices}
     return homes | placed([m for m in fleet.models if not m.devices], fleet, homes)
 
 
 def named(model: ModelSettings, fleet: FleetSettings) -> list[str]:
-    """The devices that its settings name, each once. Raises ConfigError for an unknown one."""
+    """Return the devices that a model's settings name. Raises ConfigError for an unknown one."""
     for name in model.devices:
         if name not in fleet.devices:
             known = ", ".join(fleet.devices)
@@ -41,10 +41,10 @@ def named(model: ModelSettings, fleet: FleetSettings) -> list[str]:
 def placed(
     models: Sequence[ModelSettings], fleet: FleetSettings, homes: Homes
 ) -> dict[str, list[str]]:
-    """Devices for `models`, one for each, beside what is at home already.
+    """Return devices for `models`, besides those that have `homes` already.
 
-    Judged by the weights in the checkpoints' headers: whether KV and activations fit as well, a
-    device says once it has loaded them. Raises ConfigError.
+    Judged by the sizes of weights in the checkpoints' headers; whether KV and activations fit, only
+    a device knows that has loaded them. Raises ConfigError where a model fits nowhere.
     """
     devices = fleet.devices
     if len(devices) == 1:
@@ -74,8 +74,8 @@ def placed(
 def placed_by_role(
     policy: FleetPolicy, needs: Sequence[Need], rooms: Sequence[Room], roles: Mapping[str, Role]
 ) -> dict[str, list[str]]:
-    """By model, its devices: as the policy places it, on some that prefill and on some that decode,
-    which may be the same. `roles`: by device. Raises ConfigError."""
+    """Return the devices of each model, as the policy places it, of both roles: some that prefill
+    and some that decode, which may be the same. `roles`: by device. Raises ConfigError."""
     if all(role is Role.BOTH for role in roles.values()):
         return policy.place(needs, rooms)
     found: dict[str, list[str]] = {}
@@ -92,9 +92,11 @@ def need_of(
     work: Mapping[str, float],
     peak: Mapping[str, float] | None = None,
 ) -> Need:
-    """With KV for one request that takes a whole step; as much as it takes on any of `devices`.
+    """Return what a model needs of a device, with KV for one request of `step_tokens`; the most
+    over `devices`.
 
-    `work`, `peak`: as of `Need`; None: only the mean is known."""
+    `work`, `peak`: as in `Need`; a `peak` of None: only the mean is known.
+    """
     most = weights = 0
     for served in devices:
         page = served.page_bytes
@@ -107,7 +109,10 @@ def need_of(
 
 
 def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int) -> FleetSettings:
-    """What the worker of one device is started with: `models` are its own, of `cores` its share."""
+    """Return the settings with which the worker of device `name` is started.
+
+    It has `models` of the fleet, and its share of `cores`.
+    """
     device, link = fleet.devices[name]
     if not fleet.others:
         return fleet
@@ -124,7 +129,7 @@ def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int
 
 
 def _share_of(own: DeviceSettings, fleet: FleetSettings, cores: int) -> int:
-    """Threads for a device: as many as it names, or its share of what the others leave."""
+    """Return the threads of a device: those it names, or its share of what the others leave."""
     if own.threads is not None:
         return own.threads
     devices = [device for device, _ in fleet.devices.values() if device.gpu is None]
@@ -133,7 +138,7 @@ def _share_of(own: DeviceSettings, fleet: FleetSettings, cores: int) -> int:
 
 
 def _bytes(model: ModelSettings) -> int:
-    """Of its weights, about; 1 for what cannot be read: whoever loads it says why."""
+    """Return about the bytes of a model's weights; 1 if unreadable: its load reports why."""
     try:
         return max(1, served_bytes(Path(model.path), model.dtype))
     except (CheckpointError, OSError):

@@ -1,36 +1,36 @@
-"""Which request kills workers: those in flight at two crashes are suspects, to be run alone."""
+"""Find the request that kills workers: one in flight at two crashes is suspect, and runs alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 CRASHES = 2
-"""From so many on a request runs alone."""
+"""Crashes after which a request runs alone."""
 
 
 class Suspicions:
-    """The crashes so far, each as the open requests that were in flight at it."""
+    """The crashes that are not explained yet, each as the open requests that were in flight."""
 
     def __init__(self) -> None:
         self._crashes: list[set[str]] = []
 
     def crashed(self, in_flight: Iterable[str]) -> None:
-        """A worker died with these in flight."""
+        """Note that a worker died with these requests in flight."""
         self._crashes.append(set(in_flight))
         self._prune()
 
     def suspect(self, request_id: str) -> bool:
-        """Whether it must run alone."""
+        """Return whether a request has to run alone."""
         return sum(request_id in crash for crash in self._crashes) >= CRASHES
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Note that a request has ended."""
         for crash in self._crashes:
             crash.discard(request_id)
         self._prune()
 
     def convict(self, request_id: str) -> None:
-        """It did it alone: whoever was in flight beside it is cleared of those crashes."""
+        """Note that a request alone has killed a worker: others are cleared of its crashes."""
         self._crashes = [c for c in self._crashes if request_id not in c]
 
     def _prune(self) -> None:

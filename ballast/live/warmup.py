@@ -18,7 +18,7 @@ _SIZES = {
 }
 
 
-def rehearse() -> None:
+def warm_up() -> None:
     """Import, compile, and build a small model of the commonest kind, without memory.
 
     Not beside anything else that uses torch: it changes settings of the process meanwhile.

@@ -18,9 +18,9 @@ from typing import Any
 import uvicorn
 
 from ballast.cluster.controller import Controller
-from ballast.cluster.local import COMMAND, LocalWorker
-from ballast.cluster.logs import tell
-from ballast.cluster.segments import SegmentBroker
+from ballast.cluster.logs import write_line
+from ballast.cluster.segment_broker import SegmentBroker
+from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
 from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.fleet.source import FleetReading, FleetSource
@@ -170,7 +170,7 @@ async def _start(
     clock, wall = MonotonicClock(), WallClock()
     service = Service(controller, tokenizers, clock, wall, fleet.server, templates)
     for name, why in controller.failed.items():
-        tell(f"ballast: {name} is not served: {why}", sys.stderr)
+        write_line(f"ballast: {name} is not served: {why}", sys.stderr)
     if not service.models:
         raise Unavailable("no model of the fleet can be served")
     return service
@@ -340,4 +340,4 @@ def _announce(service: Service, host: str, port: int) -> None:
         log.warning("listening on %s without keys: everybody who reaches it can use it", host)
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(service.models)
-    tell(f"ballast: serving {names} at http://{shown}:{port}/v1", sys.stdout)
+    write_line(f"ballast: serving {names} at http://{shown}:{port}/v1", sys.stdout)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ballast.cluster.fleet import FleetBook
+from ballast.cluster.fleet_book import FleetBook
 from ballast.cluster.placing import need_of, placed_by_role
 from ballast.core.cost import StepCosts, Traffic
 from ballast.core.entries import Sink

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from ballast.cluster.fleet import FleetBook
+from ballast.cluster.fleet_book import FleetBook
 from ballast.core.actions import Activate
 from ballast.core.cost import StepCosts
 from ballast.core.fleet import FleetAction, Place

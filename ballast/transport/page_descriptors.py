@@ -1,11 +1,11 @@
-"""How the right to map a device's memory gets from its process to another.
+"""Hand the right to map a device's memory from its process to another one.
 
-Messages go the way all others do; descriptors cannot go there, and go over a Unix socket that only
-this user is served at (`PagesSocket`): a CPU's once per pair of processes (`fetch_pages`), those of
-a GPU's pages with each lease (`fetch_lease`). Its address is abstract: there is no file to be left
-behind. The right is passed along (SCM_RIGHTS): `pidfd_getfd` needs the permission to trace, which
-many systems deny between two children of one parent, and /proc/PID/fd finds whoever has that
-number now.
+The right is a file descriptor. Messages go through the server, which cannot carry descriptors; so
+these go over a Unix socket that serves this user alone (`PagesSocket`): a CPU's once per pair of
+processes (`fetch_pages`), those of a GPU's pages with each lease (`fetch_lease`). The socket's
+address is abstract, so that no file is left behind. Descriptors are sent (SCM_RIGHTS):
+`pidfd_getfd` needs the permission to trace, which many systems deny between two children of one
+parent, and /proc/PID/fd finds any process that has that number now.
 
 ::
 
@@ -30,22 +30,22 @@ from ballast.memory.share import receive_pages, send_pages
 from ballast.memory.vm import Exported
 
 PATIENCE_SECONDS = 2.0
-"""For the other end of a connection."""
+"""Time for the other end of a connection to send or receive."""
 PAGES_AT_ONCE = 32
-"""Of a lease: so many descriptors each side has open at most, whatever is lent."""
+"""Descriptors of a lease that each side has open at most, however large the lease."""
 _LONGEST_REQUEST = 4096
 
 Export = Callable[[tuple[int, ...]], Exported]
-"""Of these pages. Raises DeviceError."""
+"""Returns descriptors of pages. Raises DeviceError."""
 Offered = Callable[[str, int, int], tuple[int, ...]]
-"""The pages of borrower, epoch and lease; none where there is no such lease."""
+"""Returns the pages of the lease with this borrower, epoch and id; empty: there is none."""
 
 
 class PagesSocket:
-    """Where a lender's process is asked for its pages, when `fileno` is readable."""
+    """The socket at which other processes ask for a lender's pages."""
 
     def __init__(self) -> None:
-        """Raises DeviceError."""
+        """Listen at a new address. Raises DeviceError."""
         self.address = f"ballast-pages-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -57,10 +57,11 @@ class PagesSocket:
             raise DeviceError("bind", str(error)) from error
 
     def fileno(self) -> int:
+        """Return the descriptor, which is readable while connections wait."""
         return self._socket.fileno()
 
     def accept(self) -> Iterator[socket.socket]:
-        """All who wait, each to be given to `serve`, on a thread of its own: they may be slow."""
+        """Yield the waiting connections, each for `serve_pages` on a thread of its own."""
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -73,13 +74,13 @@ class PagesSocket:
         self._socket.close()
 
 
-def serve(connection: socket.socket, export: Export, offered: Offered) -> bool:
-    """Give what is asked for, and close the connection. Whether all of it was taken."""
+def serve_pages(connection: socket.socket, export: Export, offered: Offered) -> bool:
+    """Send the requested descriptors and close the connection; return whether all arrived."""
     with connection:
         try:
             if not _same_user(connection):
                 return False
-            wanted = _wanted(connection)
+            wanted = _receive_request(connection)
             if not wanted:
                 _send(connection, export(()))
                 return True
@@ -94,21 +95,22 @@ def serve(connection: socket.socket, export: Export, offered: Offered) -> bool:
 
 
 def fetch_pages(address: str) -> Exported:
-    """The device of the process that serves `address`: for `Borrower.meet`. Raises DeviceError.
+    """Fetch the memory of the device whose process serves `address`, for `Borrower.meet`.
 
-    Waits until it is served, PATIENCE_SECONDS at most: on a thread of its own where the caller has
-    jobs to run meanwhile. A lender that is amid a long job may have to be asked again.
+    Blocks for PATIENCE_SECONDS at most. Raises DeviceError; a lender in the midst of a long job may
+    have to be asked again.
     """
-    with _connected(address, []) as connection:
+    with _request_pages(address, []) as connection:
         return receive_pages(connection)
 
 
-def fetch_lease(address: str, lease: Lease, take: Callable[[Exported], None]) -> None:
-    """Of a GPU, the pages of a lease, in their order: `take` is given each part, and closes its
-    descriptors if it returns. Raises DeviceError, as `fetch_pages`, and what `take` raises; then
-    it may have been given a part of them.
+def fetch_lease(address: str, lease: Lease, use: Callable[[Exported], None]) -> None:
+    """Fetch the pages of a GPU's lease, in order, and call `use` with each part of them.
+
+    `use` closes the descriptors, unless it raises. Raises DeviceError as `fetch_pages`, and the
+    errors of `use`; some parts may have been used by then.
     """
-    with _connected(address, [lease.borrower, lease.epoch, lease.id]) as connection:
+    with _request_pages(address, [lease.borrower, lease.epoch, lease.id]) as connection:
         got = 0
         while got < len(lease.pages):
             exported = receive_pages(connection)
@@ -116,7 +118,7 @@ def fetch_lease(address: str, lease: Lease, take: Callable[[Exported], None]) ->
                 exported.close()
                 raise DeviceError("recvmsg", f"these are not the pages of lease {lease.id}")
             try:
-                take(exported)
+                use(exported)
             except BaseException:
                 exported.close()
                 raise
@@ -128,7 +130,7 @@ def fetch_lease(address: str, lease: Lease, take: Callable[[Exported], None]) ->
                     raise DeviceError("sendmsg", str(error)) from error
 
 
-def _connected(address: str, wanted: list[object]) -> socket.socket:
+def _request_pages(address: str, wanted: list[object]) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(PATIENCE_SECONDS)
@@ -145,16 +147,16 @@ def _connected(address: str, wanted: list[object]) -> socket.socket:
     return connection
 
 
-def _wanted(connection: socket.socket) -> tuple[str, int, int] | None:
-    """None: the device. Raises OSError and DeviceError."""
-    told = b""
-    while not told.endswith(b"\n") and len(told) < _LONGEST_REQUEST:
+def _receive_request(connection: socket.socket) -> tuple[str, int, int] | None:
+    """Return borrower, epoch and lease; None: the device. Raises OSError and DeviceError."""
+    request = b""
+    while not request.endswith(b"\n") and len(request) < _LONGEST_REQUEST:
         part = connection.recv(_LONGEST_REQUEST)
         if not part:
             break
-        told += part
+        request += part
     try:
-        fields = json.loads(told)
+        fields = json.loads(request)
         if not fields:
             return None
         borrower, epoch, lease = fields
@@ -171,8 +173,8 @@ def _send(connection: socket.socket, exported: Exported) -> None:
 
 
 def _same_user(connection: socket.socket) -> bool:
-    """Whoever gets the memfd can write on every page of the device."""
+    """Return whether the other end is of this user: a memfd lets it write to the whole device."""
     size = struct.calcsize("3i")
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, user, _ = struct.unpack("3i", told)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, user, _ = struct.unpack("3i", credentials)
     return bool(user == os.getuid())

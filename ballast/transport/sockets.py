@@ -1,8 +1,7 @@
 """ZeroMQ over a Unix socket in a private directory: one pair of sockets per worker.
 
-A socket belongs to one thread and one side of it: the server's lives on its event loop, the
-worker's on its main thread. Neither drops a message: the high-water marks are off, and what is in
-flight is bounded by what clients have asked for.
+The server's socket belongs to its event loop, the worker's to its main thread. Neither drops a
+message: high-water marks are off, and messages in flight are bounded by clients' open requests.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ballast.transport.worker_messages.codec import (
 
 _SOCKET = "worker.sock"
 _LONGEST_PATH = 107
-"""Bytes, without the final NUL, that `sockaddr_un` has room for."""
+"""Bytes of a path, without the final NUL, that fit in `sockaddr_un`."""
 
 
 class PrivateDirectory:
@@ -47,7 +46,7 @@ class PrivateDirectory:
 
 
 def address(directory: Path) -> str:
-    """Where the worker of `directory` listens. Raises DeviceError if the path is too long."""
+    """Return the address of the socket in `directory`. Raises DeviceError if it is too long."""
     path = directory / _SOCKET
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise DeviceError("bind", f"{path} has more than {_LONGEST_PATH} bytes")
@@ -69,7 +68,7 @@ class ServerSocket:
         self._socket.send(encode(message))
 
     async def receive(self) -> ToServer:
-        """The next message. Raises MalformedMessage."""
+        """Return the next message. Raises MalformedMessage."""
         return decode_to_server(await self._socket.recv())
 
     def close(self) -> None:
@@ -102,7 +101,7 @@ class WorkerSocket:
         self._context.term()
 
     def also_wake_on(self, fd: int) -> None:
-        """Let `wait` return when `fd` is readable, too."""
+        """Let `wait` return as well when `fd` is readable."""
         self._poller.register(fd, zmq.POLLIN)
 
     def send(self, message: ToServer) -> None:
@@ -110,11 +109,11 @@ class WorkerSocket:
         self._socket.send(encode(message))
 
     def wait(self, seconds: float | None) -> None:
-        """Until a message is there, a descriptor of `also_wake_on` is readable, or time is up."""
+        """Wait for a message, a readable descriptor of `also_wake_on`, or the end of `seconds`."""
         self._poller.poll(None if seconds is None else max(0, round(seconds * 1e3)))
 
     def receive_all(self, handle: Callable[[ToWorker], None]) -> None:
-        """Hand over all messages that are there. Raises MalformedMessage."""
+        """Call `handle` with each message that has arrived. Raises MalformedMessage."""
         while True:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)

@@ -34,7 +34,7 @@ from ballast.weights.sharding import WHOLE, Shard
 class SegmentExchange(Protocol):
     """Sharing of segments with other processes of this host.
 
-    Implemented by `ballast.cluster.segments.SegmentClient`.
+    Implemented by `ballast.cluster.segment_broker.SegmentClient`.
     """
 
     def find(self, origin: str) -> tuple[str, int] | None:

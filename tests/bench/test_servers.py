@@ -19,7 +19,7 @@ from ballast.policy.presets import PRESETS
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
 from ballast.workload.workload import Workload, WorkloadRequest
-from tests.cluster.test_worker import FAKE
+from tests.cluster.worker.test_worker import FAKE
 
 BUDGET = 2**20
 

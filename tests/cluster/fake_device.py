@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from ballast.cluster.segments import SegmentClient
-from ballast.cluster.worker import Progress, Record
+from ballast.cluster.segment_broker import SegmentClient
+from ballast.cluster.worker.device_thread import Progress, Record
 from ballast.core import migration
 from ballast.core.actions import Change
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
@@ -301,6 +301,6 @@ def _top(token: int, count: int | None, first: float) -> tuple[tuple[int, float]
 
 
 if __name__ == "__main__":
-    from ballast.cluster.worker import main
+    from ballast.cluster.worker.process import main
 
-    main(make_device=EchoDevice, rehearse=lambda: None)
+    main(make_device=EchoDevice, warm_up=lambda: None)

@@ -18,7 +18,15 @@ from ballast.core.errors import Unavailable
 from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.settings import ModelSettings, ServerSettings
 from tests.cluster.fake_device import DIE, HOLD, PAUSE, STUCK
-from tests.cluster.test_worker import FLEET, all_of, device, present, running, submission, tokens
+from tests.cluster.worker.test_worker import (
+    FLEET,
+    all_of,
+    device,
+    present,
+    running,
+    submission,
+    tokens,
+)
 
 ECHO = [10, 11, 12, 10, 11, 12]
 

@@ -14,7 +14,7 @@ import pytest
 from ballast.cluster import device as keeping
 from ballast.cluster.controller import Controller
 from ballast.cluster.device import WORKER_LOST, RemoteDevice
-from ballast.cluster.local import LocalWorker
+from ballast.cluster.worker.local_worker import LocalWorker
 from ballast.core.actions import Change
 from ballast.core.command import Add, Remove
 from ballast.core.errors import Unavailable
@@ -30,7 +30,7 @@ from ballast.core.settings import (
 )
 from tests.cluster.fake_device import DIE, HOLD, PAUSE
 from tests.cluster.test_crash import whole
-from tests.cluster.test_worker import all_of, running, submission, tokens
+from tests.cluster.worker.test_worker import all_of, running, submission, tokens
 
 BOTH = ("cpu:0", "cpu:1")
 FLEET = FleetSettings(

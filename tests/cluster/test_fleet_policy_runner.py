@@ -15,7 +15,7 @@ from ballast.policy.base import FleetPolicy
 from tests.cluster import test_devices
 from tests.cluster.fake_device import HOLD
 from tests.cluster.test_devices import asked, kill, until, where
-from tests.cluster.test_worker import all_of, running
+from tests.cluster.worker.test_worker import all_of, running
 
 FLEET = replace(
     test_devices.FLEET,

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from tests.cluster.fake_device import HOLD, SILENT
-from tests.cluster.test_worker import device, running, submission
+from tests.cluster.worker.test_worker import device, running, submission
 
 
 def test_what_surely_is_too_much_is_known_at_once() -> None:

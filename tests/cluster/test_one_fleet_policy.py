@@ -18,7 +18,7 @@ from ballast.sim.cluster import Cluster, kinds_of
 from tests.cluster import test_devices
 from tests.cluster.fake_device import HOLD
 from tests.cluster.test_devices import asked, where
-from tests.cluster.test_worker import running
+from tests.cluster.worker.test_worker import running
 from tests.sim.test_cluster import arrivals, spec
 
 

@@ -15,7 +15,7 @@ from ballast.core.errors import Unavailable
 from ballast.core.event import FinishedOutput
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings, Slo
 from tests.cluster.test_crash import kill, until_down
-from tests.cluster.test_worker import FLEET, all_of, running, submission
+from tests.cluster.worker.test_worker import FLEET, all_of, running, submission
 
 
 def model(name: str, path: str = "x", **more: object) -> ModelSettings:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ballast.cluster.worker import live_device, main
+from ballast.cluster.worker.process import live_device, main
 from ballast.core.event import JobResult
 from ballast.core.job import SequenceWork
 

@@ -20,7 +20,7 @@ import httpx
 from openai import AsyncOpenAI, OpenAI
 
 from ballast.bench.serving import child_called, children_of
-from ballast.cluster.worker import SERVING
+from ballast.cluster.worker.process_names import SERVING
 
 DEADLINE = 240.0
 """Seconds after which a test gives up, on the slowest machine that may run it."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ballast.cluster.fleet import FleetBook
+from ballast.cluster.fleet_book import FleetBook
 from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.fleet import (
     FleetAction,

@@ -29,7 +29,7 @@ from ballast.transport.page_descriptors import (
     PagesSocket,
     fetch_lease,
     fetch_pages,
-    serve,
+    serve_pages,
 )
 from ballast.transport.worker_messages.codec import decode_to_server, decode_to_worker, encode
 from ballast.transport.worker_messages.lending_messages import LeaseMsg
@@ -92,7 +92,7 @@ def serving(vm: Vm, offered: dict[tuple[str, int, int], tuple[int, ...]]) -> Ite
     def give() -> None:
         while not ended.wait(0.001):
             for connection in pages.accept():
-                serve(connection, vm.export, lambda *key: offered.get(key, ()))
+                serve_pages(connection, vm.export, lambda *key: offered.get(key, ()))
 
     thread = threading.Thread(target=give)
     thread.start()
@@ -210,6 +210,6 @@ def test_nobody_asks_and_nobody_serves() -> None:
         hasty.sendall(told)
         hasty.close()
         (connection,) = pages.accept()
-        assert not serve(connection, vm.export, lambda *_: ())
+        assert not serve_pages(connection, vm.export, lambda *_: ())
     pages.close()
     vm.close()

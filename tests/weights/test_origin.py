@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ballast.cluster.segments import SegmentBroker
+from ballast.cluster.segment_broker import SegmentBroker
 from ballast.core.settings import ModelSettings
 from ballast.weights import origin
 from ballast.weights.assemble import Sources
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
-from tests.cluster.test_segments import tier
+from tests.cluster.test_segment_broker import tier
 from tests.weights.test_checkpoint import STORED, contents, make
 from tests.weights.test_host import allocated, only_its_own  # noqa: F401
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import torch
 
-from ballast.cluster.logs import FORMAT_VARIABLE, set_up
+from ballast.cluster.logs import FORMAT_VARIABLE, set_up_logs
 from ballast.cluster.tensor_parallel.rank_machine import MakeRankMachine
 from ballast.cluster.tensor_parallel.rank_machine_choice import rank_machine_of
 from ballast.cluster.tensor_parallel.rank_server import DONE, RankServer
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     Path("/proc/self/comm").write_text(PROCESS_NAME)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    set_up("rank", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
+    set_up_logs("rank", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
     isolation = fork_zygote()
     serve_first_rank(
         LeaderConnection(arguments.memory),

@@ -142,7 +142,7 @@ class RunJobMsg(_RankMessage, frozen=True):
 
 
 class RemapLayersMsg(_RankMessage, frozen=True):
-    """Change which layers rotate, as `weights.rotor.Rotor.turn`; their pages are mapped already."""
+    """Change which layers rotate, as `weights.rotor.Rotor.remap`; their pages are mapped."""
 
     model: str
     rotation: Rotation

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ballast.cluster.controller import Controller
-from ballast.cluster.local import LocalWorker
+from ballast.cluster.worker.local_worker import LocalWorker
 from ballast.core.capability import IMPORT
 from ballast.core.event import TokenOutput
 from ballast.core.request import Submission
@@ -23,13 +23,13 @@ from ballast.core.settings import (
     ServerSettings,
 )
 from ballast.core.units import KiB, MiB
-from ballast.engine.sizing import GPU_LANE_BYTES
-from tests.cluster import gpu_worker
+from ballast.engine.build import GPU_LANE_BYTES
+from tests.cluster.lending import fake_gpu_worker
 from tests.engine.checkpoints import VOCAB, make_llama
 from tests.engine.gpus import serving
 from tests.memory.fake_cuda import FakeDriver
 
-WORKER = (sys.executable, str(Path(gpu_worker.__file__)))
+WORKER = (sys.executable, str(Path(fake_gpu_worker.__file__)))
 LENDER, BORROWER = "cuda:0", "cuda:1"
 PAGE = 64 * KiB
 DEADLINE = 240.0

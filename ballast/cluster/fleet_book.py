@@ -1,4 +1,4 @@
-"""Which devices serve which models, and where requests go: the same live and in virtual time."""
+"""Which devices serve which models, and the fleet policy's decisions; live and in virtual time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ballast.policy.route import Replica, for_prefill
 from ballast.policy.stay import FixedPlacement
 
 LookAt = Callable[[str], Replica]
-"""A device by its name, as it is for the request at hand."""
+"""Returns the state of a device, by its name, for the request at hand."""
 _STAY = FixedPlacement()
 
 
 class FleetBook:
-    """Homes of models, and the questions put to the fleet's policies.
+    """The homes of models; asks the fleet policy for a request's device and for actions.
 
-    `epoch` counts what has changed; whoever carries an action out says how it ended by `settle`.
+    `epoch` counts changes of homes. An action that was carried out is reported by `settle`.
     """
 
     def __init__(
@@ -36,26 +36,27 @@ class FleetBook:
         rooms: Sequence[Room] = (),
         policy: FleetPolicy = _STAY,
     ) -> None:
-        """`homes`: by model, the devices that serve it; where the policy moves none, they stay."""
+        """`homes`: by model, the devices that serve it; `needs`, `rooms`: what models take of a
+        device, and what devices have."""
         self.homes = {model: tuple(on) for model, on in homes.items()}
         self.epoch = 0
         self.wake_at = 0.0 if policy.moves else None
-        """When the policy wishes to be asked."""
+        """When the policy is to be asked next, seconds; None: never."""
         self.policy, self._needs, self._rooms = policy, tuple(needs), tuple(rooms)
         self._memo: object = None
         self._seen: dict[tuple[str, str], float] = {}
-        """By device and model, seconds of the lane, as of the view before."""
+        """By device and model, lane seconds in the last view."""
         self._seen_at = 0.0
 
     def choose(self, model: str, look_at: LookAt) -> str:
-        """The device for a request; `look_at` is asked only where there are several."""
+        """Return the device for a request; calls `look_at` only where there are several."""
         homes = self.homes[model]
         if len(homes) == 1:
             return homes[0]
         return self.policy.route(for_prefill([look_at(name) for name in homes]))
 
     def decide(self, now: float, reports: Mapping[str, DeviceReport]) -> tuple[FleetAction, ...]:
-        """What the policy wants done now. `reports`: by device, all as of `now`."""
+        """Return the policy's actions. `reports`: by device, all as of `now`."""
         if not self.policy.moves:
             return ()
         decision = self.policy(self._view(now, reports), self._memo)
@@ -63,7 +64,7 @@ class FleetBook:
         return decision.actions
 
     def follow(self, homes: Mapping[str, Sequence[str]], needs: Sequence[Need]) -> None:
-        """Homes as they are: others than policies have changed them, if they are not as known."""
+        """Take over the actual homes; a difference, such as an operator's order, is a new epoch."""
         found = {model: tuple(on) for model, on in homes.items()}
         if {m: set(on) for m, on in found.items()} != {m: set(on) for m, on in self.homes.items()}:
             self.homes = found
@@ -71,7 +72,7 @@ class FleetBook:
         self._needs = tuple(needs)
 
     def objection(self, action: FleetAction) -> str | None:
-        """Why an action cannot be done, as things are by now."""
+        """Return why an action cannot be carried out now; None if it can."""
         homes = self.homes.get(action.model)
         if homes is None:
             return f"there is no model {action.model!r}"
@@ -82,7 +83,7 @@ class FleetBook:
         return None if there and others else f"{action.model} is served by {', '.join(homes)}"
 
     def settle(self, action: FleetAction) -> None:
-        """An action has been carried out."""
+        """Note that an action has been carried out."""
         homes = self.homes[action.model]
         self.epoch += 1
         if isinstance(action, Place):
@@ -91,7 +92,7 @@ class FleetBook:
             self.homes[action.model] = tuple(name for name in homes if name != action.device)
 
     def _view(self, now: float, reports: Mapping[str, DeviceReport]) -> FleetView:
-        """Work is that since the view before."""
+        """Build the policy's view; work is counted since the last one."""
         seconds = max(now - self._seen_at, 1e-9)
         loads = tuple(
             DeviceLoad(room, tuple(self._hosting(reports[room.device], room.device, seconds)))

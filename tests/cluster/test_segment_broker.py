@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ballast.cluster.segments import SegmentBroker, SegmentClient
+from ballast.cluster.segment_broker import SegmentBroker, SegmentClient
 from ballast.core.errors import DeviceError
 from ballast.memory import syscalls as sys
 from ballast.memory.cuda.calls import Attribute

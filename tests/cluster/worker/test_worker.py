@@ -15,8 +15,8 @@ import pytest
 
 from ballast.cluster.controller import Controller
 from ballast.cluster.device import RemoteDevice
-from ballast.cluster.local import LocalWorker
 from ballast.cluster.output_stream import OutputStream
+from ballast.cluster.worker.local_worker import LocalWorker
 from ballast.core.errors import Unavailable
 from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.request import Sampling, Submission
@@ -185,9 +185,9 @@ def test_a_start_can_be_given_up() -> None:
 ORPHANING = """
 import asyncio, sys
 from ballast.cluster.device import RemoteDevice
-from ballast.cluster.local import LocalWorker
+from ballast.cluster.worker.local_worker import LocalWorker
 from ballast.cluster.output_stream import OutputStream
-from tests.cluster.test_worker import FAKE, FLEET
+from tests.cluster.worker.test_worker import FAKE, FLEET
 
 async def main():
     worker = LocalWorker(FAKE)

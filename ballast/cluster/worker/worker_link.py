@@ -1,4 +1,4 @@
-"""A worker process as its controller uses it: the protocol of `ballast.cluster.local`."""
+"""The protocol of a worker as its controller uses it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ballast.transport.worker_messages.lifecycle_messages import ReadyMsg
 
 
 class WorkerLink(Protocol):
-    """A worker as its controller sees it; `ballast.cluster.local.LocalWorker` is one."""
+    """A worker process; `ballast.cluster.worker.local_worker.LocalWorker` is one."""
 
     @property
     def waits(self) -> bool: ...

@@ -1,4 +1,4 @@
-"""What a worker's lane was doing when its process died, in memory that outlives the process."""
+"""Shared memory that says which requests a worker's lane was running when its process died."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class FlightRecorder:
     """
 
     def __init__(self, fd: int) -> None:
-        """Maps `fd`, which stays the caller's."""
+        """Map `fd`, which the caller keeps."""
         self._map = mmap.mmap(fd, _N_BYTES)
 
     def record(self, request_ids: Iterable[str]) -> None:
-        """These are in flight now; of none, or of too many to hold, nothing is recorded."""
-        told = "\n".join(request_ids).encode()
+        """Record the requests in flight; nothing if there are none, or too many to hold."""
+        ids = "\n".join(request_ids).encode()
         _LENGTH.pack_into(self._map, 0, 0)
-        if 0 < len(told) <= _N_BYTES - _LENGTH.size:
-            self._map[_LENGTH.size : _LENGTH.size + len(told)] = told
-            _LENGTH.pack_into(self._map, 0, len(told))
+        if 0 < len(ids) <= _N_BYTES - _LENGTH.size:
+            self._map[_LENGTH.size : _LENGTH.size + len(ids)] = ids
+            _LENGTH.pack_into(self._map, 0, len(ids))
 
     def read(self) -> frozenset[str]:
-        """What is recorded; empty: nothing. The writer must have ended."""
+        """Return the recorded ids; empty: none. The writer must have ended."""
         (length,) = _LENGTH.unpack_from(self._map, 0)
-        told = self._map[_LENGTH.size : _LENGTH.size + min(length, _N_BYTES)]
-        return frozenset(told.decode(errors="replace").split("\n")) if told else frozenset()
+        ids = self._map[_LENGTH.size : _LENGTH.size + min(length, _N_BYTES)]
+        return frozenset(ids.decode(errors="replace").split("\n")) if ids else frozenset()
 
     def close(self) -> None:
         self._map.close()
 
 
 def flight_memory() -> int:
-    """A descriptor of memory for one `FlightRecorder` on either side. Raises OSError."""
+    """Create memory for a `FlightRecorder` on either side, and return its descriptor."""
     fd = os.memfd_create("ballast-flight", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, _N_BYTES)

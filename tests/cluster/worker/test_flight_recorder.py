@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ballast.cluster.flight import FlightRecorder, flight_memory
+from ballast.cluster.worker.flight_recorder import FlightRecorder, flight_memory
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_too_many_to_hold_are_not_recorded(fd: int) -> None:
 
 KILLED = """
 import os, signal, sys
-from ballast.cluster.flight import FlightRecorder
+from ballast.cluster.worker.flight_recorder import FlightRecorder
 FlightRecorder(int(sys.argv[1])).record(["a", "b"])
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ballast.cluster.fleet import FleetBook
+from ballast.cluster.fleet_book import FleetBook
 from ballast.core.cost import Traffic
 from ballast.core.fleet import FleetDecision, FleetView, Need, Place, Room, Withdraw
 from ballast.core.report import DeviceReport, ModelReport

@@ -1,4 +1,4 @@
-"""What comes from other workers by descriptor, and in which order the device hears of it."""
+"""Descriptors from other workers, and the order in which the device gets their messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ballast.cluster.peers import Peers
+from ballast.cluster.lending.lending_peers import LendingPeers
 from ballast.core.event import Event
 from ballast.core.lease import (
     Lease,
@@ -34,7 +34,7 @@ LEASE = Lease(7, 1, "a", "b", tuple(range(70, 2, -1)))
 
 
 class Device:
-    """Implements `Lends`; what it is told is in `heard`."""
+    """Implements `LendingDevice`; what it is told is in `heard`."""
 
     def __init__(self, vm: CudaVm | MemfdVm) -> None:
         self.vm = vm
@@ -73,7 +73,7 @@ class Worker:
     def __init__(self, vm: CudaVm | MemfdVm) -> None:
         self.device: Device | None = Device(vm)
         self.said: queue.Queue[LendingMessage] = queue.Queue()
-        self.peers = Peers(self._use, self.said.put)
+        self.peers = LendingPeers(self._use, self.said.put)
 
     @contextmanager
     def _use(self) -> Iterator[Device | None]:
@@ -87,7 +87,7 @@ def giving(lender: Worker) -> Iterator[None]:
     def give() -> None:
         while not ended.is_set():
             select.select([lender.peers.socket], [], [], 0.01)
-            lender.peers.give()
+            lender.peers.serve_pages()
 
     thread = threading.Thread(target=give)
     thread.start()
@@ -130,14 +130,14 @@ def test_a_lease_is_fetched_and_what_is_said_later_is_heard_later(
     _, b = gpus
     assert b.device is not None
     back = PagesReturnedEvent(Lease(1, 1, "b", "a", (2,)))
-    b.peers.hear(PagesLentEvent(LEASE))
-    b.peers.hear(PagesRecalledEvent(LEASE))
-    b.peers.gone(PeerEndedMsg("a", 1))
+    b.peers.handle(PagesLentEvent(LEASE))
+    b.peers.handle(PagesRecalledEvent(LEASE))
+    b.peers.forget(PeerEndedMsg("a", 1))
     heard = [b.device.hear() for _ in range(3)]
     assert heard == [(LEASE, 68), PagesRecalledEvent(LEASE), PeerGoneEvent("a", 1)]
     assert drivers[0].elsewhere() == 68
-    b.peers.hear(back)
-    b.peers.hear(PagesLentEvent(LEASE))  # of one who is gone: the device refuses it
+    b.peers.handle(back)
+    b.peers.handle(PagesLentEvent(LEASE))  # of one who is gone: the device refuses it
     assert [b.device.hear() for _ in range(2)] == [back, PagesLentEvent(LEASE)]
     assert b.said.empty()
 
@@ -149,14 +149,14 @@ def test_what_cannot_be_imported_is_returned(
     assert b.device is not None
     for _ in range(3):
         drivers[1].fail("import_fd", after=40)
-    b.peers.hear(PagesLentEvent(LEASE))
+    b.peers.handle(PagesLentEvent(LEASE))
     over = Lease(8, 1, "a", "b", (1, 2))
-    b.peers.hear(PagesLentEvent(over))
+    b.peers.handle(PagesLentEvent(over))
     told = [b.said.get(timeout=DEADLINE) for _ in range(2)]
     assert told == [PagesReturnedEvent(LEASE), PagesReturnedEvent(over)]
     assert drivers[0].elsewhere() == 0
     drivers[1].fail("import_fd", after=40)
-    b.peers.hear(PagesLentEvent(LEASE))
+    b.peers.handle(PagesLentEvent(LEASE))
     assert b.device.hear() == (LEASE, 68), "it tries again"
 
 
@@ -167,8 +167,8 @@ def test_what_cannot_be_let_go_of_is_not_said_to_be_back(
     assert b.device is not None
     drivers[1].fail("import_fd", after=40)
     drivers[1].fail("release", after=8)
-    b.peers.hear(PagesLentEvent(LEASE))
-    b.peers.hear(PagesRecalledEvent(LEASE))
+    b.peers.handle(PagesLentEvent(LEASE))
+    b.peers.handle(PagesRecalledEvent(LEASE))
     assert b.device.hear() == PagesRecalledEvent(LEASE)
     assert b.said.empty()
     assert drivers[0].elsewhere() == 32
@@ -182,7 +182,7 @@ def test_a_device_that_ends_meanwhile_gets_nothing(
     _, b = gpus
     assert b.device is not None
     vm, b.device = b.device.vm, None
-    b.peers.hear(PagesLentEvent(LEASE))
+    b.peers.handle(PagesLentEvent(LEASE))
     assert b.said.get(timeout=DEADLINE) == PagesReturnedEvent(LEASE)
     assert drivers[0].elsewhere() == 0
     vm.close()
@@ -195,7 +195,7 @@ def test_a_cpu_has_all_of_it_from_the_start() -> None:
     b.peers.meet(MeetPeerMsg("nobody", 1, "nowhere"))
     with giving(a):
         b.peers.meet(MeetPeerMsg("a", 2, a.peers.socket.address))
-        b.peers.hear(PagesLentEvent(LEASE))
+        b.peers.handle(PagesLentEvent(LEASE))
         met, lent = b.device.hear(), b.device.hear()
     assert isinstance(met, Exported)
     assert lent == PagesLentEvent(LEASE)

@@ -1,5 +1,8 @@
-"""Other workers of the host, as one of them hears them: what comes by descriptor is fetched beside
-the main thread, and what a lender says is told to the device in the order in which it was said."""
+"""Other workers that lend pages to this one or borrow from it, as this worker deals with them.
+
+File descriptors of their memory are fetched beside the main thread, yet the device gets what each
+lender sends in the order in which it was sent.
+"""
 
 from __future__ import annotations
 
@@ -22,72 +25,77 @@ from ballast.core.lease import (
     PeerGoneEvent,
 )
 from ballast.memory.vm import Exported
-from ballast.transport.page_descriptors import PagesSocket, fetch_lease, fetch_pages, serve
+from ballast.transport.page_descriptors import PagesSocket, fetch_lease, fetch_pages, serve_pages
 from ballast.transport.worker_messages.lending_messages import MeetPeerMsg, PeerEndedMsg
 
 log = logging.getLogger(__name__)
 
 FETCHES = 3
-"""Times that another worker is asked for its memory before it is taken to have none to lend."""
+"""Attempts to fetch another worker's memory, after which it is considered unavailable."""
 
 
-class Lends(Protocol):
-    """A device; all from any thread."""
+class LendingDevice(Protocol):
+    """A device that may lend and borrow; all calls from any thread."""
 
     def post(self, event: Event) -> None: ...
 
     def export(self, pages: Sequence[int] = ()) -> Exported | None:
-        """So that another process can map its pages, of a GPU just these; None: it lends none."""
+        """Return descriptors by which another process can map its pages; None: it lends none.
+
+        Of a GPU these are the descriptors of `pages` alone.
+        """
 
     def offered(self, borrower: str, epoch: int, lease: int) -> tuple[int, ...]:
-        """Pages of a lease of which none has come back; none: there is no such lease."""
+        """Return the pages of a lease of which none has come back; empty: there is none."""
 
     def import_pages(self, exported: Exported) -> Exported:
-        """Pages of another GPU, ready to be used; closes the descriptors. Raises DeviceError."""
+        """Import pages of another GPU, and close their descriptors. Raises DeviceError."""
 
-    def add_peer(self, peer: str, epoch: int, exported: Exported) -> None: ...
+    def add_peer(self, peer: str, epoch: int, exported: Exported) -> None:
+        """Note that pages can be lent between this device and a peer, whose memory this is."""
 
     def accept_lease(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
-        """Pages of a GPU that have been lent to it: for all of them, by `open`."""
+        """Use pages that a GPU has lent, all of which are in `opened`."""
 
 
-Use = Callable[[], AbstractContextManager[Lends | None]]
-"""The device, which stays as long as the context; None: there is none now."""
+UseDevice = Callable[[], AbstractContextManager[LendingDevice | None]]
+"""Holds the device, which stays as long as the context; None: there is none now."""
 
 
 @dataclass(slots=True)
 class _Peer:
     address: str
     thread: ThreadPoolExecutor
-    """In which everything that it says as a lender has its turn."""
+    """Handles its messages as a lender one after the other."""
     by_page: bool = False
-    """Whether its pages come with each lease."""
+    """Whether the descriptors of its pages come with each lease."""
 
-    def do(self, task: Callable[..., None], *arguments: object) -> None:
-        self.thread.submit(task, *arguments).add_done_callback(_tell_failure)
+    def submit(self, task: Callable[..., None], *arguments: object) -> None:
+        self.thread.submit(task, *arguments).add_done_callback(_log_failure)
 
 
-class Peers:
-    """All calls from the main thread, while the device may come and go."""
+class LendingPeers:
+    """The peers of one worker. All calls from the main thread, while the device may come and go."""
 
-    def __init__(self, use: Use, say: Callable[[LendingMessage], None]) -> None:
-        """`say`: to the server, by any thread."""
+    def __init__(self, use_device: UseDevice, send: Callable[[LendingMessage], None]) -> None:
+        """`send`: to the server, by any thread."""
         self.socket = PagesSocket()
-        self._use, self._say = use, say
+        self._use_device, self._send = use_device, send
         self._peers: dict[str, _Peer] = {}
 
-    def give(self) -> None:
-        """Serve whoever wants pages of this device, each on a thread of its own."""
+    def serve_pages(self) -> None:
+        """Serve all workers that ask for pages of this device, each on a thread of its own."""
         for connection in self.socket.accept():
             arguments = (connection, self._export, self._offered)
-            threading.Thread(target=serve, args=arguments, daemon=True).start()
+            threading.Thread(target=serve_pages, args=arguments, daemon=True).start()
 
     def meet(self, message: MeetPeerMsg) -> None:
+        """Fetch a peer's memory, beside the main thread, and have the device meet it."""
         known = self._peers[message.peer] = _Peer(message.address, ThreadPoolExecutor(1))
-        known.do(self._meet, known, message)
+        known.submit(self._meet, known, message)
 
-    def gone(self, message: PeerEndedMsg) -> None:
-        """Told when nothing of what it had lent is about to be used here any more."""
+    def forget(self, message: PeerEndedMsg) -> None:
+        """Tell the device that a peer has ended, after all messages from it as a lender."""
         event, known = (
             PeerGoneEvent(message.peer, message.epoch),
             self._peers.pop(message.peer, None),
@@ -95,30 +103,31 @@ class Peers:
         if known is None:
             self._post(event)
             return
-        known.do(self._post, event)
+        known.submit(self._post, event)
         known.thread.shutdown(wait=False)
 
-    def hear(self, word: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent) -> None:
-        known = self._peers.get(word.lease.lender)
-        if known is None or isinstance(word, PagesReturnedEvent):
-            self._post(word)
+    def handle(self, event: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent) -> None:
+        """Post a message about a lease to the device; of a lender, after those before it."""
+        known = self._peers.get(event.lease.lender)
+        if known is None or isinstance(event, PagesReturnedEvent):
+            self._post(event)
         else:
-            known.do(self._hear, known, word)
+            known.submit(self._handle_from_lender, known, event)
 
     def _post(self, event: Event) -> None:
-        with self._use() as device:
+        with self._use_device() as device:
             if device is not None:
                 device.post(event)
 
     def _export(self, pages: tuple[int, ...]) -> Exported:
-        with self._use() as device:
+        with self._use_device() as device:
             exported = None if device is None else device.export(pages)
         if exported is None:
             raise DeviceError("export", "this device lends no pages")
         return exported
 
     def _offered(self, borrower: str, epoch: int, lease: int) -> tuple[int, ...]:
-        with self._use() as device:
+        with self._use_device() as device:
             return () if device is None else device.offered(borrower, epoch, lease)
 
     def _meet(self, known: _Peer, message: MeetPeerMsg) -> None:
@@ -132,22 +141,23 @@ class Peers:
             log.warning("no pages can be lent between this device and %s: %s", message.peer, why)
             return
         known.by_page = exported.page_fds is not None
-        with self._use() as device:
+        with self._use_device() as device:
             if device is not None:
                 device.add_peer(message.peer, message.epoch, exported)
 
-    def _hear(self, known: _Peer, word: PagesLentEvent | PagesRecalledEvent) -> None:
-        if isinstance(word, PagesLentEvent) and known.by_page:
-            self._fetch(known.address, word.lease)
+    def _handle_from_lender(self, known: _Peer, event: PagesLentEvent | PagesRecalledEvent) -> None:
+        if isinstance(event, PagesLentEvent) and known.by_page:
+            self._fetch(known.address, event.lease)
         else:
-            self._post(word)
+            self._post(event)
 
     def _fetch(self, address: str, lease: Lease) -> None:
-        """What does not come is returned: the device need not know."""
+        """Fetch the pages of a lease for the device; return a lease that cannot be had, of which
+        the device need not know."""
         opened: list[Exported] = []
 
         def take(exported: Exported) -> None:
-            with self._use() as device:
+            with self._use_device() as device:
                 if device is None:
                     raise DeviceError("import", "this device does not serve any more")
                 opened.append(device.import_pages(exported))
@@ -158,13 +168,13 @@ class Peers:
                 break
             except DeviceError as error:
                 why = str(error)
-                # Where this fails the pages cannot be said to be back: they will be recalled.
+                # If closing fails the pages cannot be returned: they will be recalled.
                 _close(opened)
         else:
             log.warning("%d pages of %s cannot be used: %s", len(lease.pages), lease.lender, why)
-            self._say(PagesReturnedEvent(lease))
+            self._send(PagesReturnedEvent(lease))
             return
-        with self._use() as device:
+        with self._use_device() as device:
             if device is not None:
                 device.accept_lease(lease, tuple(opened))
 
@@ -175,7 +185,7 @@ def _close(opened: list[Exported]) -> None:
         opened.pop()
 
 
-def _tell_failure(done: Future[None]) -> None:
+def _log_failure(done: Future[None]) -> None:
     error = done.exception()
     if error is not None:
         log.error("what another worker said cannot be followed", exc_info=error)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.serving import child_called
-from ballast.cluster.local import LocalWorker
-from ballast.cluster.spare import Spare
-from ballast.cluster.worker import SERVING, SPARE
-from tests.cluster.test_worker import DEADLINE, FAKE, FLEET
+from ballast.cluster.worker.local_worker import LocalWorker
+from ballast.cluster.worker.process_names import SERVING, SPARE
+from ballast.cluster.worker.spare_worker import SpareWorker
+from tests.cluster.worker.test_worker import DEADLINE, FAKE, FLEET
 
 
-async def spare(of: Spare[LocalWorker]) -> int:
+async def spare(of: SpareWorker[LocalWorker]) -> int:
     """Its process id, once it waits."""
     while not of.waits:
         await asyncio.sleep(0.01)
@@ -26,11 +26,11 @@ async def spare(of: Spare[LocalWorker]) -> int:
 def test_a_spare_waits_and_then_serves() -> None:
     async def scenario() -> None:
         async with asyncio.timeout(DEADLINE):
-            spares = Spare(lambda: LocalWorker(FAKE))
+            spares = SpareWorker(lambda: LocalWorker(FAKE))
             assert await spares.take() is None
-            await spares.hire()
+            await spares.prepare()
             waiting = await spare(spares)
-            await spares.hire()
+            await spares.prepare()
             worker = await spares.take()
             assert worker is not None
             assert worker.waits
@@ -45,14 +45,14 @@ def test_a_spare_waits_and_then_serves() -> None:
 def test_a_spare_that_died_is_not_used() -> None:
     async def scenario() -> None:
         async with asyncio.timeout(DEADLINE):
-            spares = Spare(lambda: LocalWorker(FAKE))
-            await spares.hire()
+            spares = SpareWorker(lambda: LocalWorker(FAKE))
+            await spares.prepare()
             pid = await spare(spares)
             os.kill(pid, signal.SIGKILL)
             while spares.waits:  # until the event loop has been told of the death
                 await asyncio.sleep(0.01)
             assert await spares.take() is None
-            await spares.hire()
+            await spares.prepare()
             pid = await spare(spares)
             await spares.close()
             assert not Path(f"/proc/{pid}").exists()
@@ -64,8 +64,8 @@ def test_a_spare_that_died_is_not_used() -> None:
 def test_a_spare_that_cannot_start_is_no_fault(command: tuple[str, ...]) -> None:
     async def scenario() -> None:
         async with asyncio.timeout(DEADLINE):
-            spares = Spare(lambda: LocalWorker(command))
-            await spares.hire()
+            spares = SpareWorker(lambda: LocalWorker(command))
+            await spares.prepare()
             assert await spares.take() is None
 
     asyncio.run(scenario())

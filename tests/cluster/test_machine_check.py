@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.cluster.fitness import check_machine, faults, tight
+from ballast.cluster.machine_check import check_machine, machine_faults, memory_warning
 from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings
 from ballast.core.units import GiB, MiB
@@ -61,7 +61,7 @@ def test_a_gpu_takes_no_memory_of_the_host() -> None:
 
 
 def test_a_gpu_that_is_not_there_says_what_to_do() -> None:
-    found = list(faults(fleet(gpu(0), gpu(1)), machine(GiB), none))
+    found = list(machine_faults(fleet(gpu(0), gpu(1)), machine(GiB), none))
     assert len(found) == 1
     assert found[0].key == "devices[0].name"
     for word in ("libcuda.so.1 is not installed", "ballast doctor", "leave `name` out"):
@@ -75,8 +75,8 @@ def test_a_gpu_that_is_not_there_says_what_to_do() -> None:
 
 
 def test_what_is_used_by_others_now_is_warned_of() -> None:
-    assert tight(fleet(cpu(8 * GiB)), machine(8 * GiB)) is None
-    told = tight(fleet(cpu(8 * GiB)), machine(6 * GiB))
+    assert memory_warning(fleet(cpu(8 * GiB)), machine(8 * GiB)) is None
+    told = memory_warning(fleet(cpu(8 * GiB)), machine(6 * GiB))
     assert told == "budgets of 8GiB exceed the memory that is available now, 6GiB"
 
 

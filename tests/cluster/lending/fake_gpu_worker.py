@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ballast.cluster.segments import SegmentClient
-from ballast.cluster.worker import Device, Outbox, Progress, Record, main
+from ballast.cluster.segment_broker import SegmentClient
+from ballast.cluster.worker.device_thread import Outbox, Progress, Record, WorkerDevice
+from ballast.cluster.worker.process import main
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.settings import FleetSettings
@@ -17,7 +18,7 @@ def gpu_device(
     record: Record,
     progress: Progress,
     segments: SegmentClient | None,
-) -> Device:
+) -> WorkerDevice:
     from ballast.live.cuda_machine import CudaMachine
     from ballast.live.device import LiveDevice
     from tests.engine.gpus import OnHost
@@ -32,4 +33,4 @@ def gpu_device(
 
 
 if __name__ == "__main__":
-    main(make_device=gpu_device, rehearse=lambda: None)
+    main(make_device=gpu_device, warm_up=lambda: None)

@@ -1,4 +1,4 @@
-"""One worker process on this host: started, listened to, watched, and, at the end, gone."""
+"""One worker process on this host: start it, exchange messages with it, watch it, end it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ballast.cluster.flight import FlightRecorder, flight_memory
-from ballast.cluster.segments import SegmentBroker
+from ballast.cluster.segment_broker import SegmentBroker
+from ballast.cluster.worker.flight_recorder import FlightRecorder, flight_memory
+from ballast.cluster.worker.liveness_watch import LivenessWatch
 from ballast.core.errors import Unavailable
 from ballast.core.settings import FleetSettings, ServerSettings
 from ballast.transport.sockets import PrivateDirectory, ServerSocket
@@ -28,25 +29,23 @@ from ballast.transport.worker_messages.lifecycle_messages import (
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "ballast.cluster.worker")
-LAST_WORDS_SECONDS = 0.2
-"""After a process has ended, what it sent may still be on its way for so long."""
-FIRST_WORD_SECONDS = 30.0
-"""A process that starts may be silent for so much longer than one that runs."""
+COMMAND = (sys.executable, "-m", "ballast.cluster.worker.process")
+LAST_MESSAGE_SECONDS = 0.2
+"""After a process has ended, its messages may still arrive for so long."""
 
 
 class LocalWorker:
     """Owns the process, its socket and their directory, on the running event loop.
 
     The thread of the event loop must live as long as the worker: the kernel ends the worker with
-    the thread that started it. While the process runs, somebody must `receive`: what it is not
-    heard saying counts as silence, and a silent worker is killed.
+    the thread that started it. While the process runs, the owner must `receive`: a message that is
+    not received counts as silence, and a silent worker is killed.
     """
 
     def __init__(
         self, command: Sequence[str] = COMMAND, broker: SegmentBroker | None = None
     ) -> None:
-        """`broker`: of the segments that workers of this host share."""
+        """`broker`: shares segments of weights between the workers of this host; None: nothing."""
         self._command = tuple(command)
         self._broker = broker
         self._segments: socket.socket | None = None
@@ -60,16 +59,14 @@ class LocalWorker:
             undo.pop_all()
         self._process: asyncio.subprocess.Process | None = None
         self._exited: asyncio.Task[int] | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._watch = LivenessWatch(self.kill)
         self._connected = False
-        self._silence = -FIRST_WORD_SECONDS
-        self._stuck_seconds = self._loading_seconds = float("inf")
         self._killed_for = ""
         self._closed = False
 
     @property
     def directory(self) -> Path:
-        """Holds the socket; gone once the worker has connected, or after `close`."""
+        """The directory of the socket; removed once the worker has connected, or by `close`."""
         return self._directory.path
 
     @property
@@ -79,22 +76,22 @@ class LocalWorker:
 
     @property
     def pid(self) -> int:
-        """Of the process; only after `start`."""
+        """Process id; only after `start` or `prepare`."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def waits(self) -> bool:
         """Whether a process waits for `start`."""
-        return self._connected and self._watch is None and self._runs
+        return self._connected and not self._watch.started and self._runs
 
     @property
     def _runs(self) -> bool:
         return self._exited is not None and not self._exited.done()
 
     async def prepare(self) -> None:
-        """Start the process ahead of time; returns when it has prepared itself, as it does when
-        others leave it the processor. Raises Unavailable.
+        """Start the process ahead of time, as a spare; returns when it has warmed up, which it does
+        at the lowest priority. Raises Unavailable.
         """
         await self._spawn("--spare")
         await self._connect()
@@ -107,13 +104,11 @@ class LocalWorker:
         """
         if self._exited is None:
             await self._spawn()
-        self._stuck_seconds = fleet.server.stuck_seconds
-        self._loading_seconds = fleet.server.loading_seconds
-        self._watch = asyncio.create_task(self._listen_for_life(fleet.server.silent_seconds))
+        self._watch.start(fleet.server)
         if not self._connected:
             await self._connect()
-        told = replace(fleet, server=ServerSettings())
-        self.send(ConfigureMsg(told, logging.getLogger("ballast").getEffectiveLevel()))
+        device_fleet = replace(fleet, server=ServerSettings())
+        self.send(ConfigureMsg(device_fleet, logging.getLogger("ballast").getEffectiveLevel()))
         while True:
             message = await self._expect()
             if isinstance(message, ReadyMsg):
@@ -123,10 +118,10 @@ class LocalWorker:
 
     async def _spawn(self, *options: str) -> None:
         fds = {"--flight": self._flight_fd}
-        theirs = None
+        worker_end = None
         if self._broker is not None:
-            self._segments, theirs = self._broker.open()
-            fds["--segments"] = theirs.fileno()
+            self._segments, worker_end = self._broker.open()
+            fds["--segments"] = worker_end.fileno()
         arguments = ["--dir", str(self._directory.path), "--parent", str(os.getpid())]
         for name, fd in fds.items():
             arguments += (name, str(fd))
@@ -139,8 +134,8 @@ class LocalWorker:
                 pass_fds=tuple(fds.values()),
             )
         finally:
-            if theirs is not None:
-                theirs.close()  # so that its end is noticed
+            if worker_end is not None:
+                worker_end.close()  # so that its end is noticed
         self._exited = asyncio.create_task(self._process.wait())
 
     async def _connect(self) -> None:
@@ -151,7 +146,7 @@ class LocalWorker:
         self._directory.close()
 
     async def _expect(self) -> ToServer:
-        """The next message while it starts."""
+        """Return the next message while the worker starts. Raises Unavailable if it ends."""
         message = await self.receive()
         if message is None:
             raise Unavailable(f"the worker ended while it started: {self.epitaph()}")
@@ -162,38 +157,22 @@ class LocalWorker:
         self._socket.send(message)
 
     async def receive(self) -> ToServer | None:
-        """The next message; None once the process has ended and all it said was taken."""
+        """Return the next message; None once the process has ended and all are received."""
         while isinstance(message := await self._next(), HeartbeatMsg):
-            for what, seconds in (
-                ("a turn of its loop", message.turn_seconds),
-                ("a job", message.job_seconds),
-            ):
-                if seconds > self._stuck_seconds:
-                    self.kill(f"{what} took more than {self._stuck_seconds:g} s")
-            if message.load_seconds > self._loading_seconds:
-                self.kill(f"nothing more was loaded for {self._loading_seconds:g} s")
+            self._watch.check(message)
         return message
 
     async def _next(self) -> ToServer | None:
         assert self._exited is not None
-        words = asyncio.ensure_future(self._socket.receive())
+        receiving = asyncio.ensure_future(self._socket.receive())
         try:
-            await asyncio.wait({words, self._exited}, return_when=asyncio.FIRST_COMPLETED)
-            if not words.done():
-                await asyncio.wait({words}, timeout=LAST_WORDS_SECONDS)
-            self._silence = 0.0
-            return words.result() if words.done() else None
+            await asyncio.wait({receiving, self._exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                await asyncio.wait({receiving}, timeout=LAST_MESSAGE_SECONDS)
+            self._watch.note_message()
+            return receiving.result() if receiving.done() else None
         finally:
-            words.cancel()
-
-    async def _listen_for_life(self, silent_seconds: float) -> None:
-        """Kills the process if it says nothing for so long."""
-        tick = min(1.0, silent_seconds / 4)
-        while self._silence <= silent_seconds:
-            await asyncio.sleep(tick)
-            # Not by the clock: where the server itself was held up, the worker is not to blame.
-            self._silence += tick
-        self.kill(f"it said nothing for {silent_seconds:g} s")
+            receiving.cancel()
 
     def kill(self, why: str) -> None:
         """End it at once; `epitaph` says why."""
@@ -205,7 +184,7 @@ class LocalWorker:
                 self._process.kill()
 
     def epitaph(self) -> str:
-        """How the process ended, in words."""
+        """Describe how the process ended."""
         code = None if self._process is None else self._process.returncode
         if code is None:
             return "it runs"
@@ -213,7 +192,7 @@ class LocalWorker:
         return f"{how}: {self._killed_for}" if self._killed_for else how
 
     def in_flight(self) -> frozenset[str]:
-        """Requests of the job in flight when the process ended; empty: none is known."""
+        """Return the requests of the job in flight when the process ended; empty: none is known."""
         return self._flight.read()
 
     async def close(self, patience: float = 0.0) -> None:
@@ -221,14 +200,13 @@ class LocalWorker:
         if self._closed:
             return
         self._closed = True
-        if self._watch is not None:
-            self._watch.cancel()
+        self._watch.stop()
         try:
             if self._exited is not None:
                 await asyncio.wait({self._exited}, timeout=patience)
                 if not self._exited.done():
                     assert self._process is not None
-                    if self._watch is not None:  # no spare, that has nothing to finish
+                    if self._watch.started:  # a spare has nothing to finish
                         log.warning("worker %d is killed", self.pid)
                     self._process.kill()
                 await self._exited

@@ -1,4 +1,4 @@
-"""A worker process that waits, prepared, to take the place of one that dies."""
+"""A worker process that is prepared to take the place of one that dies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Preparable(Protocol):
-    """What of a worker matters here."""
+    """A worker that can be started ahead of time; `LocalWorker` is one."""
 
     @property
     def waits(self) -> bool: ...
@@ -27,8 +27,8 @@ class Preparable(Protocol):
 W = TypeVar("W", bound=Preparable)
 
 
-class Spare(Generic[W]):
-    """At most one; to be used on one event loop."""
+class SpareWorker(Generic[W]):
+    """Holds at most one prepared worker; to be used on one event loop."""
 
     def __init__(self, make_worker: Callable[[], W]) -> None:
         self._make_worker = make_worker
@@ -36,8 +36,8 @@ class Spare(Generic[W]):
         self._preparing: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
 
-    async def hire(self) -> None:
-        """Start one in the background, unless one waits or is about to."""
+    async def prepare(self) -> None:
+        """Start a worker in the background, unless one waits or is being prepared."""
         async with self._changing:
             if self._preparing is not None and not self._preparing.done():
                 return
@@ -49,21 +49,24 @@ class Spare(Generic[W]):
             except (BallastError, OSError) as error:
                 log.warning("no spare worker: %s", error)
                 return
-            self._preparing = asyncio.create_task(self._prepare(self._worker))
+            self._preparing = asyncio.create_task(self._wait_until_prepared(self._worker))
 
     @property
     def waits(self) -> bool:
-        """Whether there is one to take."""
+        """Whether a worker is ready to be taken."""
         return self._worker is not None and self._worker.waits
 
-    async def _prepare(self, worker: W) -> None:
+    async def _wait_until_prepared(self, worker: W) -> None:
         try:
             await worker.prepare()
         except (BallastError, OSError) as error:
             log.warning("no spare worker: %s", error)
 
     async def take(self) -> W | None:
-        """The one that waits, to be closed by the caller; otherwise none is left."""
+        """Return the worker that is ready, which the caller then owns; None if there is none.
+
+        One that is not ready is ended.
+        """
         async with self._changing:
             worker = self._worker
             if worker is not None and worker.waits:
@@ -73,7 +76,7 @@ class Spare(Generic[W]):
             return None
 
     async def close(self) -> None:
-        """End it."""
+        """End the worker, if there is one."""
         async with self._changing:
             await self._close()
 

@@ -1,4 +1,4 @@
-"""What a worker has to say, from all its threads, in the order in which they said it."""
+"""Messages and outputs that a worker is to send, from all its threads, in order."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from ballast.transport.worker_messages.request_messages import OutputsMsg
 
 
 class OutgoingQueue:
-    """What is to be sent: put in by any thread without waiting, taken out by the main thread."""
+    """Filled by any thread without waiting, emptied by the main thread."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[ToServer | list[Output]] = queue.SimpleQueue()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable when something was put in."""
+        """Readable when something was put in, or after `wake`."""
 
     def put(self, item: ToServer | list[Output]) -> None:
+        """Queue a message, or outputs of requests."""
         self._queue.put(item)
         self.wake()
 
     def wake(self) -> None:
-        """Have the main thread look around."""
+        """Make `fd` readable, so that the main thread looks what has changed."""
         os.eventfd_write(self.fd, 1)
 
     def take(self) -> list[ToServer]:
-        """All there is, in order; neighbouring outputs in one message."""
+        """Return all queued messages, in order; neighbouring outputs are joined in one message."""
         with contextlib.suppress(BlockingIOError):  # nothing was put in since the last time
             os.eventfd_read(self.fd)
         messages: list[ToServer] = []

@@ -1,8 +1,8 @@
-"""The host tier of a host: each distinct segment of weights once, however many workers map it.
+"""Share segments of weights between the workers of a host, each distinct one once.
 
 ::
 
-    worker ── what it is made of ──> broker ── unknown, or: its digest, its memfd ──> worker
+    worker ── its origin ──────────> broker ── unknown, or: its digest, its memfd ──> worker
     worker ── digest, its memfd ──> broker ── keep yours, or: one that is there already ──> worker
 
 The broker, in the server's process, maps nothing: it has a descriptor of each segment for as long
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 _FIND, _SHARE, _RELEASE = b"f", b"s", b"r"
 _SEALS = b"w"
-"""A worker's question whether segments may be written once they are filled."""
+"""Request: may segments be written once they are filled?"""
 _KEEP, _TAKE = b"k", b"t"
 _SEALED, _WRITABLE = b"s", b"w"
 _DIGEST = 64
-"""Characters of a digest, in hex; of what a segment is made of as many."""
+"""Characters of a digest, in hex; an origin has as many."""
 _LONGEST = 256
-"""Bytes of a message."""
+"""Most bytes of a message."""
 
 
 @dataclass(slots=True)
@@ -42,28 +42,28 @@ class _Held:
 
 
 class SegmentBroker:
-    """Knows which worker holds which segment; on the running event loop."""
+    """Knows which worker holds which segment, and has a descriptor of each; on the event loop."""
 
     def __init__(self, writable: bool = False) -> None:
-        """`writable`: of all segments that these workers share, as `HostTier.writable`."""
+        """`writable`: whether all segments are writable, as `HostTier.writable`."""
         self._writable = writable
         self._held: dict[str, _Held] = {}
         self._digests: dict[str, str] = {}
-        """By what segments that are held were made of."""
+        """By origin, the digest of a segment that is held."""
 
     def __len__(self) -> int:
-        """Distinct segments that workers hold."""
+        """Return the number of distinct segments that workers hold."""
         return len(self._held)
 
     def open(self) -> tuple[socket.socket, socket.socket]:
-        """Both ends of a connection: the broker's, to be given to `close`, and a worker's."""
+        """Return both ends of a connection: the broker's, for `close`, and a worker's."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         asyncio.get_running_loop().add_reader(ours.fileno(), self._read, ours)
         return ours, theirs
 
     def close(self, connection: socket.socket) -> None:
-        """The worker is gone, and what it held with it; a second call does nothing."""
+        """Release all segments of a worker that has ended; a second call does nothing."""
         if connection.fileno() < 0:
             return
         asyncio.get_running_loop().remove_reader(connection.fileno())
@@ -74,15 +74,16 @@ class SegmentBroker:
     def _read(self, connection: socket.socket) -> None:
         fds: list[int] = []
         try:
-            told, fds = receive(connection, _LONGEST)
-            digest, origin = told[1 : 1 + _DIGEST].decode(), told[1 + _DIGEST :].decode()
-            if not told:
+            message, fds = receive(connection, _LONGEST)
+            kind, digest = message[:1], message[1 : 1 + _DIGEST].decode()
+            origin = message[1 + _DIGEST :].decode()
+            if not message:
                 self.close(connection)
-            elif told[:1] == _SEALS:
+            elif kind == _SEALS:
                 connection.send(_WRITABLE if self._writable else _SEALED)
-            elif told[:1] == _FIND:
+            elif kind == _FIND:
                 self._find(digest, connection)
-            elif told[:1] == _SHARE and fds:
+            elif kind == _SHARE and fds:
                 self._share(digest, connection, fds)
                 if origin:
                     self._digests[origin] = digest
@@ -127,16 +128,15 @@ class SegmentBroker:
 
 
 class SegmentClient:
-    """A worker's end: an `Exchange` of its host tier, used by one thread at a time."""
+    """A worker's end, an `Exchange` for its host tier; used by one thread at a time."""
 
     def __init__(self, fd: int) -> None:
-        """Takes `fd` over, of the connection."""
+        """Own `fd`, the worker's end of the connection, from now on."""
         self._connection = socket.socket(fileno=fd)
 
     @property
     def writable(self) -> bool:
-        """Whether segments are to be writable, the same for all workers of the broker. False where
-        the broker is gone."""
+        """Whether segments are writable, the same for all workers; False if the broker is gone."""
         answer = b""
         with contextlib.suppress(OSError):
             self._connection.send(_SEALS)
@@ -144,18 +144,22 @@ class SegmentClient:
         return answer == _WRITABLE
 
     def find(self, origin: str) -> tuple[str, int] | None:
-        """The digest of a segment that was made of this, and a descriptor, which is the caller's,
-        where another process holds it. None as well if nobody is there to ask."""
-        told, fds = b"", list[int]()
+        """Return the digest of a segment with this origin, and a descriptor, which the caller owns.
+
+        None if no other process holds one, or the broker is gone.
+        """
+        message, fds = b"", list[int]()
         with contextlib.suppress(OSError):
             self._connection.send(_FIND + origin.encode())
-            told, fds = receive(self._connection, _LONGEST)
-        return (told[1:].decode(), fds[0]) if fds else None
+            message, fds = receive(self._connection, _LONGEST)
+        return (message[1:].decode(), fds[0]) if fds else None
 
     def share(self, digest: str, fd: int, origin: str | None) -> int | None:
-        """Let others map the segment in `fd`, made of `origin`; where one of them has an equal one
-        already, a descriptor of that, which is the caller's. None as well if nobody is there to
-        ask."""
+        """Offer the segment in `fd`, made of `origin`, to other workers.
+
+        Returns a descriptor, which the caller owns, of an equal segment that another worker holds
+        already; None if there is none, or the broker is gone.
+        """
         fds: list[int] = []
         with contextlib.suppress(OSError):
             message = _SHARE + digest.encode() + (origin or "").encode()
@@ -164,10 +168,10 @@ class SegmentClient:
         return fds[0] if fds else None
 
     def release(self, digest: str) -> None:
-        """This process does not hold the segment any more."""
+        """Tell the broker that this process does not hold the segment any more."""
         with contextlib.suppress(OSError):
             self._connection.send(_RELEASE + digest.encode())
 
     def close(self) -> None:
-        """Hold nothing any more, as far as others know."""
+        """Close the connection, upon which the broker releases all segments of this worker."""
         self._connection.close()

@@ -1,4 +1,4 @@
-"""What a fleet asks of this machine, checked before anything is loaded or imported for it."""
+"""Check that this machine has the devices and the memory of a fleet, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def check_machine(
     memory: Callable[[], Bound] = installed,
     gpus: Callable[[], list[int]] = gpu_bytes,
 ) -> None:
-    """Raise ConfigError for the first fault of `faults`."""
-    for fault in faults(fleet, memory, gpus):
+    """Raise ConfigError for the first of `machine_faults`."""
+    for fault in machine_faults(fleet, memory, gpus):
         raise fault
 
 
-def faults(
+def machine_faults(
     fleet: FleetSettings,
     memory: Callable[[], Bound] = installed,
     gpus: Callable[[], list[int]] = gpu_bytes,
 ) -> Iterator[ConfigError]:
-    """Devices that the machine has not, and budgets beyond the memory that it has in all."""
+    """Yield an error for each device that the machine lacks, and for budgets beyond its memory."""
     wanted = host_budget(fleet)
     most, who = memory()
     if wanted > most:
@@ -39,12 +39,12 @@ def faults(
 
 
 def host_budget(fleet: FleetSettings) -> int:
-    """Bytes of the host's memory that devices of the fleet may use."""
+    """Return the bytes of host memory that devices of the fleet may use."""
     return sum(d.budget_bytes for d, _ in fleet.devices.values() if d.gpu is None)
 
 
-def tight(fleet: FleetSettings, memory: Callable[[], Bound] = available) -> str | None:
-    """Warning where budgets exceed the memory that can be had now; None: they do not."""
+def memory_warning(fleet: FleetSettings, memory: Callable[[], Bound] = available) -> str | None:
+    """Return a warning if budgets exceed the memory that is available now, else None."""
     wanted, (left, _) = host_budget(fleet), memory()
     if wanted <= left:
         return None

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from ballast.cluster import lending
-from ballast.cluster.lending import Acquaintances
+from ballast.cluster.lending import lending_pairs
+from ballast.cluster.lending.lending_pairs import LendingPairs
 from ballast.core.capability import Lendable, capabilities
 from ballast.core.lease import Lease, PagesLentEvent, PagesRecalledEvent, PagesReturnedEvent
 from ballast.transport.worker_messages.codec import ToWorker
@@ -45,14 +45,14 @@ class Device:
 class World:
     def __init__(self) -> None:
         self.devices = {name: Device(name) for name in "abcd"}
-        self.acquaintances = Acquaintances(self.devices)
+        self.pairs = LendingPairs(self.devices)
 
     def serving(self, *names: str) -> None:
         for name in names:
-            self.acquaintances.serving(self.devices[name], f"at-{name}", ABLE)
+            self.pairs.worker_started(self.devices[name], f"at-{name}", ABLE)
 
     def say(self, name: str, what: str, peer: str, epoch: int) -> None:
-        self.acquaintances.said(self.devices[name], PeerReportMsg(what, peer, epoch))  # type: ignore[arg-type]
+        self.pairs.handle(self.devices[name], PeerReportMsg(what, peer, epoch))  # type: ignore[arg-type]
 
     def meet(self, a: str, b: str) -> int:
         """Their epoch."""
@@ -61,21 +61,21 @@ class World:
         }
         self.devices[b].take()
         self.say(a, "met", b, epoch)
-        assert not self.acquaintances.acquainted(a, b)
+        assert not self.pairs.can_lend(a, b)
         self.say(b, "met", a, epoch)
-        assert self.acquaintances.acquainted(b, a)
+        assert self.pairs.can_lend(b, a)
         return epoch
 
     def die(self, name: str) -> asyncio.Task[None]:
         self.devices[name].down = "it is dead"
-        self.acquaintances.died(self.devices[name])
-        return asyncio.ensure_future(self.acquaintances.buried(self.devices[name]))
+        self.pairs.worker_died(self.devices[name])
+        return asyncio.ensure_future(self.pairs.worker_reaped(self.devices[name]))
 
 
 def test_all_that_can_lend_are_introduced_once() -> None:
     world = World()
     world.serving("a")
-    world.acquaintances.serving(world.devices["d"], "", ABLE)
+    world.pairs.worker_started(world.devices["d"], "", ABLE)
     assert world.devices["a"].take() == []
     world.serving("c", "b")
     assert world.devices["a"].heard == [MeetPeerMsg("b", 1, "at-b")]
@@ -83,7 +83,7 @@ def test_all_that_can_lend_are_introduced_once() -> None:
     assert world.devices["c"].heard == world.devices["d"].heard == []
     world.serving("d")
     assert world.devices["d"].heard == [MeetPeerMsg("a", 2, "at-a"), MeetPeerMsg("b", 3, "at-b")]
-    assert not world.acquaintances.acquainted("a", "b")
+    assert not world.pairs.can_lend("a", "b")
 
 
 def test_words_of_the_present_epoch_are_passed_on() -> None:
@@ -93,14 +93,14 @@ def test_words_of_the_present_epoch_are_passed_on() -> None:
     a, b = world.devices["a"], world.devices["b"]
     lease = Lease(0, epoch, "a", "b", (1, 2))
     for word in (PagesLentEvent(lease), PagesRecalledEvent(lease)):
-        world.acquaintances.said(a, LeaseMsg.of(word))
+        world.pairs.handle(a, LeaseMsg.of(word))
         assert b.take() == [LeaseMsg.of(word)]
-        world.acquaintances.said(b, LeaseMsg.of(word))  # it is not the borrower's to say
+        world.pairs.handle(b, LeaseMsg.of(word))  # it is not the borrower's to say
         assert (a.take(), b.take()) == ([], [])
-    world.acquaintances.said(b, LeaseMsg.of(PagesReturnedEvent(lease)))
+    world.pairs.handle(b, LeaseMsg.of(PagesReturnedEvent(lease)))
     assert a.take() == [LeaseMsg.of(PagesReturnedEvent(lease))]
-    world.acquaintances.said(a, LeaseMsg.of(PagesLentEvent(Lease(1, epoch + 1, "a", "b", (1,)))))
-    world.acquaintances.said(a, LeaseMsg.of(PagesLentEvent(Lease(1, epoch, "a", "c", (1,)))))
+    world.pairs.handle(a, LeaseMsg.of(PagesLentEvent(Lease(1, epoch + 1, "a", "b", (1,)))))
+    world.pairs.handle(a, LeaseMsg.of(PagesLentEvent(Lease(1, epoch, "a", "c", (1,)))))
     assert b.take() == world.devices["c"].take() == []
     world.say("a", "overdue", "b", epoch + 1)
     assert b.killed == []
@@ -116,7 +116,7 @@ def test_a_successor_waits_until_the_memory_is_let_go_of_and_meets_anew() -> Non
         buried = world.die("a")
         await asyncio.sleep(0)
         assert world.devices["b"].take() == [PeerEndedMsg("a", epoch)]
-        assert not world.acquaintances.acquainted("a", "b")
+        assert not world.pairs.can_lend("a", "b")
         assert not buried.done()
         world.say("b", "released", "a", epoch)
         await buried
@@ -136,13 +136,13 @@ def test_both_may_die_at_once() -> None:
         await asyncio.sleep(0)
         second = world.die("b")
         await asyncio.wait_for(asyncio.gather(first, second), 240)
-        assert not world.acquaintances.acquainted("a", "b")
+        assert not world.pairs.can_lend("a", "b")
 
     asyncio.run(scenario())
 
 
 def test_whoever_does_not_let_go_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "LET_GO_SECONDS", 0.01)
+    monkeypatch.setattr(lending_pairs, "RELEASE_SECONDS", 0.01)
 
     async def scenario() -> None:
         world = World()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.cluster.given_prefixes import GivenPrefixes
+from ballast.cluster.routed_prefixes import RoutedPrefixes
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
@@ -23,7 +23,7 @@ def shared(a: list[int], b: list[int], block: int) -> int:
 def test_the_longest_beginning_that_was_given_under_the_same_salt_is_known(
     prompts: list[tuple[list[int], str]], asked: list[int]
 ) -> None:
-    held = GivenPrefixes("model", 2, 1000)
+    held = RoutedPrefixes("model", 2, 1000)
     for prompt, salt in prompts:
         held.add(prompt, salt)
     best = max((shared(asked, prompt, 2) for prompt, salt in prompts if salt == "x"), default=0)
@@ -34,7 +34,7 @@ def test_the_longest_beginning_that_was_given_under_the_same_salt_is_known(
 def test_no_more_is_kept_than_allowed_and_the_last_prompt_first(
     prompts: list[list[int]], most: int
 ) -> None:
-    held = GivenPrefixes("model", 2, most)
+    held = RoutedPrefixes("model", 2, most)
     for prompt in prompts:
         held.add(prompt, "")
         assert len(held) <= most

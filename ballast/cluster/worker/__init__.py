@@ -1,0 +1,27 @@
+"""Run the process of one device, its worker.
+
+A worker has two threads of its own: the main thread owns the socket to the server, the device's
+thread builds the device and runs its loop. They meet in two queues, the device's inbox and the
+outgoing queue, so that the loop never waits for the socket. The server's end, which starts the
+process, watches it and ends it, is here as well. Which requests a worker gets is decided elsewhere.
+
+Both ends:
+
+- `flight_recorder`: Shared memory that says which requests a lane was running when it died.
+- `process_names`: Names of worker processes, as operators see them.
+
+In the worker:
+
+- `device_thread`: Build the device and run its loop, on a thread of its own.
+- `outgoing_queue`: Messages and outputs to be sent, from all threads, in order.
+- `process`: The entry point of the process.
+- `status_reporter`: Send the device's state and heartbeats.
+- `worker`: Join the device to the socket.
+
+In the server:
+
+- `liveness_watch`: Notice that a worker's process hangs.
+- `local_worker`: A worker process on this host: start it, watch it, end it.
+- `spare_worker`: A worker process prepared to take the place of one that dies.
+- `worker_link`: The protocol of a worker as its controller uses it.
+"""

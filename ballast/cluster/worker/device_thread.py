@@ -1,0 +1,188 @@
+"""Build a device and run its loop, on a thread of its own in the worker's process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from ballast.cluster.lending.lending_peers import LendingDevice
+from ballast.cluster.segment_broker import SegmentClient
+from ballast.cluster.worker.outgoing_queue import OutgoingQueue
+from ballast.core import migration
+from ballast.core.capability import GpuReach
+from ballast.core.clock import Clock
+from ballast.core.command import CommandOutcome, DeviceCommand
+from ballast.core.errors import BallastError
+from ballast.core.event import DrainEvent, Event, Output, StopEvent
+from ballast.core.lease import LendingMessage
+from ballast.core.model import ModelSpec
+from ballast.core.report import DeviceReport
+from ballast.core.settings import FleetSettings
+from ballast.transport.worker_messages.lending_messages import lending_message
+from ballast.transport.worker_messages.lifecycle_messages import (
+    DrainedMsg,
+    NotReadyMsg,
+    ReadyMsg,
+)
+from ballast.transport.worker_messages.migration_messages import MigrationAnswerMsg
+
+log = logging.getLogger(__name__)
+
+
+class WorkerDevice(LendingDevice, Protocol):
+    """The device that a worker runs; `ballast.live.device.LiveDevice` is one."""
+
+    @property
+    def specs(self) -> dict[str, ModelSpec]: ...
+
+    @property
+    def failed(self) -> dict[str, str]: ...
+
+    @property
+    def reach(self) -> GpuReach | None: ...
+
+    def run(self) -> None: ...
+
+    def set_lending_outbox(self, send: Callable[[LendingMessage], None]) -> None: ...
+
+    def migrate(self, step: migration.MigrationStep) -> None: ...
+
+    def set_migration_outbox(self, send: Callable[[migration.MigrationAnswer], None]) -> None: ...
+
+    def command(self, command: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None: ...
+
+    def snapshot(self) -> DeviceReport: ...
+
+    def decisions(self) -> tuple[dict[str, Any], ...]: ...
+
+    def busy(self) -> tuple[float, float]: ...
+
+    def close(self) -> None: ...
+
+
+Outbox = Callable[[list[Output]], None]
+Record = Callable[[Iterable[str]], object]
+"""Records the ids of the requests in flight, before anything runs that they could break."""
+Progress = Callable[[], object]
+"""Called by any thread whenever the device has loaded something more."""
+MakeDevice = Callable[[FleetSettings, Outbox, Record, Progress, SegmentClient | None], WorkerDevice]
+
+
+class DeviceThread:
+    """The device of a worker and its thread; the main thread uses it.
+
+    All that the device sends goes to the outgoing queue, from its first message (`ReadyMsg` or
+    `NotReadyMsg`) to its last (`DrainedMsg`).
+    """
+
+    def __init__(
+        self,
+        make_device: MakeDevice,
+        record: Record,
+        clock: Clock,
+        outgoing: OutgoingQueue,
+        segments: SegmentClient | None,
+    ) -> None:
+        """`segments`: shares weights with other workers; None: nothing is shared."""
+        self._make_device = make_device
+        self._record = record
+        self._clock = clock
+        self._outgoing = outgoing
+        self._segments = segments
+        self._thread: threading.Thread | None = None
+        self._device: WorkerDevice | None = None
+        self._lock = threading.Lock()
+        """Held while `_device` changes, or is used by any thread but its own."""
+        self._has_served = False
+        self._progress_at = 0.0
+        """When the device that is being built last loaded something."""
+        self.exit_code = 0
+        """Exit code of the process."""
+        self.abandoned = False
+        """Whether the worker is to exit though the thread still loads."""
+
+    @property
+    def started(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended; all that it sent is in the outgoing queue by then."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    @property
+    def serves(self) -> bool:
+        """Whether there is a device."""
+        return self._device is not None
+
+    def start(self, fleet: FleetSettings, pages_address: str) -> None:
+        """Build the device of `fleet` and run it until its loop returns.
+
+        `pages_address`: where other workers get the device's memory, if it lends any.
+        """
+        self._note_progress()
+        self._thread = threading.Thread(
+            target=self._run, args=(fleet, pages_address), name="device", daemon=True
+        )
+        self._thread.start()
+
+    @contextmanager
+    def use(self) -> Iterator[WorkerDevice | None]:
+        """Hold the device, which stays as long as the context; None: there is none now."""
+        with self._lock:
+            yield self._device
+
+    def post(self, event: Event) -> None:
+        """Post an event to the device's inbox. Before it serves, an order to end abandons it."""
+        with self._lock:
+            if self._device is not None:
+                self._device.post(event)
+            elif isinstance(event, DrainEvent | StopEvent):
+                self.abandoned = True  # still loading: nothing was accepted, nothing is lost
+
+    def load_seconds(self, now: float) -> float:
+        """Time since its load last made progress; 0 from when it serves."""
+        return 0.0 if self._has_served else now - self._progress_at
+
+    def _run(self, fleet: FleetSettings, pages_address: str) -> None:
+        try:
+            device = self._build(fleet)
+            if device is None:
+                return
+            device.set_lending_outbox(lambda word: self._outgoing.put(lending_message(word)))
+            device.set_migration_outbox(lambda a: self._outgoing.put(MigrationAnswerMsg.of(a)))
+            with self._lock:
+                pages = "" if device.export() is None else pages_address
+                report = device.snapshot()
+                ready = ReadyMsg(device.specs, device.failed, report, pages, device.reach)
+                self._outgoing.put(ready)
+                self._device = device
+                self._has_served = True
+            device.run()
+            with self._lock:
+                self._device = None
+            self._outgoing.put(DrainedMsg())
+            device.close()
+        except BaseException:
+            self.exit_code = 1
+            raise
+        finally:
+            self._outgoing.wake()
+
+    def _build(self, fleet: FleetSettings) -> WorkerDevice | None:
+        """Return the device; None, and a message with the reason, where it cannot be built."""
+        try:
+            return self._make_device(
+                fleet, self._outgoing.put, self._record, self._note_progress, self._segments
+            )
+        except (BallastError, OSError, MemoryError) as error:
+            log.error("the device could not be built: %s", error)
+            self.exit_code = 1
+            self._outgoing.put(NotReadyMsg(f"{error}" or type(error).__name__))
+            return None
+
+    def _note_progress(self) -> None:
+        self._progress_at = self._clock.now()

@@ -1,0 +1,138 @@
+"""The entry point: `python -m ballast.cluster.worker.process --dir DIR --parent PID ...`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from ballast.cluster.logs import FORMAT_VARIABLE, set_up_logs
+from ballast.cluster.segment_broker import SegmentClient
+from ballast.cluster.tensor_parallel.remote_rank import start_ranks
+from ballast.cluster.worker.device_thread import (
+    MakeDevice,
+    Outbox,
+    Progress,
+    Record,
+    WorkerDevice,
+)
+from ballast.cluster.worker.flight_recorder import FlightRecorder
+from ballast.cluster.worker.process_names import PREPARING, SERVING, SPARE, name_process
+from ballast.cluster.worker.worker import Worker
+from ballast.core.settings import FleetSettings, ModelSettings
+from ballast.isolation.orphan import die_with
+from ballast.transport.page_descriptors import fetch_pages
+from ballast.transport.sockets import WorkerSocket
+
+_LOWEST_PRIORITY = 19
+"""Nice value."""
+
+
+def live_device(
+    fleet: FleetSettings,
+    outbox: Outbox,
+    record: Record,
+    progress: Progress,
+    segments: SegmentClient | None,
+) -> WorkerDevice:
+    """Build a device that runs models.
+
+    Imports what it needs itself: until then the process is up, and answers, without it.
+    """
+    ranks = start_ranks(fleet)  # first: they take as long to start as what follows
+    from ballast.cluster.machine_choice import machine_of
+    from ballast.live.device import LiveDevice
+    from ballast.memory.peer_reader import PeerReader
+    from ballast.models.tokenizer_trial import vet_tokenizer
+    from ballast.weights.manifest import fork_zygote
+
+    # Here all is imported and nothing runs yet: the other threads only wait for messages, and the
+    # zygote shares nothing with these. It ends with this process.
+    isolation = fork_zygote()
+
+    def vet(settings: ModelSettings) -> None:
+        vet_tokenizer(Path(settings.path), isolation)
+        progress()
+
+    own = fleet.device
+    readable = own.gpu is None and own.tensor_parallel == 1
+    return LiveDevice(
+        fleet,
+        outbox,
+        record=record,
+        progress=progress,
+        exchange=segments,
+        isolation=isolation,
+        vet=vet,
+        make_machine=partial(machine_of, ranks=ranks),
+        make_kv_bytes=partial(PeerReader, fetch_pages) if readable else None,
+    )
+
+
+def warm_up_live() -> None:
+    """Do ahead of time what takes longest in a start, but for the loading of large models."""
+    from ballast.live.warmup import warm_up
+
+    warm_up()
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    make_device: MakeDevice = live_device,
+    warm_up: Callable[[], None] = warm_up_live,
+) -> NoReturn:
+    """Run the process, which only its server ends: by a message, or by ending itself.
+
+    A spare warms up before it connects to the server.
+    """
+    parser = argparse.ArgumentParser(prog="ballast.cluster.worker.process")
+    parser.add_argument("--dir", type=Path, required=True, help="holds the socket")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the server")
+    parser.add_argument("--flight", type=int, required=True, help="descriptor of flight memory")
+    parser.add_argument("--segments", type=int, help="descriptor of the socket of shared weights")
+    parser.add_argument("--spare", action="store_true", help="prepare for a start to come")
+    arguments = parser.parse_args(argv)
+    die_with(arguments.parent)
+    name_process(PREPARING if arguments.spare else SERVING)
+    # A terminal or a service manager signals the whole group; the server decides what that means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    set_up_logs("worker", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
+    from ballast.live.inbox import MonotonicClock
+
+    if arguments.spare:
+        _run_when_idle(warm_up)
+        name_process(SPARE)
+    with WorkerSocket(arguments.dir) as socket:
+        flight = FlightRecorder(arguments.flight)
+        segments = None if arguments.segments is None else SegmentClient(arguments.segments)
+        worker = Worker(socket, make_device, flight.record, MonotonicClock(), segments)
+        code = worker.run()
+    logging.shutdown()
+    # Nothing is left to tidy up; Python's own end takes seconds of a busy processor, and a thread
+    # that was left behind, loading, cannot be made to end.
+    os._exit(code)
+
+
+def _run_when_idle(task: Callable[[], None]) -> None:
+    """Run `task` at the lowest priority, and return when it has ended."""
+
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        task()
+
+    # On a thread of its own, as a thread cannot raise its priority again.
+    thread = threading.Thread(target=run, name="warm-up", daemon=True)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

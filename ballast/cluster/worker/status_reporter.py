@@ -1,0 +1,58 @@
+"""Send the device's state and heartbeats to the server, from the worker's main thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ballast.cluster.worker.device_thread import DeviceThread
+from ballast.core.clock import Clock
+from ballast.core.report import DeviceReport
+from ballast.transport.worker_messages.codec import ToServer
+from ballast.transport.worker_messages.lifecycle_messages import HeartbeatMsg, StatusMsg
+
+REPORT_SECONDS = 0.1
+"""Shortest time between two reports."""
+STALE_SECONDS = 1.0
+"""An unchanged report is repeated this often, so that its age tells whether the process lives."""
+HEARTBEAT_SECONDS = 0.5
+
+
+class StatusReporter:
+    """Knows what was sent last, and when."""
+
+    def __init__(
+        self, send: Callable[[ToServer], None], device: DeviceThread, clock: Clock
+    ) -> None:
+        self._send, self._device, self._clock = send, device, clock
+        self._reported: DeviceReport | None = None
+        self._reported_at = float("-inf")
+        self._beat_at = float("-inf")
+
+    def report(self, *, at_once: bool = False) -> None:
+        """Send the device's report and its new decisions, if they have changed and it is time;
+        `at_once`: however soon after the last."""
+        now = self._clock.now()
+        with self._device.use() as device:
+            soon = now - self._reported_at < REPORT_SECONDS
+            if device is None or (soon and not at_once):
+                return
+            report, decisions = device.snapshot(), device.decisions()
+        same = self._reported is not None and report == replace(self._reported, now=report.now)
+        if same and not decisions and now - self._reported_at < STALE_SECONDS:
+            return
+        self._reported, self._reported_at = report, now
+        self._send(StatusMsg(report, decisions))
+
+    def beat(self) -> None:
+        """Send a heartbeat, if it is time."""
+        now = self._clock.now()
+        if now - self._beat_at < HEARTBEAT_SECONDS:
+            return
+        self._beat_at = now
+        with self._device.use() as device:
+            if device is not None:
+                heartbeat = HeartbeatMsg(*device.busy())
+            else:
+                heartbeat = HeartbeatMsg(load_seconds=self._device.load_seconds(now))
+        self._send(heartbeat)
