@@ -47,7 +47,7 @@ _MOST_BYTES = 1 << 30
 
 
 class Zygote:
-    """Calls module-level functions in limited child processes, one after the other.
+    """Calls module-level functions in limited child processes, one at a time.
 
     Used from any thread; a context manager.
     """

@@ -103,6 +103,8 @@ from ballast.kernels.vector_code import LANES
 
 @njit(error_model="numpy")
 def _attend(table, source, target, kv):
+    """Attend over items until none is left: scores, softmax and values of each split, then
+    merge."""
     heads, kv_heads, dim = table[HEADS], table[KV_HEADS], table[HEAD_DIM]
     group = heads // kv_heads
     values = table[BLOCK_TOKENS] * kv_heads * dim
@@ -276,6 +278,7 @@ def _attend(table, source, target, kv):
 
 @njit(error_model="numpy")
 def _write(table, keys, values, kv):
+    """Write new keys and values into their blocks until no item is left."""
     kv_heads, dim = table[KV_HEADS], table[HEAD_DIM]
     block_tokens = table[BLOCK_TOKENS]
     step = kv_heads * dim

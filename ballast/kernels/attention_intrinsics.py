@@ -47,6 +47,7 @@ def float64_field(context, table, field):
 
 
 def make_dot(n_heads, n_rows, prefetch):
+    """Make the intrinsic of dot products of `n_rows` rows of each of `n_heads` heads."""
     n_tokens = LANES // (n_heads * n_rows)
 
     def dot(context, query, q, width, kv, offsets, t, shift, ahead, shift_ahead, score, s):
@@ -109,6 +110,8 @@ def make_dot(n_heads, n_rows, prefetch):
 
 
 def make_add(n_rows, n_vectors, prefetch):
+    """Make the intrinsic of sums of values of `n_rows` rows, `n_vectors` vectors at once."""
+
     def add(context, weight, w, kv, offsets, t, n, shift, ahead, shift_ahead, sums, s, width):
         """sums[s + r*width] += sum of weight[w + r*CHUNK + i] * kv[offsets[t + i] + shift], i < n.
 
@@ -181,6 +184,7 @@ def widen_scaled(context, source, at, out, to, n, scale):
 
 @intrinsic
 def exp(context, x):
+    """exp of float32 x <= 0, as `exp_of`."""
     return types.float32(types.float32), lambda ctx, builder, signature, given: exp_of(
         builder, given[0]
     )
@@ -210,7 +214,7 @@ def exp_and_sum(context, score, at, n, top):
 
 @intrinsic
 def largest(context, score, at, n):
-    """The largest of score[at : at + n], for n > 0 a multiple of LANES."""
+    """Return the largest of score[at : at + n], for n > 0 a multiple of LANES."""
 
     def greater(builder):
         return lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b)

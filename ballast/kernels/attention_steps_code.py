@@ -233,6 +233,7 @@ def softmax(score, best, total, sums, rows, n, width):
 
 @njit(error_model="numpy")
 def clear(best, total, sums, rows, width):
+    """Reset maxima, totals and sums, as before the first token."""
     for r in range(rows):
         best[r] = _NONE
         total[r] = ZERO
@@ -254,6 +255,7 @@ def merge(best, total, sums, best_2, total_2, sums_2, rows, width):
 
 @njit(error_model="numpy")
 def copy_sums(best, total, sums, to, rows, width):
+    """Write a split's sums, maxima and totals into its slot at `to`."""
     for d in range(rows * width):
         to[d] = sums[d]
     for r in range(rows):

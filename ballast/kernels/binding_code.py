@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from ballast.kernels.intrinsics import ask, call_on_mask, compiled, int64_at
+from ballast.kernels.intrinsics import call_c_function, call_on_mask, compiled, int64_at
 
 # Fields of the table.
 NUMBER = 0
@@ -21,7 +21,7 @@ WORDS = 16
 
 def _bind(address):
     table = int64_at(address)
-    mask = table[MASKS] + 8 * WORDS * ask(table[NUMBER])
+    mask = table[MASKS] + 8 * WORDS * call_c_function(table[NUMBER])
     call_on_mask(table[ALLOW], mask, WORDS)  # refused where the CPU is gone: it stays where it was
 
 

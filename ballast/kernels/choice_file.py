@@ -171,7 +171,7 @@ def _key(machine: MachineChoices) -> str:
 
 
 def _cpu() -> tuple[str, str]:
-    """Name and instructions of the first CPU, as Linux tells them."""
+    """Name and instructions of the first CPU, as Linux shows them."""
     facts: dict[str, str] = {}
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

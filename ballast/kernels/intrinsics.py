@@ -106,7 +106,7 @@ def call_kernel(context, kernel, table):
 
 
 @intrinsic
-def ask(context, function):
+def call_c_function(context, function):
     """Call the C function `int (void)` at an address; returns its result."""
 
     def generate(ctx, builder, signature, arguments):

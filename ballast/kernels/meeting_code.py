@@ -7,7 +7,14 @@ Every rank, with one thread, counts the meetings it has come to, in memory that 
 
 from __future__ import annotations
 
-from ballast.kernels.intrinsics import ask, compiled, fetch_add, int64_at, load_acquire, pause
+from ballast.kernels.intrinsics import (
+    call_c_function,
+    compiled,
+    fetch_add,
+    int64_at,
+    load_acquire,
+    pause,
+)
 
 # Fields of a rank's table.
 COUNTERS = 0
@@ -35,7 +42,7 @@ def _meet(address):
             pause()
             spins += 1
             if spins > SPINS:
-                ask(table[YIELD])
+                call_c_function(table[YIELD])
 
 
 def address() -> int:

@@ -10,7 +10,7 @@ each, so that an operation may read what the one before it wrote.
 from __future__ import annotations
 
 from ballast.kernels.intrinsics import (
-    ask,
+    call_c_function,
     call_kernel,
     compiled,
     fetch_add,
@@ -38,7 +38,7 @@ operations of a decode step take, shorter than the scheduler would take the core
 
 def _run(address):
     table = int64_at(address)
-    team = ask(table[TEAM_SIZE])
+    team = call_c_function(table[TEAM_SIZE])
     operations = int64_at(table[OPERATIONS])
     for i in range(table[N_OPERATIONS]):
         call_kernel(operations[2 * i], operations[2 * i + 1])
@@ -50,7 +50,7 @@ def _run(address):
                 pause()
                 spins += 1
                 if spins > SPINS:
-                    ask(table[YIELD])
+                    call_c_function(table[YIELD])
 
 
 def address() -> int:

@@ -27,7 +27,7 @@ _I64 = ir.IntType(64)
 
 @intrinsic
 def _stream_lines(context, target, source, n_bytes):
-    """Copy whole lines, and let whoever is told of it afterwards see them."""
+    """Copy whole lines, and make them visible to threads that are notified afterwards."""
 
     def generate(ctx, builder, signature, arguments):
         target, source, n_bytes = arguments

@@ -52,7 +52,7 @@ def are_allowed(folder: Path = _FOLDER) -> bool:
     return shmem_policy(folder) in _ALLOWING
 
 
-def ask(address: int, n_bytes: int) -> None:
+def advise(address: int, n_bytes: int) -> None:
     """Ask for huge pages beneath a mapping, from its next fault or populating on. Nothing where
     this Linux has none."""
     with contextlib.suppress(OSError):

@@ -239,7 +239,7 @@ class MemfdVm:
             with contextlib.suppress(OSError):
                 sys.madvise(address, n * size, sys.MADV_DONTDUMP)
             if self._huge:
-                huge_pages.ask(address, n * size)
+                huge_pages.advise(address, n * size)
 
     def _map_pages(self, address: int, first: int, n: int, prefault: bool) -> None:
         """Map adjacent pages, with their page tables if the window has them. Raises OSError."""

@@ -1,4 +1,4 @@
-"""The adapters of a model that `transformers` runs: its linear modules add what each row asks for.
+"""LoRA in a model that `transformers` runs: its linear modules add each row's adapter.
 
 A linear module is called with its input and nothing else, so a job's rows wait here while it runs.
 """
@@ -18,7 +18,7 @@ from ballast.kernels.lora import AdapterRows, LoraGroup, LoraMatrices, LoraTarge
 from ballast.weights.host import HostAdapter, LoraDelta
 
 Rows = TypeVar("Rows")
-"""Which rows go through which adapter, as kernels are told: `AdapterRows`, or a GPU's."""
+"""Tables of rows by adapter, for kernels: `AdapterRows`, or a GPU's."""
 
 
 def groups_of(

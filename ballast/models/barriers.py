@@ -9,7 +9,8 @@ from ballast.core.job import SequenceWork
 
 
 class Barriers(Protocol):
-    """Barriers of one model, called by the lane that runs its job, layer by layer in order.
+    """Barriers of one model's layers, called by the lane that runs its job, layer by layer in
+    order.
 
     For each layer that `begin_pass` returns, `wait` is called before it is run, and `used` after.
     """

@@ -69,7 +69,7 @@ class ModelExecutor(ABC):
         """
 
     def run(self, work: Sequence[SequenceWork]) -> list[JobResult]:
-        """Compute KV for all of `work`, and sample where it asks for that, in its order."""
+        """Compute KV for all of `work`, and sample where it requires that, in its order."""
         results: list[JobResult] = []
         embedded = [w for w in work if w.embed]
         if embedded:

@@ -48,7 +48,7 @@ min-p, top-k and top-p of equal logits."""
 
 
 def measured(host: HostModel, make: Make, device: DeviceSettings) -> HostModel:
-    """`host`, with the memory that its jobs on `device` need in its spec.
+    """Return `host` with the measured memory of its jobs on `device` in its spec.
 
     Takes `host` over: it is closed where this fails. Jobs may run in other threads meanwhile: the
     counts are of the calling one. Raises UnsupportedModel where a job fails.

@@ -64,7 +64,7 @@ def load_adapters(
     modules: Mapping[str, tuple[int, int]],
     tier: HostTier,
 ) -> HostModel:
-    """`host` with the adapters that can be served; the reasons for the others are in `failed`.
+    """Return `host` with the adapters that can be served, and in `failed` why others cannot.
 
     `modules`: (inputs, outputs) of those that can be adapted, by path. Takes `host` over: the
     result is to be closed in its place.
@@ -254,14 +254,14 @@ def _refuse(path: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedModel(f"{path}: an adapter of type {kind!r}; only LORA is supported")
-    asks = [what for key, what in _REFUSED.items() if config.get(key)]
+    unsupported = [what for key, what in _REFUSED.items() if config.get(key)]
     if config.get("bias", "none") != "none":
-        asks.append("biases of the base")
+        unsupported.append("biases of the base")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start not in _PLAIN_STARTS:
-        asks.append(f"a base changed by its initialisation ({start})")
-    if asks:
-        raise UnsupportedModel(f"{path}: the adapter needs {', '.join(asks)}; not supported")
+        unsupported.append(f"a base changed by its initialisation ({start})")
+    if unsupported:
+        raise UnsupportedModel(f"{path}: the adapter needs {', '.join(unsupported)}; not supported")
 
 
 def _pairs(path: Path, config: _Config, modules: Mapping[str, tuple[int, int]]) -> tuple[Pair, ...]:

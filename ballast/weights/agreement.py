@@ -2,8 +2,8 @@
 
 The reference is the module's own forward: one sequence at a time, `transformers`' attention and
 masks, and no positions given, so that the module finds them itself. Ours is one flat batch of
-pieces of several sequences, each with its positions, and an attention that is told to attend as it
-will be told when serving. Both run without the model's weights (`ballast.weights.weightless`) and
+pieces of several sequences, each with its positions, and an attention that is called as it will
+be when serving. Both run without the model's weights (`ballast.weights.weightless`) and
 through as few layers as show every kind of layer there is. What differs, a position that the module
 counts by itself or a scale that grows with it, would be wrong answers.
 """

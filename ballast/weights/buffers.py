@@ -12,7 +12,7 @@ from ballast.core.errors import UnsupportedModel, brief
 
 
 def set_up_buffers(module: nn.Module, kind: str, device: torch.device) -> None:
-    """Give buffers of the meta device their values, and put them on `device`.
+    """Compute the values of meta-device buffers, and put these on `device`.
 
     `transformers` knows how to set each up, by the model that its owner is part of; parameters are
     marked so that it leaves those alone. Raises UnsupportedModel where it fails, and where it

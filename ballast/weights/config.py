@@ -20,7 +20,7 @@ _MOST_BYTES = 16 << 20
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The values of config.json, as `config_of` takes them.
+    """Read the values of config.json, for `config_of`.
 
     Raises CheckpointError for a file that cannot be read, and UnsupportedModel for a `model_type`
     that `transformers` does not know. Code that comes with a checkpoint is never run.
@@ -50,7 +50,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def config_of(values: Mapping[str, Any], *, untied: bool = False) -> Any:
-    """The configuration with these values; `untied`: its head has weights of its own."""
+    """Make the configuration with these values; `untied`: its head has weights of its own."""
     kind = values["model_type"]
     config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(values)))
     if untied:
@@ -60,7 +60,7 @@ def config_of(values: Mapping[str, Any], *, untied: bool = False) -> Any:
 
 
 def text_config(config: Any) -> Any:
-    """The part that describes the decoder of text: often the configuration itself.
+    """Return the part that describes the text decoder: often the configuration itself.
 
     Raises UnsupportedModel where there are several.
     """
@@ -81,7 +81,7 @@ def check_layers(config: Any, directory: Path, tensors: int) -> None:
 
 
 def end_tokens(directory: Path, config: Any, vocab: int) -> tuple[int, ...]:
-    """End-of-sequence tokens, from generation_config.json, or else from config.json.
+    """Read the end-of-sequence tokens from generation_config.json, or else from config.json.
 
     Those that the vocabulary lacks are left out: no output has them. Raises CheckpointError for
     what is neither a token nor a list of tokens.
@@ -101,7 +101,7 @@ def end_tokens(directory: Path, config: Any, vocab: int) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises CheckpointError for a file that holds no JSON object."""
+    """Read a JSON object. Raises CheckpointError for a file that holds none."""
     if path.stat().st_size > _MOST_BYTES:
         raise CheckpointError(str(path), None, f"larger than {_MOST_BYTES} bytes")
     try:

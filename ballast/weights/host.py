@@ -70,8 +70,8 @@ class HostTier:
         exchange: SegmentExchange | None = None,
         isolation: Isolation | None = None,
     ) -> None:
-        """`progress` is called for each piece that was filled, by any thread; `exchange` is told of
-        what is held, and of nothing else; `isolation` is how checkpoints' configurations and
+        """`progress` is called for each piece that was filled, by any thread; `exchange` shares
+        the segments that are held; `isolation` is how checkpoints' configurations and
         headers are read before: here, if not given."""
         _allow_files()
         self._progress = progress

@@ -21,8 +21,8 @@ class LinkRotor:
 
     A slot's next layer is loaded as soon as its last user is done: at the end of a pass those that
     the next one begins with. What could not be loaded fails the pass that comes to it, and is tried
-    once more by the next. The loop's thread turns and settles, lanes pass, the link's thread tells
-    what has landed.
+    once more by the next. The loop's thread remaps and settles, lanes run passes, the link's thread
+    reports what has landed.
 
     While the model's weights arrive, passes wait for its layers likewise (`start_load`); what that
     load fails to bring is not tried again.
@@ -37,7 +37,7 @@ class LinkRotor:
         settled: Callable[[], None],
         opened: Callable[[int], None] | None = None,
     ) -> None:
-        """`settled` and `opened`, which is given the transfer, tell the loop; from any thread.
+        """`settled` and `opened`, called with the transfer, notify the loop; from any thread.
         Without `opened` jobs wait for whole loads of the model's weights."""
         self.loads = Loads()
         self.rotation = WHOLE

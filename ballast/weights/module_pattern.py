@@ -14,7 +14,7 @@ MOST_CHARACTERS = 1024
 class ModulePattern:
     """A pattern of PEFT's `rank_pattern`: it stands for the end of a path, from a dot on.
 
-    Raises ValueError, which says what is wrong with it.
+    Raises ValueError with the reason for an invalid one.
     """
 
     def __init__(self, text: str) -> None:

@@ -1,8 +1,9 @@
 """Identity of a segment's bytes, as far as it can be known without reading them.
 
-A file is told from what it was, and from any other, by its place in its file system, its size, and
-the times of its last changes, of which the kernel keeps one (`ctime`) that no program can set. Like
-other tools that go by them, this cannot see writes through a mapping before they reach the file.
+A file is distinguished from what it was, and from any other, by its place in its file system, its
+size, and the times of its last changes, of which the kernel keeps one (`ctime`) that no program can
+set. Like other tools that go by them, this cannot see writes through a mapping before they reach
+the file.
 """
 
 from __future__ import annotations

@@ -42,8 +42,9 @@ ReadPart = Callable[[str, int, Tensor], None]
 
 
 def routing_of(config: Any) -> Routing | None:
-    """How the router of a decoder with this configuration of its text chooses, where it is a plain
-    softmax over all experts and nothing is beside the experts; None: it is not, or not known."""
+    """Return how the router of a decoder with this configuration of its text chooses, where it is a
+    plain softmax over all experts and nothing is beside the experts; None: it is not, or not
+    known."""
     if config.model_type == "mixtral":
         return Routing(int(config.num_experts_per_tok), normalised=True)
     if config.model_type == "qwen3_moe":

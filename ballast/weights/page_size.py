@@ -30,7 +30,7 @@ KV_PAGES = 32
 
 
 def with_page_sizes(fleet: FleetSettings) -> FleetSettings:
-    """`fleet` with large pages on all CPU devices that name no page size, if their models fit them.
+    """Return `fleet` with large pages on all CPU devices without a page size, if models fit them.
 
     The models of a device are those that name it, or all that name none. CPU devices get the same
     size, that of one that names its own, as pages are lent and KV moves between equal ones only.

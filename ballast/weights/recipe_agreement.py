@@ -33,7 +33,7 @@ def follows(
     sizes: LayerSizes,
     positions: int,
 ) -> bool:
-    """Whether the logits of `module` within `positions` are those that `recipe` says.
+    """Whether `module` computes, within `positions`, the logits of `recipe`.
 
     `module` is weightless, with its list of layers, the first ones of all, at `path`; `rotary`:
     its submodule for angles, with the frequencies that are to be served; `windows`: of each layer.

@@ -60,7 +60,7 @@ class LayerSizes:
 
 
 def find_rotary(module: nn.Module) -> Any:
-    """The submodule that computes rotary angles, or None."""
+    """Find the submodule that computes rotary angles, or None."""
     named = module.named_modules()
     return next((part for path, part in named if path.endswith("rotary_emb")), None)
 
@@ -73,8 +73,8 @@ def candidates(
     softcap: float | None,
     sizes: LayerSizes,
 ) -> Iterator[DecoderRecipe]:
-    """Recipes that the module may have, the likeliest first; none if it has no gated layers of
-    these sizes, all alike.
+    """Yield recipes that the module may have, the likeliest first; none if it has no gated layers
+    of these sizes, all alike.
 
     `module` computes on the CPU, and may lack the later ones of its layers. `layers`: of all
     layers, shapes of tensors by their names within the layer; `path`: of the list of layers;

@@ -96,7 +96,7 @@ class SharedSegment:
 def find_shared(
     specs: Iterable[ModelSpec], pool: Pool, page_bytes: int, known: Collection[str] = ()
 ) -> dict[str, SharedSegment]:
-    """Segments that occur more than once among the models of a device, by digest.
+    """Find segments that occur more than once among the models of a device, by digest.
 
     Those whose digests are `known` are left out: they are shared already.
     """

@@ -87,4 +87,4 @@ def test_asking_where_nothing_is_mapped_is_no_error() -> None:
         0, HUGE, syscalls.PROT_NONE, syscalls.MAP_PRIVATE | syscalls.MAP_ANONYMOUS
     )
     syscalls.munmap(address, HUGE)
-    huge_pages.ask(address, HUGE)
+    huge_pages.advise(address, HUGE)

@@ -96,26 +96,26 @@ def _started(nvml: Any) -> Iterator[None]:
 
 def _look(nvml: Any, handle: Any, all_handles: list[Any]) -> Iterator[Gpu]:
     gpu = _whole(nvml, handle, all_handles)
-    mode = _ask(nvml, (0, 0), "nvmlDeviceGetMigMode", handle)
+    mode = _query(nvml, (0, 0), "nvmlDeviceGetMigMode", handle)
     if mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
         yield gpu
         return
     for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        part = _ask(nvml, None, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i)
+        part = _query(nvml, None, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i)
         if part is not None:
             yield _slice(nvml, part, gpu)
 
 
 def _whole(nvml: Any, handle: Any, all_handles: list[Any]) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    generation = _ask(nvml, 0, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
-    width = _ask(nvml, 0, "nvmlDeviceGetMaxPcieLinkWidth", handle)
+    generation = _query(nvml, 0, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
+    width = _query(nvml, 0, "nvmlDeviceGetMaxPcieLinkWidth", handle)
     up = [
         link
         for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-        if _ask(nvml, 0, "nvmlDeviceGetNvLinkState", handle, link) == nvml.NVML_FEATURE_ENABLED
+        if _query(nvml, 0, "nvmlDeviceGetNvLinkState", handle, link) == nvml.NVML_FEATURE_ENABLED
     ]
-    version = _ask(nvml, None, "nvmlDeviceGetNvLinkVersion", handle, up[0]) if up else None
+    version = _query(nvml, None, "nvmlDeviceGetNvLinkVersion", handle, up[0]) if up else None
     uuid = _uuid(nvml, handle)
     others = [other for other in all_handles if _uuid(nvml, other) != uuid]
     return Gpu(
@@ -135,7 +135,7 @@ def _whole(nvml: Any, handle: Any, all_handles: list[Any]) -> Gpu:
 def _slice(nvml: Any, part: Any, gpu: Gpu) -> Gpu:
     """Slices cannot use each other's memory in place, whatever their GPUs can."""
     memory = nvml.nvmlDeviceGetMemoryInfo(part)
-    attributes = _ask(nvml, None, "nvmlDeviceGetAttributes", part)
+    attributes = _query(nvml, None, "nvmlDeviceGetAttributes", part)
     return replace(
         gpu,
         uuid=_uuid(nvml, part),
@@ -152,7 +152,7 @@ def _slice(nvml: Any, part: Any, gpu: Gpu) -> Gpu:
 
 
 def _peers(nvml: Any, handle: Any, others: list[Any], by: int) -> tuple[str, ...]:
-    statuses = [_ask(nvml, None, "nvmlDeviceGetP2PStatus", handle, other, by) for other in others]
+    statuses = [_query(nvml, None, "nvmlDeviceGetP2PStatus", handle, other, by) for other in others]
     ok = nvml.NVML_P2P_STATUS_OK
     return tuple(_uuid(nvml, o) for o, status in zip(others, statuses, strict=True) if status == ok)
 
@@ -166,7 +166,7 @@ def _as_seen_by(driver: Driver, gpu: Gpu) -> Gpu:
     return gpu
 
 
-def _ask(nvml: Any, otherwise: Any, name: str, *arguments: Any) -> Any:
+def _query(nvml: Any, otherwise: Any, name: str, *arguments: Any) -> Any:
     """Call NVML; `otherwise` where this GPU does not support the call."""
     try:
         return getattr(nvml, name)(*arguments)

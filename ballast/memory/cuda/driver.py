@@ -152,7 +152,7 @@ class CudaDriver:
     def split(self, device: int, groups: int) -> int:
         kind = self._api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         whole = self._call("cuDeviceGetDevResource", device, kind)
-        # Bindings of CUDA 12 do not tell the two sizes; 8 is what Hopper and later need.
+        # Bindings of CUDA 12 do not have the two sizes; 8 is what Hopper and later need.
         step = int(getattr(whole.sm, "smCoscheduledAlignment", 0)) or _GROUP
         least = int(getattr(whole.sm, "minSmPartitionSize", 0)) or step
         count = int(whole.sm.smCount)

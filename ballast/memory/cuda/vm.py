@@ -174,7 +174,7 @@ class CudaVm:
         return found
 
     def mappings(self) -> int:
-        """One for each page that is mapped. The driver tells no limit."""
+        """One for each page that is mapped. The driver states no limit."""
         return sum(len(self._mappings.pages(range)) for range in self._mappings.ranges())
 
     def physical_bytes(self) -> int:

@@ -92,7 +92,7 @@ class GpuExecutor(ModelExecutor):
         self._chunks: OrderedDict[Bucket, GpuBatch] = OrderedDict()
         self._graphs = graphs
         self._cuts: tuple[int, ...] = ()
-        """Layers at which the pass under way stops, and who is told."""
+        """Layers at which the pass under way stops, and its callbacks."""
         self._stops: Stops | None = None
 
     @abstractmethod

@@ -52,8 +52,8 @@ class GraphKey:
 
 
 Step = Callable[[Recording], Tensor]
-"""A pass over the tensors of a bucket: launches its work, tells where it stops, and returns what it
-computes."""
+"""A pass over the tensors of a bucket: launches its work, calls the recording where it stops, and
+returns what it computes."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Passes recorded piece by piece, with callbacks between the pieces.
 
-Pieces are CUDA graphs; between them stands what a pass tells at layers that come and go.
+Pieces are CUDA graphs; between them are a pass's calls at layers that come and go.
 """
 
 from __future__ import annotations
