@@ -135,7 +135,7 @@ class Watch:
     def __call__(self, now: float, state: DeviceState) -> None:
         seconds, before = now - self._at, self.remapped
         models = state.models.values()
-        lent = sum(m.rotation.lent for m in models)
+        lent = sum(m.rotation.n_freed for m in models)
         self.remapped = Remapped(
             before.weights + self._lent * seconds,
             before.kv + self._swapped * seconds,
@@ -143,7 +143,7 @@ class Watch:
             before.changes + (lent != self._lent),
         )
         self._at, self._lent = now, lent
-        self._swapped = sum(m.kv.rotation.lent for m in models if m.swapper is not None)
+        self._swapped = sum(m.kv.rotation.n_freed for m in models if m.swapper is not None)
         if sum(m.preemptions for m in models) >= self.enough:
             raise Enough
 

@@ -179,7 +179,7 @@ class _Observer:
     def record_turn(self, device: str, at: float, state: DeviceState) -> None:
         """Record a device's memory and queue, and its decisions since the last turn."""
         self.gauge.watch(device, at, state)
-        self.decisions.extend(decisions_of(self.devices[device].story.take(), device))
+        self.decisions.extend(decisions_of(self.devices[device].story.take_decisions(), device))
 
 
 BUSIEST_SECONDS = 10.0

@@ -22,7 +22,7 @@ from ballast.core.job import JobLoad
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.settings import FleetSettings, Slo
 from ballast.core.units import ceil_div, format_bytes
-from ballast.engine.build import set_aside
+from ballast.engine.sizing import set_aside
 from ballast.sim.device import MachineProfile
 from ballast.workload.bursty import BurstyGroups
 from ballast.workload.workload import Workload

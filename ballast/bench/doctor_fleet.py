@@ -16,7 +16,7 @@ from ballast.core.errors import BallastError, ConfigError, DeviceError
 from ballast.core.model import ModelSpec, kv_room, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
-from ballast.engine.build import check_room, kv_layout, pages_aside, set_aside
+from ballast.engine.sizing import check_room, kv_layout, pages_aside, set_aside
 from ballast.isolation.calls import Isolation
 from ballast.live.never_run import WHERE, never_run
 from ballast.memory.cuda.devices import reach_of

@@ -20,7 +20,7 @@ from ballast.bench.stories import fresh, stories
 from ballast.core.errors import BallastError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
-from ballast.engine.build import check_room
+from ballast.engine.sizing import check_room
 from ballast.live.inbox import MonotonicClock
 from ballast.policy.presets import resolve
 from ballast.sim.calibrate import calibrate

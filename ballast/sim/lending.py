@@ -48,7 +48,7 @@ class Lenders:
         if len(sizes) > 1:
             raise ConfigError("orders", sorted(sizes), "devices that lend have pages of one size")
         for epoch, (name, (device, place)) in enumerate(devices.items(), 1):
-            device.state.lending.say = partial(self._pass_on, name)
+            device.state.lending.send = partial(self._pass_on, name)
             streams = {}
             for other, (lender, there) in devices.items():
                 if other == name:

@@ -120,7 +120,7 @@ class StoryEvents:
         """By lease, the pages that were lent."""
         self._lent_again: dict[int, tuple[int, ...]] = {}
         """Those that the replay has lent instead."""
-        loop.state.lending.say = self._hear
+        loop.state.lending.send = self._hear
         loop.state.grammars = StoryGrammars()
         loop.state.migration.bytes = StoryKvBytes()
         self._ready = loop.commands.ready

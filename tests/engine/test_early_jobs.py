@@ -19,7 +19,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import KiB
 from ballast.core.view import Residency
-from ballast.engine.life import Landing
+from ballast.engine.life_rules import Landing
 from ballast.live.cpu_machine import CpuMachine
 from ballast.memory.copies import Copy, CopyBytes, copy_checked
 from ballast.memory.transfer import HostLink

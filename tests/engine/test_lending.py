@@ -97,7 +97,7 @@ class Pair:
             device = replace(fleet.device, name=name, budget_bytes=budget)
             self.servers[name] = self._serve(replace(fleet, device=device, story_path=str(story)))
         for name, server in self.servers.items():
-            server.device.tell_peers(partial(self._hear, self._other(name)))
+            server.device.set_lending_outbox(partial(self._hear, self._other(name)))
 
     def _serve(self, fleet: FleetSettings) -> InProcess:
         return InProcess(fleet)
@@ -130,7 +130,7 @@ class Pair:
             exported = self.servers[self._other(name)].device.export()
             assert exported is not None
             fd = None if exported.fd is None else os.dup(exported.fd)
-            server.device.meet(self._other(name), 1, replace(exported, fd=fd))
+            server.device.add_peer(self._other(name), 1, replace(exported, fd=fd))
         self.wait_for(lambda: self.said(PeerMetReport) == 2)
 
     def order(self, order: DeviceCommand, name: str = "") -> Callable[[], CommandOutcome]:

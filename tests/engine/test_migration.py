@@ -84,7 +84,7 @@ class Two:
         for server in self.servers.values():
             moves = server.device.state.migration
             moves.bytes, moves.exports = PeerReader(self._fetch, server.device.post), True
-            server.device.tell_controller(self.words.put)
+            server.device.set_migration_outbox(self.words.put)
 
     def _fetch(self, name: str) -> Exported:
         exported = self.servers[name].device.export()

@@ -32,7 +32,7 @@ from ballast.core.request import Submission
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import Slo
 from ballast.core.view import DeviceView
-from ballast.engine.life import Membership
+from ballast.engine.life_rules import Membership
 from ballast.engine.state import DeviceState
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import Preset, resolve

@@ -55,7 +55,7 @@ def decided(world: World, by: str | None = None) -> list[str]:
 def meet(world: World) -> list[LendingMessage]:
     """Let the device know another one; what it is sent from then on."""
     sent: list[LendingMessage] = []
-    world.state.lending.say = sent.append
+    world.state.lending.send = sent.append
     world.state.lending.exports[PEER, 1] = NullVm(PAGE, 100).export(())
     world.device._heap.schedule(0.0, PeerMetEvent(PEER, 1, 100))
     return sent

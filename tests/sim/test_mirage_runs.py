@@ -167,7 +167,7 @@ def test_layers_come_back_when_the_peak_is_over(options: dict[str, float]) -> No
     late = burst(1, 30.0, 10.0, seed=6)
     arrivals = burst(60, 0.0, 60.0, seed=5) + late
     lent = run("mirage", {**options, "reversion": 0}, arrivals)
-    assert any(m.rotation.lent for m in lent.state.models.values())
+    assert any(m.rotation.n_freed for m in lent.state.models.values())
     back = run("mirage", {**options, "cooldown": 0.5}, arrivals)
     assert all(m.rotation == WHOLE for m in back.state.models.values())
     assert all(m.kv.pages == m.kv.cached_pages for m in back.state.models.values())

@@ -153,7 +153,7 @@ def test_a_busy_lender_recalls_what_a_request_lacks() -> None:
     world = World([spec("a", 10), spec("b", 10)], 60, "balloon+round-robin")
     sent: list[LendingMessage] = []
     state = world.state
-    state.lending.say = sent.append
+    state.lending.send = sent.append
     state.lending.exports[PEER, 1] = NullVm(PAGE, 100).export(())
     heap = world.device._heap
     heap.schedule(0.0, PeerMetEvent(PEER, 1, 100))

@@ -181,7 +181,7 @@ def _more_important(claim: Claim, offer: Offer) -> bool:
 
 def _used(m: ModelView) -> int:
     """Pages of a model's KV in use, those included whose content lies on the host now."""
-    swapped = 0 if m.kv_rotation is None else m.kv_rotation.lent * m.kv_layer_pages
+    swapped = 0 if m.kv_rotation is None else m.kv_rotation.n_freed * m.kv_layer_pages
     return m.kv_pages - m.cached_pages + swapped
 
 

@@ -76,7 +76,7 @@ class Swappable:
     def __init__(self, m: ModelView, known: dict[int, Offer | None]) -> None:
         """`known`: offers by the number of layers that are to give up their pages."""
         assert m.kv_rotation is not None, "its KV can rotate"
-        self.m, self.known, self.now = m, known, m.kv_rotation.lent
+        self.m, self.known, self.now = m, known, m.kv_rotation.n_freed
         self.most = m.spec.n_layers - ceil_div(m.spec.n_layers, LEAST_KEPT)
 
     def layers_for(self, pages: int) -> int:
@@ -193,7 +193,7 @@ class KvSwap(MemoryPolicy):
         if plan is None:
             return None
         assert m.kv_rotation is not None, "its KV can rotate"
-        pages = (plan.rotation.lent - m.kv_rotation.lent) * m.kv_layer_pages
+        pages = (plan.rotation.n_freed - m.kv_rotation.n_freed) * m.kv_layer_pages
         moving = copy_seconds(pages * view.page_bytes, view.link_bytes_per_second)
         price = partial(_slowing, m, plan, moving)
         act = partial(_swap, m.name, plan.rotation)
@@ -206,7 +206,7 @@ class KvSwap(MemoryPolicy):
         """
         n = m.spec.n_layers
         assert m.kv_rotation is not None, "its KV can rotate"
-        more = _tokens(m) * (lent - m.kv_rotation.lent) // (n - lent)
+        more = _tokens(m) * (lent - m.kv_rotation.n_freed) // (n - lent)
         alone = step_seconds(m) + more * m.costs.per_context
         found: SwapPlan | None = None
         for slots in SLOTS:
@@ -236,7 +236,7 @@ class KvSwap(MemoryPolicy):
         can than do now."""
         now = m.kv_rotation
         assert now is not None, "its KV can rotate"
-        lents = range(now.lent + 1, wanted + 1)
+        lents = range(now.n_freed + 1, wanted + 1)
 
         def over(lent: int) -> bool:
             plan = self.plan(view, m, lent, len(now.layers) + 1)
@@ -246,8 +246,8 @@ class KvSwap(MemoryPolicy):
         if lents and not over(wanted):
             lent = wanted
         else:
-            lent = now.lent + bisect_left(lents, True, key=over)
-        return self.plan(view, m, lent, len(now.layers) + 1) if lent > now.lent else None
+            lent = now.n_freed + bisect_left(lents, True, key=over)
+        return self.plan(view, m, lent, len(now.layers) + 1) if lent > now.n_freed else None
 
     def _give_back(self, view: DeviceView, budget: PageBudget) -> list[Action]:
         """Let layers have pages of their own again as far as a reserve stays free, from what is
@@ -277,10 +277,10 @@ class KvSwap(MemoryPolicy):
             return None
 
         def within(n: int) -> bool:
-            plan = self.plan(view, m, now.lent - n, 0)
-            return n == now.lent or (plan is not None and plan.hidden)
+            plan = self.plan(view, m, now.n_freed - n, 0)
+            return n == now.n_freed or (plan is not None and plan.hidden)
 
-        most = bisect_left(range(now.lent), True, lo=1, key=within)
+        most = bisect_left(range(now.n_freed), True, lo=1, key=within)
         return self._claim_for(view, m, m.running[0].order, most, 1, may_preempt=True)
 
     def _claim_back(self, view: DeviceView, m: ModelView) -> Claim | None:
@@ -292,7 +292,9 @@ class KvSwap(MemoryPolicy):
         if m.residency is not Residency.RESIDENT or m.waiting:
             return None
         order = Precedence(0, view.now, 0)
-        return self._claim_for(view, m, order, now.lent, ceil_div(now.lent, 2), may_preempt=False)
+        return self._claim_for(
+            view, m, order, now.n_freed, ceil_div(now.n_freed, 2), may_preempt=False
+        )
 
     def _claim_for(
         self,
@@ -342,8 +344,8 @@ class KvSwap(MemoryPolicy):
         assert now is not None, "its KV rotates"
         n = min(most, (pages + m.cached_pages) // layer) if layer else most
         rotation = WHOLE
-        if n < now.lent:
-            plan = self.plan(view, m, now.lent - n, 0)
+        if n < now.n_freed:
+            plan = self.plan(view, m, now.n_freed - n, 0)
             if plan is None or len(plan.rotation.layers) >= len(now.layers):
                 return ()
             rotation = plan.rotation

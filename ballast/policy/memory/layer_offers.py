@@ -79,7 +79,7 @@ class LayerOffers:
     def any_left(self, view: DeviceView) -> bool:
         """Whether a model lends less than it may."""
         able = (m for a in (False, True) for m in self.order(view.models, active=a))
-        return any(m.rotation.lent < self.most(view, m) for m in able)
+        return any(m.rotation.n_freed < self.most(view, m) for m in able)
 
     def order(self, models: Sequence[ModelView], *, active: bool) -> list[ModelView]:
         """Models with layers to lend, who lends first coming first."""
@@ -121,7 +121,7 @@ class LayerOffers:
 
     def lent(self, m: ModelView, budget: PageBudget) -> int:
         """Layers that a model lends once a decision, as far as it is made, is done."""
-        return m.rotation.lent + budget.taken(layers_of(m)) // max(1, m.layer_pages)
+        return m.rotation.n_freed + budget.taken(layers_of(m)) // max(1, m.layer_pages)
 
     def lending(self, m: ModelView, alpha: int, why: str) -> Remap:
         """So many layers, whichever; `settled` chooses, once it is known how many in the end."""
@@ -135,10 +135,10 @@ class LayerOffers:
         that is no change for the better."""
         m = view.model(remap.model)
         n, ratio = m.spec.n_layers, _rounded(self._ratio(view, m))
-        plan = best(n, m.rotatable, remap.rotation.lent, 1.0, ratio, 0.0, m.rotation, self.slots)
+        plan = best(n, m.rotatable, remap.rotation.n_freed, 1.0, ratio, 0.0, m.rotation, self.slots)
         if plan is None or plan == m.rotation:
             return None
-        if plan.lent == m.rotation.lent:
+        if plan.n_freed == m.rotation.n_freed:
             before, after = (stall(n, r, 1.0, ratio) for r in (m.rotation, plan))
             if after >= before:
                 return None
@@ -146,7 +146,7 @@ class LayerOffers:
 
     def _offers(self, view: DeviceView, m: ModelView, top: int) -> Iterator[Offer]:
         """Its layers up to `top`, as one offer of which any number can be taken."""
-        lent = m.rotation.lent
+        lent = m.rotation.n_freed
 
         def act(pages: int, claim: Claim) -> Remap:
             alpha = lent + pages // m.layer_pages

@@ -180,7 +180,7 @@ class Mirage(MemoryPolicy):
         since = view.now if before.calm_since is None else before.calm_since
         calm = None if covered.short else since
         wake = None
-        if self.reversion and calm is not None and any(m.rotation.lent for m in view.models):
+        if self.reversion and calm is not None and any(m.rotation.n_freed for m in view.models):
             due = calm + self.cooldown
             if view.now < due:
                 wake = due

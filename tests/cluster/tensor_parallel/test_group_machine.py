@@ -18,7 +18,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import ceil_div
-from ballast.engine.build import largest_jobs
+from ballast.engine.sizing import largest_jobs
 from ballast.live.inbox import MonotonicClock
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories

@@ -24,7 +24,7 @@ from ballast.core.event import Event
 from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import ceil_div
-from ballast.engine.build import largest_jobs
+from ballast.engine.sizing import largest_jobs
 from ballast.live.inbox import MonotonicClock
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories

@@ -27,7 +27,7 @@ def memory(turn: ModelTurn | None = None, active: str = "a", **more: object) -> 
 
 def lent(actions: tuple[Action, ...]) -> dict[str, int]:
     """Layers that each model is to lend from now on."""
-    return {a.model: a.rotation.lent for a in actions if isinstance(a, Remap)}
+    return {a.model: a.rotation.n_freed for a in actions if isinstance(a, Remap)}
 
 
 def kinds(actions: tuple[Action, ...]) -> list[str]:

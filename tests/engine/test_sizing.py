@@ -11,7 +11,7 @@ from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings, KvLayout
 from ballast.core.units import KiB, format_bytes
-from ballast.engine.build import check_room, kv_layout, pages_aside
+from ballast.engine.sizing import check_room, kv_layout, pages_aside
 from tests.policy.worlds import PAGE, spec
 
 
