@@ -29,8 +29,8 @@ def main() -> None:
         sys.exit(2)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         version()
         raise typer.Exit
 

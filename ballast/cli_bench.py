@@ -22,7 +22,7 @@ from ballast.core.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ballast.bench.others import Others
+    from ballast.bench.machine_load import OtherLoad
     from ballast.bench.report import Report
 
 
@@ -69,7 +69,7 @@ def bench(
     """Replay a workload open loop: latencies, service levels, memory by owner; presets compared."""
     from rich.console import Console
 
-    from ballast.bench.others import Others
+    from ballast.bench.machine_load import OtherLoad
     from ballast.bench.progress import shown
     from ballast.cluster.machine_check import check_machine
 
@@ -81,8 +81,8 @@ def bench(
     if measures := url is None and profile is None:
         check_machine(fleet)
     with importing():
-        from ballast.bench.choose import slos_of, workload_of
         from ballast.bench.run import compare_live, compare_virtual, replay_http
+        from ballast.bench.run_options import slos_of, workload_of
         from ballast.sim.profile import device_profile
 
     device = None if profile is None else device_profile(profile)
@@ -93,7 +93,7 @@ def bench(
     presets = (preset or fleet.preset).split(",")
     for name in presets:
         with_preset(fleet, name)
-    with shown() as progress, Others(children=False) as others:
+    with shown() as progress, OtherLoad(children=False) as others:
         if url is not None:
             reports = [replay_http(url, fleet, work, progress=progress)]
         elif virtual:
@@ -141,7 +141,7 @@ def profile(
     from rich.console import Console
     from rich.table import Table
 
-    from ballast.bench.others import Others
+    from ballast.bench.machine_load import OtherLoad
     from ballast.bench.progress import shown
     from ballast.cluster.machine_check import check_machine
     from ballast.core.units import format_bytes
@@ -153,7 +153,7 @@ def profile(
         from ballast.sim.profile import profile_of
         from ballast.sim.toml_file import as_toml
 
-    with shown() as progress, Others() as others:
+    with shown() as progress, OtherLoad() as others:
         measured = profile_of(device, calibrate(fleet, rounds, progress=progress), fleet.device)
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(as_toml(measured, "Written by ballast profile."), encoding="utf-8")
@@ -176,9 +176,9 @@ def profile(
     console.print(f"next: ballast bench {fleet_file} --virtual --profile {to}", soft_wrap=True)
 
 
-def warn_if_disturbed(others: Others, console: Console) -> None:
+def warn_if_disturbed(others: OtherLoad, console: Console) -> None:
     """Warn where other processes took enough to show in a measurement."""
-    from ballast.bench.others import disturbance
+    from ballast.bench.machine_load import disturbance
 
     if (warning := disturbance(others)) is not None:
         console.print(warning, style="yellow", soft_wrap=True)
@@ -188,7 +188,7 @@ def show_reports(
     reports: Sequence[Report], console: Console, json: Path | None, png: Path | None
 ) -> None:
     """Tables on the console, the comparison first; JSON and a picture where asked for."""
-    from ballast.bench.show import comparison_table, report_table
+    from ballast.bench.tables import comparison_table, report_table
 
     if len(reports) > 1:
         console.print(comparison_table(reports))

@@ -39,7 +39,7 @@ def importing() -> Iterator[None]:
 
 def load(file: Path, *, simulated: bool = False) -> FleetSettings:
     """The fleet file, resolved against the presets there are and the checkpoints' sizes."""
-    from ballast.fleet.file import load_fleet
+    from ballast.fleet.fleet_file import load_fleet
     from ballast.policy.presets import PRESETS
     from ballast.weights.page_size import with_page_sizes
 

@@ -34,7 +34,7 @@ def place(
     import json
 
     from ballast.core.errors import ConfigError
-    from ballast.sim.place import PlacementInputs, answers, problems_of
+    from ballast.sim.placement_answers import PlacementInputs, answers, problems_of
     from ballast.sim.profile import device_profile
 
     where = "stdin" if str(file) == "-" else str(file)

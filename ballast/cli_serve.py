@@ -34,7 +34,7 @@ def doctor(
     fleet = None if fleet_file is None else load(fleet_file)
     with importing():
         from ballast.bench.doctor import examine, table
-        from ballast.bench.finding import Verdict
+        from ballast.bench.doctor_finding import Verdict
         from ballast.live.inbox import MonotonicClock
 
     findings = []
@@ -107,7 +107,7 @@ def serve(
     from ballast.bench.progress import lines_to
     from ballast.cluster.logs import set_up_logs
     from ballast.cluster.machine_check import check_machine, memory_warning
-    from ballast.fleet.source import FleetSource
+    from ballast.fleet.fleet_source import FleetSource
     from ballast.policy.presets import PRESETS
     from ballast.server.http.address import check_closed
 
@@ -159,9 +159,9 @@ def _with_options(
         server = replace(server, drain_seconds=drain_seconds)
     if api_key:
         secret = KeySettings(name="default", key=api_key)
-        taken = [k.name for k in server.keys if k.name == secret.name or k.key == api_key]
-        if taken or server.admin_key == api_key:
-            where = taken[0] if taken else "admin_key"
+        same = [k.name for k in server.keys if k.name == secret.name or k.key == api_key]
+        if same or server.admin_key == api_key:
+            where = same[0] if same else "admin_key"
             raise ConfigError("--api-key", "(hidden)", f"the fleet file has it already: {where}")
         server = replace(server, keys=(*server.keys, secret))
     return server
@@ -268,12 +268,12 @@ def drain(
     try:
         path = f"{url.rstrip('/')}/admin/devices/{device}/{wanted}"
         answer = httpx.post(path, headers=headers, timeout=DRAINING)
-        told = answer.json()
+        document = answer.json()
     except (httpx.HTTPError, ValueError) as error:
         print(f"ballast: {url}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     if answer.is_error:
-        why = told.get("error", {}).get("message", answer.reason_phrase)
+        why = document.get("error", {}).get("message", answer.reason_phrase)
         print(f"ballast: {url}: {why}", file=sys.stderr)
         raise typer.Exit(1)
-    print(f"{device} is {told['status']}")
+    print(f"{device} is {document['status']}")

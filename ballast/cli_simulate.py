@@ -124,34 +124,34 @@ def simulate(
     from rich.console import Console
 
     with importing():
-        from ballast.bench.asked import SimulationSetup, WorkloadOptions
-        from ballast.bench.show import kinds_text, runs_table, sizes_text
-        from ballast.bench.simulating import simulate_presets, simulation_json
-        from ballast.sim.cluster import kinds_of
-        from ballast.sim.given import given
-        from ballast.sim.modelled import modelled
+        from ballast.bench.simulation import simulate_presets, simulation_json
+        from ballast.bench.simulation_setup import SimulationSetup, WorkloadOptions
+        from ballast.bench.tables import kinds_text, runs_table, sizes_text
+        from ballast.sim.cluster import parse_kinds
+        from ballast.sim.cluster_files import read_cluster_files
+        from ballast.sim.cost_switches import read_cost_switches
 
-    counted = modelled(without, job_spread, drift, seed)
-    kinds = kinds_of(devices, lanes, engine, counted)
-    found = given(links, placement, orders)
+    counted = read_cost_switches(without, job_spread, drift, seed)
+    kinds = parse_kinds(devices, lanes, engine, counted)
+    found = read_cluster_files(links, placement, orders)
     wanted = WorkloadOptions(workload, rate, seconds, most_tokens, seed, start, spread)
-    asked = SimulationSetup.of(load(fleet_file, simulated=True), preset, wanted)
+    setup = SimulationSetup.of(load(fleet_file, simulated=True), preset, wanted)
     console = Console()
-    _print_plain(console, asked.described(), kinds_text(kinds))
-    with arrivals(len(asked.workload.requests)) as progress:
+    _print_plain(console, setup.described(), kinds_text(kinds))
+    with arrivals(len(setup.workload.requests)) as progress:
         policy = placement if found.homes is None else None
-        settings = (asked.fleet, asked.specs, kinds, asked.workload, asked.presets, policy)
-        runs = list(simulate_presets(*settings, progress, story=story, given=found))
+        settings = (setup.fleet, setup.specs, kinds, setup.workload, setup.presets, policy)
+        runs = list(simulate_presets(*settings, progress, story=story, files=found))
     console.print(runs_table(runs))
-    sizes = sizes_text(asked.specs, runs[0])
+    sizes = sizes_text(setup.specs, runs[0])
     console.print(sizes, soft_wrap=True)
     if json is not None:
-        write_json(json, simulation_json(kinds, asked.specs, asked.workload, runs))
+        write_json(json, simulation_json(kinds, setup.specs, setup.workload, runs))
     if html is not None:
         from ballast.bench.page import page
 
         title = f"{fleet_file.name} on {devices}"
-        facts = (asked.described(), kinds_text(kinds), sizes)
+        facts = (setup.described(), kinds_text(kinds), sizes)
         write_page(html, page(title, facts, [run.report for run in runs], runs), console)
 
 
@@ -200,25 +200,25 @@ def plan(
     from rich.console import Console
 
     with importing():
-        from ballast.bench.asked import SimulationSetup, WorkloadOptions
         from ballast.bench.planning import Question, plan_preset
-        from ballast.bench.show import forecast_text, kinds_text, plans_table
-        from ballast.sim.cluster import kinds_of
-        from ballast.sim.given import given
+        from ballast.bench.simulation_setup import SimulationSetup, WorkloadOptions
+        from ballast.bench.tables import forecast_text, kinds_text, plans_table
+        from ballast.sim.cluster import parse_kinds
+        from ballast.sim.cluster_files import read_cluster_files
 
-    kinds = kinds_of(devices, lanes, engine)
+    kinds = parse_kinds(devices, lanes, engine)
     if len(kinds) > 1 or kinds[0].number > 1:
         raise ConfigError("--devices", devices, "one kind without a number, which is sought")
     wanted = WorkloadOptions(workload, rate, seconds, most_tokens, seed, start, spread)
-    asked = SimulationSetup.of(load(fleet_file, simulated=True), preset, wanted)
+    setup = SimulationSetup.of(load(fleet_file, simulated=True), preset, wanted)
     console = Console()
-    _print_plain(console, asked.described(), kinds_text(kinds))
-    draws, found = asked.draws(seeds), given(links, placement, None)
+    _print_plain(console, setup.described(), kinds_text(kinds))
+    draws, found = setup.draws(seeds), read_cluster_files(links, placement, None)
     if found.homes is not None:
         raise ConfigError("--placement", placement, "a fleet policy: devices have no names yet")
-    with arrivals(len(asked.workload.requests)) as progress:
-        plans, fleet, specs = [], asked.fleet, asked.specs
-        for name in asked.presets:
+    with arrivals(len(setup.workload.requests)) as progress:
+        plans, fleet, specs = [], setup.fleet, setup.specs
+        for name in setup.presets:
             question = Question(fleet, specs, kinds[0], name, target, placement, each, found)
             plans.append(plan_preset(question, draws, most=most_devices, progress=progress))
     console.print(plans_table(plans, target, each))
@@ -228,7 +228,7 @@ def plan(
             **_described(kinds[0]),
             "target": target,
             "each": each,
-            "workload": asked.workload.describe(),
+            "workload": setup.workload.describe(),
             "seeds": len(draws),
             "capacity_errors": kinds[0].profile.capacity_errors,
             "presets": [plan.to_json() for plan in plans],

@@ -21,19 +21,19 @@ def replay(story: StoryPath) -> None:
     """
     from rich.console import Console
 
-    from ballast.bench.retelling import beheaded, retell
-    from ballast.sim.lives import read_story
+    from ballast.bench.story_tables import headless_text, replay_text
     from ballast.sim.replay import replay as follow
+    from ballast.sim.story_reader import read_story
 
     console = Console()
     read = read_story(story)
     same = not read.headless
     for device, n in read.headless.items():
-        console.print(beheaded(device, n), markup=False, highlight=False, soft_wrap=True)
+        console.print(headless_text(device, n), markup=False, highlight=False, soft_wrap=True)
     for life in read.lives:
         found = follow(life)
         same = same and found.difference is None and found.stray is None
-        console.print(retell(life, found), markup=False, highlight=False, soft_wrap=True)
+        console.print(replay_text(life, found), markup=False, highlight=False, soft_wrap=True)
     if not same:
         raise typer.Exit(1)
 
@@ -49,17 +49,17 @@ def compare(
     """Two runs side by side: latencies, service levels, jobs, and where decisions first differ."""
     from rich.console import Console
 
-    from ballast.bench.compare import comparison_json, difference_lines, told_table
-    from ballast.bench.show import report_table
-    from ballast.bench.telling import telling
-    from ballast.sim.lives import read_lives
+    from ballast.bench.story_report import report_story
+    from ballast.bench.story_tables import comparison_json, difference_lines, story_table
+    from ballast.bench.tables import report_table
+    from ballast.sim.story_reader import read_device_stories
 
     console = Console()
-    one = telling(read_lives(a), f"A: {a.name}")
-    other = telling(read_lives(b), f"B: {b.name}")
-    for told in (one, other):
-        console.print(report_table(told.report))
-    console.print(told_table(one, other))
+    one = report_story(read_device_stories(a), f"A: {a.name}")
+    other = report_story(read_device_stories(b), f"B: {b.name}")
+    for report in (one, other):
+        console.print(report_table(report.report))
+    console.print(story_table(one, other))
     for line in difference_lines(one, other):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if json is not None:

@@ -24,7 +24,7 @@ import httpx
 import numpy as np
 from rich.table import Table
 
-from ballast.bench.serving import serving
+from ballast.bench.server_process import serving
 from ballast.core.units import format_bytes
 from benchmarks.common import Samples, finish, interleave, options
 from benchmarks.llamas import ADMIN_KEY, LLAMA_6M, LLAMA_110M, make_fleet_file

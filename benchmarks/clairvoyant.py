@@ -16,8 +16,8 @@ from ballast.core.compute import ComputeDecision, ComputeView, WorkView
 from ballast.core.cost import StepCosts
 from ballast.core.request import Precedence
 from ballast.core.settings import Slo
-from ballast.policy.deadline import Deadline
-from ballast.policy.demand import Task
+from ballast.policy.compute.deadline import Deadline
+from ballast.policy.compute.demand import Task
 from ballast.workload.workload import Workload, WorkloadRequest
 
 MARGINS = (0.0, 0.5, 1.0, 2.0)

@@ -28,10 +28,10 @@ from typing import Any
 
 import httpx
 
-from ballast.bench.serving import Serving, child_called, serving
+from ballast.bench.server_process import Serving, child_called, serving
 from ballast.cluster.worker.process_names import SPARE
 from ballast.core.errors import Unavailable
-from ballast.fleet.file import load_fleet
+from ballast.fleet.fleet_file import load_fleet
 from ballast.fleet.make import make_fleet
 from ballast.policy.presets import PRESETS
 from benchmarks.common import Samples, finish, options

@@ -32,15 +32,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ballast.bench.clusters import run_cluster
-from ballast.bench.search import RateSearch, bisect_max_rate, search_in_turns, searching
+from ballast.bench.cluster_run import run_cluster
+from ballast.bench.rate_search import RateSearch, bisect_max_rate, search_in_turns, searching
 from ballast.bench.servers import ServersRun, run_servers
 from ballast.cluster.placing import homes_of, part_of
 from ballast.core.settings import FleetSettings, LinkSettings, Slo
 from ballast.policy.presets import resolve
 from ballast.sim.calibrate import calibrate
 from ballast.sim.cluster import Kind
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.profile import profile_of
 from benchmarks.common import NOT_STATED, finish, options, verdict
 from benchmarks.fleet import BUDGET, LOW_LOAD, TARGET, TURNS
@@ -73,7 +73,7 @@ class Bench:
 
     setting: Setting
     slos: dict[str, Slo]
-    profiles: Mapping[int, Profile]
+    profiles: Mapping[int, MachineProfile]
     """By the threads of a device."""
     console: Console
     runs: list[dict[str, Any]] = field(default_factory=list)

@@ -18,19 +18,19 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from ballast.bench.clusters import run_cluster
+from ballast.bench.cluster_run import run_cluster
 from ballast.bench.demo_terms import LINK_RATIO, pace
-from ballast.bench.others import DISTURBED, Others
+from ballast.bench.device_run import DeviceRun
+from ballast.bench.machine_load import DISTURBED, OtherLoad
+from ballast.bench.rate_search import bisect_max_rate
 from ballast.bench.report import LatencyStats, Report
 from ballast.bench.run import specs_of
-from ballast.bench.search import bisect_max_rate
 from ballast.bench.servers import run_servers
-from ballast.bench.worlds import Ran
 from ballast.core.settings import FleetSettings, LinkSettings, Slo
 from ballast.policy.presets import resolve
 from ballast.sim.calibrate import calibrate
 from ballast.sim.cluster import Kind
-from ballast.sim.device import COUNTED, Profile
+from ballast.sim.device import COUNTED, MachineProfile
 from ballast.sim.profile import device_profile, profile_of
 from ballast.sim.toml_file import as_toml
 from ballast.workload.workload import Workload
@@ -89,12 +89,12 @@ def figures(report: Report) -> dict[str, float]:
     }
 
 
-def attainment(ran: Ran) -> float:
+def attainment(ran: DeviceRun) -> float:
     """Of answered requests."""
     return ran.report.total.attained / ran.report.total.answered
 
 
-def summary(ran: Ran) -> Told:
+def summary(ran: DeviceRun) -> Told:
     """What is kept of a run."""
     total = ran.report.total
     return {
@@ -144,14 +144,14 @@ class Runs:
         rates: dict[str, float] = json.loads(file.read_text())
         return rates
 
-    def measured(self, name: str, devices: int = 1) -> Profile:
+    def measured(self, name: str, devices: int = 1) -> MachineProfile:
         """The profile of that name, measured now if it was not; again where others disturbed."""
         name = on(name, devices)
         file = self.folder / f"profile-{name}.toml"
         if not file.is_file():
             fleet = halves(self.fleet) if devices > 1 else self.fleet
             for _ in range(TRIES):
-                with Others() as others:
+                with OtherLoad() as others:
                     found = calibrated_at_once(fleet, self.rounds, devices)
                 if others.cores < DISTURBED:
                     break
@@ -160,7 +160,7 @@ class Runs:
             write_json(self.folder / f"disturbed-{name}.json", {"others_cpu": others.cores})
         return device_profile(file).of(self.specs)
 
-    def virtual(self, point: Point, profile: str) -> Ran:
+    def virtual(self, point: Point, profile: str) -> DeviceRun:
         """With the profile of that name, taken for as many devices."""
         setting = self._setting(profile, point.devices)
         fleet = self._fleet(setting, point)
@@ -177,14 +177,14 @@ class Runs:
             self.levels,
         )
         counts = {what: cluster.total(what) for what in COUNTED}
-        return Ran(cluster.report, [], {"jobs": cluster.jobs, **counts})
+        return DeviceRun(cluster.report, [], {"jobs": cluster.jobs, **counts})
 
     def live(self, point: Point, turn: int) -> Told:
         """What came of that run; the machine is profiled before it, unless it has run already."""
         told = self.told(point, turn)
         if told is None:
             self.measured(f"{point}-{turn}", point.devices)
-            with Others() as others:
+            with OtherLoad() as others:
                 ran = self._live(point, f"{point}-{turn}")
             told = {**summary(ran), "others_cpu": others.cores}
             write_json(self._file(point, turn), told)
@@ -256,7 +256,7 @@ class Runs:
         """In virtual time."""
         return attainment(self.virtual(Point(preset, rate, devices), profile))
 
-    def _live(self, point: Point, profile: str) -> Ran:
+    def _live(self, point: Point, profile: str) -> DeviceRun:
         setting = self._setting(profile, point.devices)
         fleet = self._fleet(setting, point)
         work = self._workload(point.rate)
@@ -265,7 +265,7 @@ class Runs:
         served = asyncio.run(run_servers([fleet], work, self.levels, name=str(point)))
         models = [m for device in served.devices for m in device.models]
         counts = {what: sum(getattr(m, what) for m in models) for what in COUNTED}
-        return Ran(served.report, [], counts)
+        return DeviceRun(served.report, [], counts)
 
     def _file(self, point: Point, turn: int) -> Path:
         return self.folder / f"live-{point}-{self.seconds:g}s-{turn}.json"
@@ -277,7 +277,7 @@ def around(guess: float, run: Callable[[float], float]) -> float:
     return bisect_max_rate(run, TARGET, lo=guess / 2, hi=guess, steps=AROUND, widen=3).rate
 
 
-def calibrated_at_once(fleet: FleetSettings, rounds: int, devices: int) -> Profile:
+def calibrated_at_once(fleet: FleetSettings, rounds: int, devices: int) -> MachineProfile:
     """The profile of one of `devices` that are all measured at the same time, each in a process of
     its own; of a single one in this process."""
     one = replace(fleet, others=(), other_links=())

@@ -42,7 +42,7 @@ from rich.console import Console, Group
 from rich.table import Column, Table
 
 from ballast.bench.demo_terms import LINK_RATIO, pace
-from ballast.bench.worlds import Ran
+from ballast.bench.device_run import DeviceRun
 from ballast.core.settings import Slo
 from ballast.policy.presets import Preset, resolve
 from ballast.workload.traces import load_trace
@@ -295,7 +295,7 @@ def live_windows(setting: Setting, windows: Sequence[Case], console: Console) ->
     setting = setting.with_levels(levels)
     budget = int(BUDGET * whole_bytes(setting))
 
-    def share(run: Callable[..., Ran], row: str, case: Case, rate: float) -> float:
+    def share(run: Callable[..., DeviceRun], row: str, case: Case, rate: float) -> float:
         work = case.workloads[0].scale_rate(rate)
         return run(setting.under(row, budget), work, levels).report.total.attainment
 

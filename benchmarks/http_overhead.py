@@ -35,9 +35,9 @@ import httpx
 from rich.table import Table
 
 from ballast.bench.inprocess import Answer, InProcess
-from ballast.bench.serving import Serving, serving
+from ballast.bench.server_process import Serving, serving
 from ballast.core.request import Submission
-from ballast.fleet.file import load_fleet
+from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
 from benchmarks.common import Samples, finish, interleave, options
 from benchmarks.crash import until_spare_waits

@@ -26,9 +26,9 @@ from typing import Any
 from rich.table import Table
 
 from ballast.bench.inprocess import InProcess
-from ballast.bench.serving import serving
+from ballast.bench.server_process import serving
 from ballast.core.request import Submission
-from ballast.fleet.file import load_fleet
+from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
 from benchmarks.common import finish, options
 from benchmarks.crash import until_spare_waits

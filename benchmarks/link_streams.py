@@ -15,15 +15,15 @@ from unittest.mock import patch
 
 import numpy as np
 
-from ballast.bench.choose import workload_of
+from ballast.bench.run_options import workload_of
 from ballast.core.clock import VirtualClock
 from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS
-from ballast.sim.catalogue import facts
-from ballast.sim.heap import EventHeap
+from ballast.sim.event_heap import EventHeap
 from ballast.sim.link import LandingWatch, SimLink
+from ballast.sim.model_catalogue import facts
 from ballast.sim.profile import device_profile
 from ballast.workload.workload import Workload
 from benchmarks.common import finish, options

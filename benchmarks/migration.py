@@ -35,7 +35,7 @@ from ballast.bench.servers import serving_fleets
 from ballast.cluster.controller import Controller
 from ballast.core.event import FailedOutput, TokenOutput
 from ballast.core.request import Sampling, Submission
-from ballast.fleet.file import load_fleet
+from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
 from benchmarks.common import finish, options
 from benchmarks.llamas import LLAMA_110M, TOKENS, make_fleet_file

@@ -75,7 +75,7 @@ class Served:
 
     def _hear(self, now: float, output: object) -> None:
         """On the loop's thread."""
-        self._lent.append(sum(m.weights.slots.rotation.lent for m in self._models.values()))
+        self._lent.append(sum(m.weights.slots.rotation.n_freed for m in self._models.values()))
 
     def _warm_up(self) -> None:
         """So that what jobs take is known, and what a first time makes is made."""

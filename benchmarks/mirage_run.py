@@ -15,7 +15,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import ceil_div
 from ballast.engine.state import DeviceState
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from ballast.weights.rotor import Loads
 from ballast.workload.workload import Workload
@@ -135,7 +135,7 @@ class Watch:
     def __call__(self, now: float, state: DeviceState) -> None:
         seconds, before = now - self._at, self.remapped
         models = state.models.values()
-        lent = sum(m.rotation.lent for m in models)
+        lent = sum(m.rotation.n_freed for m in models)
         self.remapped = Remapped(
             before.weights + self._lent * seconds,
             before.kv + self._swapped * seconds,
@@ -143,7 +143,7 @@ class Watch:
             before.changes + (lent != self._lent),
         )
         self._at, self._lent = now, lent
-        self._swapped = sum(m.kv.rotation.lent for m in models if m.swapper is not None)
+        self._swapped = sum(m.kv.rotation.n_freed for m in models if m.swapper is not None)
         if sum(m.preemptions for m in models) >= self.enough:
             raise Enough
 
@@ -196,7 +196,7 @@ def _run(
         preset=preset,
         options=dict(options),
     )
-    profile = Profile(
+    profile = MachineProfile(
         costs={s.name: device.costs(s.name) for s in specs},
         link=device.rates,
         overhead=device.profile.serving.overhead_seconds,

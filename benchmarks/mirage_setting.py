@@ -13,7 +13,7 @@ from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
 from ballast.core.units import MiB
-from ballast.sim.catalogue import facts
+from ballast.sim.model_catalogue import facts
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.roofline import Sizes, roofline
 from ballast.workload.generators import spread_models

@@ -27,9 +27,9 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from ballast.policy.mux_estimate import Tenant, estimate
-from ballast.policy.mux_placement import mesh_groups
-from ballast.policy.placement_problem import PlacementDevice
+from ballast.policy.fleet.mux_estimate import Tenant, estimate
+from ballast.policy.fleet.mux_placement import mesh_groups
+from ballast.policy.fleet.placement_problem import PlacementDevice
 from ballast.workload.generators import power_law
 from benchmarks.common import finish, options
 from benchmarks.contenders import Comparison, Contender

@@ -38,16 +38,16 @@ import numpy as np
 from rich.console import Group
 from rich.table import Table
 
-from ballast.bench.clusters import run_cluster
+from ballast.bench.cluster_run import run_cluster
 from ballast.core.cost import Traffic
 from ballast.core.model import ModelSpec
-from ballast.policy.mux_estimate import Tenant, estimate
-from ballast.policy.mux_placement import place
-from ballast.policy.placement_problem import PlacementDevice
+from ballast.policy.fleet.mux_estimate import Tenant, estimate
+from ballast.policy.fleet.mux_placement import place
+from ballast.policy.fleet.placement_problem import PlacementDevice
 from ballast.policy.presets import resolve
-from ballast.sim.catalogue import facts
-from ballast.sim.cluster import Kind, kinds_of
-from ballast.sim.given import Given, GivenHomes
+from ballast.sim.cluster import Kind, parse_kinds
+from ballast.sim.cluster_files import ClusterFiles, GivenHomes
+from ballast.sim.model_catalogue import facts
 from ballast.workload.generators import assemble, poisson, power_law
 from ballast.workload.lengths import SHAREGPT_OUTPUT, SHAREGPT_PROMPT
 from ballast.workload.workload import Workload
@@ -142,7 +142,7 @@ CLUSTERS = {
 
 @cache
 def kind_of(ranks: int, lanes: int = 1) -> Kind:
-    (kind,) = kinds_of(f"{DEVICE}:tp{ranks}", lanes, ENGINE)
+    (kind,) = parse_kinds(f"{DEVICE}:tp{ranks}", lanes, ENGINE)
     return kind
 
 
@@ -226,7 +226,7 @@ def serve(
         cluster.specs,
         work,
         {s.name: s.slo for s in cluster.specs},
-        given=Given(homes=GivenHomes(row, homes)),
+        files=ClusterFiles(homes=GivenHomes(row, homes)),
     )
     report = ran.report
     return Result(

@@ -22,14 +22,14 @@ from typing import Any
 
 from rich.table import Table
 
-from ballast.bench.clusters import run_cluster
+from ballast.bench.cluster_run import run_cluster
 from ballast.core.cost import StepCosts, Traffic
 from ballast.core.model import ModelSpec
-from ballast.policy.mux_estimate import Tenant
-from ballast.policy.mux_placement import Placed, place
-from ballast.policy.placement_problem import PlacementDevice
+from ballast.policy.fleet.mux_estimate import Tenant
+from ballast.policy.fleet.mux_placement import Placed, place
+from ballast.policy.fleet.placement_problem import PlacementDevice
 from ballast.policy.presets import resolve, shared_options
-from ballast.sim.cluster import USABLE, Kind, kinds_of
+from ballast.sim.cluster import USABLE, Kind, parse_kinds
 from benchmarks.common import finish, options
 from benchmarks.mux_sim import ENGINE, LANES, TERMS, Setting, ended_within, specs_of, workload
 
@@ -127,7 +127,7 @@ class Result:
 
 def measure(name: str, factor: float, seconds: float) -> list[Result]:
     unit = UNITS[name]
-    (kind,) = kinds_of(f"A100-80G:tp{unit.ranks}", LANES, ENGINE)
+    (kind,) = parse_kinds(f"A100-80G:tp{unit.ranks}", LANES, ENGINE)
     specs = specs_of(unit.setting, kind, 1.0)
     work = workload(unit.setting, factor, 1.0, seconds, seed=1)
     preset = resolve("muxserve", shared_options("muxserve", TERMS))

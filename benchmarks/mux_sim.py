@@ -35,7 +35,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ballast.bench.clusters import ClusterRun, run_cluster
+from ballast.bench.cluster_run import ClusterRun, run_cluster
 from ballast.bench.fairness import fairness_gap
 from ballast.bench.report import Report
 from ballast.core.cost import StepCosts
@@ -43,8 +43,8 @@ from ballast.core.job import JobLoad
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
 from ballast.policy.presets import resolve
-from ballast.sim.catalogue import facts
-from ballast.sim.cluster import Kind, kinds_of
+from ballast.sim.cluster import Kind, parse_kinds
+from ballast.sim.model_catalogue import facts
 from ballast.workload.generators import poisson
 from ballast.workload.lengths import SHAREGPT_OUTPUT, SHAREGPT_PROMPT, LogNormal
 from ballast.workload.workload import Workload, WorkloadRequest
@@ -172,7 +172,7 @@ def measure(
 ) -> Result:
     """Run a row. `longest_turn`: of `fcfs`, in seconds, 0 being none."""
     setting, contender = SETTINGS[name], COMPARED.rows[row]
-    (kind,) = kinds_of(DEVICE, lanes_of(row), engine)
+    (kind,) = parse_kinds(DEVICE, lanes_of(row), engine)
     specs = specs_of(setting, kind, length)
     work = workload(setting, factor, length, seconds, seed=1)
     own = {"longest_turn": longest_turn} if row == "fcfs" else {}

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ballast.bench.serving import Serving, serving
+from ballast.bench.server_process import Serving, serving
 from benchmarks.common import finish, options
 from benchmarks.llamas import LLAMA_110M, TOKENS, make_fleet_file
 from benchmarks.open_loop import Exchange, OpenLoop

@@ -24,13 +24,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ballast.bench.choose import workload_of
-from ballast.bench.clusters import run_cluster
+from ballast.bench.cluster_run import run_cluster
+from ballast.bench.run_options import workload_of
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
 from ballast.policy.presets import resolve
-from ballast.sim.catalogue import catalogue
-from ballast.sim.cluster import kinds_of
+from ballast.sim.cluster import parse_kinds
+from ballast.sim.model_catalogue import catalogue
 from ballast.workload.traces import load_trace
 from ballast.workload.workload import Workload
 from benchmarks.common import finish, options
@@ -90,7 +90,7 @@ def measure(row: str, rate: float, trace: Path, *, quick: bool) -> Result:
     work = arrivals(trace, quick=quick)
     work = work.scale_rate(rate * work.seconds / len(work.requests))
     preset = resolve(COMPARED.rows[row].preset, COMPARED.options(row))
-    ran = run_cluster(preset, kinds_of(DEVICE), specs(), work, dict.fromkeys(MODELS, SLO))
+    ran = run_cluster(preset, parse_kinds(DEVICE), specs(), work, dict.fromkeys(MODELS, SLO))
     total = ran.report.total
     n = len(work.requests)
     return Result(total.attained / n, n, ran.total("preemptions"), ran.total("evictions"))

@@ -9,7 +9,7 @@ problems of either kind know where models are now, as an earlier placement left 
 `small_gap`, `large_gap`: the mean over problems of the highest KVPR over the proven lower bound,
 less 1, of `optimal`; `greedy_small_gap`, `greedy_large_gap`: of `greedy`, over the same bounds.
 `large_seconds_max`: the longest that `optimal` took. `proven`: the share of problems in which the
-answer is proven to lie within `policy.kvpr_optimal.GAP` of the optimum.
+answer is proven to lie within `policy.fleet.optimal_placement.GAP` of the optimum.
 
 `published_score`: 1 / mean of the highest KVPR over the 50 seeded problems of the placement
 benchmark that Prism's authors have published (the optimum there: 25.26; Algorithm 1: 20.89);
@@ -26,9 +26,9 @@ from statistics import fmean
 
 import numpy as np
 
-from ballast.policy.kvpr import Filling, ModelDemand, greedy, max_pressure, moved
-from ballast.policy.kvpr_optimal import GAP, optimal
-from ballast.policy.placement_problem import PlacementDevice
+from ballast.policy.fleet.kv_pressure import Filling, ModelDemand, greedy, max_pressure, moved
+from ballast.policy.fleet.optimal_placement import GAP, optimal
+from ballast.policy.fleet.placement_problem import PlacementDevice
 from benchmarks.common import finish, options, verdict
 
 SMALL, LARGE, PUBLISHED = 200, 20, 50

@@ -56,7 +56,7 @@ def main() -> int:
     if sys.argv[1:2] == [_WORKER]:
         process.main(sys.argv[2:], device)
     from ballast.cluster.logs import set_up_logs
-    from ballast.fleet.source import FleetSource
+    from ballast.fleet.fleet_source import FleetSource
     from ballast.server.serve import serve
 
     parser = argparse.ArgumentParser()

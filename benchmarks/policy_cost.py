@@ -26,9 +26,9 @@ from ballast.core.view import Shortage
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
 from ballast.policy.presets import PRESETS, resolve
-from ballast.sim.catalogue import catalogue
 from ballast.sim.cluster import SERVED
 from ballast.sim.device import SimDevice
+from ballast.sim.model_catalogue import catalogue
 from ballast.sim.profile import device_profile
 from benchmarks.common import finish, options, verdict
 

@@ -29,13 +29,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ballast.bench.choose import workload_of
-from ballast.bench.clusters import run_cluster
+from ballast.bench.cluster_run import run_cluster
+from ballast.bench.run_options import workload_of
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
 from ballast.policy.presets import resolve
-from ballast.sim.catalogue import catalogue
-from ballast.sim.cluster import kinds_of
+from ballast.sim.cluster import parse_kinds
+from ballast.sim.model_catalogue import catalogue
 from ballast.workload.generators import power_law
 from ballast.workload.traces import load_trace
 from ballast.workload.workload import Workload, WorkloadRequest
@@ -158,7 +158,7 @@ def measure(workload: str, row: str, rate: float, trace: Path, *, seconds: float
     work = arrivals(workload, rate, trace, seconds=seconds)
     preset = resolve(COMPARED.rows[row].preset, COMPARED.options(row))
     slos = dict.fromkeys(MODELS[workload], SLO)
-    ran = run_cluster(preset, kinds_of(DEVICE), specs(workload), work, slos)
+    ran = run_cluster(preset, parse_kinds(DEVICE), specs(workload), work, slos)
     total, n = ran.report.total, len(work.requests)
     mean, p99 = (total.ttft.mean, total.ttft.p99) if total.ttft else (0.0, 0.0)
     return Result(

@@ -27,9 +27,9 @@ from typing import Any
 import httpx
 import yaml
 
-from ballast.bench.serving import Serving, children_of, serving
+from ballast.bench.server_process import Serving, children_of, serving
 from ballast.cluster.worker.process_names import SERVING
-from ballast.fleet.file import load_fleet
+from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
 from benchmarks.common import finish, options
 from benchmarks.crash import ADMIN, TIMEOUT, Stream, fleet_file

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from ballast.bench.clusters import run_cluster
+from ballast.bench.cluster_run import run_cluster
 from ballast.bench.report import RequestStats
 from ballast.core.link import LinkRates
-from ballast.sim.cluster import kinds_of
-from ballast.sim.given import Given, GivenHomes
+from ballast.sim.cluster import parse_kinds
+from ballast.sim.cluster_files import ClusterFiles, GivenHomes
 from ballast.sim.profile import device_profile
-from ballast.sim.topology import Joints, PeerLinks
+from ballast.sim.topology import ClusterLinks, PeerLinks
 from benchmarks.common import finish, options
 from benchmarks.prism_setting import DEVICE, Setting, counted, levels, preset_of
 
@@ -53,13 +53,13 @@ class Result:
     moved: int
 
 
-def joints() -> Joints:
+def joints() -> ClusterLinks:
     """One host, whose devices NVLink joins."""
     hardware = device_profile(DEVICE).hardware
     assert hardware is not None
     assert hardware.peer_bandwidth is not None
     port = LinkRates.even(hardware.peer_bandwidth)
-    return Joints(per_host=DEVICES, peers=PeerLinks.NVLINK, port=port)
+    return ClusterLinks(per_host=DEVICES, peers=PeerLinks.NVLINK, port=port)
 
 
 def measure(setting: Setting, row: str, seed: int) -> Result:
@@ -69,11 +69,11 @@ def measure(setting: Setting, row: str, seed: int) -> Result:
     homes: dict[str, list[int | str]] = {s.name: list(range(DEVICES)) for s in served}
     ran = run_cluster(
         preset_of("balloon"),
-        kinds_of(ROWS[row]),
+        parse_kinds(ROWS[row]),
         served,
         setting.workload(seed),
         slos,
-        given=Given(joints=joints(), homes=GivenHomes("all", homes)),
+        files=ClusterFiles(joints=joints(), homes=GivenHomes("all", homes)),
     )
     records = counted(ran.report)
     total = RequestStats.of(records, slos)

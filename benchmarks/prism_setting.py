@@ -23,16 +23,16 @@ from functools import cache
 
 import numpy as np
 
-from ballast.bench.clusters import ClusterRun, run_cluster
+from ballast.bench.cluster_run import ClusterRun, run_cluster
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report, RequestStats
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
-from ballast.policy.migrate import LeastPressure
+from ballast.policy.fleet.migrate import LeastPressure
 from ballast.policy.presets import Preset, resolve
-from ballast.sim.catalogue import facts
-from ballast.sim.cluster import kinds_of
-from ballast.sim.given import NOTHING, Given, GivenHomes
+from ballast.sim.cluster import parse_kinds
+from ballast.sim.cluster_files import NO_FILES, ClusterFiles, GivenHomes
+from ballast.sim.model_catalogue import facts
 from ballast.workload.bursty import BurstyGroups, bursty_groups
 from ballast.workload.workload import Workload, WorkloadRequest
 from benchmarks.contenders import Comparison, Contender
@@ -201,11 +201,11 @@ def levels(setting: Setting, seed: int) -> dict[str, Slo]:
     homes: dict[str, list[int | str]] = {n: [i] for i, n in enumerate([*small, *large])}
     ran = run_cluster(
         resolve("static"),
-        kinds_of(f"{whole(len(small))}{groups}"),
+        parse_kinds(f"{whole(len(small))}{groups}"),
         specs,
         setting.workload(seed),
         {s.name: Slo() for s in specs},
-        given=Given(homes=GivenHomes("alone", homes)),
+        files=ClusterFiles(homes=GivenHomes("alone", homes)),
     )
     records = [r for r in counted(ran.report) if r.answered]
 
@@ -265,14 +265,14 @@ def measure(
     seed: int,
     *,
     ttl: float | None = None,
-    given: Given = NOTHING,
+    files: ClusterFiles = NO_FILES,
     cut: bool = False,
 ) -> Result:
-    """Run one row. `devices`: as `kinds_of` reads them; `ttl`: seconds after which idle models are
-    evicted (None: as the row says); `cut`: stop as soon as the target cannot be met."""
+    """Run one row. `devices`: as `parse_kinds` reads them; `ttl`: seconds after which idle models
+    are evicted (None: as the row says); `cut`: stop as soon as the target cannot be met."""
     slos = levels(replace(setting, every=None), seed)
     if row in MOVING and setting.every is not None:
-        given = replace(given, homes=LeastPressure(every=setting.every))
+        files = replace(files, homes=LeastPressure(every=setting.every))
     ttl = IDLE if row == "prism, 45 s" else ttl
     served = [replace(s, slo=slos[s.name], ttl=ttl) for s in setting.specs]
     work = setting.workload(seed)
@@ -290,12 +290,12 @@ def measure(
     try:
         ran = run_cluster(
             preset_of(row),
-            kinds_of(devices),
+            parse_kinds(devices),
             served,
             work,
             slos,
             missed=missed if cut else None,
-            given=given,
+            files=files,
         )
     except _Hopeless:
         bound = 1 - (late - warming) / requests

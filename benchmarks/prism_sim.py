@@ -34,8 +34,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ballast.core import traffic
-from ballast.policy.migrate import LeastPressure
-from ballast.sim.given import NOTHING, Given
+from ballast.policy.fleet.migrate import LeastPressure
+from ballast.sim.cluster_files import NO_FILES, ClusterFiles
 from benchmarks.common import finish, options
 from benchmarks.prism_setting import (
     COMPARED,
@@ -202,9 +202,9 @@ def under(
 ) -> Result:
     """`prism` with another idle threshold, another window of rates, and other settings of what
     moves models (`LeastPressure`)."""
-    given = Given(homes=LeastPressure(**moving)) if moving else NOTHING
+    files = ClusterFiles(homes=LeastPressure(**moving)) if moving else NO_FILES
     with patch.object(traffic, "WINDOW", window):
-        return measure(setting, "prism", whole(2), seed, ttl=idle, given=given)
+        return measure(setting, "prism", whole(2), seed, ttl=idle, files=files)
 
 
 def sensitivity(

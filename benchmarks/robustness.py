@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ballast.bench.serving import serving
+from ballast.bench.server_process import serving
 from benchmarks.common import finish, options
 from benchmarks.resident import Memory, resident_mib
 from benchmarks.robustness_checkpoints import CHECKPOINT_ATTACKS

@@ -114,7 +114,7 @@ def endless_pattern(target: Target) -> str:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ballast.bench.serving import serving
+    from ballast.bench.server_process import serving
     from benchmarks.adapters import random_adapter
 
     home = target.fleet_file.parent

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ballast.bench.serving import serving
+from ballast.bench.server_process import serving
 from benchmarks.robustness_target import (
     ADMIN_KEY,
     FEW,

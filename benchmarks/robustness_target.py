@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
-from ballast.bench.serving import children_of
+from ballast.bench.server_process import children_of
 from ballast.fleet.make import make_fleet
 
 MODEL, VICTIM, FEW = "atlas-chat", "wren-mini", "few"

@@ -9,7 +9,7 @@ from ballast.core.actions import Action, Decision, Remap
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.view import DeviceView, Residency
 from ballast.policy.base import MemoryPolicy
-from ballast.policy.claims import earliest
+from ballast.policy.market.claims import earliest
 
 
 @dataclass

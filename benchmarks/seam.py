@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ballast.bench.device_run import DeviceRun
 from ballast.bench.report import Report
-from ballast.bench.worlds import Ran
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import PRESETS
 from benchmarks.common import finish, options, verdict
@@ -57,7 +57,7 @@ def medians(report: Report) -> dict[str, float]:
     }
 
 
-def write_story(directory: Path, name: str, ran: Ran) -> None:
+def write_story(directory: Path, name: str, ran: DeviceRun) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.jsonl"
     path.unlink(missing_ok=True)

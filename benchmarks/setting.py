@@ -10,19 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
-from ballast.bench.choose import workload_of
 from ballast.bench.demo_terms import LINK_RATIO, pace
+from ballast.bench.device_run import DeviceRun, run_live, run_virtual
 from ballast.bench.report import Report
 from ballast.bench.run import specs_of
-from ballast.bench.worlds import Ran, run_live, run_virtual
+from ballast.bench.run_options import workload_of
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, Slo
 from ballast.core.units import GiB, KiB
-from ballast.fleet.file import load_fleet
+from ballast.fleet.fleet_file import load_fleet
 from ballast.fleet.make import make_fleet
 from ballast.policy.presets import PRESETS, Preset
 from ballast.sim.calibrate import calibrate
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.workload.traces import load_trace
 from ballast.workload.workload import Workload
 
@@ -44,7 +44,7 @@ class Setting:
     roomy: FleetSettings
     """With memory for everything at once, and the paced link."""
     specs: list[ModelSpec]
-    profile: Profile
+    profile: MachineProfile
     workload: Workload
 
     @property
@@ -80,12 +80,12 @@ class Setting:
         workload: Workload,
         slos: Mapping[str, Slo],
         preset: Preset | None = None,
-    ) -> Ran:
+    ) -> DeviceRun:
         assert fleet.link.pace is not None
         profile = replace(self.profile, link=fleet.link.pace)
         return run_virtual(fleet, self.specs, workload, slos, profile, preset=preset)
 
-    def live(self, fleet: FleetSettings, workload: Workload, slos: Mapping[str, Slo]) -> Ran:
+    def live(self, fleet: FleetSettings, workload: Workload, slos: Mapping[str, Slo]) -> DeviceRun:
         return run_live(fleet, workload, slos, self.profile.lane_costs)
 
 

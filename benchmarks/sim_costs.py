@@ -17,25 +17,25 @@ from typing import Any
 
 from rich.table import Table
 
-from ballast.bench.choose import workload_of
-from ballast.bench.clusters import run_cluster
+from ballast.bench.cluster_run import run_cluster
+from ballast.bench.run_options import workload_of
 from ballast.core.settings import Slo
 from ballast.policy.presets import resolve
-from ballast.sim.catalogue import catalogue
-from ballast.sim.cluster import kinds_of
-from ballast.sim.modelled import Modelled
+from ballast.sim.cluster import parse_kinds
+from ballast.sim.cost_switches import CostSwitches
+from ballast.sim.model_catalogue import catalogue
 from benchmarks.common import finish, options
 from benchmarks.contenders import defaults
 
 PRESETS = ("static", "swap", "recompute", "kvswap", "mirage", "balloon")
 COMPARED = defaults(*PRESETS)
 SPREAD, DRIFT = 0.2, 0.1
-VARIANTS: dict[str, Modelled] = {
-    "none": Modelled(without=("mapping", "spread")),
-    "mapping": Modelled(without=("spread",)),
-    "spread": Modelled(without=("mapping",), job_spread=SPREAD),
-    "drift": Modelled(without=("mapping",), drift=DRIFT),
-    "all": Modelled(job_spread=SPREAD, drift=DRIFT),
+VARIANTS: dict[str, CostSwitches] = {
+    "none": CostSwitches(without=("mapping", "spread")),
+    "mapping": CostSwitches(without=("spread",)),
+    "spread": CostSwitches(without=("mapping",), job_spread=SPREAD),
+    "drift": CostSwitches(without=("mapping",), drift=DRIFT),
+    "all": CostSwitches(job_spread=SPREAD, drift=DRIFT),
 }
 SLO = Slo(ttft=2.0, tpot=0.1)
 CONTEXT = 2048
@@ -82,7 +82,7 @@ class Result:
     """Mean, in seconds."""
 
 
-def measure(setting: Setting, preset: str, counted: Modelled, seconds: float) -> Result | None:
+def measure(setting: Setting, preset: str, counted: CostSwitches, seconds: float) -> Result | None:
     """One run; None where the preset cannot serve the models on the device."""
     known = catalogue()
     served = [
@@ -93,7 +93,7 @@ def measure(setting: Setting, preset: str, counted: Modelled, seconds: float) ->
         "bursty", setting.models, rate=setting.rate, seconds=seconds, most_tokens=1024, seed=1
     )
     chosen = resolve(COMPARED.rows[preset].preset, COMPARED.options(preset))
-    kinds = kinds_of(setting.device, modelled=counted)
+    kinds = parse_kinds(setting.device, modelled=counted)
     ran = run_cluster(chosen, kinds, served, work, dict.fromkeys(setting.models, SLO))
     total = ran.report.total
     ttft = float("nan") if total.ttft is None else total.ttft.mean

@@ -22,9 +22,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ballast.bench.asked import SimulationSetup, WorkloadOptions
 from ballast.bench.page import page
-from ballast.bench.simulating import simulate_presets, simulation_json
+from ballast.bench.simulation import simulate_presets, simulation_json
+from ballast.bench.simulation_setup import SimulationSetup, WorkloadOptions
 from ballast.core.link import LinkRates
 from ballast.core.settings import (
     DeviceSettings,
@@ -34,11 +34,11 @@ from ballast.core.settings import (
     Slo,
 )
 from ballast.core.units import MiB
-from ballast.fleet.file import CATALOGUE
-from ballast.sim.cluster import Kind, kinds_of
-from ballast.sim.given import NOTHING, Given, LendingOrder
-from ballast.sim.modelled import Modelled
-from ballast.sim.topology import Joints, PeerLinks
+from ballast.fleet.fleet_file import CATALOGUE
+from ballast.sim.cluster import Kind, parse_kinds
+from ballast.sim.cluster_files import NO_FILES, ClusterFiles, LendingOrder
+from ballast.sim.cost_switches import CostSwitches
+from ballast.sim.topology import ClusterLinks, PeerLinks
 from benchmarks.common import finish, options
 
 KNOWN = ("Llama-2-7b", "Llama-2-13b", "Qwen3-4b", "Qwen2.5-7b", "Llama-3-8b", "Qwen3-30B-A3B")
@@ -55,8 +55,8 @@ MANY_LANES = 4
 MANY_PRESETS = "balloon,static+deadline,swap+round-robin"
 TOGETHER = "1xH100-80G:tp2,2xL4"
 TOGETHER_PRESETS = "swap,balloon,mirage"
-GIVEN = Given(
-    joints=Joints(per_host=4, host=LinkRates.even(3e10), peers=PeerLinks.PCIE),
+GIVEN = ClusterFiles(
+    joints=ClusterLinks(per_host=4, host=LinkRates.even(3e10), peers=PeerLinks.PCIE),
     orders=(
         LendingOrder(at=1.0, lender=1, borrower=2, lend=256 * MiB),
         LendingOrder(at=5.0, lender=1, borrower=2, recall="all"),
@@ -66,16 +66,18 @@ GIVEN = Given(
 
 def written(seed: int, seconds: float) -> str:
     """SHA-256 of what `ballast simulate` would write."""
-    apart = _written(seed, seconds, kinds_of(DEVICES), PRESETS, NOTHING)
-    uneven = Modelled(job_spread=0.2, drift=0.1, seed=seed)
-    shared = kinds_of(TOGETHER, lanes=2, modelled=uneven)
+    apart = _written(seed, seconds, parse_kinds(DEVICES), PRESETS, NO_FILES)
+    uneven = CostSwitches(job_spread=0.2, drift=0.1, seed=seed)
+    shared = parse_kinds(TOGETHER, lanes=2, modelled=uneven)
     together = _written(seed, seconds, shared, TOGETHER_PRESETS, GIVEN)
-    lanes = kinds_of(MANY, lanes=MANY_LANES, modelled=uneven)
-    many = _written(seed, seconds, lanes, MANY_PRESETS, NOTHING)
+    lanes = parse_kinds(MANY, lanes=MANY_LANES, modelled=uneven)
+    many = _written(seed, seconds, lanes, MANY_PRESETS, NO_FILES)
     return hashlib.sha256(apart + together + many).hexdigest()
 
 
-def _written(seed: int, seconds: float, kinds: Sequence[Kind], presets: str, given: Given) -> bytes:
+def _written(
+    seed: int, seconds: float, kinds: Sequence[Kind], presets: str, files: ClusterFiles
+) -> bytes:
     models = [
         ModelSettings(name=f"m{i}", path=CATALOGUE + KNOWN[i % len(KNOWN)], slo=Slo(tpot=0.1))
         for i in range(MODELS)
@@ -89,7 +91,7 @@ def _written(seed: int, seconds: float, kinds: Sequence[Kind], presets: str, giv
     with TemporaryDirectory() as scratch:
         story = Path(scratch) / "story"
         asking = (asked.specs, kinds, asked.workload, asked.presets, PLACED)
-        runs = list(simulate_presets(fleet, *asking, story=story, given=given))
+        runs = list(simulate_presets(fleet, *asking, story=story, files=files))
         stories = b"".join(file.read_bytes() for file in sorted(story.parent.iterdir()))
     told = dumps(simulation_json(kinds, asked.specs, asked.workload, runs))
     told += page("a page", [asked.described()], [run.report for run in runs], runs)

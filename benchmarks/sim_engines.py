@@ -44,10 +44,10 @@ from ballast.core.event import Output, TokenOutput
 from ballast.core.job import JobLoad, chunk_pairs
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.sim.catalogue import facts
 from ballast.sim.cluster import SERVED, USABLE
 from ballast.sim.derating import Beside, decode_terms, fit_beside
 from ballast.sim.fitting import Points, Vector, fit_floored
+from ballast.sim.model_catalogue import facts
 from ballast.sim.profile import device_profile
 from ballast.sim.profile_tables import MeasuredModel
 from ballast.sim.roofline import AllReduce, Derate, Sizes, step_costs

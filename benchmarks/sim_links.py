@@ -26,7 +26,7 @@ from ballast.core.units import MiB
 from ballast.live.inbox import MonotonicClock
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
-from ballast.sim.heap import EventHeap
+from ballast.sim.event_heap import EventHeap
 from ballast.sim.link import SimLink
 from benchmarks.common import finish, options
 

@@ -24,13 +24,13 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from ballast.bench.choose import workload_of
-from ballast.bench.clusters import run_cluster
+from ballast.bench.cluster_run import run_cluster
+from ballast.bench.run_options import workload_of
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
 from ballast.policy.presets import resolve
-from ballast.sim.catalogue import catalogue
-from ballast.sim.cluster import kinds_of
+from ballast.sim.cluster import parse_kinds
+from ballast.sim.model_catalogue import catalogue
 from benchmarks.common import MET, finish, options, verdict
 
 MODELS, DEVICES, SECONDS, RATE = 58, 32, 600.0, 8.0
@@ -67,7 +67,7 @@ def one(
     specs = specs_of(models)
     names = [s.name for s in specs]
     work = workload_of("bursty", names, rate=rate, seconds=seconds, most_tokens=MOST_TOKENS, seed=1)
-    kinds = kinds_of(f"{devices}xH100-80G", lanes)
+    kinds = parse_kinds(f"{devices}xH100-80G", lanes)
     before = memory_bytes("VmRSS")
     began, used = time.perf_counter(), time.process_time()
     ran = run_cluster(

@@ -22,8 +22,8 @@ from ballast.core.settings import DeviceSettings
 from ballast.core.units import GiB, MiB
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
-from ballast.sim.catalogue import catalogue
-from ballast.sim.device import Profile, SimDevice
+from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.model_catalogue import catalogue
 from benchmarks.common import finish, options
 
 SEQUENCES = (1, 8, 64)
@@ -37,7 +37,7 @@ SPEC = replace(catalogue()["Llama-2-7b"].spec(max_model_len=4096), name="m")
 
 def turn_seconds(sequences: int, sink: Sink | None) -> float:
     """Processor time of a turn."""
-    profile = Profile(costs={"m": UNMEASURED}, link=LinkRates.even(1e10), overhead=0.0)
+    profile = MachineProfile(costs={"m": UNMEASURED}, link=LinkRates.even(1e10), overhead=0.0)
     device = SimDevice(
         DEVICE, [SPEC], resolve("balloon"), profile, lambda at, said: None, sink, leaps=False
     )

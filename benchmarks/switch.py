@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from ballast.bench.serving import serving
+from ballast.bench.server_process import serving
 from ballast.fleet.text import documents
 from ballast.fleet.tokenizer import train_tokenizer
 from benchmarks.common import Samples, finish, options

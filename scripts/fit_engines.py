@@ -16,8 +16,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from ballast.core.units import MiB
-from ballast.sim.catalogue import facts
 from ballast.sim.derating import Measured, decode_terms, fit_beside, fit_kernels
+from ballast.sim.model_catalogue import facts
 from ballast.sim.profile_tables import EngineProfile
 from ballast.sim.roofline import AllReduce, Derate, EngineHostCosts, Hardware, KernelReach, Sizes
 from scripts.measured import Tables, rows

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from ballast.core.cost import StepCosts
-from ballast.sim.catalogue import CatalogueKeys, ModelFacts
 from ballast.sim.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
 from ballast.sim.fitting import errors, fit_decode, fit_prefill
+from ballast.sim.model_catalogue import CatalogueKeys, ModelFacts
 from ballast.sim.profile import CATALOGUE, DeviceProfile
 from ballast.sim.profile_tables import (
     CostCoefficients,

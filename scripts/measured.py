@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ballast.sim.catalogue import ModelFacts
 from ballast.sim.fitting import Points
+from ballast.sim.model_catalogue import ModelFacts
 from ballast.sim.roofline import Hardware
 
 Pair = tuple[str, str]

@@ -17,8 +17,8 @@ from ballast.bench.report import Report
 from ballast.cli import app
 from ballast.core.errors import BallastError, ConfigError
 from ballast.core.settings import Slo
+from ballast.fleet.fleet_source import FleetSource
 from ballast.fleet.make import make_fleet
-from ballast.fleet.source import FleetSource
 from ballast.sim.profile import device_profile
 
 
@@ -188,7 +188,7 @@ def test_bench_warns_where_others_disturbed_what_it_measured(
     monkeypatch.setattr("ballast.bench.run.compare_live", live)
     monkeypatch.setattr("ballast.bench.run.compare_virtual", lambda *given: [empty])
     monkeypatch.setattr("ballast.bench.run.replay_http", lambda *given, **more: empty)
-    monkeypatch.setattr("ballast.bench.others.disturbance", lambda others: "others were busy")
+    monkeypatch.setattr("ballast.bench.machine_load.disturbance", lambda others: "others were busy")
     shown = invoke("bench", tmp_path / "fleet.yaml", "--preset", "static,balloon")
     assert presets == ["static", "balloon"]
     assert shown.rstrip().endswith("others were busy")

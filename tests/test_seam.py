@@ -160,7 +160,7 @@ def test_imports_are_followed_into_functions_but_not_into_annotations(tmp_path: 
     "leak",
     [
         "import time",
-        "from ballast.sim.heap import EventHeap",
+        "from ballast.sim.event_heap import EventHeap",
         "from ballast.core.clock import VirtualClock",
         "def f(self):\n    return isinstance(self.clock, object)",
         "def f(self):\n    return hasattr(self._inbox, 'schedule')",

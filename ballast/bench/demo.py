@@ -10,16 +10,16 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from ballast.bench.choose import slos_of
 from ballast.bench.demo_result import Compared, agreement, result_table
 from ballast.bench.demo_terms import DemoTerms, choose_terms, simulated
-from ballast.bench.others import DISTURBED, Others
+from ballast.bench.machine_load import DISTURBED, OtherLoad
 from ballast.bench.plot import plot
 from ballast.bench.progress import Progress, shown, training
 from ballast.bench.record import Prompts, prompts_of, vocabularies_of
 from ballast.bench.report import Report
 from ballast.bench.run import report_http
-from ballast.bench.serving import serving
+from ballast.bench.run_options import slos_of
+from ballast.bench.server_process import serving
 from ballast.bench.verdict import verdict
 from ballast.core.settings import FleetSettings
 from ballast.fleet.make import DEFAULT_STEPS, make_fleet
@@ -57,7 +57,7 @@ def run_demo(
                     progress=training(progress),
                 )
         fleet = load(file)
-        with _timed(parts, "measuring this machine"), Others() as others:
+        with _timed(parts, "measuring this machine"), OtherLoad() as others:
             profile, specs = calibrated(fleet, rounds=1, progress=progress)
         with _timed(parts, "in virtual time"):
             terms = choose_terms(fleet, specs, profile, seconds, seed)
@@ -86,7 +86,7 @@ def run_demo(
     _show_results(results, parts, f"drawn: {png}; next: ballast serve {file}", console)
 
 
-def _show_terms(terms: DemoTerms, others: Others, console: Console) -> None:
+def _show_terms(terms: DemoTerms, others: OtherLoad, console: Console) -> None:
     """Print the terms, and a warning where `others` disturbed the measurement behind them."""
     console.print(f"the same for every preset: {terms.describe()}", soft_wrap=True)
     if others.cores > DISTURBED:

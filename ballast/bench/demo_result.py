@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from ballast.bench.report import Report
-from ballast.bench.show import percent, seconds
+from ballast.bench.tables import percent, seconds
 from ballast.bench.verdict import listed
 
 

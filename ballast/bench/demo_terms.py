@@ -13,17 +13,17 @@ from typing import Any
 
 import yaml
 
-from ballast.bench.choose import slos_of, workload_of
+from ballast.bench.device_run import run_virtual
 from ballast.bench.report import Report
-from ballast.bench.worlds import run_virtual
+from ballast.bench.run_options import slos_of, workload_of
 from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
 from ballast.core.job import JobLoad
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.settings import FleetSettings, Slo
 from ballast.core.units import ceil_div, format_bytes
-from ballast.engine.build import set_aside
-from ballast.sim.device import Profile
+from ballast.engine.sizing import set_aside
+from ballast.sim.device import MachineProfile
 from ballast.workload.bursty import BurstyGroups
 from ballast.workload.workload import Workload
 
@@ -113,7 +113,7 @@ class DemoTerms:
 def choose_terms(
     fleet: FleetSettings,
     specs: Sequence[ModelSpec],
-    profile: Profile,
+    profile: MachineProfile,
     seconds: float,
     seed: int = 0,
 ) -> DemoTerms:
@@ -194,7 +194,7 @@ def levels(specs: Sequence[ModelSpec], costs: Mapping[str, StepCosts], link: flo
 
 
 def simulated(
-    fleet: FleetSettings, specs: Sequence[ModelSpec], profile: Profile, workload: Workload
+    fleet: FleetSettings, specs: Sequence[ModelSpec], profile: MachineProfile, workload: Workload
 ) -> Report:
     """The fleet in virtual time on the machine of `profile`, its link paced as the fleet's."""
     slos = slos_of(fleet)

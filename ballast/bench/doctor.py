@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from ballast.bench import doctor_gpus, doctor_huge, doctor_machine, doctor_memory
-from ballast.bench.finding import Finding, Verdict
+from ballast.bench.doctor_finding import Finding, Verdict
 from ballast.cluster.machine_check import host_budget, machine_faults
 from ballast.core.clock import Clock
 from ballast.core.settings import DeviceSettings, FleetSettings

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ballast.bench import doctor_memory
-from ballast.bench.finding import Finding, Verdict, judged
-from ballast.bench.loading import load_as_served
+from ballast.bench.doctor_finding import Finding, Verdict, judged
+from ballast.bench.host_loading import load_as_served
 from ballast.cluster.machine_check import host_budget
 from ballast.cluster.placing import homes_of
 from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
@@ -16,7 +16,7 @@ from ballast.core.errors import BallastError, ConfigError, DeviceError
 from ballast.core.model import ModelSpec, kv_room, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
-from ballast.engine.build import check_room, kv_layout, pages_aside, set_aside
+from ballast.engine.sizing import check_room, kv_layout, pages_aside, set_aside
 from ballast.isolation.calls import Isolation
 from ballast.live.never_run import WHERE, never_run
 from ballast.memory.cuda.devices import reach_of
@@ -114,8 +114,8 @@ def lending(settings: FleetSettings) -> Finding:
     swapping = preset_of(settings).requires.kv_swapping
     ways = settings.lending(_reaches(settings), swapping)
     unable = [f"{c.lender} cannot to {c.borrower}: {c.why}" for c in ways if not c.means]
-    told = [f"{len(ways) - len(unable)} of {len(ways)} ways between devices", *unable]
-    return judged("lending", "; ".join(told), "")
+    parts = [f"{len(ways) - len(unable)} of {len(ways)} ways between devices", *unable]
+    return judged("lending", "; ".join(parts), "")
 
 
 def _reaches(settings: FleetSettings) -> dict[str, GpuReach | None]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ballast.bench.finding import Finding, judged
+from ballast.bench.doctor_finding import Finding, judged
 from ballast.core.errors import DeviceError
 from ballast.core.units import format_bytes
 from ballast.live.never_run import FEATURES, WHERE
@@ -29,10 +29,10 @@ def gpus(nvml: Any = None, driver: Driver | None = None) -> Iterator[Finding]:
             yield judged("gpus", str(error), "pip install 'ballast[cuda]'", warn=True)
         return
     for i, gpu in enumerate(found):
-        told = _told(gpu)
+        description = _told(gpu)
         if driver is not None and gpu.ordinal is not None:
-            told += f", {_reached(driver, gpu.ordinal)}"
-        yield judged(f"gpu {i}", told, "name it in CUDA_VISIBLE_DEVICES", warn=_hidden(gpu))
+            description += f", {_reached(driver, gpu.ordinal)}"
+        yield judged(f"gpu {i}", description, "name it in CUDA_VISIBLE_DEVICES", warn=_hidden(gpu))
     if found:
         yield judged("never run", f"{'; '.join(FEATURES)}: see {WHERE}", "")
 

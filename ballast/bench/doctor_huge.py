@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ballast.bench.finding import Finding, Verdict, judged
+from ballast.bench.doctor_finding import Finding, Verdict, judged
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError
 from ballast.core.units import GiB, MiB, ceil_div, format_bytes

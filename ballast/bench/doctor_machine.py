@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ballast.bench.finding import Finding, judged
+from ballast.bench.doctor_finding import Finding, judged
 from ballast.kernels.choice_file import ChoiceFile
 
 _LEAST_TORCH = (2, 11)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 
-from ballast.bench.finding import Finding, judged
+from ballast.bench.doctor_finding import Finding, judged
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError
 from ballast.core.units import MiB, ceil_div, format_bytes

@@ -21,11 +21,11 @@ def normalised_kv(report: Report, kv_bytes_per_token: Mapping[str, int]) -> dict
     """
     if not report.memory:
         return {}
-    asked: dict[str, int] = {}
+    tokens_of: dict[str, int] = {}
     for r in report.records:
-        asked[r.model] = asked.get(r.model, 0) + r.prompt_tokens + r.output_tokens
+        tokens_of[r.model] = tokens_of.get(r.model, 0) + r.prompt_tokens + r.output_tokens
     found = {}
-    for model, tokens in asked.items():
+    for model, tokens in tokens_of.items():
         held = sum(s.owners.get(f"kv:{model}", 0) for s in report.memory) / len(report.memory)
         rate = tokens * kv_bytes_per_token[model] / report.wall_seconds
         found[model] = held / rate

@@ -177,5 +177,5 @@ def _refusal(status: int, body: bytes) -> str:
         error = _decode(body).error
     except msgspec.MsgspecError:
         error = None
-    told = error.message if error is not None else body[:200].decode(errors="replace")
-    return f"HTTP {status}: {told}"
+    message = error.message if error is not None else body[:200].decode(errors="replace")
+    return f"HTTP {status}: {message}"

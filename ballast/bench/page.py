@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 
-from ballast.bench.clusters import ClusterRun
+from ballast.bench.cluster_run import ClusterRun
 from ballast.bench.page_data import MARKED, devices_of, page_data
 from ballast.bench.report import LatencyStats, Report, RequestStats
 from ballast.bench.sample import DecisionRecord
-from ballast.bench.show import percent, seconds
+from ballast.bench.tables import percent, seconds
 from ballast.bench.verdict import best_of, memory_text, slos_text, unbroken, verdict
 from ballast.core.units import format_bytes
 

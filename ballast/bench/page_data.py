@@ -23,7 +23,7 @@ from ballast.bench import palette
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report
 from ballast.bench.sample import DeviceSample, use_of
-from ballast.bench.show import percent
+from ballast.bench.tables import percent
 from ballast.bench.timeline import ACTIONS
 from ballast.core.units import MiB
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ballast.bench.choose import slos_of
-from ballast.bench.clusters import ClusterRun
-from ballast.bench.fewest import Fewest, Sureness, fewest, settled
-from ballast.bench.simulating import Progress, simulate_presets
+from ballast.bench.cluster_run import ClusterRun
+from ballast.bench.device_search import Fewest, Sureness, fewest, settled
+from ballast.bench.run_options import slos_of
+from ballast.bench.simulation import Progress, simulate_presets
 from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
 from ballast.core.job import JobLoad
@@ -25,7 +25,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Kind
-from ballast.sim.given import NOTHING, Given
+from ballast.sim.cluster_files import NO_FILES, ClusterFiles
 from ballast.workload.workload import Workload, WorkloadRequest
 
 MOST_DEVICES = 1024
@@ -121,7 +121,7 @@ class Question:
     """As of `simulate_presets`."""
     each: bool = False
     """Of every model's requests, not just of all together."""
-    given: Given = NOTHING
+    files: ClusterFiles = NO_FILES
     """Links."""
 
     def attainment(
@@ -129,13 +129,13 @@ class Question:
     ) -> tuple[float, ClusterRun | None]:
         """With so many devices; an upper bound below the target, and no run, where it was cut short
         as it could not be met any more. `whole`: it is not."""
-        asked = Counter(r.model if self.each else "" for r in workload.requests)
+        requests = Counter(r.model if self.each else "" for r in workload.requests)
         late: Counter[str] = Counter()
 
         def missed(model: str) -> None:
             key = model if self.each else ""
             late[key] += 1
-            if (at_most := (asked[key] - late[key]) / asked[key]) < self.target:
+            if (at_most := (requests[key] - late[key]) / requests[key]) < self.target:
                 raise _Hopeless(at_most)
 
         def arrived(name: str, sent: int) -> None:
@@ -151,7 +151,7 @@ class Question:
                 self.placement,
                 arrived,
                 None if whole else missed,
-                given=self.given,
+                files=self.files,
             )
         except _Hopeless as error:
             return error.at_most, None

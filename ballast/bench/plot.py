@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ballast.bench import palette
 from ballast.bench.report import LatencyStats, Report
-from ballast.bench.show import percent, seconds
+from ballast.bench.tables import percent, seconds
 from ballast.bench.timeline import FROM_ABOVE, FROM_BELOW, Band, Timeline, stacked
 from ballast.bench.verdict import best_of, slos_text, title_of, unbroken, verdict
 from ballast.core.errors import ConfigError

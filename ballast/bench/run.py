@@ -7,20 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ballast.bench.choose import options_of, slos_of
+from ballast.bench.device_run import run_live, run_virtual
+from ballast.bench.host_loading import load_as_served
 from ballast.bench.http import HttpTarget
-from ballast.bench.loading import load_as_served
 from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import Prompts, prompts_of, vocabularies_of
 from ballast.bench.replay import WorkloadReplay, replay
 from ballast.bench.report import Report
+from ballast.bench.run_options import options_of, slos_of
 from ballast.bench.servers import run_servers
 from ballast.bench.stories import fresh, stories
-from ballast.bench.worlds import run_live, run_virtual
 from ballast.core.errors import BallastError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
-from ballast.engine.build import check_room
+from ballast.engine.sizing import check_room
 from ballast.live.inbox import MonotonicClock
 from ballast.policy.presets import resolve
 from ballast.sim.calibrate import calibrate

@@ -118,7 +118,7 @@ async def run_servers(
         moves = [
             what for server in servers for _, what in server.devices.decisions if "epoch" in what
         ]
-    told = Report.of(
+    report = Report.of(
         done.records,
         slos,
         done.wall_seconds,
@@ -127,7 +127,7 @@ async def run_servers(
         name=name,
         workload=workload.describe(),
     )
-    return ServersRun(told, tuple(r for r in devices if r is not None), tuple(moves))
+    return ServersRun(report, tuple(r for r in devices if r is not None), tuple(moves))
 
 
 @asynccontextmanager

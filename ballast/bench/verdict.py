@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ballast.bench.report import Report
-from ballast.bench.show import percent, seconds
+from ballast.bench.tables import percent, seconds
 from ballast.core.settings import Slo
 from ballast.core.units import format_bytes
 
@@ -82,11 +82,11 @@ def _alone(report: Report) -> str:
     total = report.total
     text = f"{report.name} serves {percent(total.attainment)} of {total.requests} requests within"
     text += " service levels"
-    asked = {name: served for name, served in report.models.items() if served.requests}
-    if len(asked) < 2:
+    requested = {name: served for name, served in report.models.items() if served.requests}
+    if len(requested) < 2:
         return text + "."
-    name, worst = min(asked.items(), key=lambda item: item[1].attainment)
-    if worst.attainment == max(served.attainment for served in asked.values()):
+    name, worst = min(requested.items(), key=lambda item: item[1].attainment)
+    if worst.attainment == max(served.attainment for served in requested.values()):
         return f"{text}, the same share of every model's."
     return f"{text}; least of {name}, {percent(worst.attainment)}."
 

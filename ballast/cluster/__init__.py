@@ -1,5 +1,9 @@
 """Run one worker process per device, and route requests to them.
 
+Three rooms have what only some of its readers need: `worker` the process of a device, `lending`
+what workers do with each other's pages, `tensor_parallel` a device of several processes. What is
+here beside them is the controller's side, in the server's process, and what both sides use.
+
 Packages from `server` and `sim` up may import it. It imports `engine`, `transport` and what is
 below them.
 

@@ -15,8 +15,8 @@ from ballast.core.fleet import (
 )
 from ballast.core.report import DeviceReport
 from ballast.policy.base import FleetPolicy
-from ballast.policy.route import Replica, for_prefill
-from ballast.policy.stay import FixedPlacement
+from ballast.policy.fleet.fixed_placement import FixedPlacement
+from ballast.policy.fleet.replica_choice import Replica, for_prefill
 
 LookAt = Callable[[str], Replica]
 """Returns the state of a device, by its name, for the request at hand."""

@@ -1,4 +1,4 @@
-"""Run the fleet's policy while a server runs: which devices serve which models."""
+"""Have the fleet policy decide, while the server runs, which devices serve which models."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ballast.policy.base import FleetPolicy
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""How often it is seen whether a model's last request on a device has ended."""
+"""Interval of looking whether a model's last request on a device has ended."""
 LEAVING_SECONDS = 30.0
-"""For a model without open requests to leave a device."""
+"""Time for a model without open requests to leave a device."""
 
 
 class FleetPolicyRunner:
@@ -46,7 +46,7 @@ class FleetPolicyRunner:
         self._book = FleetBook(self._homes(), self._needs(), rooms, policy)
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Ask and obey the policy until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             try:
@@ -59,7 +59,7 @@ class FleetPolicyRunner:
             await asyncio.sleep(min(POLL_SECONDS, max(0.01, due)))
 
     async def decide(self, now: float) -> None:
-        """Ask the policy, and do what it says."""
+        """Ask the policy, and carry out its actions."""
         self._book.follow(self._homes(), self._needs())
         epoch = self._book.epoch
         devices = [d for d in self._devices.values() if d.down is None and not d.cordoned]
@@ -73,7 +73,7 @@ class FleetPolicyRunner:
                 epoch += 1
 
     def _homes(self) -> dict[str, list[str]]:
-        """By model whose devices the operator has not named, those that take its requests."""
+        """Return the devices that take requests, by model whose devices no operator has named."""
         named = {m.name for m in self._devices.fleet.models if m.devices}
         return {
             model: [d.name for d in self._devices.values() if d.takes(model)]
@@ -82,12 +82,12 @@ class FleetPolicyRunner:
         }
 
     def _needs(self) -> list[Need]:
-        """What each of them asks of a device."""
+        """Return what each model of `_homes` needs of a device."""
         devices = [device for device, _ in self._devices.fleet.devices.values()]
         return [need_of(self._devices.specs[model], devices, {}) for model in self._homes()]
 
     async def _do(self, action: FleetAction, epoch: int) -> str | None:
-        """Why it was not done, if it was not."""
+        """Carry an action out; returns why not, if it was refused."""
         self._book.follow(self._homes(), self._needs())
         if epoch != self._book.epoch:
             return f"it was decided in epoch {epoch}, and this is {self._book.epoch}"

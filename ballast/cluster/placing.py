@@ -11,7 +11,7 @@ from ballast.core.fleet import Need, Room
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Role
 from ballast.core.units import ceil_div, format_bytes
-from ballast.engine.build import set_aside
+from ballast.engine.sizing import set_aside
 from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import preset_of
 from ballast.weights.stored import served_bytes

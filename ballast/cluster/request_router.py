@@ -10,7 +10,7 @@ from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.output_stream import OpenRequest, OutputStream
 from ballast.core.errors import Unavailable
 from ballast.core.request import Submission
-from ballast.policy.route import Replica, for_decode, for_prefill
+from ballast.policy.fleet.replica_choice import Replica, for_decode, for_prefill
 
 log = logging.getLogger(__name__)
 

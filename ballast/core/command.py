@@ -1,4 +1,4 @@
-"""What an operator may order of a device while it serves, and what came of it."""
+"""Operators' commands to a device that serves, and their outcomes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ballast.core.settings import ModelSettings
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Load a model, beside those that serve, and serve it with its adapters."""
+    """Load a model beside those that are served, and serve it with its adapters."""
 
     settings: ModelSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Take a model from the device and from host memory, with its adapters.
+    """Remove a model, with its adapters, from the device and from host memory.
 
-    New requests are refused at once; those open have `patience` seconds to end, then they fail.
+    New requests are refused at once; open ones have `patience` seconds to end, then they fail.
     """
 
     model: str
@@ -28,20 +28,20 @@ class Remove:
 
 
 ModelCommand = Add | Remove | Change | Activate | Evict
-"""About a model."""
+"""Commands about a model."""
 DeviceCommand = ModelCommand | Lend | Recall
-"""What one device may be ordered."""
+"""Commands to one device."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """How an order ended."""
+    """How a command ended."""
 
     code: str | None = None
-    """None: it was done. Else `refused` (the state of things does not allow it), `invalid` (what
-    was ordered cannot be), or `unavailable` (the device ends)."""
+    """None: it was done. Else `refused` (the device's state does not allow it), `invalid` (the
+    command itself is wrong), `unavailable` (the device ends) or `broken` (an unexpected error)."""
     reason: str = ""
     specs: dict[str, ModelSpec] = field(default_factory=dict)
-    """What the device serves now, by name."""
+    """The models that the device serves now, by name."""
     failed: dict[str, str] = field(default_factory=dict)
     """Adapters of an added model that cannot be served, with the reason."""

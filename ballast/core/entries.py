@@ -1,4 +1,4 @@
-"""What stories consist of: plain dictionaries without token ids; docs/story.md says what they mean.
+"""Entries of stories: plain dictionaries without token ids, described in docs/story.md.
 
 A story that can be replayed begins with a snapshot.
 """
@@ -48,32 +48,32 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
 
 FORMAT = 1
-"""Of stories that can be replayed; a reader refuses others."""
+"""Version of the format of stories that can be replayed; a reader refuses others."""
 
 StoryEntry = dict[str, Any]
 Sink = Callable[[Sequence[StoryEntry]], None]
-"""Takes the entries of a turn."""
+"""Receives the entries of a turn."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """A model of a snapshot."""
+    """A model in a snapshot."""
 
     spec: ModelSpec
     costs: StepCosts
-    """What policies know of its speed."""
+    """The costs that policies know."""
     learned: bool = False
-    """It is learned from its jobs, from here on."""
+    """Whether its costs are learned from its jobs from here on."""
 
     @property
     def measured(self) -> StepCosts | None:
-        """None: they are learned."""
+        """The costs; None where they are learned."""
         return None if self.learned else self.costs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What a device is before its first turn: nothing is resident, nobody has asked."""
+    """State of a device before its first turn: no model is resident, no request is open."""
 
     format: int = FORMAT
     version: str
@@ -124,7 +124,7 @@ EVENT_TAGS: Mapping[type[Event], str] = {
 
 
 def describe(event: Event) -> StoryEntry:
-    """An event as plain data, without token ids: their number is what the story needs."""
+    """Describe an event as plain data, with the number of its tokens but not their ids."""
     kind = EVENT_TAGS[type(event)]
     if isinstance(event, ArrivalEvent):
         s = event.submission
@@ -147,18 +147,18 @@ def describe(event: Event) -> StoryEntry:
         return {"event": kind, "request_id": event.request_id, "tokens": event.tokens}
     if isinstance(event, JobDoneEvent | JobFailedEvent):
         job = event.job
-        told = {
+        entry = {
             "event": kind,
             "job": job.id,
             "model": job.model,
             **job.load._asdict(),
         }
         if isinstance(event, JobFailedEvent):
-            return told | {"reason": event.reason}
-        told["seconds"] = event.seconds
+            return entry | {"reason": event.reason}
+        entry["seconds"] = event.seconds
         if event.stall:
-            told["stall"] = event.stall
-        return told
+            entry["stall"] = event.stall
+        return entry
     if isinstance(event, GrammarReadyEvent):
         # Not its reason, which may quote the grammar.
         entry = {"event": kind, "request_id": event.request_id}
@@ -177,27 +177,27 @@ def describe(event: Event) -> StoryEntry:
 
 
 def describe_action(action: Action | LoopCommand) -> StoryEntry:
-    """An action as plain data."""
-    told = dataclasses.asdict(action)
+    """Describe an action or command as plain data."""
+    entry = dataclasses.asdict(action)
     for field in dataclasses.fields(action):
-        if field.metadata == OMITTED and told[field.name] == field.default:
-            del told[field.name]
-    return told
+        if field.metadata == OMITTED and entry[field.name] == field.default:
+            del entry[field.name]
+    return entry
 
 
 def describe_lease(lease: Lease) -> StoryEntry:
-    """A lease as plain data. Which pages it is of depends on more than the story tells."""
-    told = dataclasses.asdict(lease)
-    return {"lease": told.pop("id"), "page_numbers": told.pop("pages"), **told}
+    """Describe a lease as plain data. Its page numbers do not follow from the story."""
+    entry = dataclasses.asdict(lease)
+    return {"lease": entry.pop("id"), "page_numbers": entry.pop("pages"), **entry}
 
 
 def both(a: Sink | None, b: Sink | None) -> Sink | None:
-    """What goes to either."""
+    """Combine two sinks into one that writes to both."""
     if a is None or b is None:
         return a or b
 
-    def tell(entries: Sequence[StoryEntry]) -> None:
+    def write(entries: Sequence[StoryEntry]) -> None:
         a(entries)
         b(entries)
 
-    return tell
+    return write

@@ -1,4 +1,7 @@
-"""What can happen to a device's engine. Its state changes through these and nothing else."""
+"""Events that change the state of a device's engine, and outputs that it sends to clients.
+
+The state changes through events and through actions, by nothing else.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +29,21 @@ from ballast.core.request import Submission
 
 @dataclass(frozen=True, slots=True)
 class ArrivalEvent:
-    """A request reached the device."""
+    """A request has reached the device."""
 
     submission: Submission
 
 
 @dataclass(frozen=True, slots=True)
 class CancelEvent:
-    """The client of a request is gone, or has what it wanted (a stop string)."""
+    """The client of a request has left, or needs no more output (a stop string was found)."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class PauseEvent:
-    """The client of a request does not read: nothing more is computed until `ResumeEvent`."""
+    """The client of a request does not read; no job has it until a `ResumeEvent`."""
 
     request_id: str
 
@@ -54,7 +57,7 @@ class ResumeEvent:
 
 @dataclass(frozen=True, slots=True)
 class GrammarReadyEvent:
-    """The grammar of a request has been compiled, or cannot be followed, or not now."""
+    """Compilation of a request's grammar has ended, well or with an error."""
 
     request_id: str
     code: str | None = None
@@ -64,18 +67,18 @@ class GrammarReadyEvent:
 
 @dataclass(frozen=True, slots=True)
 class JobDoneEvent:
-    """A job ended. `seconds` is its time on the lane."""
+    """A job has ended well. `seconds` is its time on the lane."""
 
     job: Job
     results: tuple[JobResult, ...]
     seconds: float
     stall: float = 0.0
-    """Of these, seconds in which it waited for layers."""
+    """Part of `seconds` in which it waited for layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFailedEvent:
-    """A job raised; its requests fail with `reason`, the rest of the fleet goes on."""
+    """A job has raised an exception; other jobs are not affected."""
 
     job: Job
     reason: str
@@ -83,7 +86,7 @@ class JobFailedEvent:
 
 @dataclass(frozen=True, slots=True)
 class TransferDoneEvent:
-    """All copies of one transfer (a model's activation) have landed."""
+    """All copies of one transfer (a model's activation) have ended, well or with an error."""
 
     transfer_id: int
     n_bytes: int
@@ -94,39 +97,39 @@ class TransferDoneEvent:
 
 @dataclass(frozen=True, slots=True)
 class FirstJobReadyEvent:
-    """So much of a transfer's weights has landed that the model's first job may begin: it waits for
-    each layer that is still on its way."""
+    """Enough of a transfer's weights has landed for the model's first job to begin: it waits for
+    each layer that is still in transfer."""
 
     transfer_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class RotationSettledEvent:
-    """No layer of a model is on its way any more, so that its rotation can change."""
+    """No layer of a model is in transfer any more, so its rotation can change."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class TimerEvent:
-    """The moment a policy asked to be woken at, or a request has waited long enough."""
+    """A time has come at which a policy asked to be woken, or a deadline has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainEvent:
-    """No new requests; the loop ends when the last accepted one is answered."""
+    """Accept no new requests; the loop ends when the last accepted one has been answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopEvent:
-    """The loop ends now; unfinished requests fail with `reason`."""
+    """End the loop now; open requests fail with `reason`."""
 
     reason: str = "the worker was stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class CommandEvent:
-    """The operator wants something done; how it ends is told under the same id."""
+    """An operator's command for the loop; its result is reported under the same id."""
 
     id: str
     command: LoopCommand
@@ -163,7 +166,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """To the client: one new token. `index` counts from 0 within the output."""
+    """To the client: a new token. `index` counts from 0 within the output."""
 
     request_id: str
     token: int
@@ -198,14 +201,14 @@ class FailedOutput:
 
 @dataclass(frozen=True, slots=True)
 class CancelledOutput:
-    """To the server: the request is gone and its memory is free."""
+    """To the server: the request has ended without an answer, and its memory is free."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScoresOutput:
-    """To the client: how likely the prompt's tokens from `start` on were, each after those before.
+    """To the client: log-probabilities of the prompt's tokens from `start` on, given those before.
 
     Position 0 of a prompt has no score: `start` is at least 1. Parts come in order.
     """

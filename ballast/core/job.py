@@ -1,4 +1,4 @@
-"""Jobs: one prefill chunk batch and/or decode step of one model, and what came of it."""
+"""Jobs: prefill chunks and a decode step of one model, run at once, and their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Scoring:
     start: int
     targets: Sequence[int]
     top: int
-    """How many of the likeliest tokens to tell at each."""
+    """Number of likeliest tokens to report at each position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class SequenceWork:
 
     @property
     def wanted(self) -> list[int]:
-        """Which of `tokens`, by index, the model's output is wanted of: those whose logits score
-        the prompt, and the last where it samples or is embedded."""
+        """Indices into `tokens` of the positions whose output is needed: those whose logits score
+        the prompt, and the last one where it is sampled or embedded."""
         rows: list[int] = []
         if self.scoring is not None:
             first = self.scoring.start - 1 - self.start

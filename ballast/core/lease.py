@@ -1,4 +1,4 @@
-"""Pages lent from one device to another: what lender, borrower and supervisor say to each other."""
+"""Leases of pages that one device lends to another, and the events and reports about them."""
 
 from __future__ import annotations
 
@@ -8,49 +8,50 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """`pages` of device `lender` are `borrower`'s to write on, until it returns them or is gone.
+    """Pages of `lender` that `borrower` may use, until it returns them or its process ends.
 
-    A part of a lease, the same with fewer pages, is what is asked back and what is returned.
+    Pages are recalled and returned by a `part` of a lease: the same lease with fewer pages.
     """
 
     id: int
-    """The lender's; never used twice."""
+    """Chosen by the lender; never used twice."""
     epoch: int
-    """Of the acquaintance of two processes: whoever supervises them counts it up whenever one of
-    the two is another. What was said in an earlier one is void."""
+    """Generation of the pair of processes: the controller increments it whenever one of the two is
+    replaced. Messages of an earlier epoch are void."""
     lender: str
     borrower: str
     pages: tuple[int, ...]
-    """By the lender's numbers."""
+    """Page numbers of the lender's pool."""
 
     def part(self, pages: Sequence[int]) -> Lease:
+        """Return the same lease of fewer pages."""
         return replace(self, pages=tuple(pages))
 
 
 @dataclass(frozen=True, slots=True)
 class PagesLentEvent:
-    """Lender to borrower: these pages are yours to use."""
+    """Lender to borrower: these pages are lent."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
 class PagesRecalledEvent:
-    """Lender to borrower: these are to be returned."""
+    """Lender to borrower: return these pages."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
 class PagesReturnedEvent:
-    """Borrower to lender: these are unmapped."""
+    """Borrower to lender: these pages are unmapped and returned."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMetEvent:
-    """Another device's process is there, of so many pages, which can be mapped here."""
+    """Another device's process has started; its `n_pages` pages can be mapped here."""
 
     peer: str
     epoch: int
@@ -59,7 +60,8 @@ class PeerMetEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerGoneEvent:
-    """It has ended: what it had borrowed is free, what it had lent is to be let go of."""
+    """Another device's process has ended: pages lent to it are free; pages borrowed from it have to
+    be given up."""
 
     peer: str
     epoch: int
@@ -67,7 +69,7 @@ class PeerGoneEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerMetReport:
-    """To the supervisor: pages can be lent between this device and the peer."""
+    """To the controller: pages can be lent between this device and the peer."""
 
     peer: str
     epoch: int
@@ -75,7 +77,7 @@ class PeerMetReport:
 
 @dataclass(frozen=True, slots=True)
 class PeerOverdueReport:
-    """To the supervisor: the peer has not returned pages in time and has to end."""
+    """To the controller: the peer has not returned pages in time; kill its process."""
 
     peer: str
     epoch: int
@@ -83,7 +85,7 @@ class PeerOverdueReport:
 
 @dataclass(frozen=True, slots=True)
 class PeerReleasedReport:
-    """To the supervisor: nothing of the peer, which is gone, is mapped here any more."""
+    """To the controller: no memory of the peer, which has ended, is mapped here any more."""
 
     peer: str
     epoch: int
@@ -97,4 +99,4 @@ LendingMessage = (
     | PeerOverdueReport
     | PeerReleasedReport
 )
-"""What a device has to say; the first three are for another device."""
+"""What a device sends about leases; the first three are for another device."""

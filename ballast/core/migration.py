@@ -1,20 +1,20 @@
-"""A request that moves to another device while it runs: what controller and devices say of it.
+"""Steps by which a running request moves to another device with its KV, and their answers.
 
 ::
 
     controller                source                         target
-        ─ ExportKv ────────────> goes on
-        <─ KvExported ────────── (where its KV lies)
-        ─ ImportKv ────────────────────────────────────────────> reads it from the source's memory
-        <─ KvImported ────────────────────────────────────────── (how much of it)
-        ─ Depart ──────────────> ends it when its last block is full
-        <─ Departed ──────────── (with the blocks that have filled meanwhile)
-        ─ KvTail, or DropKv; Arrival ──────────────────────────> goes on
+        ─ ExportKvEvent ───────> goes on
+        <─ KvExportedAnswer ──── (where its KV lies)
+        ─ ImportKvEvent ───────────────────────────────────────> reads it from the source's memory
+        <─ KvImportedAnswer ──────────────────────────────────── (how much of it)
+        ─ DepartEvent ─────────> ends it when its last block is full
+        <─ DepartedAnswer ────── (with the blocks that have filled meanwhile)
+        ─ KvTailEvent, or DropKvEvent; ArrivalEvent ───────────> goes on
 
 Blocks that are full do not change any more, so that they can be read while the request runs: live
 migration by copying ahead, as Llumnix has it (Sun et al., OSDI 2024, section 4.2). Nothing holds
-the blocks for the reader: whether they stayed is said when the request departs, and if they did not
-what was read is dropped. What is missing for whatever reason is computed again by the target.
+the blocks for the reader: `DepartedAnswer` says whether they stayed, and if they did not what was
+read is dropped. What is missing for whatever reason is computed again by the target.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from dataclasses import dataclass, replace
 from ballast.core.request import Sampling, Submission
 
 AT_ONCE = 4
-"""Requests of one device that move at a time."""
+"""Most requests of one device that move at the same time."""
 Piece = tuple[int, int]
 """(offset in the device's memory, bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportKvEvent:
-    """To the source: say where the KV of a request lies."""
+    """To the source: export the KV of a request, which goes on."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class DepartEvent:
-    """To the source: a request goes on elsewhere; end it as soon as its KV is whole blocks."""
+    """To the source: end a request, which goes on elsewhere, as soon as its KV is whole blocks."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ImportKvEvent:
-    """To the target: have the KV of a request that is to come."""
+    """To the target: import the KV of a request that will arrive."""
 
     wanted: Submission
-    """With the request's id; its prompt are the tokens whose KV it is, whole blocks."""
+    """A submission with the request's id, whose prompt is the tokens of the KV: whole blocks."""
     form: str
-    """Of the KV, as `KvExportedAnswer` says."""
+    """Format of the KV, as in `KvExportedAnswer`."""
     source: str
-    """Where the memory of the source's process is to be had."""
+    """Address at which the source's process exports its memory."""
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KvReadEvent:
-    """At the target: the bytes of an import are there, or cannot be had."""
+    """At the target: the bytes of an import have been read, or could not be."""
 
     request_id: str
     error: str | None = None
@@ -67,7 +67,7 @@ class KvReadEvent:
 
 @dataclass(frozen=True, slots=True)
 class KvTailEvent:
-    """To the target: what follows the KV that was read, whole blocks."""
+    """To the target: the KV after that which was read, whole blocks."""
 
     request_id: str
     tokens: int
@@ -76,55 +76,55 @@ class KvTailEvent:
 
 @dataclass(frozen=True, slots=True)
 class DropKvEvent:
-    """To the target: the request does not come, or what was imported is not its KV."""
+    """To the target: drop what was imported; the request does not come, or its KV has changed."""
 
     request_id: str
 
 
 MigrationStep = ExportKvEvent | DepartEvent | ImportKvEvent | KvTailEvent | DropKvEvent
-"""What a controller has to say; with `KvReadEvent`, events of a device."""
+"""Steps that the controller sends to a device; with `KvReadEvent`, events of the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvExportedAnswer:
-    """Of the source, to the controller."""
+    """From the source: where the KV of a request lies."""
 
     request_id: str
     tokens: int
-    """Whose KV it is, from the first: whole blocks; 0: there is none that could be moved."""
+    """Tokens, from the first, whose KV is exported: whole blocks; 0: none can be moved."""
     form: str = ""
-    """What has to be the same where it is to be used."""
+    """Format of the KV; the target has to use the same one."""
     pieces: tuple[Piece, ...] = ()
-    """Block after block."""
+    """Where it lies, block after block."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvImportedAnswer:
-    """Of the target, to the controller."""
+    """From the target: how much KV of a request was imported."""
 
     request_id: str
     tokens: int
-    """Whose KV is there; 0: none could be had."""
+    """Number of tokens whose KV was imported; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class DepartedAnswer:
-    """Of the source, to the controller."""
+    """From the source: the request has ended here, with the KV that followed what was exported."""
 
     request_id: str
     intact: bool
-    """Whether what was exported stayed as it was up to now."""
+    """Whether the exported blocks were unchanged up to now."""
     tokens: int = 0
-    """Whose KV followed it, and below that KV; none where it was not intact."""
+    """Number of tokens whose KV is in `tail`; 0 where the export was not intact."""
     tail: bytes = b""
 
 
 MigrationAnswer = KvExportedAnswer | KvImportedAnswer | DepartedAnswer
-"""What a device has to say; the request is the controller's business from then on."""
+"""Answers of a device to the controller."""
 
 
 def wanted(submission: Submission, output: Sequence[int], n: int) -> Submission:
-    """The first `n` tokens of a request and its output so far as a prompt, for `ImportKvEvent`."""
+    """Return the first `n` tokens of prompt and output as a prompt, for `ImportKvEvent`."""
     return replace(
         submission,
         prompt=(*submission.prompt, *output)[:n],
@@ -137,7 +137,7 @@ def wanted(submission: Submission, output: Sequence[int], n: int) -> Submission:
 
 
 def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The same bytes in the same order; pieces that lie one after the other are one."""
+    """Merge pieces that are adjacent in memory; bytes and their order stay the same."""
     found: list[Piece] = []
     for offset, n_bytes in pieces:
         if found and sum(found[-1]) == offset:

@@ -37,7 +37,7 @@ class Rotation:
     """beta; 0 where nothing rotates."""
 
     @property
-    def lent(self) -> int:
+    def n_freed(self) -> int:
         """Layers whose memory is given up: alpha."""
         return len(self.layers) - self.slots
 

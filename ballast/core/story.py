@@ -44,7 +44,7 @@ _End = FinishedOutput | FailedOutput | CancelledOutput
 class Story:
     """Keeps the last `keep` entries for display; hands `sink` each turn's, with all a replay needs.
 
-    Used by the loop's thread; only `take` by another.
+    Used by the loop's thread, but for `take_decisions`.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Story:
     ) -> None:
         """`key`: of the digests that stand for tokens; `began` and `overhead` as in `Snapshot`."""
         self.entries: deque[StoryEntry] = deque(maxlen=keep)
-        self._untold: deque[StoryEntry] = deque(maxlen=keep)
-        """Decisions, which would soon be lost among the events, until somebody takes them."""
+        self._new_decisions: deque[StoryEntry] = deque(maxlen=keep)
+        """Decisions that `take_decisions` has not returned yet."""
         self._sink = sink
         self._key = key
         self.began, self.overhead = began, overhead
         self._turn: list[StoryEntry] = []
-        """Told to nobody yet."""
+        """Entries of the present turn, which `sink` has not received yet."""
         self._turns = 0
         self._last: StoryEntry = {}
         self._link = 0.0
@@ -78,45 +78,45 @@ class Story:
 
     @property
     def whole(self) -> bool:
-        """Whether somebody gets all that a replay needs."""
+        """Whether a sink receives all that a replay needs."""
         return self._sink is not None
 
-    def begins(self, at: float, snapshot: Snapshot) -> None:
-        """A device begins its life."""
+    def record_snapshot(self, at: float, snapshot: Snapshot) -> None:
+        """Record the state that the device begins with."""
         self._link = snapshot.link_bytes_per_second
         self._prefixes = snapshot.device.prefix_cache
         for m in snapshot.models:
             self._names(m.spec)
-        self._tell({"at": at, "snapshot": snapshot})
+        self._append({"at": at, "snapshot": snapshot})
 
-    def event(self, at: float, event: Event) -> None:
-        """Something happened."""
-        told = {"at": at, **describe(event)}
+    def record_event(self, at: float, event: Event) -> None:
+        """Record an event."""
+        entry = {"at": at, **describe(event)}
         if self._sink is not None:
-            told["turn"] = self._turns
+            entry["turn"] = self._turns
             if isinstance(event, ArrivalEvent):
-                self._arrives(told, event.submission)
+                self._arrives(entry, event.submission)
             elif isinstance(event, ImportKvEvent):
-                self._numbers(told, event.wanted)
-        self._last = told
-        self._tell(told)
+                self._numbers(entry, event.wanted)
+        self._last = entry
+        self._append(entry)
 
-    def joins(self, joining: ModelEntry) -> None:
-        """The event told last lets a model in."""
+    def record_join(self, joining: ModelEntry) -> None:
+        """Add to the last event the model that joins by it."""
         if self._sink is not None:
             self._last["joining"] = joining
             self._names(joining.spec)
 
-    def lends(self, lease: Lease) -> None:
-        """The event told last lends pages."""
+    def record_lease(self, lease: Lease) -> None:
+        """Add to the last event the lease that it has made."""
         self._last |= describe_lease(lease)
 
-    def vacated(self, at: float, home: int, dropped: int) -> None:
-        """Slabs on borrowed pages that were asked back: put on pages of the device, or dropped."""
-        self._tell({"at": at, "vacated": {"home": home, "dropped": dropped}})
+    def record_returned(self, at: float, home: int, dropped: int) -> None:
+        """Record how many slabs on recalled pages were moved `home`, and how many were dropped."""
+        self._append({"at": at, "vacated": {"home": home, "dropped": dropped}})
 
-    def said(self, outputs: Sequence[Output]) -> None:
-        """The event told last has brought these."""
+    def record_event_outputs(self, outputs: Sequence[Output]) -> None:
+        """Add to the last event the requests that it has ended."""
         if self._sink is None:
             return
         refused = self._last.pop("open_already", False)
@@ -132,16 +132,16 @@ class Story:
         if ended:
             self._last["ended"] = ended
 
-    def ended(self, at: float, outputs: Sequence[Output]) -> None:
-        """These came of decisions, or of the device's end."""
+    def record_decision_outputs(self, at: float, outputs: Sequence[Output]) -> None:
+        """Record the requests that decisions have ended."""
         if self._sink is None:
             return
         ended = self._ended(outputs)
         if ended:
-            self._tell({"at": at, "ended": ended})
+            self._append({"at": at, "ended": ended})
 
-    def job(self, at: float, job: Job) -> None:
-        """A job was started."""
+    def record_job(self, at: float, job: Job) -> None:
+        """Record the start of a job."""
         if self._sink is None:
             return
         prefill, decode = [], []
@@ -151,16 +151,16 @@ class Story:
                 decode.append(number)
             else:
                 prefill.append((number, w.start, len(w.tokens), w.sample is not None))
-        told: StoryEntry = {"at": at, "job": job.id, "model": job.model}
+        entry: StoryEntry = {"at": at, "job": job.id, "model": job.model}
         if job.parts is not None:
-            told |= {"lane": job.lane, "parts": job.parts}
+            entry |= {"lane": job.lane, "parts": job.parts}
         if prefill:
-            told["prefill"] = prefill
+            entry["prefill"] = prefill
         if decode:
-            told["decode"] = decode
-        self._tell(told)
+            entry["decode"] = decode
+        self._append(entry)
 
-    def leap(
+    def record_leap(
         self,
         at: float,
         job: Job,
@@ -175,81 +175,81 @@ class Story:
 
         `jobs`: all of them, where their order does not follow from that; `lasts` is of each then.
         """
-        told = {"event": "Leap", "job": job.id, "model": job.model, "steps": steps}
-        told["decode_sequences"] = job.load.decode_sequences
+        entry = {"event": "Leap", "job": job.id, "model": job.model, "steps": steps}
+        entry["decode_sequences"] = job.load.decode_sequences
         if self._sink is not None:
             ends, seconds = zip(*lasts, strict=True)
-            told |= {"turn": self._turns, "ends": ends, "seconds": seconds}
+            entry |= {"turn": self._turns, "ends": ends, "seconds": seconds}
             if jobs:
-                told["jobs"] = [j.id for j in jobs]
+                entry["jobs"] = [j.id for j in jobs]
                 if job.parts is not None:
-                    told["parts"] = [j.parts for j in jobs]
+                    entry["parts"] = [j.parts for j in jobs]
             blocks: dict[str, bytes] = {}
             for r in moved:
                 number, chain = self._open[r.id]
                 if chain is not None and (full := chain.push(r.tokens[chain.tokens :])):
                     blocks[str(number)] = full
             if blocks:
-                told["blocks"] = _in_base64(blocks)
-        self._tell({"at": at, **told})
+                entry["blocks"] = _in_base64(blocks)
+        self._append({"at": at, **entry})
 
-    def link(self, at: float, bytes_per_second: float) -> None:
-        """What policies are told of the link from now on."""
+    def record_link_rate(self, at: float, bytes_per_second: float) -> None:
+        """Record the rate of the link that policies see from now on, where it has changed."""
         if self._sink is not None and bytes_per_second != self._link:
             self._link = bytes_per_second
-            told = {"at": at, "turn": self._turns, "link_bytes_per_second": bytes_per_second}
-            self._tell(told)
+            entry = {"at": at, "turn": self._turns, "link_bytes_per_second": bytes_per_second}
+            self._append(entry)
 
-    def decision(
+    def record_decision(
         self, at: float, action: Action | LoopCommand, refused: str | None, by: str | None = None
     ) -> None:
-        """A policy, or whom `by` names, asked for `action`; `refused` says why it was not done, if
-        it was not."""
-        told = {"at": at, "action": type(action).__name__, **describe_action(action)}
+        """Record an action or command, with the reason if it was refused. `by`: who asked for it,
+        if not the memory policy."""
+        entry = {"at": at, "action": type(action).__name__, **describe_action(action)}
         if by is not None:
-            told["by"] = by
+            entry["by"] = by
         if refused is not None:
-            told["refused"] = refused
-        self._untold.append(told)
-        self._tell(told)
+            entry["refused"] = refused
+        self._new_decisions.append(entry)
+        self._append(entry)
 
-    def promises(self, at: float, stated: Sequence[Promise]) -> None:
-        """A policy has set these pages aside, and no others any more."""
-        self._tell({"at": at, "promises": [dataclasses.asdict(p) for p in stated]})
+    def record_promises(self, at: float, stated: Sequence[Promise]) -> None:
+        """Record the promises that hold from now on."""
+        self._append({"at": at, "promises": [dataclasses.asdict(p) for p in stated]})
 
-    def stray(self, at: float, why: str) -> None:
-        """Something happened that no replay can repeat."""
-        self._tell({"at": at, "stray": why})
+    def record_stray(self, at: float, why: str) -> None:
+        """Record what no replay can repeat."""
+        self._append({"at": at, "stray": why})
 
-    def turned(self) -> None:
-        """A turn is over."""
+    def end_turn(self) -> None:
+        """End a turn: hand its entries to the sink."""
         self._turns += 1
         if self._turn and self._sink is not None:
             self._sink(self._turn)
             self._turn = []
 
-    def ends(self, at: float, why: str, outputs: Sequence[Output]) -> None:
-        """The device's life is over, as it should be; this is what it says last."""
-        told: StoryEntry = {"at": at, "end": why}
+    def record_end(self, at: float, why: str, outputs: Sequence[Output]) -> None:
+        """Record the regular end of the device, and the requests that it has ended."""
+        entry: StoryEntry = {"at": at, "end": why}
         if self._sink is not None:
-            told["turn"] = self._turns
+            entry["turn"] = self._turns
             if outputs:
-                told["ended"] = [
+                entry["ended"] = [
                     self._ends(output, False) for output in outputs if isinstance(output, _End)
                 ]
-        self._tell(told)
-        self.turned()
+        self._append(entry)
+        self.end_turn()
 
-    def take(self) -> tuple[StoryEntry, ...]:
-        """The decisions since the last call, of which the oldest may be missing. By one thread,
-        which may be another than the teller's."""
-        taken = []
+    def take_decisions(self) -> tuple[StoryEntry, ...]:
+        """Return the decisions since the last call; the oldest may be missing. From one thread,
+        which may be another than the loop's."""
+        decisions = []
         with suppress(IndexError):
             while True:
-                taken.append(self._untold.popleft())
-        return tuple(taken)
+                decisions.append(self._new_decisions.popleft())
+        return tuple(decisions)
 
-    def _tell(self, entry: StoryEntry) -> None:
+    def _append(self, entry: StoryEntry) -> None:
         self.entries.append(entry)
         if self._sink is not None:
             self._turn.append(entry)
@@ -260,41 +260,41 @@ class Story:
         for served in spec.served:
             self._named[served.name] = served.fingerprint, spec.block_tokens
 
-    def _arrives(self, told: StoryEntry, s: Submission) -> None:
+    def _arrives(self, entry: StoryEntry, s: Submission) -> None:
         """All else that the engine goes by."""
-        chain = self._numbers(told, s)
+        chain = self._numbers(entry, s)
         if s.id in self._open:
-            told["open_already"] = True
-            told.pop("blocks", None)
+            entry["open_already"] = True
+            entry.pop("blocks", None)
         else:
-            self._open[s.id] = told["n"], chain
-        told["arrival"] = s.arrival
+            self._open[s.id] = entry["n"], chain
+        entry["arrival"] = s.arrival
         for name in ("open_ended", "priority", "prompt_logprobs", "embed"):
             value = getattr(s, name)
             if value or (value is not None and name == "prompt_logprobs"):
-                told[name] = value
+                entry[name] = value
         if s.sampling.grammar:
-            told["grammar"] = True
+            entry["grammar"] = True
         if s.resumed is not None:
-            told["resumed"] = len(s.resumed)
+            entry["resumed"] = len(s.resumed)
             if s.age:
-                told["age"] = s.age
+                entry["age"] = s.age
             if s.first_token_age is not None:
-                told["first_token_age"] = s.first_token_age
+                entry["first_token_age"] = s.first_token_age
 
-    def _numbers(self, told: StoryEntry, s: Submission) -> Chain | None:
+    def _numbers(self, entry: StoryEntry, s: Submission) -> Chain | None:
         """Number a sequence of tokens; the blocks that it fills, where prefixes are cached."""
-        told["n"] = self._arrivals
+        entry["n"] = self._arrivals
         self._arrivals += 1
         if s.salt:
-            told["salt"] = digest(self._key, s.salt.encode()).hex()
+            entry["salt"] = digest(self._key, s.salt.encode()).hex()
         if not self._prefixes or s.model not in self._named:
             return None
         fingerprint, size = self._named[s.model]
         chain = Chain(self._key, f"{fingerprint}:{s.salt}", size)
         full = chain.push(s.prompt) + chain.push(s.resumed or ())
         if full:
-            told["blocks"] = b64encode(full).decode()
+            entry["blocks"] = b64encode(full).decode()
         return chain
 
     def _ended(self, outputs: Sequence[Output], refused: bool = False) -> list[StoryEntry]:
@@ -306,11 +306,11 @@ class Story:
 
     def _ends(self, output: _End, refused: bool) -> StoryEntry:
         """`refused`: it was the second of its name, and the first stays open."""
-        told: StoryEntry = {"request": output.request_id}
+        entry: StoryEntry = {"request": output.request_id}
         if not refused:
-            told["n"] = self._open.pop(output.request_id)[0]
+            entry["n"] = self._open.pop(output.request_id)[0]
         if isinstance(output, FinishedOutput):
-            told |= {
+            entry |= {
                 "finished": output.reason,
                 "output_tokens": output.output_tokens,
                 "cached_tokens": output.cached_tokens,
@@ -318,8 +318,8 @@ class Story:
             }
         else:
             # Not its reason, which may speak of tokens.
-            told["failed"] = output.code if isinstance(output, FailedOutput) else "cancelled"
-        return told
+            entry["failed"] = output.code if isinstance(output, FailedOutput) else "cancelled"
+        return entry
 
 
 def _in_base64(blocks: dict[str, bytes]) -> dict[str, str]:

@@ -184,7 +184,7 @@ class ModelView:
     @property
     def lent_pages(self) -> int:
         """Of `own_pages`, those that layers have given up, or will."""
-        return self.rotation.lent * self.layer_pages
+        return self.rotation.n_freed * self.layer_pages
 
     @property
     def missing_pages(self) -> int:

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ballast.core.units import format_bytes
+from ballast.dashboard.formatting import rate_of, seconds_of
 from ballast.dashboard.memory import model_bar
 from ballast.dashboard.reader import Rates
-from ballast.dashboard.words import rate_of, seconds_of
 from ballast.server.observe.latency import Quantiles
 from ballast.server.observe.server_state import ModelNow, NameNow, ServerNow
 

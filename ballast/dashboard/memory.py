@@ -6,7 +6,7 @@ from rich.text import Text
 
 from ballast.core.report import ModelReport
 from ballast.core.units import format_bytes
-from ballast.dashboard.words import bar
+from ballast.dashboard.formatting import bar
 from ballast.server.observe.server_state import DeviceNow, ServerNow
 
 # Marks differ also where there are no colours.
@@ -66,7 +66,7 @@ def model_bar(report: ModelReport, total: int, width: int) -> Text:
 
 def legend(now: ServerNow) -> list[Text]:
     """One text for each part that there is."""
-    told = []
+    parts = []
     for name, pages, mark in pool(now):
         if not pages and name in _SELDOM:
             continue
@@ -75,8 +75,8 @@ def legend(now: ServerNow) -> list[Text]:
         text.append(mark, _STYLES[mark]).append(f" {name} ", "bright_black")
         text.append(f"{pages}").append(f" {format_bytes(pages * now.page_bytes)}", "bright_black")
         text.append(f" {share:.0%}", "bright_black")
-        told.append(text)
-    return told
+        parts.append(text)
+    return parts
 
 
 def _drawn(runs: list[tuple[str, str]]) -> Text:

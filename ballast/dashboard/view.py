@@ -11,9 +11,9 @@ from rich.text import Text
 
 from ballast.core.units import format_bytes
 from ballast.dashboard.columns import rows, table
+from ballast.dashboard.formatting import counted, decided, rate_of, span_of, sparkline
 from ballast.dashboard.memory import legend, pool_bar
 from ballast.dashboard.reader import Rates
-from ballast.dashboard.words import counted, decided, rate_of, span_of, sparkline
 from ballast.server.observe.server_state import DeviceNow, ServerNow
 
 _STATUS = {
@@ -117,8 +117,8 @@ def _numbers(now: ServerNow, rates: Rates, width: int) -> list[Text]:
     requests = _line(("requests", _FAINT), ("  ", ""), (f"{running} running, ", ""))
     requests.append(f"{waiting} waiting", "yellow" if waiting else "")
     if rates.total is not None:
-        told = f"   {rate_of(rates.total)} tokens/s"
-        requests.append(told)
+        line = f"   {rate_of(rates.total)} tokens/s"
+        requests.append(line)
         if len(rates.totals) > 1:
             room = max(0, min(_SPARK, width - requests.cell_len - 2))
             requests.append("  ").append(sparkline(rates.totals, room), "green")
@@ -130,8 +130,8 @@ def _pool(name: str, of: ServerNow | DeviceNow, width: int) -> Text:
     if isinstance(of, DeviceNow):
         size += "".join(f" + {n} of {lender}" for lender, n in of.borrowed.items())
     cells = max(10, width - _INDENT - len(size))
-    told = _line((f"{name[: _INDENT - 1]:{_INDENT}}", _FAINT))
-    return told.append_text(pool_bar(of, cells)).append(size, _FAINT)
+    line = _line((f"{name[: _INDENT - 1]:{_INDENT}}", _FAINT))
+    return line.append_text(pool_bar(of, cells)).append(size, _FAINT)
 
 
 def _side_by_side(texts: Sequence[Text], width: int) -> list[Text]:
@@ -152,12 +152,12 @@ def _left_out(states: Sequence[str]) -> Text:
 
 def _failures(now: ServerNow) -> list[Text]:
     """Why models are not served."""
-    told = [
+    lines = [
         _line(("✗ ", "red"), (f"{name} ", "bold"), (f"is not served: {why}", "red"))
         for name, why in list(now.failed.items())[:MOST_FAILURES]
     ]
-    more = len(now.failed) - len(told)
-    return [*told, _line((f"✗ and {more} more", "red"))] if more else told
+    more = len(now.failed) - len(lines)
+    return [*lines, _line((f"✗ and {more} more", "red"))] if more else lines
 
 
 def _decisions(now: ServerNow, room: int) -> list[Text]:

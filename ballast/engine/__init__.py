@@ -21,7 +21,8 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `layer_remap`: Change which layers rotate, or evict a model.
 - `leaps`: Account for many decode steps at once, in virtual time.
 - `lending`: Leases of this device, as its loop handles them.
-- `life`: A model's life on a device, as a state machine with a table of transitions.
+- `life_rules`: The states of a model's life, and the table of its transitions.
+- `life`: A model's life on a device, as a state machine.
 - `loop`: One turn: take events, decide, dispatch jobs, send outputs.
 - `migration`: Requests that leave for another device with their KV, and KV that arrives.
 - `model`: One model on one device: weights, KV cache, costs, requests.
@@ -31,6 +32,7 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `queue_deadlines`: Deadlines of requests that wait for admission.
 - `report`: The `DeviceReport` of a device, read without stopping it.
 - `return_borrowed`: Move KV out of borrowed pages that are recalled.
+- `sizing`: Memory set aside for jobs, and which models fit beside it.
 - `state`: `DeviceState`: what is true on one device.
 - `story_file`: A story as JSON lines in files of bounded size.
 - `story_snapshot`: The first entry of a story: the state that its turns depend on.

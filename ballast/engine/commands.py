@@ -23,9 +23,9 @@ from ballast.core.units import ceil_div
 from ballast.core.view import Residency
 from ballast.engine import layer_remap
 from ballast.engine.apply import apply
-from ballast.engine.build import check_room, largest_jobs
-from ballast.engine.life import Membership
+from ballast.engine.life_rules import Membership
 from ballast.engine.model import ModelState
+from ballast.engine.sizing import check_room, largest_jobs
 from ballast.engine.state import DeviceState
 from ballast.engine.story_snapshot import model_told
 from ballast.engine.views import device_view
@@ -58,7 +58,7 @@ class CommandHandler:
         """Do it, or begin to. It comes before what a policy has set pages aside for."""
         self._state.promises.withdraw()
         refused = self._try(event.command, outputs)
-        self._story.decision(self._state.now, event.command, refused, by="operator")
+        self._story.record_decision(self._state.now, event.command, refused, by="operator")
         if refused is None and isinstance(event.command, Activate | Evict | Leave | Recall):
             self.pending[event.id] = event.command
         else:
@@ -118,14 +118,14 @@ class CommandHandler:
         lease = self._state.lending.lend(wanted.to, wanted.pages)
         if isinstance(lease, str):
             return lease
-        self._story.lends(lease)
+        self._story.record_lease(lease)
         return None
 
     def _join(self, name: str, outputs: list[Output]) -> Refusal:
         """All it takes is there, or nothing changes."""
         state, settings = self._state, self._state.settings
         m, shared = self.ready.pop(name)
-        self._story.joins(model_told(m))
+        self._story.record_join(model_told(m))
         for known in (name, *(a.name for a in m.spec.adapters)):
             if known in state.named or known in state.models:
                 return f"there is a model {known!r} already"
@@ -170,7 +170,7 @@ class CommandHandler:
     def _apply(self, action: Action, outputs: list[Output]) -> None:
         """Do what the policy has asked for in order that an operation can be done."""
         refused = apply(self._state, action, outputs)
-        self._story.decision(self._state.now, action, refused)
+        self._story.record_decision(self._state.now, action, refused)
 
     def _change(self, m: ModelState, adapter: int | None, c: Change) -> Refusal:
         if adapter is None:

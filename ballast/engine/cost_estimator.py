@@ -87,9 +87,9 @@ class CostEstimator:
     def _scaled_prior(self) -> Sequence[float]:
         """The prior times what fits the jobs best."""
         n = range(len(self._prior))
-        told = sum(self._sums[i] * self._prior[i] for i in n)
+        products = sum(self._sums[i] * self._prior[i] for i in n)
         squares = sum(self._product(i, j) * self._prior[i] * self._prior[j] for i in n for j in n)
-        return [told / squares * c for c in self._prior]
+        return [products / squares * c for c in self._prior]
 
     def _product(self, i: int, j: int) -> float:
         return self._products[max(i, j)][min(i, j)]

@@ -12,8 +12,8 @@ from ballast.core.view import DeviceView
 from ballast.engine.apply import apply
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
+from ballast.policy.memory.defaults import last_resort
 from ballast.policy.presets import Preset
-from ballast.policy.stuck import last_resort
 
 
 class MemoryDecider:
@@ -53,10 +53,10 @@ class MemoryDecider:
         changed = expired or reordered
         for action in decision.actions:
             refusal = apply(state, action, outputs)
-            self._story.decision(view.now, action, refusal)
+            self._story.record_decision(view.now, action, refusal)
             changed = changed or refusal is None
         if state.promises.make(decision.promises, state.models):
-            self._story.promises(view.now, state.promises.stated)
+            self._story.record_promises(view.now, state.promises.stated)
             return True
         return changed
 
@@ -66,7 +66,7 @@ class MemoryDecider:
         self.expires_at = expiry.wake_at
         for eviction in expiry.evictions:
             refusal = apply(self._state, eviction, outputs)
-            self._story.decision(self._state.now, eviction, refusal, by="ttl")
+            self._story.record_decision(self._state.now, eviction, refusal, by="ttl")
         return bool(expiry.evictions)
 
     def _reorder(self, view: DeviceView, outputs: list[Output]) -> bool:
@@ -76,7 +76,7 @@ class MemoryDecider:
         changed = False
         for action in decision.actions:
             refusal = apply(self._state, action, outputs)
-            self._story.decision(view.now, action, refusal, by="admission")
+            self._story.record_decision(view.now, action, refusal, by="admission")
             changed = changed or refusal is None
         return changed
 
@@ -117,10 +117,10 @@ class MemoryDecider:
         if isinstance(action, Refuse) and action.request_id in state.requests:
             reason = f"preset {self._preset.name!r} found no memory for this request"
             refuse = replace(action, why=f"{reason}: {action.why}")
-            self._story.decision(state.now, refuse, None)
+            self._story.record_decision(state.now, refuse, None)
             request = state.requests[action.request_id]
             outputs.append(state.fail(request, "out_of_memory", refuse.why))
             return True
         refusal = apply(state, action, outputs)
-        self._story.decision(state.now, action, refusal, by="shortage")
+        self._story.record_decision(state.now, action, refusal, by="shortage")
         return refusal is None

@@ -12,7 +12,7 @@ from ballast.core.job import Job, SequenceWork
 from ballast.core.story import Story
 from ballast.engine.compute_view import Looked, compute_view, could_run, runnable
 from ballast.engine.decider import MemoryDecider
-from ballast.engine.life import Landing
+from ballast.engine.life_rules import Landing
 from ballast.engine.model import ModelState
 from ballast.engine.plan import plan
 from ballast.engine.state import DeviceState
@@ -144,4 +144,4 @@ class Dispatcher:
         else:
             m.life.begin_job(job, at)
         self._state.lanes.begin(job)
-        self._story.job(at, job)
+        self._story.record_job(at, job)

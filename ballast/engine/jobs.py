@@ -114,9 +114,9 @@ def _token(
         queued = request.admitted_at - request.submission.arrival
     m.running.extend(request, new.token, now)
     n = request.generated
-    told = TokenOutput(request.id, new.token, n - 1, new.logprob, new.top, queued)
+    output = TokenOutput(request.id, new.token, n - 1, new.logprob, new.top, queued)
     reason = "stop" if new.ends else finish_reason(m, request.submission, new.token, n)
-    return [told] if reason is None else [told, _finished(state, m, request, reason)]
+    return [output] if reason is None else [output, _finished(state, m, request, reason)]
 
 
 def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) -> Output:
@@ -125,7 +125,7 @@ def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) 
     m.output_tokens += request.generated - len(request.submission.resumed or ())
     m.traffic = m.traffic.ended(request.prompt_tokens, request.generated)
     state.remember(m, request)
-    told = FinishedOutput(
+    output = FinishedOutput(
         request.id,
         reason,
         request.prompt_tokens,
@@ -133,7 +133,7 @@ def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) 
         request.cached_tokens,
         request.preemptions,
     )
-    return state.end(request, RequestState.FINISHED, told)
+    return state.end(request, RequestState.FINISHED, output)
 
 
 def _close(state: DeviceState, job: Job) -> ModelState:

@@ -27,11 +27,11 @@ def refusal(m: ModelState, wanted: Rotation) -> str | None:
         return "they do already"
     if (why := wanted.refusal(range(n))) is not None:
         return why
-    if (n - wanted.lent) * MORE_SLABS < n:
+    if (n - wanted.n_freed) * MORE_SLABS < n:
         return f"at least one layer in {MORE_SLABS} keeps its pages"
     before, layers = set(now.layers), set(wanted.layers)
-    grows = layers >= before and wanted.lent > now.lent
-    shrinks = layers <= before and wanted.lent < now.lent
+    grows = layers >= before and wanted.n_freed > now.n_freed
+    shrinks = layers <= before and wanted.n_freed < now.n_freed
     if not grows and not shrinks:
         return "some rotate more, or some less, not both at once"
     return None

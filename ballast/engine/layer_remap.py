@@ -10,7 +10,7 @@ from ballast.core.actions import Short
 from ballast.core.event import Output, RotationSettledEvent
 from ballast.core.rotation import Rotation
 from ballast.core.view import Residency
-from ballast.engine.life import Step
+from ballast.engine.life_rules import Step
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 
@@ -18,7 +18,7 @@ from ballast.engine.state import DeviceState
 def remap(state: DeviceState, m: ModelState, wanted: Rotation) -> Short | None:
     """Let these layers of a resident model rotate as soon as nothing stands in the way. Pages that
     it takes more are promised to it now, or nothing changes."""
-    back = (m.weights.slots.rotation.lent - wanted.lent) * m.weights.slots.layer_pages
+    back = (m.weights.slots.rotation.n_freed - wanted.n_freed) * m.weights.slots.layer_pages
     short = state.pool.replace_promise(m.weights.owner, max(0, back))
     if short is not None:
         return short

@@ -58,7 +58,7 @@ class Leaps:
         for m in stepped:
             m.weights.job_passed()
         lasts = [(m.last_run, m.decode_seconds) for m in stepped]
-        self._story.leap(now, job, steps, lasts, (r for m in stepped for r in m.running))
+        self._story.record_leap(now, job, steps, lasts, (r for m in stepped for r in m.running))
         choice = self._dispatcher.choice
         work = plan(following, state.settings, now, state.freed, choice)
         self._dispatcher.begin(following, work)
@@ -97,7 +97,7 @@ class Leaps:
         lasts = [(step.at, step.seconds) for step in ended]
         moved = (r for m in stepped for r in m.running)
         jobs = [step.job for step in ended]
-        self._story.leap(state.now, first, len(ended), lasts, moved, jobs)
+        self._story.record_leap(state.now, first, len(ended), lasts, moved, jobs)
         whole = []
         for job in begun:
             m = state.models[job.model]

@@ -38,7 +38,7 @@ class Lending:
 
     def __init__(self, pool: Pool, borrower: Borrower, device: str) -> None:
         self.borrower = borrower
-        self.say: Callable[[LendingMessage], None] = _say_nothing
+        self.send: Callable[[LendingMessage], None] = _send_nowhere
         self.exports: dict[tuple[str, int], Exported] = {}
         """By peer and epoch: put in by whoever has fetched it, before `PeerMetEvent`."""
         self.opened: dict[tuple[str, int, int], tuple[Exported, ...]] = {}
@@ -57,7 +57,7 @@ class Lending:
         self.next: float | None = None
         """When `check` is to be called."""
         self._lender = Lender(
-            pool, device, lambda peer, epoch: self.say(PeerOverdueReport(peer, epoch))
+            pool, device, lambda peer, epoch: self.send(PeerOverdueReport(peer, epoch))
         )
         self._over: dict[str, int] = {}
         """The last epoch of each peer that is known to be over."""
@@ -94,12 +94,12 @@ class Lending:
                 more = self._gone(peer, epoch)
             case PagesLentEvent(lease):
                 opened = self.opened.pop((lease.lender, lease.epoch, lease.id), ())
-                more = _taken(self.borrower.accept(lease, opened))
+                more = _log_refusal(self.borrower.accept(lease, opened))
             case PagesRecalledEvent(lease):
                 self.borrower.recall(lease)
             case PagesReturnedEvent(lease):
                 self.offered.pop((lease.borrower, lease.epoch, lease.id), None)
-                more = _taken(self._lender.returned(lease))
+                more = _log_refusal(self._lender.returned(lease))
         self._count()
         self.news.n += more
 
@@ -114,7 +114,7 @@ class Lending:
         self._count()
         self.news.n += 1
         self.offered[peer, lease.epoch, lease.id] = lease.pages
-        self.say(PagesLentEvent(lease))
+        self.send(PagesLentEvent(lease))
         return lease
 
     def recall(self, peer: str | None, pages: int | None, due: float) -> int:
@@ -122,17 +122,17 @@ class Lending:
 
         What was lent last is asked back first.
         """
-        asked = 0
+        n_recalled = 0
         for name in list(self.lent) if peer is None else [peer]:
             for lease in reversed(self._lender.leases(name)):
-                left = len(lease.pages) if pages is None else pages - asked
+                left = len(lease.pages) if pages is None else pages - n_recalled
                 part = self._lender.recall(lease.part(lease.pages[-left:] if left else ()), due)
                 if part is not None:
-                    asked += len(part.pages)
-                    self.say(PagesRecalledEvent(part))
-        if asked:
+                    n_recalled += len(part.pages)
+                    self.send(PagesRecalledEvent(part))
+        if n_recalled:
             self.next = due if self.next is None else min(self.next, due)
-        return asked
+        return n_recalled
 
     def give_back(self, lender: str, pages: int) -> int:
         """Return up to so many unused pages to a lender by the next `answer`; how many."""
@@ -147,15 +147,15 @@ class Lending:
 
     def answer(self) -> None:
         """Say what has been returned, and which dead peers' memory is let go of."""
-        told = self.borrower.settle()
-        for part in told:
-            self.say(PagesReturnedEvent(part))
-        if told or self._left:
+        returned = self.borrower.settle()
+        for part in returned:
+            self.send(PagesReturnedEvent(part))
+        if returned or self._left:
             self._count()
         for peer, epoch in sorted(self._left):
             if not self.borrower.knows(peer, epoch):
                 self._left.discard((peer, epoch))
-                self.say(PeerReleasedReport(peer, epoch))
+                self.send(PeerReleasedReport(peer, epoch))
 
     def validate(self) -> None:
         """Raises BrokenPromise unless the ledger shows what was lent and borrowed."""
@@ -173,7 +173,7 @@ class Lending:
             exported.discard()
             return
         self._lender.meet(event.peer, event.epoch)
-        self.say(PeerMetReport(event.peer, event.epoch))
+        self.send(PeerMetReport(event.peer, event.epoch))
 
     def _gone(self, peer: str, epoch: int) -> bool:
         self._over[peer] = max(epoch, self._over.get(peer, -1))
@@ -188,11 +188,11 @@ class Lending:
         self.lent, self.borrowed = self._lender.lent(), self.borrower.borrowed()
 
 
-def _taken(refused: str | None) -> bool:
+def _log_refusal(refused: str | None) -> bool:
     if refused is not None:
         log.warning("%s", refused)
     return refused is None
 
 
-def _say_nothing(word: LendingMessage) -> None:
+def _send_nowhere(message: LendingMessage) -> None:
     """In simulations nobody listens."""

@@ -1,253 +1,28 @@
-"""A model's life on one device: a state machine of six parts, whose transitions are a table.
+"""A model's life on one device: the state machine whose transitions are `life_rules.RULES`.
 
-Each part moves by itself; `RULES` gives, for each transition, the parts that it concerns and the
-states between which it moves them. A part that a rule leaves out may be in any state, and stays
-there. What a state comes with (the transfer of weights that are on their way, the job in flight,
-the layers that are to rotate) is set and cleared with it, here and nowhere else.
-
-=========  ==========================================  ===================================
-part       states                                      what it is about
-=========  ==========================================  ===================================
-residency  absent, activating, resident, evicting,     the weights
-           failed
-landing    shut, open, broken                          jobs while the weights still arrive
-work       idle, busy                                  the job in flight
-layers     still, ordered, settling, quieting          which layers' weights rotate
-kv         still, ordered, moving, stuck               which layers' KV rotates
-stay       served, leaving, gone                       whether it belongs to the device
-=========  ==========================================  ===================================
+What belongs to a state (the transfer that brings the weights, the job in flight, the layers that
+are to rotate) is set and cleared with it, here and nowhere else.
 """
 
 from __future__ import annotations
-
-import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import Job
 from ballast.core.rotation import Rotation
 from ballast.core.version import Version
 from ballast.core.view import Residency
-
-
-class Landing(enum.Enum):
-    """Whether a job of a model that is being activated may run."""
-
-    SHUT = "shut"
-    """It waits for the whole load; or there is none."""
-    OPEN = "open"
-    """It may: it waits for each layer that has not landed."""
-    BROKEN = "broken"
-    """The load has failed; the job in flight, which lacks layers, is in the way of the end."""
-
-
-class Work(enum.Enum):
-    """Whether a job of the model is in flight."""
-
-    IDLE = "idle"
-    BUSY = "busy"
-
-
-class RemapPhase(enum.Enum):
-    """How far a change of the layers that rotate has come."""
-
-    STILL = "still"
-    """None is wanted."""
-    ORDERED = "ordered"
-    """One is wanted; the job in flight is in its way."""
-    SETTLING = "settling"
-    """One is wanted; it waits for loads of layers, whose end is a `RotationSettledEvent`."""
-    QUIETING = "quieting"
-    """None is wanted (any more); loads of layers are awaited: `RotationSettledEvent` will come."""
-
-
-class SwapPhase(enum.Enum):
-    """How far a change of the layers whose KV rotates has come."""
-
-    STILL = "still"
-    """None is wanted."""
-    ORDERED = "ordered"
-    """One is wanted; it begins when no job is in flight."""
-    MOVING = "moving"
-    """The job in flight, or about to start, copies KV: no block may change its place."""
-    STUCK = "stuck"
-    """A copy has failed: KV of this model is moved no more."""
-
-
-class Membership(enum.Enum):
-    """Whether the model belongs to the device."""
-
-    SERVED = "served"
-    LEAVING = "leaving"
-    """It is to go; requests accepted before are still answered, unless they are ended at once."""
-    GONE = "gone"
-    """Its addresses are given back. Nothing happens to it any more."""
-
-
-class Step(enum.Enum):
-    """What the device is to do next with a model, since nothing stands in the way (`Life.due`)."""
-
-    SETTLE = "settle"
-    """Let the loads of layers end, and load no more."""
-    EVICT = "evict"
-    FAIL = "fail"
-    """Its load has failed, and the job that waited for it has ended."""
-
-
-class Transition(enum.Enum):
-    """What can happen to a model."""
-
-    ACTIVATE = "activate"
-    FIND = "find"
-    """It is activated, and other models have brought all of its weights."""
-    REFILL = "refill"
-    """What another model was to bring has not come: one more transfer."""
-    OPEN = "open"
-    """So much of its weights is there that a job may begin."""
-    LAND = "land"
-    BREAK = "break"
-    """Its load has failed while a job was in flight."""
-    FAIL = "fail"
-    ORDER_EVICTION = "order eviction"
-    EVICT = "evict"
-    BEGIN_JOB = "begin job"
-    BEGIN_EARLY_JOB = "begin early job"
-    """One that waits for layers of a load that goes on."""
-    END_JOB = "end job"
-    ORDER_TURN = "order turn"
-    SETTLE = "settle"
-    SETTLED = "settled"
-    ORDER_SWAP = "order swap"
-    BEGIN_MOVE = "begin move"
-    END_SWAP = "end swap"
-    """The change of layers whose KV rotates is done, or is given up."""
-    LOSE_KV = "lose KV"
-    LEAVE = "leave"
-    STRIKE = "strike"
-
-
-_R, _A, _W, _L, _K, _S = Residency, Landing, Work, RemapPhase, SwapPhase, Membership
-_HERE = {_S.SERVED: _S.SERVED, _S.LEAVING: _S.LEAVING}
-_IDLE = {_W.IDLE: _W.IDLE}
-_RESIDENT = {_R.RESIDENT: _R.RESIDENT}
-_ACTIVATING = {_R.ACTIVATING: _R.ACTIVATING}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One transition: for each part, from which states to which. None: any, and it stays."""
-
-    residency: Mapping[Residency, Residency] | None = None
-    landing: Mapping[Landing, Landing] | None = None
-    work: Mapping[Work, Work] | None = None
-    layers: Mapping[RemapPhase, RemapPhase] | None = None
-    kv: Mapping[SwapPhase, SwapPhase] | None = None
-    stay: Mapping[Membership, Membership] | None = None
-
-
-RULES: Mapping[Transition, Rule] = {
-    Transition.ACTIVATE: Rule(residency={_R.ABSENT: _R.ACTIVATING}, stay=_HERE),
-    Transition.FIND: Rule(residency={_R.ABSENT: _R.RESIDENT}, stay=_HERE),
-    Transition.REFILL: Rule(residency=_ACTIVATING, landing={_A.SHUT: _A.SHUT}),
-    Transition.OPEN: Rule(residency=_ACTIVATING, landing={_A.SHUT: _A.OPEN}),
-    Transition.LAND: Rule(
-        residency={_R.ACTIVATING: _R.RESIDENT},
-        landing={_A.SHUT: _A.SHUT, _A.OPEN: _A.SHUT},
-    ),
-    Transition.BREAK: Rule(
-        residency=_ACTIVATING, landing={_A.OPEN: _A.BROKEN}, work={_W.BUSY: _W.BUSY}
-    ),
-    Transition.FAIL: Rule(
-        residency={_R.ACTIVATING: _R.FAILED},
-        landing={_A.SHUT: _A.SHUT, _A.OPEN: _A.SHUT, _A.BROKEN: _A.SHUT},
-        work=_IDLE,
-    ),
-    Transition.ORDER_EVICTION: Rule(
-        residency={_R.RESIDENT: _R.EVICTING},
-        layers={
-            _L.STILL: _L.STILL,
-            _L.ORDERED: _L.STILL,
-            _L.SETTLING: _L.QUIETING,
-            _L.QUIETING: _L.QUIETING,
-        },
-        stay=_HERE,
-    ),
-    Transition.EVICT: Rule(
-        residency={_R.EVICTING: _R.ABSENT},
-        work=_IDLE,
-        layers={_L.STILL: _L.STILL, _L.QUIETING: _L.QUIETING},
-        kv={_K.STILL: _K.STILL, _K.ORDERED: _K.STILL, _K.STUCK: _K.STUCK},
-    ),
-    Transition.BEGIN_JOB: Rule(
-        residency=_RESIDENT,
-        work={_W.IDLE: _W.BUSY},
-        layers={_L.STILL: _L.STILL},
-        kv={_K.STILL: _K.STILL, _K.MOVING: _K.MOVING, _K.STUCK: _K.STUCK},
-        stay=_HERE,
-    ),
-    Transition.BEGIN_EARLY_JOB: Rule(
-        residency=_ACTIVATING,
-        landing={_A.OPEN: _A.OPEN},
-        work={_W.IDLE: _W.BUSY},
-        layers={_L.STILL: _L.STILL},
-        kv={_K.STILL: _K.STILL, _K.STUCK: _K.STUCK},
-        stay=_HERE,
-    ),
-    Transition.END_JOB: Rule(work={_W.BUSY: _W.IDLE}),
-    Transition.ORDER_TURN: Rule(
-        residency=_RESIDENT,
-        layers={
-            _L.STILL: _L.ORDERED,
-            _L.ORDERED: _L.ORDERED,
-            _L.SETTLING: _L.SETTLING,
-            _L.QUIETING: _L.SETTLING,
-        },
-        stay=_HERE,
-    ),
-    Transition.SETTLE: Rule(
-        residency={_R.RESIDENT: _R.RESIDENT, _R.EVICTING: _R.EVICTING},
-        work=_IDLE,
-        layers={_L.STILL: _L.QUIETING, _L.ORDERED: _L.SETTLING},
-    ),
-    Transition.SETTLED: Rule(layers={_L.SETTLING: _L.STILL, _L.QUIETING: _L.STILL}),
-    Transition.ORDER_SWAP: Rule(residency=_RESIDENT, kv={_K.STILL: _K.ORDERED}, stay=_HERE),
-    Transition.BEGIN_MOVE: Rule(
-        residency=_RESIDENT, work=_IDLE, kv={_K.ORDERED: _K.MOVING}, stay=_HERE
-    ),
-    Transition.END_SWAP: Rule(work=_IDLE, kv={_K.ORDERED: _K.STILL, _K.MOVING: _K.STILL}),
-    Transition.LOSE_KV: Rule(work=_IDLE, kv={_K.MOVING: _K.STUCK}),
-    Transition.LEAVE: Rule(stay={_S.SERVED: _S.LEAVING}),
-    Transition.STRIKE: Rule(
-        residency={_R.ABSENT: _R.ABSENT, _R.RESIDENT: _R.ABSENT, _R.FAILED: _R.FAILED},
-        work=_IDLE,
-        layers={_L.STILL: _L.STILL},
-        kv={_K.STILL: _K.STILL, _K.ORDERED: _K.STILL, _K.STUCK: _K.STUCK},
-        stay={_S.LEAVING: _S.GONE},
-    ),
-}
-"""Every transition there is."""
-
-NEWS = frozenset(
-    {
-        Transition.FIND,
-        Transition.REFILL,
-        Transition.LAND,
-        Transition.FAIL,
-        Transition.EVICT,
-        Transition.SETTLED,
-        Transition.END_SWAP,
-        Transition.LOSE_KV,
-        Transition.STRIKE,
-    }
+from ballast.engine.life_rules import (
+    MOVES,
+    NEWS,
+    PARTS,
+    Landing,
+    Membership,
+    RemapPhase,
+    Step,
+    SwapPhase,
+    Transition,
+    Work,
 )
-"""Those that policies are asked about: what they ordered has come to an end."""
-
-_PARTS = tuple(f.name for f in fields(Rule))
-_MOVES = {
-    t: tuple((p, moves) for p in _PARTS if (moves := getattr(rule, p)) is not None)
-    for t, rule in RULES.items()
-}
 
 
 class Life:
@@ -554,11 +329,11 @@ class Life:
                 raise BrokenPromise(f"{self}: {what}")
 
     def __str__(self) -> str:
-        parts = (f"{p} {getattr(self, p).value}" for p in _PARTS)
+        parts = (f"{p} {getattr(self, p).value}" for p in PARTS)
         return f"{self.model} ({', '.join(parts)})"
 
     def _go(self, transition: Transition) -> None:
-        moves = _MOVES[transition]
+        moves = MOVES[transition]
         for part, of in moves:
             now = getattr(self, f"_{part}")
             if now not in of:

@@ -69,7 +69,7 @@ class Loop:
                 self.turn()
             self.end()
         finally:
-            self.story.turned()
+            self.story.end_turn()
 
     def begin(self) -> None:
         """Start the story, and the first jobs, before the first turn."""
@@ -78,7 +78,7 @@ class Loop:
         for m in self.state.models.values():
             m.traffic = TrafficStats.since(now)
         if self.story.whole:
-            self.story.begins(now, snapshot(self.state, self.preset, self.story))
+            self.story.record_snapshot(now, snapshot(self.state, self.preset, self.story))
         outputs: list[Output] = []
         self._schedule(outputs)
         self._end_turn(outputs)
@@ -93,7 +93,7 @@ class Loop:
         self.commands.give_up(why)
         if outputs:
             self.outbox(outputs)
-        self.story.ends(self.state.now, why, outputs)
+        self.story.record_end(self.state.now, why, outputs)
 
     @property
     def until(self) -> float | None:
@@ -137,14 +137,14 @@ class Loop:
     def _handle(self, events: list[Event], outputs: list[Output]) -> None:
         """Change the state by each event, and record it with its outputs in the story."""
         now = self.state.now
-        self.story.link(now, self.state.link_bytes_per_second)
+        self.story.record_link_rate(now, self.state.link_bytes_per_second)
         for event in events:
-            self.story.event(now, event)
+            self.story.record_event(now, event)
             if isinstance(event, CommandEvent):
                 self.commands.begin(event, outputs)
             else:
                 of_event = handle(self.state, event)
-                self.story.said(of_event)
+                self.story.record_event_outputs(of_event)
                 outputs += of_event
 
     def _schedule(self, outputs: list[Output]) -> None:
@@ -166,13 +166,13 @@ class Loop:
             self.dispatcher.dispatch(outputs)
         if outputs:
             self.outbox(outputs)
-        self.state.migration.tell()
+        self.state.migration.send_answers()
 
     def _end_turn(self, outputs: list[Output]) -> None:
         """Record in the story what decisions brought, and that the turn is over."""
         story, state = self.story, self.state
-        story.ended(state.now, outputs)
+        story.record_decision_outputs(state.now, outputs)
         if state.pool.unfilled != self._unfilled:
             self._unfilled = state.pool.unfilled
-            story.stray(state.now, "the machine had no memory for pages that were free")
-        story.turned()
+            story.record_stray(state.now, "the machine had no memory for pages that were free")
+        story.end_turn()

@@ -89,12 +89,12 @@ class Migration:
         """None: nothing can be imported here, nor exported."""
         self.exports = False
         """Whether others can read this device's memory; there are `bytes` then."""
-        self.say: Callable[[MigrationAnswer], None] = _say_nothing
+        self.send: Callable[[MigrationAnswer], None] = _send_nowhere
         """Must not wait for anything."""
         self._exported: dict[str, _Export] = {}
         self._departing: set[str] = set()
         self._imported: dict[str, _Import] = {}
-        self._said: list[MigrationAnswer] = []
+        self._answers: list[MigrationAnswer] = []
 
     @property
     def departing(self) -> bool:
@@ -117,11 +117,11 @@ class Migration:
             self.nothing(request.id)
             return
         tokens, form = n * m.spec.block_tokens, extents.form(m.kv)
-        self._said.append(migration.KvExportedAnswer(request.id, tokens, form, pieces))
+        self._answers.append(migration.KvExportedAnswer(request.id, tokens, form, pieces))
 
     def nothing(self, request_id: str) -> None:
         """There is no KV of such a request."""
-        self._said.append(migration.KvExportedAnswer(request_id, 0))
+        self._answers.append(migration.KvExportedAnswer(request_id, 0))
 
     def depart(self, request_id: str) -> None:
         """A request is to leave (`leaves`)."""
@@ -162,7 +162,7 @@ class Migration:
     def _depart(self, request_id: str, **how: Any) -> None:
         self._departing.discard(request_id)
         self._exported.pop(request_id, None)
-        self._said.append(migration.DepartedAnswer(request_id, **how))
+        self._answers.append(migration.DepartedAnswer(request_id, **how))
 
     def ended(self, request_id: str) -> None:
         """A request has ended, or there is none."""
@@ -179,7 +179,7 @@ class Migration:
         assert self.bytes is not None, "a device without them is not asked"
         blocks = [] if m is None else self._room(m, event)
         if m is None or not blocks:
-            self._said.append(migration.KvImportedAnswer(wanted.id, 0))
+            self._answers.append(migration.KvImportedAnswer(wanted.id, 0))
             return
         salt = Request.salt_of(wanted, m.spec, adapter)
         self._imported[wanted.id] = _Import(m, wanted.prompt, salt, blocks, len(wanted.prompt))
@@ -210,7 +210,7 @@ class Migration:
         if not here.read:
             self._drop(event.request_id)
         tokens = here.tokens if here.read else 0
-        self._said.append(migration.KvImportedAnswer(event.request_id, tokens))
+        self._answers.append(migration.KvImportedAnswer(event.request_id, tokens))
 
     def extend(self, event: KvTailEvent) -> None:
         """More of the KV that was read, if there is room for it."""
@@ -274,13 +274,13 @@ class Migration:
 
     # -- both -------------------------------------------------------------------------------------
 
-    def tell(self) -> None:
-        """Say what there is to say; the controller must have the turn's outputs first."""
-        if self._said:
-            said, self._said = self._said, []
-            for word in said:
-                self.say(word)
+    def send_answers(self) -> None:
+        """Send the turn's answers to the controller, which must have the turn's outputs first."""
+        if self._answers:
+            answers, self._answers = self._answers, []
+            for answer in answers:
+                self.send(answer)
 
 
-def _say_nothing(word: MigrationAnswer) -> None:
-    """Nobody listens."""
+def _send_nowhere(answer: MigrationAnswer) -> None:
+    """Drop an answer, where no controller is connected."""

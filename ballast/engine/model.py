@@ -150,7 +150,7 @@ class ModelState:
     def pages_to_take(self) -> int:
         """Pages more that its layers will take (negative: give up) when it has turned."""
         slots = self.weights.slots
-        return (slots.rotation.lent - self.rotation.lent) * slots.layer_pages
+        return (slots.rotation.n_freed - self.rotation.n_freed) * slots.layer_pages
 
     def took(self, seconds: float | None, load: JobLoad, jobs: int = 1) -> None:
         """Note a job that has ended: its `seconds` without waiting for layers, and its tokens; the

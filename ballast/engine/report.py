@@ -44,14 +44,14 @@ def report(state: DeviceState, device: str, graphs: GraphReport | None = None) -
 
 def _model(m: ModelState, now: float) -> ModelReport:
     layers, rotation = m.spec.n_layers, m.weights.slots.rotation
-    lent = rotation.lent * m.weights.slots.layer_pages
+    rotated_pages = rotation.n_freed * m.weights.slots.layer_pages
     here = m.residency in (Residency.RESIDENT, Residency.EVICTING)
     rotating = len(rotation.layers) if here else 0
     loads = Loads() if m.weights.rotor is None else m.weights.rotor.loads
     return ModelReport(
         name=m.spec.name,
         residency=m.residency.value,
-        weight_pages=0 if _absent(m) else m.weights.pages - lent,
+        weight_pages=0 if _absent(m) else m.weights.pages - rotated_pages,
         kv_pages=m.kv.pages,
         cached_pages=m.kv.cached_pages,
         waiting=len(m.waiting),
@@ -69,8 +69,8 @@ def _model(m: ModelState, now: float) -> ModelReport:
         layers=layers,
         resident_layers=layers - rotating if here else 0,
         rotating_layers=rotating,
-        absent_layers=rotation.lent if here else layers,
-        lent_pages=lent,
+        absent_layers=rotation.n_freed if here else layers,
+        lent_pages=rotated_pages,
         loads=loads.n,
         loaded_bytes=loads.n_bytes,
         copy_seconds=loads.copy_seconds,

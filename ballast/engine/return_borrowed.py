@@ -40,7 +40,7 @@ def return_borrowed(state: DeviceState, story: Story, policy: MemoryPolicy) -> N
             home += _preempt(state, m, at, _in_order(state, m, users, policy), story)
         state.news.n += 1
     if home or dropped:
-        story.vacated(state.now, home, dropped)
+        story.record_returned(state.now, home, dropped)
 
 
 def _preempt(
@@ -50,7 +50,7 @@ def _preempt(
     for r in users:
         state.preempt(m, r)
         why = "borrowed pages are asked back"
-        story.decision(state.now, Preempt(m.spec.name, r.id, why), None, by="lender")
+        story.record_decision(state.now, Preempt(m.spec.name, r.id, why), None, by="lender")
         if not m.kv.range.is_backed(at) or m.kv.forsake(at):
             break
         if m.kv.bring_home(at):

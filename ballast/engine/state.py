@@ -159,7 +159,7 @@ class DeviceState:
         """Offer the blocks that have filled to the prefix cache."""
         m.kv.remember(request.tokens, request.blocks, request.computed, request.salt)
 
-    def end(self, request: Request, state: RequestState, told: Output) -> Output:
+    def end(self, request: Request, state: RequestState, output: Output) -> Output:
         """The request is over; its memory is free."""
         m = self.models[request.model]
         self.withdraw(m, request)
@@ -169,7 +169,7 @@ class DeviceState:
         del self.requests[request.id]
         self.migration.ended(request.id)
         m.last_used = self.now
-        return told
+        return output
 
     def fail_all(self, m: ModelState, code: str, reason: str) -> list[Output]:
         """End every request of a model with an error."""

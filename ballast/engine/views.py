@@ -95,7 +95,7 @@ def deferred_pages(m: ModelState) -> int:
     if life.turning is not None:
         deferred += max(0, -m.pages_to_take)
     if life.swap_to is not None:
-        deferred += max(0, life.swap_to.lent - m.kv.rotation.lent) * m.kv.layer_pages
+        deferred += max(0, life.swap_to.n_freed - m.kv.rotation.n_freed) * m.kv.layer_pages
     return deferred
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ballast.core.settings import AdapterSettings, ModelSettings
-from ballast.fleet.file import numbered
+from ballast.fleet.fleet_file import numbered
 from ballast.fleet.levels import Levels, T, keys_of, levels_of, said, with_levels
 from ballast.fleet.schema import DeviceName, Keys, LiveKeys, Name, NamedModelKeys
 

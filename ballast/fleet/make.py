@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from ballast.core.errors import ConfigError
 from ballast.core.units import MiB, ceil_div, format_bytes, parse_bytes
-from ballast.fleet.plan import SCALES, Diet, ModelRecipe, Scale, plans
+from ballast.fleet.model_recipes import SCALES, Diet, ModelRecipe, Scale, plans
 from ballast.fleet.text import conversations, documents, stories
 from ballast.fleet.tokenizer import END, chat_text, train_tokenizer
 from ballast.fleet.train import Trained, batches, train

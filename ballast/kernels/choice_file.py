@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ballast.core.units import MiB
-from ballast.fleet.whole import locked, replace
+from ballast.fleet.atomic_file import locked, replace
 from ballast.kernels.linear_code import LANES
 
 log = logging.getLogger(__name__)

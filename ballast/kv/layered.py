@@ -67,7 +67,7 @@ class LayeredLayout(Layout):
 
     def rotating(self, rotation: Rotation) -> LayeredLayout:
         """The same while layers rotate."""
-        return replace(self, slab_pages=(self.shape[0] - rotation.lent) * self.plane_pages)
+        return replace(self, slab_pages=(self.shape[0] - rotation.n_freed) * self.plane_pages)
 
 
 class LayeredBacking(Backing):
@@ -104,7 +104,7 @@ class LayeredBacking(Backing):
         operating system refuses to map.
         """
         slabs = sorted(backed)
-        more = (self.rotation.lent - wanted.lent) * self.layout.plane_pages * len(slabs)
+        more = (self.rotation.n_freed - wanted.n_freed) * self.layout.plane_pages * len(slabs)
         if more > self._pool.available(self.owner):
             return False
         runs = self._planes(slabs)

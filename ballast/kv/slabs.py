@@ -125,17 +125,17 @@ class Slabs:
 
     def take(self, n: int) -> list[int]:
         """`n` free blocks, now used: of the fullest slabs in use first, then of the others."""
-        taken: list[int] = []
-        while len(taken) < n:
+        blocks: list[int] = []
+        while len(blocks) < n:
             slab = self._in_use.fullest() or self._others.fullest()
             if slab is None:
-                raise BrokenPromise(f"{n} blocks taken, only {len(taken)} were free")
-            k = min(n - len(taken), len(slab.free))
-            taken += slab.free[: -k - 1 : -1]
+                raise BrokenPromise(f"{n} blocks taken, only {len(blocks)} were free")
+            k = min(n - len(blocks), len(slab.free))
+            blocks += slab.free[: -k - 1 : -1]
             del slab.free[-k:]
             slab.used += k
             self.settle(slab)
-        return taken
+        return blocks
 
     def sacrifice(self, n: int) -> list[int]:
         """At least `n` cached blocks become free: of slabs in use first, then whole idle slabs.

@@ -76,9 +76,9 @@ class BlockTables(BlockBooks):
             if fresh and not self._back(fresh):
                 return Short(self.pages_for(n), max(0, n - slabs.at_hand))
             self._forget(slabs.sacrifice(n - slabs.free))
-        taken = slabs.take(n)
-        self._refs.update(dict.fromkeys(taken, 1))
-        blocks += taken
+        new_blocks = slabs.take(n)
+        self._refs.update(dict.fromkeys(new_blocks, 1))
+        blocks += new_blocks
         return None
 
     def admit(

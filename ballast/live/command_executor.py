@@ -74,23 +74,23 @@ class CommandExecutor:
         """Held while `_open` or `_closed` change."""
         self._closed = False
 
-    def carry_out(self, order: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None:
+    def carry_out(self, command: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None:
         """From any thread; returns at once. `done` is called once, by any thread."""
-        match order:
+        match command:
             case Add() | Remove():
                 try:
-                    self._thread.submit(self._work, order, done)
+                    self._thread.submit(self._work, command, done)
                 except RuntimeError:
                     done(CommandOutcome("unavailable", ENDING))
             case _:
-                asked = self._ask(order)
-                asked.add_done_callback(lambda a: done(self._outcome(a.result())))
+                result = self._submit(command)
+                result.add_done_callback(lambda a: done(self._outcome(a.result())))
 
-    def answer(self, operation: str, refusal: str | None) -> None:
-        """By the loop: how an operation ended."""
+    def command_ended(self, id: str, refusal: str | None) -> None:
+        """Take the result of a command from the loop: None, or why it was refused."""
         with self._lock:
-            asked = self._open.pop(operation)
-        asked.set_result(refusal)
+            result = self._open.pop(id)
+        result.set_result(refusal)
 
     def close(self) -> None:
         """The loop has returned. What was being loaded is given up."""
@@ -98,29 +98,29 @@ class CommandExecutor:
             self._closed = True
             left = list(self._open.values())
             self._open.clear()
-        for asked in left:
-            asked.set_result(ENDING)
+        for result in left:
+            result.set_result(ENDING)
         self._device.tier.closing = True
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     # -- in the operator's thread -----------------------------------------------------------------
 
-    def _work(self, order: Add | Remove, done: Callable[[CommandOutcome], None]) -> None:
+    def _work(self, command: Add | Remove, done: Callable[[CommandOutcome], None]) -> None:
         device = self._device
         failed: dict[str, str] = {}
         try:
             with device.beside_jobs():
-                if isinstance(order, Add):
-                    failed = dict(self._add(order.settings).failed)
+                if isinstance(command, Add):
+                    failed = dict(self._add(command.settings).failed)
                 else:
-                    self._remove(order)
+                    self._remove(command)
             outcome = CommandOutcome(specs=device.specs, failed=failed)
         except (CommandRefused, DeviceError) as error:
             outcome = CommandOutcome("unavailable" if self._closed else "refused", str(error))
         except BallastError as error:
             outcome = CommandOutcome("invalid", str(error))
         except Exception as error:
-            log.exception("%s failed", type(order).__name__)
+            log.exception("%s failed", type(command).__name__)
             outcome = CommandOutcome("broken", f"{type(error).__name__}: {error}")
         done(outcome)
 
@@ -146,7 +146,7 @@ class CommandExecutor:
         try:
             device.executors[name] = device.executors_of(host, m)
             device.loop.commands.ready[name] = m, new
-            refusal = self._ask(Join(name)).result()
+            refusal = self._submit(Join(name)).result()
             if refusal is not None:
                 raise CommandRefused(refusal)
         except BaseException:
@@ -161,14 +161,14 @@ class CommandExecutor:
         m.kv.close()
         m.weights.close()
 
-    def _remove(self, order: Remove) -> None:
-        device, name = self._device, order.model
-        asked = self._ask(Leave(name))
+    def _remove(self, command: Remove) -> None:
+        device, name = self._device, command.model
+        result = self._submit(Leave(name))
         try:
-            refusal = asked.result(timeout=order.patience)
+            refusal = result.result(timeout=command.patience)
         except TimeoutError:
-            self._ask(Leave(name, at_once=True)).result()
-            refusal = asked.result()
+            self._submit(Leave(name, at_once=True)).result()
+            refusal = result.result()
         if refusal is not None:
             raise CommandRefused(refusal)
         device.forget_model(name)
@@ -178,17 +178,17 @@ class CommandExecutor:
 
     # -- in any thread ----------------------------------------------------------------------------
 
-    def _ask(self, operation: LoopCommand) -> Future[str | None]:
+    def _submit(self, operation: LoopCommand) -> Future[str | None]:
         """Have the loop do it."""
-        asked: Future[str | None] = Future()
+        result: Future[str | None] = Future()
         with self._lock:
             if self._closed:
-                asked.set_result(ENDING)
-                return asked
+                result.set_result(ENDING)
+                return result
             id = f"operation-{next(self._numbers)}"
-            self._open[id] = asked
+            self._open[id] = result
         self._device.post(CommandEvent(id, operation))
-        return asked
+        return result
 
     def _outcome(self, refusal: str | None) -> CommandOutcome:
         if refusal is None:

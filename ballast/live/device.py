@@ -1,4 +1,4 @@
-"""A live device: memory, host tier, models and the loop, behind five methods."""
+"""A live device: memory, host tier, models and loop of one fleet, put together and run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.story import Story
-from ballast.engine.build import Hosted, build_state, check_room
+from ballast.engine.build import Hosted, build_state
 from ballast.engine.loop import Loop
 from ballast.engine.migration import MakeKvBytes
 from ballast.engine.model import ModelState
 from ballast.engine.report import report
+from ballast.engine.sizing import check_room
 from ballast.engine.story_file import StoryFile
 from ballast.isolation.calls import Isolation
 from ballast.kernels.workspace import Workspace
@@ -59,16 +60,21 @@ log = logging.getLogger(__name__)
 
 
 class LiveDevice:
-    """Serves a fleet on a device of this machine.
+    """Serves a fleet on a device of this machine: construct it, `run` it on a thread, `close` it.
 
-    `outbox` gets outputs on the loop's thread and must not block. Checkpoints are loaded by the
-    constructor; a model that cannot be read, sized or placed is listed in `failed`, with the
-    reason, and does not stop the rest. `costs` are what policies may know of each model's speed;
-    `sink` gets the story beside the file, if any; `record` is told which requests are in flight;
-    `progress` is called for each part of the weights that was loaded; `exchange` knows those that
-    other processes have; `isolation` is how checkpoints are examined, and is the caller's to close.
-    `vet` raises BallastError for a model that shall not be loaded; `make_kv_bytes`: what reads the
-    KV of requests that come from other devices, None: it is computed anew.
+    The constructor loads checkpoints. A model that cannot be read, sized or placed is listed in
+    `failed`, with the reason, and the others are served.
+
+    - `outbox` receives outputs on the loop's thread, and must not block.
+    - `costs`: by model, the costs that policies know; those of other models are learned.
+    - `sink` receives the story, beside the story file.
+    - `record` receives the ids of requests in flight, before and after each job.
+    - `progress` is called for each part of the weights that was loaded.
+    - `exchange` shares host segments with other processes.
+    - `isolation` examines checkpoints; the caller closes it.
+    - `vet` raises BallastError for a model that shall not be loaded.
+    - `make_kv_bytes` makes the reader of other devices' KV; None: KV of requests that come from
+      there is computed anew.
     """
 
     def __init__(
@@ -92,39 +98,64 @@ class LiveDevice:
         self.failed: dict[str, str] = {}
         self.tier = HostTier(progress, exchange, isolation)
         self._progress, self._vet = progress, vet
-        self._make_kv_bytes = make_kv_bytes
         self.clock = clock or MonotonicClock()
         self.inbox = QueueInbox(self.clock)
         self.hosts: dict[str, HostModel] = {}
         """By name, in the fleet's order; replaced, never changed."""
+        preset = preset_of(fleet)
+        # If a step fails, what the steps before it have opened is closed.
         with ExitStack() as closing:
-            self._make(fleet, outbox, costs or {}, sink, record, make_machine, closing)
+            self._open_machine(make_machine, closing)
+            device = _with_threads(self.machine.device)
+            self._load_models(device, layered=preset.requires.kv_swapping)
+            self._build_state(device, preset, costs or {}, closing)
+            self._start_grammar_compiler(closing)
+            self._make_all_executors()
+            self._start_runner(device, record, closing)
+            self._open_story(sink, closing)
+            if make_kv_bytes is not None:
+                self._enable_migration(make_kv_bytes, closing)
+            self._make_loop(preset, outbox, closing)
             self._closing = closing.pop_all()
 
-    def _make(
-        self,
-        fleet: FleetSettings,
-        outbox: Callable[[list[Output]], None],
-        costs: Mapping[str, StepCosts],
-        sink: Sink | None,
-        record: Record | None,
-        make_machine: MakeMachine,
-        closing: ExitStack,
-    ) -> None:
-        """What has to be closed: all of it, should anything fail."""
-        preset = preset_of(fleet)
-        self.machine = make_machine(fleet, self.clock, self.post)
+    # -- the steps of making it -------------------------------------------------------------------
+
+    def _open_machine(self, make_machine: MakeMachine, closing: ExitStack) -> None:
+        """Open the device's memory and link."""
+        self.machine = make_machine(self.fleet, self.clock, self.post)
         closing.callback(self.machine.close)
         self.machine.when_lost(self.inbox.break_off)
         self.vm = self.machine.vm
         closing.callback(self._unload)
         closing.callback(self.vm.close)
         closing.callback(self.machine.link.close)
-        if unproven := never_run(fleet, fleet.device):
-            name, what = fleet.device.name, "; ".join(unproven)
+        if unproven := never_run(self.fleet, self.fleet.device):
+            name, what = self.fleet.device.name, "; ".join(unproven)
             log.warning("%s uses what no GPU has ever run: %s (%s)", name, what, NEVER_RUN_WHERE)
-        device = _with_parts(self.machine.device)
-        self._load(device, layered=preset.requires.kv_swapping)
+
+    def _load_models(self, device: DeviceSettings, *, layered: bool) -> None:
+        """Load the fleet's models into the host tier; `layered`: see `check_room`."""
+        for settings in self.fleet.models:
+            name = settings.name
+            try:
+                others = [h.spec for h in self.hosts.values()]
+                host = self.hosts[name] = self.load(settings)
+                check_room(host.spec, others, device, layered=layered)
+                self.failed |= host.failed
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
+                self._refuse(name, error)
+            self._progress()
+
+    def _build_state(
+        self,
+        device: DeviceSettings,
+        preset: Preset,
+        costs: Mapping[str, StepCosts],
+        closing: ExitStack,
+    ) -> None:
+        """Divide the device's memory among its models, and begin to populate it."""
+        # Layers wait for weights or for KV, never for both.
+        swaps = preset.requires.kv_swapping
         self.state = build_state(
             device,
             [Hosted(h.spec, h.addresses) for h in self.hosts.values()],
@@ -133,27 +164,54 @@ class LiveDevice:
             self.clock,
             self.machine.copy,
             costs,
-            # Layers wait for one thing or the other.
-            None if preset.requires.kv_swapping else self.machine.make_rotor(self.clock, self.post),
+            None if swaps else self.machine.make_rotor(self.clock, self.post),
             self._make_swapper(preset),
             self._refuse,
         )
         self._reserve = PopulatedReserve(self.state.pool)
         self._reserve.start()
         closing.callback(self._reserve.close)
-        self.workspaces = [Workspace(device.budget_bytes) for _ in range(device.lanes)]
-        """Of the fast path. Memory comes where a job first writes, which the arena stands for."""
-        self._compiling = GrammarCompiler(
+
+    def _make_swapper(self, preset: Preset) -> MakeSwapper | None:
+        """Return what swaps KV; None where the preset swaps none. Raises ConfigError where this
+        machine cannot."""
+        if not preset.requires.kv_swapping:
+            return None
+        made = self.machine.make_swapper(self.clock, preset.requires.dirty)
+        assert made is not None, "the preset's requirements are met"
+        return made
+
+    def _start_grammar_compiler(self, closing: ExitStack) -> None:
+        """Start the thread that compiles grammars."""
+        self._grammar_compiler = GrammarCompiler(
             self.post, self.inbox.break_off, self.beside_jobs, lambda n: self.cap.exempt(n)
         )
-        closing.callback(self._compiling.close)
-        self.state.grammars = self._compiling
+        closing.callback(self._grammar_compiler.close)
+        self.state.grammars = self._grammar_compiler
+
+    def _make_all_executors(self) -> None:
+        """Make the executors of each model that has been placed; log which models are refused."""
+        settings = self.state.settings
+        self.workspaces = [Workspace(settings.budget_bytes) for _ in range(settings.lanes)]
+        """Of the fast path, by lane. Jobs that write populate them; the arena accounts for it."""
         self.executors: dict[str, tuple[Executor, ...]] = {}
-        """By model, what runs it on each lane."""
-        self._set_up()
+        """By model, its executor on each lane."""
+        for name, m in list(self.state.models.items()):
+            try:
+                self.executors[name] = self.executors_of(self.hosts[name], m)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
+                self._grammar_compiler.forget(name)
+                self.state.unname(m)
+                self.state.strike(m)
+                self._refuse(name, error)
         for name, why in self.failed.items():
             log.error("model %s is not served: %s", name, why)
-        # Between jobs the C allocator keeps no more than the arena stands for.
+
+    def _start_runner(
+        self, device: DeviceSettings, record: Record | None, closing: ExitStack
+    ) -> None:
+        """Start the lanes, with a cap on what their jobs allocate."""
+        # Between jobs the C allocator keeps no more than the arena accounts for.
         self.cap = self.machine.cap(self.state.arena.pages * device.page_bytes)
         self.machine.allow(self.cap.n_bytes)
         self.runner = self.machine.runner(
@@ -162,21 +220,30 @@ class LiveDevice:
         closing.callback(self.runner.close)
         self.runner.when_lost(self.inbox.break_off)
         self.state.activating = self.runner.activating
+
+    def _open_story(self, sink: Sink | None, closing: ExitStack) -> None:
+        """Begin the story, which goes to `sink` and to the fleet's story file, if any."""
+        fleet = self.fleet
         if fleet.story_path:
-            file = StoryFile(fleet.story_path, device.name, fleet.story_bytes, fleet.story_parts)
+            name = self.state.settings.name
+            file = StoryFile(fleet.story_path, name, fleet.story_bytes, fleet.story_parts)
             closing.callback(file.close)
             sink = both(sink, file.write)
-        self.story = Story(
-            sink=sink,
-            key=os.urandom(32),
-            began=time.time() - self.clock.now(),
-        )
-        if self._make_kv_bytes is not None:
-            self.state.migration.bytes = moves = self._make_kv_bytes(self.post)
-            closing.callback(moves.close)
-            self.state.migration.exports = self.export() is not None
-        self._operator = CommandExecutor(self)
-        closing.callback(self._operator.close)
+        began = time.time() - self.clock.now()
+        self.story = Story(sink=sink, key=os.urandom(32), began=began)
+
+    def _enable_migration(self, make_kv_bytes: MakeKvBytes, closing: ExitStack) -> None:
+        """Let requests come with their KV, and leave with it where this memory can be exported."""
+        self.state.migration.bytes = kv_bytes = make_kv_bytes(self.post)
+        closing.callback(kv_bytes.close)
+        self.state.migration.exports = self.export() is not None
+
+    def _make_loop(
+        self, preset: Preset, outbox: Callable[[list[Output]], None], closing: ExitStack
+    ) -> None:
+        """Make the loop, and the executor of commands beside it."""
+        self._command_executor = CommandExecutor(self)
+        closing.callback(self._command_executor.close)
         self.loop = Loop(
             self.state,
             preset,
@@ -185,8 +252,10 @@ class LiveDevice:
             self.clock,
             outbox,
             self.story,
-            self._operator.answer,
+            self._command_executor.command_ended,
         )
+
+    # -- what others use --------------------------------------------------------------------------
 
     @property
     def specs(self) -> dict[str, ModelSpec]:
@@ -194,61 +263,63 @@ class LiveDevice:
         return {name: m.spec for name, m in self.state.models.items()}
 
     def post(self, event: Event) -> None:
-        """Hand an event in, from any thread."""
+        """Put an event in the inbox, from any thread."""
         self.inbox.post(event)
 
     @property
     def reach(self) -> GpuReach | None:
-        """Of a GPU."""
+        """The GPU's id and the GPUs whose memory it can use; None for a CPU."""
         return self.machine.reach
 
     def export(self, pages: Sequence[int] = ()) -> Exported | None:
-        """For other processes, so that they can map its pages, of a GPU just these; None: it lends
-        none. From any thread, like what follows."""
+        """Export the memory for other processes to map: all of a CPU's, these pages of a GPU.
+
+        Returns None where it cannot be exported. From any thread, like the methods up to `command`.
+        """
         try:
             return self.vm.export(pages)
         except DeviceError:
             return None
 
     def offered(self, borrower: str, epoch: int, lease: int) -> tuple[int, ...]:
-        """Pages of a lease of which none has come back; none: there is no such lease."""
+        """Return the pages of a lease of which none has been returned; empty: no such lease."""
         return self.state.lending.offered.get((borrower, epoch, lease), ())
 
-    def open(self, exported: Exported) -> Exported:
-        """Pages of another GPU, ready to be used; closes the descriptors. Raises DeviceError."""
+    def import_pages(self, exported: Exported) -> Exported:
+        """Import pages of another GPU, and close the descriptors. Raises DeviceError."""
         if not isinstance(self.vm, CudaVm):
             raise DeviceError("import", "this device is no GPU")
         return self.vm.open(exported)
 
-    def take(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
-        """Pages of another GPU are lent to this one."""
+    def accept_lease(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
+        """Accept a lease of another GPU's pages, which `import_pages` has imported."""
         self.state.lending.opened[lease.lender, lease.epoch, lease.id] = opened
         self.post(PagesLentEvent(lease))
 
-    def meet(self, peer: str, epoch: int, exported: Exported) -> None:
-        """Another process's device may lend and borrow."""
+    def add_peer(self, peer: str, epoch: int, exported: Exported) -> None:
+        """Introduce another process's device, which may lend and borrow from now on."""
         self.state.lending.exports[peer, epoch] = exported
         self.post(PeerMetEvent(peer, epoch, exported.n_pages))
 
-    def tell_peers(self, say: Callable[[LendingMessage], None]) -> None:
-        """What it has to say to others goes to `say`; before `run`."""
-        self.state.lending.say = say
+    def set_lending_outbox(self, send: Callable[[LendingMessage], None]) -> None:
+        """Set where messages to other devices go. Before `run`."""
+        self.state.lending.send = send
 
-    def migrate(self, order: migration.MigrationStep) -> None:
-        """Carry out a step of a request's move, from any thread."""
-        moves = self.state.migration
-        if isinstance(order, migration.ImportKvEvent) and moves.bytes is None:
-            moves.say(migration.KvImportedAnswer(order.wanted.id, 0))
+    def migrate(self, step: migration.MigrationStep) -> None:
+        """Carry out a step of a request's migration."""
+        state = self.state.migration
+        if isinstance(step, migration.ImportKvEvent) and state.bytes is None:
+            state.send(migration.KvImportedAnswer(step.wanted.id, 0))
         else:
-            self.post(order)
+            self.post(step)
 
-    def tell_controller(self, say: Callable[[migration.MigrationAnswer], None]) -> None:
-        """What it has to say of requests that move goes to `say`; before `run`."""
-        self.state.migration.say = say
+    def set_migration_outbox(self, send: Callable[[migration.MigrationAnswer], None]) -> None:
+        """Set where answers about migrations go. Before `run`."""
+        self.state.migration.send = send
 
-    def command(self, order: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None:
-        """Carry out an operator's order; `done` is called once, by any thread."""
-        self._operator.carry_out(order, done)
+    def command(self, command: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None:
+        """Carry out an operator's command; `done` is called once, by any thread."""
+        self._command_executor.carry_out(command, done)
 
     def populate(self) -> None:
         """Give all free pages physical memory now instead of in the background."""
@@ -260,15 +331,15 @@ class LiveDevice:
         self.loop.run()
 
     def snapshot(self) -> DeviceReport:
-        """The device as it is now; from any thread."""
+        """Return the state of the device as it is now, from any thread."""
         return report(self.state, self.fleet.device.name, self.machine.graphs)
 
     def decisions(self) -> tuple[dict[str, Any], ...]:
-        """Those since the last call, as the story tells them; by one thread."""
-        return self.story.take()
+        """Return the story's decisions since the last call; from one thread."""
+        return self.story.take_decisions()
 
     def busy(self) -> tuple[float, float]:
-        """Seconds that the loop's present turn and the oldest job in flight have lasted."""
+        """Return for how many seconds the present turn and the oldest job in flight have lasted."""
         now = self.clock.now()
         turn, job = self.loop.turn_since, self.runner.job_since
         return (0.0 if turn is None else now - turn, 0.0 if job is None else now - job)
@@ -281,40 +352,16 @@ class LiveDevice:
         for host in self.hosts.values():
             self.machine.unload(host)
 
-    def _load(self, device: DeviceSettings, *, layered: bool) -> None:
-        """Bring the fleet's models into the host tier; `layered`: as of `check_room`."""
-        for settings in self.fleet.models:
-            name = settings.name
-            try:
-                others = [h.spec for h in self.hosts.values()]
-                host = self.hosts[name] = self.load(settings)
-                check_room(host.spec, others, device, layered=layered)
-                self.failed |= host.failed
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
-                self._refuse(name, error)
-            self._progress()
-
     def load(self, settings: ModelSettings, threads: int = THREADS) -> HostModel:
-        """A model in the host tier. Raises as `load_host_model`, and what `vet` raises."""
+        """Load a model into the host tier. Raises as `load_host_model`, and what `vet` raises."""
         self._vet(settings)
         host = self.machine.load(settings, self.tier, threads)
         if (clipped := clipped_context(settings, host.spec)) is not None:
             log.warning("%s: %s", settings.name, clipped)
         return host
 
-    def _set_up(self) -> None:
-        """Make what runs each model that has been placed."""
-        for name, m in list(self.state.models.items()):
-            try:
-                self.executors[name] = self.executors_of(self.hosts[name], m)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
-                self._compiling.forget(name)
-                self.state.unname(m)
-                self.state.strike(m)
-                self._refuse(name, error)
-
     def _refuse(self, name: str, error: Exception) -> None:
-        """A model is not served; what it has is given back."""
+        """Unload a model that cannot be served, and list it in `failed` with its adapters."""
         if not isinstance(error, BallastError):
             log.error("model %s", name, exc_info=error)
         host = self.hosts.pop(name, None)
@@ -325,37 +372,30 @@ class LiveDevice:
         self.failed |= dict.fromkeys((a.name for a in settings.adapters), base)
         self.failed[name] = str(error) if isinstance(error, BallastError) else brief(error)
 
-    def _make_swapper(self, preset: Preset) -> MakeSwapper | None:
-        """None: the preset swaps no KV. Raises ConfigError where this machine cannot."""
-        if not preset.requires.kv_swapping:
-            return None
-        made = self.machine.make_swapper(self.clock, preset.requires.dirty)
-        assert made is not None, "the preset's requirements are met"
-        return made
-
     def executors_of(self, host: HostModel, m: ModelState) -> tuple[Executor, ...]:
-        """What runs a model on each lane, all of a lane's in one workspace."""
+        """Make a model's executor for each lane; all models of a lane share its workspace."""
         segments = [m.weights.segment_address(i) for i in range(len(host.spec.segment_bytes))]
         made = self.machine.executors(host, segments, m.kv, self.workspaces)
         for executor in made:
             executor.grammars = made[0].grammars  # requests may run on any lane
             if isinstance(m.weights.rotor, LinkRotor | EventRotor):
                 executor.barriers = m.weights.rotor
-        self._compiling.serve(host.spec.name, made[0].grammars)
+        self._grammar_compiler.serve(host.spec.name, made[0].grammars)
         swapper = m.swapper
         if isinstance(swapper, LinkSwapper | EventSwapper):
             return tuple(KvSwapExecutor(executor, swapper) for executor in made)
         return made
 
     def renew(self) -> None:
-        """What is there between jobs, from the next such moment on, is not theirs."""
+        """Measure the cap anew at the next moment between jobs: memory that is allocated then does
+        not count as activations."""
         n_bytes = self.state.arena.pages * self.vm.page_bytes
         self.cap.renew(n_bytes, self._forget)
         self.machine.allow(n_bytes)
 
     @contextmanager
     def beside_jobs(self) -> Iterator[None]:
-        """What is allocated meanwhile by any thread, and kept, is no activation."""
+        """Exempt from the cap what any thread allocates meanwhile, and keeps."""
         self.cap.pause()
         try:
             yield
@@ -363,17 +403,18 @@ class LiveDevice:
             self.renew()
 
     def forget_model(self, name: str) -> None:
-        """A model has been removed, or has not joined."""
+        """Forget the executors of a model that has been removed, or has not joined."""
         self.executors.pop(name, None)
-        self._compiling.forget(name)
+        self._grammar_compiler.forget(name)
 
     def _forget(self) -> None:
         for workspace in self.workspaces:
             workspace.forget()
 
 
-def _with_parts(device: DeviceSettings) -> DeviceSettings:
-    """Several lanes need to know what they divide. Raises ConfigError where that is too little."""
+def _with_threads(device: DeviceSettings) -> DeviceSettings:
+    """Set the number of threads that several CPU lanes divide. Raises ConfigError where there are
+    fewer threads than lanes."""
     if device.lanes == 1 or device.gpu is not None:
         return device
     threads = device.threads or torch.get_num_threads()

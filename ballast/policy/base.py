@@ -9,14 +9,17 @@ from ballast.core.actions import Action, Decision
 from ballast.core.compute import ComputeDecision, ComputeView
 from ballast.core.fleet import FleetDecision, FleetView, Need, Room
 from ballast.core.view import DeviceView
-from ballast.policy.activations import caches_in_order
-from ballast.policy.home import caches_for
-from ballast.policy.lending import LendAnswer
-from ballast.policy.placement import spread
+from ballast.policy.fleet.initial_placement import spread
+from ballast.policy.fleet.replica_choice import Replica, held_prefix, near
+from ballast.policy.memory.defaults import (
+    Expiry,
+    LendAnswer,
+    caches_for,
+    caches_in_order,
+    expire,
+    last_resort,
+)
 from ballast.policy.requirements import Requirements
-from ballast.policy.route import Replica, held_prefix, near
-from ballast.policy.stuck import last_resort
-from ballast.policy.ttl import Expiry, expire
 
 
 class Policy:

@@ -9,21 +9,23 @@ from dataclasses import dataclass
 
 from ballast.core.errors import ConfigError
 from ballast.core.settings import DeviceSettings, FleetSettings
-from ballast.policy.adbs import AdaptiveBatches
-from ballast.policy.admission import LateLast
-from ballast.policy.balloon import Balloon
+from ballast.policy.admission.late_last import LateLast
+from ballast.policy.admission.slack import Slack
 from ballast.policy.base import AdmissionPolicy, ComputePolicy, FleetPolicy, MemoryPolicy
-from ballast.policy.deadline import Deadline
-from ballast.policy.fleets import PLACEMENTS
-from ballast.policy.kvswap import KvSwap
-from ballast.policy.mirage import Mirage
-from ballast.policy.order import FirstComeFirstServed, RoundRobin
-from ballast.policy.quotas import Quotas
-from ballast.policy.recompute import Recompute
+from ballast.policy.compute.adbs import AdaptiveBatches
+from ballast.policy.compute.basic_orders import FirstComeFirstServed, RoundRobin
+from ballast.policy.compute.deadline import Deadline
+from ballast.policy.fleet.fixed_placement import FixedPlacement
+from ballast.policy.fleet.migrate import LeastPressure
+from ballast.policy.fleet.replicate import ReplicateUnderLoad
+from ballast.policy.memory.balloon import Balloon
+from ballast.policy.memory.kvswap import KvSwap
+from ballast.policy.memory.mirage import Mirage
+from ballast.policy.memory.quotas import Quotas
+from ballast.policy.memory.recompute import Recompute
+from ballast.policy.memory.static import FixedShares
+from ballast.policy.memory.swap import WholeModels
 from ballast.policy.requirements import Requirements
-from ballast.policy.slack import Slack
-from ballast.policy.static import FixedShares
-from ballast.policy.swap import WholeModels
 
 ORDERS: Mapping[str, Callable[..., ComputePolicy]] = {
     "round-robin": RoundRobin,
@@ -32,6 +34,14 @@ ORDERS: Mapping[str, Callable[..., ComputePolicy]] = {
     "adbs": AdaptiveBatches,
 }
 """Compute policies: dataclasses, whose fields are options."""
+PLACEMENTS: Mapping[str, FleetPolicy] = {
+    "weights": FixedPlacement(),
+    "work": FixedPlacement(by_work=True),
+    "follow": ReplicateUnderLoad(),
+    "both": ReplicateUnderLoad(by_work=True),
+    "kvpr": LeastPressure(),
+}
+"""Fleet policies, by the name that `placement` gives them."""
 _JOIN = "+"
 _PLACEMENT = "work"
 
@@ -137,13 +147,13 @@ def resolve(
     given, is that order. `placement` names a fleet policy in place of the preset's own. Raises
     ConfigError for an unknown preset, order, placement or option.
     """
-    kind, asked, named = _parts(name)
+    kind, order_name, named = _parts(name)
     if not named and order is not None:
         if order not in ORDERS:
             raise ConfigError("order", order, f"use one of {', '.join(ORDERS)}")
-        asked = order
+        order_name = order
     given = dict(options or {})
-    known = _all_fields(kind, ORDERS[asked])
+    known = _all_fields(kind, ORDERS[order_name])
     for key in given.keys() - set(known):
         allowed = ", ".join(known) or "none"
         raise ConfigError(f"options.{key}", given[key], f"preset {name!r} has options: {allowed}")
@@ -153,8 +163,8 @@ def resolve(
     return Preset(
         name,
         kind.memory(**_own(kind.memory, given)),
-        ORDERS[asked](**_own(ORDERS[asked], given)),
-        asked,
+        ORDERS[order_name](**_own(ORDERS[order_name], given)),
+        order_name,
         given,
         placement,
         kind.admission(**_own(kind.admission, given)),
@@ -173,16 +183,16 @@ def preset_of(fleet: FleetSettings) -> Preset:
 
 def _parts(name: str) -> tuple[_Kind, str, bool]:
     """A preset's memory policy, its order of compute, and whether the name states the order."""
-    memory, join, asked = name.partition(_JOIN)
+    memory, join, order_name = name.partition(_JOIN)
     kind = _KINDS.get(memory)
     if kind is None:
         raise ConfigError(
             "preset", name, f"use one of {', '.join(PRESETS)}{_near(memory, PRESETS)}"
         )
-    if join and asked not in ORDERS:
+    if join and order_name not in ORDERS:
         allowed = f"{memory} may be followed by {_JOIN} and one of {', '.join(ORDERS)}"
-        raise ConfigError("preset", name, f"{allowed}{_near(asked, tuple(ORDERS))}")
-    return kind, asked or kind.order, bool(asked)
+        raise ConfigError("preset", name, f"{allowed}{_near(order_name, tuple(ORDERS))}")
+    return kind, order_name or kind.order, bool(order_name)
 
 
 def _fields(policy: Callable[..., object]) -> list[str]:

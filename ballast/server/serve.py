@@ -23,7 +23,7 @@ from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
 from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
-from ballast.fleet.source import FleetReading, FleetSource
+from ballast.fleet.fleet_source import FleetReading, FleetSource
 from ballast.live.inbox import MonotonicClock
 from ballast.server.access.gate import Gate
 from ballast.server.access.keys import Guard

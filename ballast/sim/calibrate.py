@@ -28,10 +28,10 @@ from ballast.core.settings import FleetSettings
 from ballast.engine.model import ModelState
 from ballast.live.device import LiveDevice
 from ballast.live.machine import MakeMachine
-from ballast.sim.device import Profile
-from ballast.sim.in_service import costs_of, jobs_of, spread_of, with_loop
+from ballast.sim.device import MachineProfile
 from ballast.sim.measure_link import LinkMeter
-from ballast.sim.pages import PageCosts
+from ballast.sim.page_costs import PageCosts
+from ballast.sim.story_costs import costs_of, jobs_of, spread_of, with_loop
 
 BURSTS = (1, 1, 2, 4, 8, 16)
 """Requests that arrive at once, in the run that shows what jobs take."""
@@ -47,7 +47,7 @@ def calibrate(
     seed: int = 0,
     make_machine: MakeMachine = machine_of_one_rank,
     progress: Callable[[str, int, int | None], object] = lambda what, done, total: None,
-) -> Profile:
+) -> MachineProfile:
     """Measure a profile of this machine for the fleet's models; see `calibrated`."""
     return calibrated(fleet, rounds, seed, make_machine, progress)[0]
 
@@ -58,7 +58,7 @@ def calibrated(
     seed: int = 0,
     make_machine: MakeMachine = machine_of_one_rank,
     progress: Callable[[str, int, int | None], object] = lambda what, done, total: None,
-) -> tuple[Profile, list[ModelSpec]]:
+) -> tuple[MachineProfile, list[ModelSpec]]:
     """Measure a profile of this machine for the fleet's models; returns their sizes as well.
 
     Every model is activated a few times over the (paced) link, timed. Then the loop serves bursts
@@ -113,7 +113,7 @@ def _profile(
     answer_seconds: Sequence[float],
     rates: LinkRates,
     mapping: _Mapping,
-) -> Profile:
+) -> MachineProfile:
     """Fit costs to a story's `entries`, beside what was measured of the link and of mapping.
 
     `answer_seconds`: from the beginning of a turn until its tokens reached the client.
@@ -123,7 +123,7 @@ def _profile(
     wake, costs = costs_of(jobs)
     spread = spread_of(jobs, wake, costs)
     overhead, costs = with_loop(jobs, costs)
-    return Profile(
+    return MachineProfile(
         costs=costs,
         link=rates,
         overhead=overhead,

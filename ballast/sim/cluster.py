@@ -22,17 +22,17 @@ from ballast.core.units import MiB
 from ballast.engine.state import DeviceState
 from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import Preset
-from ballast.sim.controller import SimController, Told
-from ballast.sim.device import Profile, SimDevice, Steps
-from ballast.sim.given import NOTHING, Given
-from ballast.sim.handover import check_roles
+from ballast.sim.cluster_files import NO_FILES, ClusterFiles
+from ballast.sim.controller import OnMove, SimController
+from ballast.sim.cost_switches import ALL, CostSwitches
+from ballast.sim.device import MachineProfile, SendTokens, SimDevice
 from ballast.sim.lending import carry_out
 from ballast.sim.migration import movers_of
-from ballast.sim.modelled import ALL, Modelled
+from ballast.sim.prefill_handover import check_roles
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.runner import OnParts, unmeasured
 from ballast.sim.simulate import simulate_devices
-from ballast.sim.topology import HostPlace, Joints, PeerLinks, places
+from ballast.sim.topology import ClusterLinks, HostPlace, PeerLinks, places
 
 USABLE = 0.9
 """Share of a device's memory that is the pool's; an assumption, as of common engines' defaults."""
@@ -40,9 +40,9 @@ PARTS_PER_LANE = 8
 """Of a GPU's compute: jobs on several lanes divide it more finely than by their number."""
 SERVED = DeviceSettings(budget_bytes=0, page_bytes=2 * MiB, step_tokens=2048, step_logits=256)
 
-Heard = Callable[[str, float, Output], None]
+OnOutput = Callable[[str, float, Output], None]
 """(device, when, what a client is told)."""
-Watch = Callable[[str, float, DeviceState], None]
+OnTurn = Callable[[str, float, DeviceState], None]
 """(device, when, its state): after each turn, and the leap that follows it."""
 
 
@@ -59,7 +59,7 @@ class Kind:
     slices: int = 1
     """Equal parts of each device: each has its part of the memory and of the multiprocessors; all
     share the link."""
-    modelled: Modelled = ALL
+    modelled: CostSwitches = ALL
     """What of its profile counts."""
     role: Role = Role.BOTH
 
@@ -72,7 +72,7 @@ class Kind:
         """What the link of a device carries; the links of all devices of a group together."""
         return self.profile.link.rates.times(self.ranks)
 
-    def of(self, specs: Iterable[ModelSpec]) -> Profile:
+    def of(self, specs: Iterable[ModelSpec]) -> MachineProfile:
         """What a simulation of one of these needs that serves `specs`."""
         costs = {spec.name: self.costs(spec) for spec in specs}
         on_parts: OnParts = functools.partial(self.profile.on_parts, tp=self.ranks)
@@ -83,8 +83,8 @@ class Kind:
         return self.modelled.of(profile)
 
 
-def kinds_of(
-    text: str, lanes: int = 1, engine: str | None = None, modelled: Modelled = ALL
+def parse_kinds(
+    text: str, lanes: int = 1, engine: str | None = None, modelled: CostSwitches = ALL
 ) -> list[Kind]:
     """Parse `4xH100-80G,2xA100-80G@eager`: each a device's name, or a profile's file, and how many.
     All of them have so many `lanes`, `engine` serves on those that name none, and of their costs
@@ -126,28 +126,28 @@ class Cluster:
         kinds: Sequence[Kind],
         specs: Sequence[ModelSpec],
         preset: Preset,
-        heard: Heard,
+        on_output: OnOutput,
         served: DeviceSettings = SERVED,
         traffic: Mapping[str, Traffic] | None = None,
-        watch: Watch | None = None,
-        told: Told = lambda at, action, refused: None,
+        watch: OnTurn | None = None,
+        told: OnMove = lambda at, action, refused: None,
         sink_of: Callable[[str], Sink | None] = lambda device: None,
-        given: Given = NOTHING,
+        files: ClusterFiles = NO_FILES,
         busiest: Mapping[str, Traffic] | None = None,
-        steps: Steps | None = None,
+        steps: SendTokens | None = None,
     ) -> None:
         """`served`: what devices have in common (its budget is each one's own); `traffic`: by
         model, what is expected, for a fleet policy that places by work, and `busiest`: what is
         while the model is asked most, if that is known. `told` is called with how
-        models move; `sink_of` returns, by device, the sink of its story; `given`: which
+        models move; `sink_of` returns, by device, the sink of its story; `files`: which
         devices share links, serve which models, and lend to each other; `steps`: see `SimDevice`.
 
         Raises ConfigError for a model that no device can serve.
         """
-        policy = preset.fleet if given.homes is None else given.homes
-        sites = _sites(kinds, served, given.joints)
+        policy = preset.fleet if files.homes is None else files.homes
+        sites = _sites(kinds, served, files.joints)
         rooms, needs = _rooms_and_needs(kinds, sites, specs, traffic, busiest)
-        homes = _homes(policy, rooms, needs, sites, given)
+        homes = _homes(policy, rooms, needs, sites, files)
         prefilling = any(kind.role is Role.PREFILL for kind in kinds)
         self.devices: dict[str, SimDevice] = {}
         """By name, those that serve or may come to serve any model."""
@@ -156,13 +156,13 @@ class Cluster:
             if not own and not policy.moves:
                 continue
             observe = None if watch is None else functools.partial(watch, name)
-            said = functools.partial(self._heard if prefilling else heard, name)
+            send = functools.partial(self._heard if prefilling else on_output, name)
             self.devices[name] = SimDevice(
                 site.settings,
                 own,
                 preset,
                 site.kind.of(own),
-                said,
+                send,
                 sink_of(name),
                 observe,
                 world=site.place.host.world,
@@ -170,8 +170,8 @@ class Cluster:
                 steps=steps,
             )
         placed = {name: (device, sites[name].place) for name, device in self.devices.items()}
-        _schedule_lending(given, preset, placed, list(sites))
-        self._told_clients = heard
+        _schedule_lending(files, preset, placed, list(sites))
+        self._told_clients = on_output
         self.controller = SimController(
             self.devices,
             FleetBook(homes, needs, rooms, policy),
@@ -205,7 +205,7 @@ class _Site:
     settings: DeviceSettings
 
 
-def _sites(kinds: Sequence[Kind], served: DeviceSettings, joints: Joints) -> dict[str, _Site]:
+def _sites(kinds: Sequence[Kind], served: DeviceSettings, joints: ClusterLinks) -> dict[str, _Site]:
     """Return all devices by name, in the order of `kinds`, slices of one device at one place."""
     sites: dict[str, _Site] = {}
     units = [(kind.link, kind.ranks) for kind in kinds for _ in range(kind.number)]
@@ -253,27 +253,27 @@ def _homes(
     rooms: Sequence[Room],
     needs: Sequence[Need],
     sites: Mapping[str, _Site],
-    given: Given,
+    files: ClusterFiles,
 ) -> dict[str, list[str]]:
     """Return, by model, the names of its devices at the start. Raises ConfigError."""
     roles = {name: site.kind.role for name, site in sites.items()}
-    check_roles(roles, given.joints.peers is not PeerLinks.NONE)
-    if given.homes is None:
+    check_roles(roles, files.joints.peers is not PeerLinks.NONE)
+    if files.homes is None:
         return placed_by_role(policy, needs, rooms, roles)
     return policy.place(needs, rooms)  # which device does what is up to whoever names them
 
 
 def _schedule_lending(
-    given: Given,
+    files: ClusterFiles,
     preset: Preset,
     placed: Mapping[str, tuple[SimDevice, HostPlace]],
     names: Sequence[str],
 ) -> None:
     """Schedule the orders to lend and recall pages. Raises ConfigError."""
-    if given.orders and preset.requires.kv_swapping:
+    if files.orders and preset.requires.kv_swapping:
         allowed = "another preset: KV that lies layer by layer never lies on borrowed pages"
         raise ConfigError("orders", preset.name, allowed)
-    carry_out(given.orders, placed, names)
+    carry_out(files.orders, placed, names)
 
 
 def _settings(kind: Kind, served: DeviceSettings, name: str) -> DeviceSettings:

@@ -12,15 +12,15 @@ from ballast.core.fleet import FleetAction, Place
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.engine.report import report
-from ballast.policy.route import Replica
+from ballast.policy.fleet.replica_choice import Replica
 from ballast.sim.device import SimDevice
-from ballast.sim.handover import Handover, replica_of
 from ballast.sim.lending import WAY
 from ballast.sim.migration import Movers
+from ballast.sim.prefill_handover import Handover, replica_of
 
 SETTLING = 0.1
 """Seconds between two looks."""
-Told = Callable[[float, FleetAction, str | None], None]
+OnMove = Callable[[float, FleetAction, str | None], None]
 """(when, what a policy asked for, why it was not done; None: it was)."""
 CostsOn = Callable[[str, ModelSpec], StepCosts]
 """(device, model): what its jobs cost there."""
@@ -35,7 +35,7 @@ class SimController:
         book: FleetBook,
         specs: Sequence[ModelSpec],
         costs: CostsOn,
-        told: Told = lambda at, action, refused: None,
+        told: OnMove = lambda at, action, refused: None,
         movers: Sequence[Movers] = (),
     ) -> None:
         """`told` hears of every action of the fleet's policy; `movers`: between which devices

@@ -32,24 +32,24 @@ from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import Preset
-from ballast.sim.ahead import HeapAhead
 from ballast.sim.decoding import DecodeBatch, tokens_of
+from ballast.sim.job_spread import NONE, JobFactors, JobSpread
+from ballast.sim.layer_passes import LayerSource
 from ballast.sim.leap import leap
 from ballast.sim.link import Path, Route, SimLink
-from ballast.sim.pages import LoopTime, PageCosts, TimedVm
-from ballast.sim.passes import LayerSource
+from ballast.sim.page_costs import LoopTime, PageCosts, TimedVm
 from ballast.sim.rotor import SimRotors
 from ballast.sim.runner import OnParts, SimRunner, unmeasured
-from ballast.sim.spread import NONE, Factors, JobSpread
+from ballast.sim.steps_ahead import StepsAheadHeap
 from ballast.sim.swapper import SimSwappers
 from ballast.sim.world import World
 from ballast.weights.rotor import Loads
 
-Said = Callable[[float, Output], None]
+SendOutput = Callable[[float, Output], None]
 """Hears when clients are told something, and what."""
-Steps = Callable[[Sequence[str], Sequence[float]], None]
+SendTokens = Callable[[Sequence[str], Sequence[float]], None]
 """Hears of requests, by id, that each got a token at each of these moments, in order."""
-Observe = Callable[[float, DeviceState], None]
+OnDeviceTurn = Callable[[float, DeviceState], None]
 """Sees the time and the state after a turn, and the leap that follows it."""
 
 
@@ -58,7 +58,7 @@ COUNTED = ("activations", "evictions", "preemptions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class MachineProfile:
     """What a simulation needs to know of a machine."""
 
     costs: Mapping[str, StepCosts]
@@ -78,7 +78,7 @@ class Profile:
     page_seconds: float = 0.0
     """What an activation takes for a page beyond its copy, where `pages` is None."""
     ahead: int = 0
-    """Steps that the engine has scheduled when a request arrives (`sim.ahead`)."""
+    """Steps that the engine has scheduled when a request arrives (`sim.steps_ahead`)."""
     pages: PageCosts | None = None
     """What mapping takes of the loop; None: activations alone are slower (`page_seconds`)."""
     copies_slow: float = 0.0
@@ -115,18 +115,18 @@ class SimDevice:
         settings: DeviceSettings,
         specs: Sequence[ModelSpec],
         preset: Preset,
-        profile: Profile,
-        said: Said,
+        profile: MachineProfile,
+        send: SendOutput,
         sink: Sink | None = None,
-        observe: Observe | None = None,
+        observe: OnDeviceTurn | None = None,
         leaps: bool = True,
         world: World | None = None,
         path: Path | None = None,
-        steps: Steps | None = None,
+        steps: SendTokens | None = None,
     ) -> None:
         """As `simulate`. `world`: where the device is added, None for one of its own; `path`: how
         its bytes go through that world's links, None for a link that nothing else uses; `steps`:
-        is told of tokens that leaps pass over, in place of `said`.
+        is told of tokens that leaps pass over, in place of `send`.
 
         Raises ConfigError where the budget holds no job's activations, and for a device of several
         ranks: a group is simulated as a device of larger pages (`sim.cluster`)."""
@@ -135,7 +135,7 @@ class SimDevice:
             raise ConfigError("tensor_parallel", settings.tensor_parallel, allowed)
         self._world = World() if world is None else world
         self.clock = VirtualClock()
-        self._heap = HeapAhead(self.clock, profile.ahead, self._world.agenda)
+        self._heap = StepsAheadHeap(self.clock, profile.ahead, self._world.agenda)
         calls = LoopTime(self.clock)
         self.link = self._make_link(settings, profile, path, calls)
         self._rotors = SimRotors(self._heap, self.clock, self.link, profile.early)
@@ -147,7 +147,7 @@ class SimDevice:
         self._overhead = profile.overhead
         self._runner = self._make_runner(settings, profile, swappers, calls)
         self.story = Story(sink=sink, overhead=profile.overhead)
-        self._client = said
+        self._client = send
         self._answer = profile.answer
         self._leaps, self._steps, self._observe = leaps, steps, observe
         self.unsaid: Container[str] = ()
@@ -171,7 +171,7 @@ class SimDevice:
         self._world.add(self)
 
     def _make_link(
-        self, settings: DeviceSettings, profile: Profile, path: Path | None, calls: LoopTime
+        self, settings: DeviceSettings, profile: MachineProfile, path: Path | None, calls: LoopTime
     ) -> SimLink:
         fluid = self._world.fluid
         route = Route.alone(fluid, profile.link) if path is None else Route(fluid, path)
@@ -182,7 +182,7 @@ class SimDevice:
         self,
         settings: DeviceSettings,
         specs: Sequence[ModelSpec],
-        profile: Profile,
+        profile: MachineProfile,
         swappers: SimSwappers | None,
         calls: LoopTime,
     ) -> DeviceState:
@@ -207,7 +207,7 @@ class SimDevice:
     def _make_runner(
         self,
         settings: DeviceSettings,
-        profile: Profile,
+        profile: MachineProfile,
         swappers: SimSwappers | None,
         calls: LoopTime,
     ) -> SimRunner:
@@ -227,7 +227,7 @@ class SimDevice:
             calls,
             profile.ahead > 0,
             profile.copies_slow,
-            Factors(profile.spread, settings.name),
+            JobFactors(profile.spread, settings.name),
             profile.pages is not None and profile.pages.kv,
         )
 
@@ -379,7 +379,7 @@ def copy_nothing(dst: int, src: int, n_bytes: int) -> None:
     """There are no bytes."""
 
 
-def _memory(settings: DeviceSettings, profile: Profile, calls: LoopTime) -> NullVm:
+def _memory(settings: DeviceSettings, profile: MachineProfile, calls: LoopTime) -> NullVm:
     """A device's pages; mapping them is the loop's time where the profile knows what it costs."""
     n_pages = settings.budget_bytes // settings.page_bytes
     if profile.pages is None:

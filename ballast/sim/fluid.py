@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf
 
 from ballast.core.link import Direction, LinkRates
-from ballast.sim.agenda import Agenda, ScheduledChange
+from ballast.sim.change_queue import ChangeQueue, ScheduledChange
 
 
 class Side:
@@ -132,7 +132,7 @@ def max_min(
 class Fluid:
     """The flows of one world. Beginning or ending one costs O(flows x hops)."""
 
-    def __init__(self, agenda: Agenda) -> None:
+    def __init__(self, agenda: ChangeQueue) -> None:
         self._agenda = agenda
         self.flows: list[Flow] = []
         """Those on their way, in the order in which they began."""

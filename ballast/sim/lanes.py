@@ -22,9 +22,9 @@ from ballast.core.clock import Clock
 from ballast.core.cost import StepCosts
 from ballast.core.event import JobDoneEvent, JobResult
 from ballast.core.job import Job, JobLoad
-from ballast.sim.agenda import Change, ScheduledChange
-from ballast.sim.heap import EventHeap
-from ballast.sim.passes import Pass
+from ballast.sim.change_queue import Change, ScheduledChange
+from ballast.sim.event_heap import EventHeap
+from ballast.sim.layer_passes import Pass
 
 _STEPS = 50
 """Most steps that find how much longer reading takes; a few suffice."""
@@ -94,7 +94,7 @@ def rates(jobs: Sequence[Part]) -> list[float]:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A job that runs beside others. Implements `sim.passes.Pace`."""
+    """A job that runs beside others. Implements `sim.layer_passes.Pace`."""
 
     lanes: SimLanes
     job: Job

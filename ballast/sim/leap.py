@@ -22,7 +22,7 @@ from ballast.engine.compute_view import runnable
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
 from ballast.sim.decoding import DecodeBatch, batch_of, fit
-from ballast.sim.heap import EventHeap
+from ballast.sim.event_heap import EventHeap
 from ballast.sim.leap_lanes import leap_on_lanes
 from ballast.sim.runner import SimRunner
 

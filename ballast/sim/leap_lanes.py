@@ -13,7 +13,7 @@ from ballast.engine.compute_view import runnable
 from ballast.engine.leaps import EndedStep
 from ballast.engine.loop import Loop
 from ballast.sim.decoding import DecodeBatch, batch_of, fit
-from ballast.sim.heap import EventHeap
+from ballast.sim.event_heap import EventHeap
 from ballast.sim.runner import SimRunner
 
 

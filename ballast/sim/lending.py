@@ -22,10 +22,10 @@ from ballast.core.lease import (
     PeerOverdueReport,
 )
 from ballast.core.units import format_bytes
+from ballast.sim.cluster_files import LendingOrder, device_named
 from ballast.sim.device import SimDevice
-from ballast.sim.given import LendingOrder, device_named
+from ballast.sim.layer_passes import Pass
 from ballast.sim.link import Stream
-from ballast.sim.passes import Pass
 from ballast.sim.topology import HostPlace, PeerLinks
 from ballast.sim.world import World
 
@@ -48,7 +48,7 @@ class Lenders:
         if len(sizes) > 1:
             raise ConfigError("orders", sorted(sizes), "devices that lend have pages of one size")
         for epoch, (name, (device, place)) in enumerate(devices.items(), 1):
-            device.state.lending.say = partial(self._pass_on, name)
+            device.state.lending.send = partial(self._pass_on, name)
             streams = {}
             for other, (lender, there) in devices.items():
                 if other == name:
@@ -92,7 +92,7 @@ class Lenders:
 
 
 class SimBorrowed:
-    """Implements `sim.passes.Source`: what a job of one model reads on borrowed pages."""
+    """Implements `sim.layer_passes.Source`: what a job of one model reads on borrowed pages."""
 
     stops: Sequence[int] = ()
 

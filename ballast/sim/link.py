@@ -17,9 +17,9 @@ from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS
+from ballast.sim.event_heap import EventHeap
 from ballast.sim.fluid import Ceiling, Ended, Fluid, Side, Wire
-from ballast.sim.heap import EventHeap
-from ballast.sim.pages import LoopTime
+from ballast.sim.page_costs import LoopTime
 
 Path = Mapping[Direction, Sequence[Side]]
 """The sides that bytes of each direction cross, the device's own first."""
@@ -92,13 +92,13 @@ class SimLink:
         """As `Link.start`; `watch` is told when so many bytes are there as it wants to know of."""
         n_bytes = sum(c.n_bytes for c in copies)
         marks = [] if watch is None else [m for m in watch.marks if 0 < m < n_bytes]
-        taken = 0.0
+        copy_seconds = 0.0
 
         def ended(mark: int, at: float, seconds: float) -> None:
-            nonlocal taken
-            taken += seconds
+            nonlocal copy_seconds
+            copy_seconds += seconds
             if mark == n_bytes:
-                self._heap.schedule(at, TransferDoneEvent(transfer_id, n_bytes, taken))
+                self._heap.schedule(at, TransferDoneEvent(transfer_id, n_bytes, copy_seconds))
             if watch is not None:
                 watch.landed(at, mark)
 

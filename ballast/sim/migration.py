@@ -70,7 +70,7 @@ class Movers:
                     streams[other] = Stream(device.link, place.host.world.fluid, path)
             migration = device.state.migration
             migration.exports, migration.bytes = True, SimBytes(device, streams)
-            migration.say = partial(self._hear, name)
+            migration.send = partial(self._hear, name)
             device.unsaid = self._moves
         (world,) = {place.host.world for _, place in devices.values()}
         world.reaching.append(self)

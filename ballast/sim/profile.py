@@ -23,8 +23,9 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
 from ballast.fleet.faults import unknown
 from ballast.fleet.schema import Keys, Name, Positive
-from ballast.sim.catalogue import catalogue, facts, shape_of
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
+from ballast.sim.job_spread import JobSpread
+from ballast.sim.model_catalogue import catalogue, facts, shape_of
 from ballast.sim.profile_tables import (
     CostCoefficients,
     EngineProfile,
@@ -36,7 +37,6 @@ from ballast.sim.profile_tables import (
     PageCallCosts,
 )
 from ballast.sim.roofline import AllReduce, Hardware, KernelReach, Sizes, roofline, step_costs
-from ballast.sim.spread import JobSpread
 from ballast.sim.toml_file import NotNegative, read_keys
 
 CATALOGUE = "models.toml"
@@ -160,10 +160,10 @@ class DeviceProfile(Keys):
         percents = {row.sm_percent for row in rows if row.sm_percent < 100}
         return [(p / 100, self.costs(model, tp, p)) for p in sorted(percents)]
 
-    def of(self, specs: Iterable[ModelSpec]) -> Profile:
+    def of(self, specs: Iterable[ModelSpec]) -> MachineProfile:
         """For `sim.simulate.simulate`: one device of this kind that serves `specs`."""
         engine = self.serving
-        return Profile(
+        return MachineProfile(
             costs={spec.name: self.costs(spec) for spec in specs},
             link=self.link.rates,
             overhead=engine.overhead_seconds,
@@ -229,7 +229,7 @@ class DeviceProfile(Keys):
         return step_costs(sizes, hardware, reach, engine.host, group)
 
 
-def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> DeviceProfile:
+def profile_of(device: str, measured: MachineProfile, settings: DeviceSettings) -> DeviceProfile:
     """What `sim.calibrate` measured on a device with `settings`. It has no peaks, and so no costs
     of other models."""
     source = MeasurementSource(

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from ballast.core.link import LinkRates
 from ballast.fleet.schema import Keys, Name, Positive
-from ballast.sim.pages import PageCosts
+from ballast.sim.page_costs import PageCosts
 from ballast.sim.roofline import Derate, EngineHostCosts
 from ballast.sim.toml_file import Finite, NotNegative, Size
 

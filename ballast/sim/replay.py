@@ -26,8 +26,8 @@ from ballast.memory.transfer import ACTIVATIONS
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import resolve
 from ballast.sim.device import copy_nothing, hosted_nowhere
-from ballast.sim.lives import DeviceStory
-from ballast.sim.restore import Impossible, StoryEvents, StoryLanes, StoryRotor, Unknown
+from ballast.sim.story_events import Impossible, StoryEvents, StoryLanes, StoryRotor, Unknown
+from ballast.sim.story_reader import DeviceStory
 from ballast.sim.swapper import carry_nothing
 
 CONTEXT = 6

@@ -16,7 +16,7 @@ from pydantic import Field
 from ballast.core.cost import TILE, StepCosts
 from ballast.core.model import ModelSpec
 from ballast.fleet.schema import Keys, Positive
-from ballast.sim.catalogue import ModelFacts
+from ballast.sim.model_catalogue import ModelFacts
 from ballast.sim.toml_file import NotNegative, Size, Whole
 
 

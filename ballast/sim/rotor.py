@@ -11,14 +11,14 @@ from ballast.core.link import Direction
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
-from ballast.sim.heap import EventHeap
+from ballast.sim.event_heap import EventHeap
+from ballast.sim.layer_passes import Pass
 from ballast.sim.link import SimLink
-from ballast.sim.passes import Pass
 from ballast.weights.rotor import ArrivalPlan, Loads
 
 
 class SimRotor:
-    """Implements `weights.rotor.Rotor`, and `sim.passes.Source` for the model's jobs.
+    """Implements `weights.rotor.Rotor`, and `sim.layer_passes.Source` for the model's jobs.
 
     A layer is loaded as soon as the job is done with the one before it in its slot. A model's loads
     are a stream of their own on the device's link, as they are live.

@@ -12,13 +12,13 @@ from ballast.core.cost import StepCosts
 from ballast.core.event import EmbeddingOutput, JobDoneEvent, JobResult, PromptScoresOutput
 from ballast.core.job import Job, JobLoad, SampledToken
 from ballast.core.model import ModelSpec
-from ballast.sim.heap import EventHeap
+from ballast.sim.event_heap import EventHeap
+from ballast.sim.job_spread import NONE, JobFactors
 from ballast.sim.lanes import Part, SimLanes, guessed, measured, measured_seconds
+from ballast.sim.layer_passes import Alone, LayerSource, Pace, Pass
 from ballast.sim.link import SimLink
-from ballast.sim.pages import LoopTime
-from ballast.sim.passes import Alone, LayerSource, Pace, Pass
+from ballast.sim.page_costs import LoopTime
 from ballast.sim.rotor import SimRotors
-from ballast.sim.spread import NONE, Factors
 from ballast.sim.swapper import SimSwappers
 
 OnParts = Callable[[ModelSpec], Sequence[tuple[float, StepCosts]]]
@@ -39,7 +39,7 @@ class SimRunner:
     per job, which the lane spends idle; `wake` is what a job takes longer after a pause, and a
     decode step after a prefill; jobs that have less than the whole device have none. `parts`: of
     the device, which jobs on several lanes divide (`sim.lanes`, as is `reach`). A job that comes to
-    layers which are not there waits for them (`sim.passes`).
+    layers which are not there waits for them (`sim.layer_passes`).
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SimRunner:
         calls: LoopTime | None = None,
         hides_calls: bool = False,
         copies_slow: float = 0.0,
-        factors: Factors | None = None,
+        factors: JobFactors | None = None,
         maps_kv: bool = False,
     ) -> None:
         """`on_parts`: what jobs of a model were seen to take on parts of the device; `calls`: what
@@ -83,7 +83,7 @@ class SimRunner:
         self._calls = LoopTime(clock) if calls is None else calls
         self._hides_calls = hides_calls
         self._copies_slow = copies_slow
-        self._factors = Factors(NONE, "") if factors is None else factors
+        self._factors = JobFactors(NONE, "") if factors is None else factors
         self._hidden = 0.0
         """Seconds of calls that the job before the last hides."""
         self._measured: dict[str, Sequence[tuple[float, StepCosts]]] = {}

@@ -13,7 +13,7 @@ from ballast.core.story import Story
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset, resolve
 from ballast.sim.controller import SimController
-from ballast.sim.device import Observe, Profile, Said, SimDevice, Steps
+from ballast.sim.device import MachineProfile, OnDeviceTurn, SendOutput, SendTokens, SimDevice
 
 AHEAD = 10.0
 """Virtual seconds of arrivals that devices are told of before they go on."""
@@ -33,13 +33,13 @@ def simulate(
     fleet: FleetSettings,
     specs: Sequence[ModelSpec],
     arrivals: Iterable[Submission],
-    profile: Profile,
-    said: Said,
+    profile: MachineProfile,
+    said: SendOutput,
     sink: Sink | None = None,
-    observe: Observe | None = None,
+    observe: OnDeviceTurn | None = None,
     leaps: bool = True,
     preset: Preset | None = None,
-    steps: Steps | None = None,
+    steps: SendTokens | None = None,
 ) -> Simulated:
     """Run `arrivals` (each at its `arrival` second) on one device, to the last answer.
 

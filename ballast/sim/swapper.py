@@ -14,12 +14,12 @@ from ballast.kv.blocks import KvCache
 from ballast.kv.layered import LayeredLayout
 from ballast.kv.swapper import KvSwapper
 from ballast.sim.fluid import Ended
+from ballast.sim.layer_passes import Pass
 from ballast.sim.link import SimLink
-from ballast.sim.passes import Pass
 
 
 class SimSwapper:
-    """Implements `KvSwapper`, and `sim.passes.Source` for the model's jobs.
+    """Implements `KvSwapper`, and `sim.layer_passes.Source` for the model's jobs.
 
     As live: a job loads its first layers' KV, one for each slot, when it begins, and the next of a
     slot when the one before it there has been stored. It ends when the last has been stored.

@@ -31,7 +31,7 @@ class PeerLinks(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joints:
+class ClusterLinks:
     """How the devices of a cluster are joined, in the order in which they are named."""
 
     per_host: int = 1
@@ -50,7 +50,7 @@ class Joints:
             raise ConfigError("peers", self.peers.value, "nvlink, and no other, needs `port`")
 
 
-APART = Joints()
+APART = ClusterLinks()
 """Every device has a host of its own."""
 
 
@@ -88,7 +88,7 @@ class HostPlace:
 class SimHost:
     """A host: one world, in which its devices share links."""
 
-    def __init__(self, joints: Joints) -> None:
+    def __init__(self, joints: ClusterLinks) -> None:
         self.joints, self.world = joints, World()
         self.wire = None if joints.host is None else Wire(joints.host)
         """What all its devices' bytes cross; None: there is no such bound."""
@@ -98,7 +98,7 @@ class SimHost:
         return HostPlace(self, rates)
 
 
-def places(joints: Joints, units: Sequence[tuple[LinkRates, int]]) -> list[HostPlace]:
+def places(joints: ClusterLinks, units: Sequence[tuple[LinkRates, int]]) -> list[HostPlace]:
     """Places of devices, on as many hosts as they need.
 
     `units`: what the own link of each carries, and how many devices it is: a group of several is on

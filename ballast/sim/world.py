@@ -14,7 +14,7 @@ from math import inf
 from typing import Protocol
 
 from ballast.core.errors import BrokenPromise
-from ballast.sim.agenda import Agenda
+from ballast.sim.change_queue import ChangeQueue
 from ballast.sim.fluid import Fluid
 
 
@@ -46,7 +46,7 @@ class World:
     """Implements the order of events of several devices."""
 
     def __init__(self) -> None:
-        self.agenda = Agenda()
+        self.agenda = ChangeQueue()
         self.fluid = Fluid(self.agenda)
         """All bytes that move between these devices and their hosts."""
         self.reaching: list[Reaching] = []

@@ -80,7 +80,7 @@ class Slots:
     @property
     def saved_pages(self) -> int:
         """Pages that rotating layers do not need for themselves."""
-        return self.rotation.lent * self.layer_pages
+        return self.rotation.n_freed * self.layer_pages
 
     def refusal(self, wanted: Rotation) -> str | None:
         """Return why these layers cannot rotate; None: they can."""
@@ -95,7 +95,7 @@ class Slots:
         why = self.refusal(wanted)
         if why is not None:
             raise BrokenPromise(f"{self.owner}: {why}")
-        short = (self.rotation.lent - wanted.lent) * self.layer_pages
+        short = (self.rotation.n_freed - wanted.n_freed) * self.layer_pages
         short -= self._pool.available(self._range.owner)
         if short > 0:
             return Short(short)

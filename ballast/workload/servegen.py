@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from ballast.workload.lengths import Empirical
-from ballast.workload.reading import naming, number, read_lines, read_rows
+from ballast.workload.trace_lines import naming, number, read_lines, read_rows
 from ballast.workload.workload import Workload, WorkloadError, WorkloadRequest
 
 WINDOW_SECONDS = 600.0
@@ -85,16 +85,16 @@ class LengthBook:
         decode = msgspec.json.Decoder(_LengthLine, strict=False).decode
         for line, text in read_lines(path):
             with naming(path, line):
-                told = decode(text)
-                if told.input_tokens is None or told.output_tokens is None:
+                row = decode(text)
+                if row.input_tokens is None or row.output_tokens is None:
                     self.without_text += 1
                     continue
-                pair = (_pdf(told.input_tokens), _pdf(told.output_tokens))
+                pair = (_pdf(row.input_tokens), _pdf(row.output_tokens))
                 if not (pair[0] and pair[1]):
                     continue
-                time_of_day = told.window_start % DAY_SECONDS
-                self._add((told.model, str(told.client_id)), time_of_day, *pair)
-                pools.setdefault((told.model, time_of_day), []).append(pair)
+                time_of_day = row.window_start % DAY_SECONDS
+                self._add((row.model, str(row.client_id)), time_of_day, *pair)
+                pools.setdefault((row.model, time_of_day), []).append(pair)
         for (model, time_of_day), pairs in pools.items():
             self._add(
                 (model, _MODEL_WIDE),
@@ -224,8 +224,8 @@ def _arrivals(
 def _lengths_beside(rates: Path) -> Path:
     found = sorted(rates.parent.glob("*length*.jsonl*"))
     if len(found) != 1:
-        told = f"{len(found)} files *length*.jsonl* beside it; name the one to use"
-        raise WorkloadError(told, str(rates))
+        fault = f"{len(found)} files *length*.jsonl* beside it; name the one to use"
+        raise WorkloadError(fault, str(rates))
     return found[0]
 
 

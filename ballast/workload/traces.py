@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from ballast.workload.lengths import CHAT_OUTPUT
-from ballast.workload.reading import naming, number, read_lines, read_rows, tokens
 from ballast.workload.servegen import ServeGenSample, sample_servegen
+from ballast.workload.trace_lines import naming, number, read_lines, read_rows, tokens
 from ballast.workload.workload import Workload, WorkloadError, WorkloadRequest
 
 KINDS = ("arena", "azure", "mooncake", "gentd", "servegen", "agentic")
@@ -163,15 +163,15 @@ def _mooncake(path: Path) -> Workload:
     requests: list[WorkloadRequest] = []
     for line, text in read_lines(path):
         with naming(path, line):
-            told = decode(text)
+            row = decode(text)
             requests.append(
                 WorkloadRequest(
                     id=len(requests),
-                    at=told.timestamp / 1000,
+                    at=row.timestamp / 1000,
                     model="mooncake",
-                    prompt_tokens=max(1, told.input_length),
-                    output_tokens=max(1, told.output_length),
-                    prefix_blocks=told.hash_ids,
+                    prompt_tokens=max(1, row.input_length),
+                    output_tokens=max(1, row.output_length),
+                    prefix_blocks=row.hash_ids,
                     block_tokens=MOONCAKE_BLOCK,
                 )
             )

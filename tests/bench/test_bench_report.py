@@ -14,7 +14,7 @@ from ballast.bench.plot import plot
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import LatencyStats, Report, RequestStats
 from ballast.bench.sample import DecisionRecord, DeviceSample, MemorySample
-from ballast.bench.show import comparison_table, percent, report_table, seconds
+from ballast.bench.tables import comparison_table, percent, report_table, seconds
 from ballast.cli_bench import show_reports
 from ballast.core.errors import ConfigError
 from ballast.core.settings import Slo

@@ -11,16 +11,16 @@ import pytest
 from rich.console import Console
 
 from ballast.bench import demo, run
-from ballast.bench.choose import slos_of
 from ballast.bench.record import RequestRecord
 from ballast.bench.replay import BenchmarkTarget, WorkloadReplay
 from ballast.bench.report import Report
-from ballast.bench.serving import Serving
+from ballast.bench.run_options import slos_of
+from ballast.bench.server_process import Serving
 from ballast.bench.verdict import verdict
 from ballast.cli_common import load
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.workload.workload import Workload, WorkloadRequest
 from tests.bench.test_demo_terms import SPECS, machine, write_fleet
 
@@ -36,7 +36,7 @@ def test_every_preset_gets_the_same_file_and_bursts(
 
     def calibrated(
         fleet: FleetSettings, rounds: int, progress: object
-    ) -> tuple[Profile, list[ModelSpec]]:
+    ) -> tuple[MachineProfile, list[ModelSpec]]:
         return profile, SPECS
 
     @contextlib.contextmanager
@@ -54,7 +54,7 @@ def test_every_preset_gets_the_same_file_and_bursts(
         )
 
     def simulated(
-        fleet: FleetSettings, _: list[ModelSpec], __: Profile, workload: Workload
+        fleet: FleetSettings, _: list[ModelSpec], __: MachineProfile, workload: Workload
     ) -> Report:
         records = [record(r, True) for r in workload.requests]
         return Report.of(records, slos_of(fleet), 30.0, name=fleet.preset)

@@ -13,11 +13,11 @@ from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import GiB
-from ballast.fleet.file import load_fleet
-from ballast.fleet.plan import SCALES, ModelRecipe, plans
+from ballast.fleet.fleet_file import load_fleet
+from ballast.fleet.model_recipes import SCALES, ModelRecipe, plans
 from ballast.policy.presets import PRESETS
-from ballast.sim.catalogue import ModelFacts
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
+from ballast.sim.model_catalogue import ModelFacts
 
 SCALE = SCALES["small"]
 COMPARED = ("static", "swap", "mirage", "balloon")
@@ -50,7 +50,7 @@ def spec_of(plan: ModelRecipe) -> ModelSpec:
 SPECS = [spec_of(plan) for plan in plans("small", 8)]
 
 
-def machine(slower: float) -> Profile:
+def machine(slower: float) -> MachineProfile:
     """Two cores, as measured, made so many times slower."""
 
     def costs(spec: ModelSpec) -> StepCosts:
@@ -63,7 +63,7 @@ def machine(slower: float) -> Profile:
             per_pair=1e-6 * slower,
         )
 
-    return Profile(
+    return MachineProfile(
         costs={s.name: costs(s) for s in SPECS},
         link=LinkRates.even(1e9 / slower),
         overhead=5e-4 * slower,
@@ -96,7 +96,7 @@ def write_fleet(directory: Path, **keys: object) -> Path:
     return file
 
 
-def terms_on(profile: Profile, seed: int = 0) -> DemoTerms:
+def terms_on(profile: MachineProfile, seed: int = 0) -> DemoTerms:
     return choose_terms(FLEET, SPECS, profile, 25.0, seed)
 
 

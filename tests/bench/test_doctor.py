@@ -13,13 +13,13 @@ from rich.console import Console
 
 from ballast.bench import doctor_fleet, doctor_machine, doctor_memory
 from ballast.bench.doctor import examine, table
-from ballast.bench.finding import Finding, Verdict
+from ballast.bench.doctor_finding import Finding, Verdict
 from ballast.bench.inprocess import InProcess
 from ballast.bench.run import specs_of
 from ballast.core.request import Submission
 from ballast.core.units import GiB, KiB, MiB, ceil_div, format_bytes
-from ballast.engine.build import largest_jobs
-from ballast.fleet.file import load_fleet
+from ballast.engine.sizing import largest_jobs
+from ballast.fleet.fleet_file import load_fleet
 from ballast.fleet.make import MadeFleet, make_fleet
 from ballast.kernels.choice_file import VARIABLE, ChoiceFile, KernelChoice
 from ballast.live.inbox import MonotonicClock

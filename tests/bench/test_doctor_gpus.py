@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ballast.bench import doctor_fleet, doctor_gpus
-from ballast.bench.finding import Verdict
+from ballast.bench.doctor_finding import Verdict
 from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, LinkSettings
 from ballast.live.never_run import FEATURES
 from ballast.memory.cuda.calls import Attribute

@@ -12,7 +12,7 @@ from ballast.bench.inprocess import Answer
 from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.policy.presets import PRESETS, resolve
-from ballast.sim.catalogue import facts
+from ballast.sim.model_catalogue import facts
 from ballast.weights.rotor import Loads
 from benchmarks.doc_tables import DOCS, renewed
 from benchmarks.mirage_live import (

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from ballast.core.job import JobLoad
-from ballast.sim.catalogue import facts
-from ballast.sim.cluster import kinds_of
+from ballast.sim.cluster import parse_kinds
+from ballast.sim.model_catalogue import facts
 from benchmarks import mux_estimator
 from benchmarks.mux_estimator import Result, costs_of, estimated, summary
 from benchmarks.mux_sim import ENGINE, LANES
 
 
 def test_costs_on_a_share_are_those_measured_there_and_between() -> None:
-    (kind,) = kinds_of("A100-80G", LANES, ENGINE)
+    (kind,) = parse_kinds("A100-80G", LANES, ENGINE)
     spec = facts("LLaMA-7b").spec(max_model_len=2048, fingerprint="7b")
     rows = kind.profile.on_parts(spec, 1)
     assert len(rows) > 2
@@ -29,7 +29,7 @@ def test_costs_on_a_share_are_those_measured_there_and_between() -> None:
 
 def test_an_estimate_is_no_more_than_what_is_asked() -> None:
     for name, unit in mux_estimator.UNITS.items():
-        (kind,) = kinds_of(f"A100-80G:tp{unit.ranks}", LANES, ENGINE)
+        (kind,) = parse_kinds(f"A100-80G:tp{unit.ranks}", LANES, ENGINE)
         low, high = (estimated(unit, kind, f, 100.0) for f in (0.5, 2.0))
         for model, e in low.estimates.items():
             assert e.rate > 0, name

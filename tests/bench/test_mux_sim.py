@@ -7,7 +7,7 @@ import pytest
 from ballast.bench.report import Report
 from ballast.core.settings import Slo
 from ballast.policy.presets import resolve
-from ballast.sim.cluster import kinds_of
+from ballast.sim.cluster import parse_kinds
 from benchmarks import mux_sim
 from benchmarks.mux_sim import COMPARED, LANES, SETTINGS, TERMS, Result, lanes_of, summary, workload
 from tests.bench.test_bench_report import record
@@ -67,7 +67,7 @@ def test_a_row_runs_from_end_to_end() -> None:
     assert set(found.attainment) == set(found.kv_shares) == set(SETTINGS["10b"].rates)
     assert sum(found.kv_shares.values()) == pytest.approx(1.0)
     assert 0 < found.worst <= 1
-    (kind,) = kinds_of(mux_sim.DEVICE, LANES, mux_sim.ENGINE)
+    (kind,) = parse_kinds(mux_sim.DEVICE, LANES, mux_sim.ENGINE)
     specs = mux_sim.specs_of(SETTINGS["10b"], kind, 0.25)
     assert all(0 < s.slo.tpot < s.slo.ttft for s in specs)
 

@@ -9,7 +9,7 @@ import pytest
 
 from ballast.core import traffic
 from ballast.policy.presets import resolve
-from ballast.sim.cluster import kinds_of
+from ballast.sim.cluster import parse_kinds
 from benchmarks import prism_sim
 from benchmarks.prism_setting import (
     COMPARED,
@@ -57,7 +57,7 @@ def test_there_are_as_many_models_as_said_with_weights_of_their_own() -> None:
 
 def test_groups_have_as_many_gpus_as_said() -> None:
     for gpus, devices in GROUPED.items():
-        assert sum(kind.number * kind.ranks for kind in kinds_of(devices)) == gpus
+        assert sum(kind.number * kind.ranks for kind in parse_kinds(devices)) == gpus
 
 
 def test_every_model_is_asked_before_what_counts() -> None:

@@ -20,7 +20,7 @@ from benchmarks.fleet import (
     summary,
 )
 from benchmarks.rate_curves import RATES, Curve, curve, ratios
-from tests.policy.test_deadline import COSTS, NOW, decode, prompt, work
+from tests.policy.compute.test_deadline import COSTS, NOW, decode, prompt, work
 
 
 def test_a_rate_lies_between_the_last_that_meets_the_target_and_the_next() -> None:

@@ -13,11 +13,11 @@ from ballast.bench.run import compare_live
 from ballast.bench.servers import run_servers
 from ballast.core.errors import Unavailable
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings, Slo
-from ballast.fleet.file import load_fleet
+from ballast.fleet.fleet_file import load_fleet
 from ballast.fleet.make import make_fleet
 from ballast.policy.presets import PRESETS
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from ballast.workload.workload import Workload, WorkloadRequest
 from tests.cluster.worker.test_worker import FAKE
 
@@ -91,7 +91,7 @@ def test_presets_are_compared_over_several_devices_each_with_its_story(tmp_path:
     assert [r.total.answered for r in reports] == [5, 5]
     for preset in ("balloon", "static"):
         file = tmp_path / f"story-{preset}.jsonl"
-        lives = list(read_lives(file))
+        lives = list(read_device_stories(file))
         assert sorted(life.device for life in lives) == ["cpu:0", "cpu:1"]
         for life in lives:
             found = replay(life)

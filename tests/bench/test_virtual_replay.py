@@ -14,7 +14,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, S
 from ballast.core.units import KiB
 from ballast.engine.report import report as device_report
 from ballast.engine.state import DeviceState
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from ballast.workload.bursty import bursty_groups
 from ballast.workload.workload import Workload
@@ -47,7 +47,7 @@ def serve(workload: Workload, preset: str) -> Report:
         preset=preset,
     )
     costs = dict.fromkeys(NAMES, StepCosts(2e-3, 5e-5, 2e-4, 1e-7, 1e-9))
-    profile = Profile(costs=costs, link=LinkRates.even(1e8), overhead=1e-4)
+    profile = MachineProfile(costs=costs, link=LinkRates.even(1e8), overhead=1e-4)
     recorder = RequestRecorder()
     prompts = prompts_of(dict.fromkeys(NAMES, 512))
     submissions = [submission_for(r, prompts(r)) for r in workload.requests]

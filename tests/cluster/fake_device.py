@@ -132,23 +132,23 @@ class EchoDevice:
     def offered(self, borrower: str, epoch: int, lease: int) -> tuple[int, ...]:
         return ()
 
-    def open(self, exported: Exported) -> Exported:
+    def import_pages(self, exported: Exported) -> Exported:
         raise NotImplementedError
 
-    def meet(self, peer: str, epoch: int, exported: Exported) -> None:
+    def add_peer(self, peer: str, epoch: int, exported: Exported) -> None:
         raise NotImplementedError
 
-    def take(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
+    def accept_lease(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
         raise NotImplementedError
 
-    def tell_peers(self, say: Callable[[LendingMessage], None]) -> None:
+    def set_lending_outbox(self, say: Callable[[LendingMessage], None]) -> None:
         """It has nothing to say."""
 
     def migrate(self, order: migration.MigrationStep) -> None:
         if isinstance(order, migration.ExportKvEvent):
             self._say(migration.KvExportedAnswer(order.request_id, 0))  # it has no KV
 
-    def tell_controller(self, say: Callable[[migration.MigrationAnswer], None]) -> None:
+    def set_migration_outbox(self, say: Callable[[migration.MigrationAnswer], None]) -> None:
         self._say = say
 
     def command(self, order: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None:

@@ -9,7 +9,7 @@ from ballast.core.cost import Traffic
 from ballast.core.fleet import FleetDecision, FleetView, Need, Place, Room, Withdraw
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.policy.base import FleetPolicy
-from ballast.policy.route import Replica
+from ballast.policy.fleet.replica_choice import Replica
 
 MODEL = ModelReport(
     name="a",

@@ -10,11 +10,11 @@ import pytest
 
 from ballast.core.fleet import Need, Room
 from ballast.core.settings import ModelSettings
-from ballast.policy import fleets
+from ballast.policy import presets
+from ballast.policy.fleet.fixed_placement import FixedPlacement
+from ballast.policy.fleet.replica_choice import Replica
 from ballast.policy.presets import resolve
-from ballast.policy.route import Replica
-from ballast.policy.stay import FixedPlacement
-from ballast.sim.cluster import Cluster, kinds_of
+from ballast.sim.cluster import Cluster, parse_kinds
 from tests.cluster import test_devices
 from tests.cluster.fake_device import HOLD
 from tests.cluster.test_devices import asked, where
@@ -34,7 +34,7 @@ class Everywhere(FixedPlacement):
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fleets.PLACEMENTS, "everywhere", Everywhere())  # type: ignore[arg-type]
+    monkeypatch.setitem(presets.PLACEMENTS, "everywhere", Everywhere())  # type: ignore[arg-type]
 
 
 def test_a_server_asks_the_fleet_policy_that_its_fleet_names() -> None:
@@ -56,7 +56,7 @@ def test_a_server_asks_the_fleet_policy_that_its_fleet_names() -> None:
 def test_a_simulation_asks_the_same_policy() -> None:
     chosen: set[str] = set()
     cluster = Cluster(
-        kinds_of("3xH100-80G"),
+        parse_kinds("3xH100-80G"),
         [spec("a"), spec("b")],
         resolve("balloon", placement="everywhere"),
         lambda device, at, output: chosen.add(device),

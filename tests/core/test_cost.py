@@ -12,7 +12,7 @@ from ballast.core.cost import TILE, StepCosts, activation_bytes, lane_bytes
 from ballast.core.job import JobLoad, chunk_pairs
 from ballast.core.model import JobMemory, ModelSpec
 from ballast.core.settings import DeviceSettings
-from ballast.engine.build import largest_jobs
+from ballast.engine.sizing import largest_jobs
 
 GPU = StepCosts(
     base=12e-3,

@@ -135,7 +135,7 @@ def test_no_plan_waits_less_or_brings_less_as_brute_force_finds(
     n, rotatable, alpha, transfer, outside = world
     plan = best(n, rotatable, alpha, transfer, 1.0, outside)
     assert plan is not None
-    assert plan.lent == alpha
+    assert plan.n_freed == alpha
     assert set(plan.layers) <= set(rotatable)
     every = [
         Rotation(layers, slots)
@@ -182,7 +182,7 @@ def test_two_slots_used_in_turn_hide_what_equation_5_says(n: int) -> None:
         bound = min(n / m, runs)
         assert hidden(n, plan, bound * BELOW)
         assert not hidden(n, plan, bound * ABOVE + 1e-5)
-        assert double(n, plan.lent, bound * BELOW, 1.0)
+        assert double(n, plan.n_freed, bound * BELOW, 1.0)
         if n >= 2 * m or n % m == 0:
             assert bound == n / m
 

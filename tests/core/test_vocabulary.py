@@ -117,7 +117,9 @@ def test_virtual_time_never_goes_back() -> None:
 
 def test_the_story_tells_counts_not_contents() -> None:
     story = Story(keep=2)
-    story.event(0.5, ArrivalEvent(Submission(id="r", model="m", prompt=(5, 6), max_tokens=9)))
+    story.record_event(
+        0.5, ArrivalEvent(Submission(id="r", model="m", prompt=(5, 6), max_tokens=9))
+    )
     assert story.entries[0] == {
         "at": 0.5,
         "event": "Arrival",
@@ -126,19 +128,22 @@ def test_the_story_tells_counts_not_contents() -> None:
         "prompt_tokens": 2,
         "max_tokens": 9,
     }
-    story.event(0.6, CancelEvent("r"))
-    story.event(0.7, JobDoneEvent(Job(1, 0, "m", ()), (), 0.01))
+    story.record_event(0.6, CancelEvent("r"))
+    story.record_event(0.7, JobDoneEvent(Job(1, 0, "m", ()), (), 0.01))
     assert len(story.entries) == 2
 
 
 def test_decisions_are_taken_once() -> None:
     story = Story(keep=2)
     for pages in (1, 2, 3):
-        story.decision(0.5, DropCache("m", pages, "why"), "refused" if pages == 3 else None)
-    story.event(0.6, CancelEvent("r"))
+        story.record_decision(0.5, DropCache("m", pages, "why"), "refused" if pages == 3 else None)
+    story.record_event(0.6, CancelEvent("r"))
     told = {"at": 0.5, "action": "DropCache", "model": "m", "why": "why"}
-    assert story.take() == ({**told, "pages": 2}, {**told, "pages": 3, "refused": "refused"})
-    assert story.take() == ()
+    assert story.take_decisions() == (
+        {**told, "pages": 2},
+        {**told, "pages": 3, "refused": "refused"},
+    )
+    assert story.take_decisions() == ()
 
 
 def test_config_error_says_key_value_and_remedy() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ballast.core.view import Residency
-from ballast.engine.life import Landing, SwapPhase, Work
+from ballast.engine.life_rules import Landing, SwapPhase, Work
 from ballast.engine.state import DeviceState
 from ballast.engine.views import deferred_pages, device_view, made_anew
 

@@ -8,7 +8,7 @@ from ballast.core.link import LinkRates
 from ballast.engine.activation_rate import ActivationRate
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.sim.test_simulate import COSTS, PAGE, fleet, spec, submissions
 
@@ -45,7 +45,7 @@ def test_policies_see_what_mapping_adds(page_seconds: float) -> None:
     """The link's own rate is that of a copy alone; with pages that take long to map, weights come
     more slowly."""
     specs = [spec(f"m{i}", weight_pages=60) for i in range(3)]
-    profile = Profile(
+    profile = MachineProfile(
         costs={s.name: COSTS for s in specs},
         link=LinkRates.even(1e8),
         overhead=1e-4,

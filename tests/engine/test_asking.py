@@ -25,7 +25,7 @@ from ballast.engine.apply import apply
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import Preset, resolve
 from ballast.policy.requirements import Requirements
-from ballast.sim.device import Profile, SimDevice
+from ballast.sim.device import MachineProfile, SimDevice
 from tests.engine.fresh import check_views
 from tests.sim.test_simulate import COSTS, fleet, spec
 
@@ -58,7 +58,9 @@ class World:
             made.device,
             specs,
             Preset("asked", self.policy, plain.compute, plain.order),
-            Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4),
+            MachineProfile(
+                costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4
+            ),
             self.hear,
             leaps=False,
         )

@@ -13,8 +13,8 @@ from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.core.view import DeviceView
-from ballast.policy.balloon import Balloon
 from ballast.policy.base import MemoryPolicy
+from ballast.policy.memory.balloon import Balloon
 from ballast.policy.presets import Preset
 from tests.engine.checkpoints import VOCAB, make_llama
 

@@ -19,12 +19,12 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import KiB
 from ballast.core.view import Residency
-from ballast.engine.life import Landing
+from ballast.engine.life_rules import Landing
 from ballast.live.cpu_machine import CpuMachine
 from ballast.memory.copies import Copy, CopyBytes, copy_checked
 from ballast.memory.transfer import HostLink
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from ballast.weights.rotor import MakeRotor
 from tests.engine.checkpoints import make_base_and_tuned, make_llama
 from tests.engine.holding import DEADLINE
@@ -159,7 +159,7 @@ def test_models_that_drive_each_other_out_change_no_token(
         assert sum(m.evictions for m in server.device.state.models.values())
     assert {id: a.tokens for id, a in answers.items()} == {id: a.tokens for id, a in alone.items()}
     assert len(step.opened) > 1
-    (life,) = read_lives(story)
+    (life,) = read_device_stories(story)
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
 
@@ -196,7 +196,7 @@ def test_a_load_that_fails_under_a_job_fails_its_model_and_no_other(
     for r in others:
         assert there[r.id].tokens == after[f"{r.id}-after"].tokens == alone[r.id].tokens
     assert len(step.opened) == 2
-    (life,) = read_lives(story)
+    (life,) = read_device_stories(story)
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
 

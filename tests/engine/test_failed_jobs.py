@@ -18,8 +18,8 @@ from ballast.core.request import Sampling, Submission
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import FleetSettings, Slo
 from ballast.engine.apply import apply
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.engine.test_kv_swap_live import swapping
 from tests.engine.test_requests import GRAMMAR, path  # noqa: F401
 from tests.engine.test_requests import fleet as fleet_of_one
@@ -164,7 +164,7 @@ def failing(
         assert any(failed for _, failed in each.jobs)
     for id, answer in answers.items():
         assert answer.tokens == expected[id].tokens, id
-    (life,) = read_lives(story)
+    (life,) = read_device_stories(story)
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
     assert any(entry.get("event") == "JobFailed" for entry in life.entries)

@@ -99,7 +99,7 @@ def test_a_model_that_is_removed_leaves_no_graph(paths: dict[str, Path]) -> None
         streams = len(driver.streams)
         told: list[CommandOutcome] = []
         server.device.command(Remove("a", patience=5.0), told.append)
-        server.device._operator._thread.submit(lambda: None).result()
+        server.device._command_executor._thread.submit(lambda: None).result()
         assert [o.code for o in told] == [None]
         assert not recorders.graphs
         assert len(driver.streams) == streams - 1, "its rotor's is gone, too"

@@ -15,7 +15,7 @@ from ballast.engine.apply import apply
 from ballast.engine.events import handle
 from ballast.engine.head_start import bytes_ahead
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
+from ballast.sim.device import MachineProfile, SimDevice
 from tests.sim.test_early import RATE, layered
 from tests.sim.test_simulate import COSTS, fleet
 
@@ -23,7 +23,9 @@ from tests.sim.test_simulate import COSTS, fleet
 @pytest.fixture
 def device() -> SimDevice:
     one = replace(layered("m"), max_running=3)
-    profile = Profile(costs={"m": COSTS}, link=LinkRates.even(RATE), overhead=0.0, early=True)
+    profile = MachineProfile(
+        costs={"m": COSTS}, link=LinkRates.even(RATE), overhead=0.0, early=True
+    )
     settings = fleet("balloon", [one], 200)
     return SimDevice(settings.device, [one], resolve("balloon"), profile, lambda now, output: None)
 

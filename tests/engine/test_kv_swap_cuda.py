@@ -10,7 +10,7 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.rotation import Rotation
 from ballast.core.units import MiB
-from ballast.policy.kvswap import KvSwap
+from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.presets import Preset
 from tests.engine.gpus import AtOnce, OnHost, on_gpu, serving
 from tests.engine.test_kv_swap_live import RandomSwaps, paths, swapping  # noqa: F401

@@ -17,7 +17,7 @@ from ballast.core.settings import FleetSettings
 from ballast.core.view import DeviceView, Residency
 from ballast.live.device import LiveDevice
 from ballast.policy.base import MemoryPolicy
-from ballast.policy.kvswap import KvSwap
+from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.presets import Preset
 from tests.engine.checkpoints import make_llama
 from tests.engine.test_rotating import with_path

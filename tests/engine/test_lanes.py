@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.bench.inprocess import InProcess
-from ballast.bench.telling import telling
+from ballast.bench.story_report import report_story
 from ballast.core.cost import UNMEASURED
 from ballast.core.errors import ConfigError
 from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.job import Job
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.engine.lanes import Lanes
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.live.test_live_device import asked, fleet, need, paths  # noqa: F401
 from tests.weights.test_host import allocated, only_its_own  # noqa: F401
 
@@ -78,11 +78,11 @@ def test_lanes_change_no_token_and_replay(
     for id, answer in answers.items():
         assert answer.tokens == alone[id].tokens, id
         assert answer.logprobs == pytest.approx(alone[id].logprobs, abs=1e-4)
-    (life,) = read_lives(story)
+    (life,) = read_device_stories(story)
     found = replay(life)
     assert found.difference is None, found.difference
     assert found.stray is None
-    told = telling([life], "it")
+    told = report_story([life], "it")
     assert 0 < told.busy <= 1
     assert told.report.total.requests == len(requests)
     flying: set[int] = set()

@@ -7,7 +7,7 @@ from ballast.core.model import AdapterSpec
 from ballast.core.request import Submission
 from ballast.core.settings import Slo
 from ballast.engine.state import DeviceState
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.sim.test_simulate import COSTS, fleet, spec
 
@@ -27,7 +27,7 @@ def seen(slo: Slo, tuned: Slo, names: list[str]) -> dict[float, int]:
         Submission(id=f"r{i}", model=name, prompt=(1,) * 20, max_tokens=50, ignore_eos=True)
         for i, name in enumerate(names)
     ]
-    profile = Profile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
+    profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     simulate(
         fleet("balloon", [model], 400),
         [model],
@@ -58,7 +58,7 @@ def test_who_runs_is_late_while_its_tokens_come_too_slowly() -> None:
 
 def test_the_lane_is_a_models_while_its_jobs_run() -> None:
     model = spec("m")
-    profile = Profile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=1e-3)
+    profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=1e-3)
     arrivals = [Submission(id="r", model="m", prompt=(1,) * 20, max_tokens=9, ignore_eos=True)]
     settings = fleet("balloon", [model], 400)
     leapt = simulate(settings, [model], arrivals, profile, lambda at, output: None)

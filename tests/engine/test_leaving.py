@@ -9,7 +9,7 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.view import Residency
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
+from ballast.sim.device import MachineProfile, SimDevice
 from tests.sim.test_simulate import COSTS, fleet, spec
 
 
@@ -26,7 +26,7 @@ def test_a_client_that_vanishes_while_its_model_loads(preset: str, another: bool
     settings = fleet(preset, models, 60)
     told: list[tuple[float, Output]] = []
     # 20 pages of 64 KiB take 1.3 s.
-    profile = Profile(
+    profile = MachineProfile(
         costs=dict.fromkeys(("m", "n"), COSTS), link=LinkRates.even(1e6), overhead=0.0
     )
     device = SimDevice(

@@ -29,8 +29,8 @@ from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.memory.lending.lender import OWNER
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.engine.checkpoints import VOCAB, make_llama
 from tests.engine.holding import held
 
@@ -97,7 +97,7 @@ class Pair:
             device = replace(fleet.device, name=name, budget_bytes=budget)
             self.servers[name] = self._serve(replace(fleet, device=device, story_path=str(story)))
         for name, server in self.servers.items():
-            server.device.tell_peers(partial(self._hear, self._other(name)))
+            server.device.set_lending_outbox(partial(self._hear, self._other(name)))
 
     def _serve(self, fleet: FleetSettings) -> InProcess:
         return InProcess(fleet)
@@ -130,7 +130,7 @@ class Pair:
             exported = self.servers[self._other(name)].device.export()
             assert exported is not None
             fd = None if exported.fd is None else os.dup(exported.fd)
-            server.device.meet(self._other(name), 1, replace(exported, fd=fd))
+            server.device.add_peer(self._other(name), 1, replace(exported, fd=fd))
         self.wait_for(lambda: self.said(PeerMetReport) == 2)
 
     def order(self, order: DeviceCommand, name: str = "") -> Callable[[], CommandOutcome]:
@@ -187,7 +187,7 @@ def pair(
     with made.servers[lender], made.servers[borrower]:
         made.meet()
         yield made
-    lives = read_lives(tmp_path / "story")
+    lives = read_device_stories(tmp_path / "story")
     assert sorted(life.device for life in lives) == [lender, borrower]
     for life in lives:
         found = replay(life)

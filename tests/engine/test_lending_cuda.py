@@ -54,7 +54,7 @@ class Gpus(Pair):
         lender = self.servers[lease.lender].device
         exported = lender.export(lender.offered(other, lease.epoch, lease.id))
         assert exported is not None
-        device.take(lease, (device.open(exported),))
+        device.accept_lease(lease, (device.import_pages(exported),))
 
     def validate(self, lent: int) -> None:
         super().validate(lent)

@@ -13,10 +13,10 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.job import Job
 from ballast.core.rotation import Rotation
 from ballast.core.view import Residency
-from ballast.engine.life import (
+from ballast.engine.life import Life
+from ballast.engine.life_rules import (
     RULES,
     Landing,
-    Life,
     Membership,
     RemapPhase,
     Step,

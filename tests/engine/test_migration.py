@@ -33,8 +33,8 @@ from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, Model
 from ballast.core.units import KiB, MiB
 from ballast.memory.peer_reader import PeerReader
 from ballast.memory.vm import Exported
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.engine.checkpoints import VOCAB, make_llama
 from tests.engine.holding import DEADLINE, held, until
 
@@ -84,7 +84,7 @@ class Two:
         for server in self.servers.values():
             moves = server.device.state.migration
             moves.bytes, moves.exports = PeerReader(self._fetch, server.device.post), True
-            server.device.tell_controller(self.words.put)
+            server.device.set_migration_outbox(self.words.put)
 
     def _fetch(self, name: str) -> Exported:
         exported = self.servers[name].device.export()
@@ -147,7 +147,7 @@ def two(path: Path, tmp_path: Path, **device: Any) -> Iterator[Two]:
     with made.source, made.target:
         made.target.generate([replace(asked("first"), max_tokens=1, salt="other")])  # weights come
         yield made
-    lives = read_lives(tmp_path / "story")
+    lives = read_device_stories(tmp_path / "story")
     assert sorted(life.device for life in lives) == list(NAMES)
     for life in lives:
         found = replay(life)

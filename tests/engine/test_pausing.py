@@ -26,9 +26,9 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Request, RequestState, Sampling, Submission, WaitsFor
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
-from ballast.sim.lives import read_lives
+from ballast.sim.device import MachineProfile, SimDevice
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.sim.test_simulate import COSTS, KEEP_PLACES, Heard, fleet, spec, watch
 
 PRESETS = ("balloon", "swap", "static", "mirage", "recompute")
@@ -73,7 +73,9 @@ class Pausing(RuleBasedStateMachine):
             made.device,
             specs,
             resolve(preset, {}),
-            Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0.0),
+            MachineProfile(
+                costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0.0
+            ),
             self.listen,
             self.entries.extend,
         )
@@ -197,7 +199,7 @@ class Pausing(RuleBasedStateMachine):
             file = StoryFile(f"{directory}/story", "cpu:0")
             file.write(self.entries)
             file.close()
-            (life,) = read_lives(Path(directory) / "story")
+            (life,) = read_device_stories(Path(directory) / "story")
         found = replay(life)
         assert (found.difference, found.stray) == (None, None)
         assert life.over

@@ -8,7 +8,7 @@ from ballast.core.event import FinishedOutput, Output
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.sim.test_simulate import COSTS, fleet, spec
 
@@ -30,7 +30,7 @@ def ends(
 ) -> list[FinishedOutput]:
     """The requests' ends, as they came."""
     told: list[Output] = []
-    profile = Profile(costs={model.name: COSTS}, link=LinkRates.even(1e8), overhead=0.0)
+    profile = MachineProfile(costs={model.name: COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     simulate(fleet(preset, [model], pages), [model], arrivals, profile, lambda _, o: told.append(o))
     return [o for o in told if isinstance(o, FinishedOutput)]
 

@@ -8,7 +8,7 @@ from ballast.core.link import LinkRates
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
+from ballast.sim.device import MachineProfile, SimDevice
 from tests.sim.test_simulate import COSTS, PAGE, fleet, spec
 
 
@@ -18,7 +18,9 @@ def state_of(pages: int) -> DeviceState:
     settings = fleet("balloon", specs, pages).device
     arena = max(activation_bytes(s, settings.step_tokens, settings.step_logits) for s in specs)
     assert settings.budget_bytes // PAGE - arena // PAGE >= pages
-    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0.0)
+    profile = MachineProfile(
+        costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0.0
+    )
     device = SimDevice(settings, specs, resolve("balloon"), profile, lambda now, output: None)
     return device.state
 

@@ -11,7 +11,7 @@ from ballast.core.link import LinkRates
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.request import Request, RequestState, Submission
 from ballast.engine.queue_deadlines import QueueDeadlines
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.sim.test_simulate import COSTS, fleet, spec
 
@@ -25,7 +25,7 @@ def served(model: ModelSpec, arrivals: list[Submission]) -> dict[str, tuple[floa
             assert output.request_id not in ended
             ended[output.request_id] = now, output
 
-    profile = Profile(costs={model.name: COSTS}, link=LinkRates.even(1e8), overhead=0.0)
+    profile = MachineProfile(costs={model.name: COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     simulate(fleet("balloon", [model], 400), [model], arrivals, profile, said)
     return ended
 

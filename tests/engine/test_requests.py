@@ -28,8 +28,8 @@ from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.apply import apply
 from ballast.fleet.tokenizer import train_tokenizer
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.engine.checkpoints import make_llama
 
 VOCAB = 300
@@ -172,7 +172,7 @@ def test_a_paused_request_goes_on_with_the_tokens_it_would_have_had(
     assert again.tokens == whole.tokens
     assert scored(again, 75) == pytest.approx(scored(whole, 75), abs=1e-4)
     assert again.finished.preemptions == 0
-    (life,) = read_lives(tmp_path / "story")
+    (life,) = read_device_stories(tmp_path / "story")
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
 

@@ -26,7 +26,7 @@ from ballast.engine.report import report
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
 from ballast.memory.vm_null import NullVm
-from ballast.sim.heap import EventHeap
+from ballast.sim.event_heap import EventHeap
 from ballast.sim.link import SimLink
 from tests.engine.checkpoints import VOCAB, make_base_and_tuned
 from tests.policy import worlds

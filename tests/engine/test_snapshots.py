@@ -32,12 +32,12 @@ from ballast.core.request import Submission
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import Slo
 from ballast.core.view import DeviceView
-from ballast.engine.life import Membership
+from ballast.engine.life_rules import Membership
 from ballast.engine.state import DeviceState
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import Preset, resolve
 from ballast.policy.requirements import Requirements
-from ballast.sim.device import Profile, SimDevice
+from ballast.sim.device import MachineProfile, SimDevice
 from tests.engine.counted import count
 from tests.engine.fresh import check_views
 from tests.policy.worlds import PAGE
@@ -103,7 +103,9 @@ class Device(RuleBasedStateMachine):
             made.device,
             specs,
             Preset("scripted", self.policy, resolved.compute, resolved.order),
-            Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4),
+            MachineProfile(
+                costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4
+            ),
             lambda now, output: self.hear(output),
             observe=lambda now, state: self.look(state),
         )

@@ -18,7 +18,7 @@ from ballast.core.request import Precedence, Request, Submission
 from ballast.core.settings import Slo
 from ballast.core.view import RequestView
 from ballast.engine.waiting import Waiting
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.policy import worlds
 from tests.sim.test_enough_memory import world
@@ -126,7 +126,7 @@ def test_a_long_queue_costs_no_more_per_turn(monkeypatch: pytest.MonkeyPatch) ->
         for i in range(60)
     ]
     one = replace(spec, max_running=1)
-    profile = Profile(costs={spec.name: UNMEASURED}, link=LinkRates.even(1e9), overhead=1e-3)
+    profile = MachineProfile(costs={spec.name: UNMEASURED}, link=LinkRates.even(1e9), overhead=1e-3)
     done = simulate(fleet, [one], requests, profile, lambda at, output: None)
     assert done.state.models[spec.name].preemptions == 0
     assert made == dict.fromkeys((r.id for r in requests), 1)

@@ -17,7 +17,7 @@ from ballast.core.view import RequestView
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
+from ballast.sim.device import MachineProfile, SimDevice
 from tests.engine.fresh import check_views
 from tests.sim.test_simulate import COSTS, fleet, spec, submissions
 
@@ -36,7 +36,7 @@ class World:
     def __init__(self, pages: int = 30) -> None:
         specs = [adapted("m")]
         made = fleet("balloon", specs, pages)
-        profile = Profile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=1e-4)
+        profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=1e-4)
         self.times: dict[str, list[float]] = {}
         self.ended: dict[str, FinishedOutput] = {}
         self.levels = dict(LEVELS)

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ballast.core.errors import ConfigError
 from ballast.core.units import MiB
-from ballast.fleet.file import load_fleet
+from ballast.fleet.fleet_file import load_fleet
 from ballast.fleet.make import FULL_REQUESTS, MadeFleet, make_fleet
-from ballast.fleet.plan import SCALES, plans
+from ballast.fleet.model_recipes import SCALES, plans
 
 PRESETS = ("static", "balloon")
 

@@ -120,7 +120,7 @@ def test_books_agree_whatever_happens(
             wanted = Rotation(spread(LAYERS, n), more) if n > more else WHOLE
             if kv.turn(wanted):
                 assert kv.rotation == wanted
-                saved = wanted.lent * kv.layer_pages
+                saved = wanted.n_freed * kv.layer_pages
                 assert kv.pages + saved == LAYERS * kv.layer_pages
             else:
                 assert (kv.rotation, kv.pages, pool.free) == before

@@ -13,7 +13,7 @@ from ballast.core.errors import ConfigError, DeviceError, DeviceLost
 from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.settings import FleetSettings, KvLayout, ModelSettings
 from ballast.core.units import KiB, MiB
-from ballast.engine.build import GPU_LANE_BYTES
+from ballast.engine.sizing import GPU_LANE_BYTES
 from ballast.memory.cuda.calls import Attribute
 from ballast.models.gpu.executor import GpuTransformersModel
 from ballast.models.gpu.fused import GpuFusedModel
@@ -103,7 +103,7 @@ def test_a_model_comes_and_goes(paths: dict[str, Path], driver: FakeDriver) -> N
 
         def carry_out(order: Add | Remove) -> None:
             server.device.command(order, told.append)
-            server.device._operator._thread.submit(lambda: None).result()
+            server.device._command_executor._thread.submit(lambda: None).result()
 
         before = len(driver.pinned)
         carry_out(Add(ModelSettings(name="b", path=str(paths["b"]), dtype="float32")))

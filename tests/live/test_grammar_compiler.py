@@ -22,8 +22,8 @@ from ballast.core.request import Request, Sampling, Submission
 from ballast.core.settings import ModelSettings
 from ballast.live.grammar_compiler import GrammarCompiler
 from ballast.models.grammar import CompiledGrammar, Grammars, compile_grammar
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.engine.test_requests import GRAMMAR, asked, fleet, path  # noqa: F401
 from tests.live.test_command_executor import ordered
 from tests.policy import worlds
@@ -42,7 +42,7 @@ class Gate:
         self.begun = threading.Event()
         self.open = threading.Event()
         if server is not None:
-            server.device._compiling._compile = self
+            server.device._grammar_compiler._compile = self
 
     def __call__(self, tokenizer: Any, text: str) -> CompiledGrammar:
         self.asked[text] += 1
@@ -83,7 +83,7 @@ def test_models_run_while_a_grammar_is_compiled_once_for_all(
         server.wait()
         again = server.generate([replace(c, id=f"{c.id} again") for c in choices(4)])
         server.drain()
-        server.device._compiling.book.validate()
+        server.device._grammar_compiler.book.validate()
         state = server.device.state
         assert not any(m.paused for m in state.models.values())
         state.pool.validate()
@@ -91,7 +91,7 @@ def test_models_run_while_a_grammar_is_compiled_once_for_all(
     assert gate.threads == {"grammars"}
     for i in range(4):
         assert again[f"choice {i} again"].tokens == server.answers[f"choice {i}"].tokens != []
-    (life,) = read_lives(tmp_path / "story")
+    (life,) = read_device_stories(tmp_path / "story")
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
     assert sum(entry.get("event") == "GrammarReady" for entry in life.entries) >= 36
@@ -114,7 +114,7 @@ def test_models_with_one_tokenizer_share_grammars(path: Path) -> None:  # noqa: 
         gate.open.set()
         one, other = (replace(asked(name, grammar=GRAMMAR), model=name) for name in "ab")
         answers = server.generate([one, other])
-        assert len(server.device._compiling._tokenizers) == 1
+        assert len(server.device._grammar_compiler._tokenizers) == 1
     assert gate.asked == {GRAMMAR: 1}
     assert answers["a"].tokens == answers["b"].tokens
 
@@ -127,7 +127,7 @@ def test_models_that_come_and_go_have_grammars(path: Path) -> None:  # noqa: F81
             asking = replace(asked("one", grammar=GRAMMAR), model="b")
             assert server.generate([asking])["one"].finished
             assert ordered(server, Remove("b", patience=DEADLINE)).code is None
-        assert [*server.device._compiling._models] == ["a"]
+        assert [*server.device._grammar_compiler._models] == ["a"]
 
 
 # -- the thread, without a device ------------------------------------------------------------------

@@ -16,8 +16,8 @@ from ballast.core.errors import DeviceError
 from ballast.core.event import Event, JobDoneEvent, JobFailedEvent, JobResult
 from ballast.core.job import Job, SequenceWork
 from ballast.live.runner import CpuRunner
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.live.test_live_device import asked, fleet, paths  # noqa: F401
 
 DEADLINE = 60.0
@@ -101,7 +101,7 @@ def test_a_lost_lane_ends_the_loop_and_its_story_replays(
     server.device.runner._record = record
     with pytest.raises(DeviceError, match="lane0: its thread has ended"), server:
         server.generate(asked(2))
-    (life,) = read_lives(tmp_path / "story")
+    (life,) = read_device_stories(tmp_path / "story")
     assert not life.over
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)

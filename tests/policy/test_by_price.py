@@ -11,13 +11,13 @@ from ballast.core.actions import DropCache, Evict, Preempt
 from ballast.core.cost import StepCosts
 from ballast.core.rotation import WHOLE
 from ballast.core.view import DeviceView, ModelView, Shortage
-from ballast.policy.balloon import Balloon
-from ballast.policy.budget import PageBudget
-from ballast.policy.cover import cover
-from ballast.policy.kvswap import KvSwap
-from ballast.policy.layers import LayerOffers
-from ballast.policy.market import Claim, Offer, Source
-from ballast.policy.offers import younger_requests
+from ballast.policy.market.claim_and_offer import Claim, Offer, Source
+from ballast.policy.market.cover import cover
+from ballast.policy.market.offers import younger_requests
+from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.memory.balloon import Balloon
+from ballast.policy.memory.kvswap import KvSwap
+from ballast.policy.memory.layer_offers import LayerOffers
 from ballast.policy.presets import PRESETS, option_names, resolve
 from tests.policy.worlds import device, layered, model, request
 

@@ -12,8 +12,8 @@ import pytest
 
 from ballast.core.actions import DropCache, Evict, Preempt
 from ballast.core.view import Shortage
-from ballast.policy.cover import cover
-from ballast.policy.market import Claim
+from ballast.policy.market.claim_and_offer import Claim
+from ballast.policy.market.cover import cover
 from tests.policy.worlds import device, model, request
 
 ROOT = Path(__file__).parents[2]

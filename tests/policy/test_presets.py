@@ -15,13 +15,15 @@ from ballast.core.fleet import FleetDecision, FleetView, Need, Room
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.view import Residency, SharedView, Shortage
 from ballast.fleet.schema import FleetKeys
-from ballast.policy.admission import LateLast
-from ballast.policy.balloon import Balloon
-from ballast.policy.deadline import Deadline
-from ballast.policy.fleets import PLACEMENTS
-from ballast.policy.order import RoundRobin
+from ballast.policy.admission.late_last import LateLast
+from ballast.policy.compute.basic_orders import RoundRobin
+from ballast.policy.compute.deadline import Deadline
+from ballast.policy.memory.balloon import Balloon
+from ballast.policy.memory.static import Division, FixedShares, shares
+from ballast.policy.memory.swap import ModelTurn, WholeModels
 from ballast.policy.presets import (
     ORDERS,
+    PLACEMENTS,
     PRESETS,
     option_names,
     preset_of,
@@ -29,8 +31,6 @@ from ballast.policy.presets import (
     shared_options,
 )
 from ballast.policy.requirements import Requirements
-from ballast.policy.static import Division, FixedShares, shares
-from ballast.policy.swap import ModelTurn, WholeModels
 from tests.policy.worlds import device, model, request
 
 ABSENT = Residency.ABSENT

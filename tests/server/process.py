@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-from ballast.bench.serving import child_called, children_of
+from ballast.bench.server_process import child_called, children_of
 from ballast.cluster.worker.process_names import SERVING
 
 DEADLINE = 240.0
@@ -161,7 +161,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
 
     from ballast.core.settings import FleetSettings
-    from ballast.fleet.source import FleetSource
+    from ballast.fleet.fleet_source import FleetSource
     from ballast.policy.presets import PRESETS
     from ballast.server.serve import serve
 

@@ -15,7 +15,7 @@ import yaml
 
 from ballast.cluster.placing import need_of
 from ballast.core.units import KiB, MiB, ceil_div
-from ballast.fleet.file import load_fleet
+from ballast.fleet.fleet_file import load_fleet
 from ballast.models.on_cpu import on_cpu
 from ballast.models.profile_run import measured
 from ballast.policy.presets import PRESETS

@@ -12,7 +12,7 @@ import yaml
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.units import KiB
-from ballast.fleet.file import load_fleet
+from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
 from tests.server.process import ServerProcess, server
 from tests.server.test_crash import TOKENS, Stream, told_amid

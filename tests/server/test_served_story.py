@@ -6,9 +6,9 @@ import asyncio
 import signal
 from pathlib import Path
 
-from ballast.bench.telling import telling
-from ballast.sim.lives import read_lives
+from ballast.bench.story_report import report_story
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.server.process import server
 from tests.server.test_crash import KINDS, MODELS, TOKENS, Stream
 
@@ -35,7 +35,7 @@ def test_the_lives_before_and_after_a_crash_replay(fleet_file: Path, tmp_path: P
         )
         running.signal(signal.SIGTERM)
         assert running.wait() == 0
-    lives = read_lives(path)
+    lives = read_device_stories(path)
     assert [life.over for life in lives] == [False, True]
     for life in lives:
         found = replay(life)
@@ -48,7 +48,7 @@ def test_the_lives_before_and_after_a_crash_replay(fleet_file: Path, tmp_path: P
     # On a busy machine some have ended before the kill comes.
     assert len(MODELS) * len(KINDS) - ended <= len(resumed) <= len(MODELS) * len(KINDS)
     assert resumed
-    report = telling(lives, "served").report
+    report = report_story(lives, "served").report
     assert report.total.answered == report.total.requests == len(MODELS) * len(KINDS) + 1
     assert {r.output_tokens for r in report.records} == {TOKENS, 5}
     assert "ship" not in path.read_text().lower()

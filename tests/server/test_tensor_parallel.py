@@ -14,10 +14,10 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from ballast.bench.serving import child_called
+from ballast.bench.server_process import child_called
 from ballast.cluster.tensor_parallel.rank_process import PROCESS_NAME
 from ballast.core.units import KiB
-from ballast.fleet.file import load_fleet
+from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
 from tests.cluster.tensor_parallel.test_group_machine import specs_of_ranks
 from tests.server.process import ServerProcess, server

@@ -33,7 +33,7 @@ class Neighbours:
         self.seen: Counter[str] = Counter()
         """Words by kind, orders, and `late`: the devices that did not return pages in time."""
         for name, sim in self.sims.items():
-            sim.state.lending.say = partial(self._hear, name)
+            sim.state.lending.send = partial(self._hear, name)
 
     def other(self, name: str) -> str:
         """The device beside the one of that name."""

@@ -23,8 +23,8 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
-from ballast.sim.lives import DeviceStory, read_lives
+from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.story_reader import DeviceStory, read_device_stories
 from tests.sim import test_kvswap
 from tests.sim.restless import layered_world, lending_world
 from tests.sim.scenarios import FIRST_ORDERS, Ask, Model, Order, Scenario, Seeded, scenario
@@ -65,7 +65,7 @@ class Case:
                 device = replace(device, threads=self.lanes)
             options = {**settings.options, **self.options}
             file = StoryFile(path, device.name)
-            profile = Profile(
+            profile = MachineProfile(
                 costs=dict.fromkeys((s.name for s in specs), COSTS),
                 link=LinkRates.even(self.link),
                 overhead=3e-4,
@@ -233,7 +233,7 @@ def read(path: Path) -> list[DeviceStory]:
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "story"
         plain.write_bytes(lzma.decompress(path.read_bytes()))
-        return read_lives(plain)
+        return read_device_stories(plain)
 
 
 def record(name: str) -> Path:

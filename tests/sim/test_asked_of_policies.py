@@ -33,12 +33,11 @@ from ballast.core.settings import Slo
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView
 from ballast.memory.vm_null import NullVm
-from ballast.policy.activations import WHY
-from ballast.policy.balloon import Balloon
 from ballast.policy.base import MemoryPolicy
-from ballast.policy.lending import LendAnswer
+from ballast.policy.memory.balloon import Balloon
+from ballast.policy.memory.defaults import ACTIVATIONS_GROW, LendAnswer
+from ballast.policy.memory.static import FixedShares
 from ballast.policy.presets import PRESETS, resolve
-from ballast.policy.static import FixedShares
 from tests.policy import worlds
 from tests.sim.test_shortages import PEER, World, asked
 from tests.sim.test_simulate import COSTS, PAGE, spec
@@ -56,7 +55,7 @@ def decided(world: World, by: str | None = None) -> list[str]:
 def meet(world: World) -> list[LendingMessage]:
     """Let the device know another one; what it is sent from then on."""
     sent: list[LendingMessage] = []
-    world.state.lending.say = sent.append
+    world.state.lending.send = sent.append
     world.state.lending.exports[PEER, 1] = NullVm(PAGE, 100).export(())
     world.device._heap.schedule(0.0, PeerMetEvent(PEER, 1, 100))
     return sent
@@ -128,16 +127,16 @@ def test_no_more_is_dropped_for_activations_than_they_lack() -> None:
     for name in PRESETS:
         policy = resolve(name).memory
         assert list(policy.grow_activations(worlds.device(a, b, free=0), 3)) == [
-            DropCache("a", 3, WHY)
+            DropCache("a", 3, ACTIVATIONS_GROW)
         ]
         assert list(policy.grow_activations(worlds.device(a, b, free=0), 6)) == [
-            DropCache("a", 6, WHY),
-            DropCache("b", 2, WHY),
+            DropCache("a", 6, ACTIVATIONS_GROW),
+            DropCache("b", 2, ACTIVATIONS_GROW),
         ]
         # Nothing can be counted on that a cache gives up whose layers change.
         assert list(policy.grow_activations(worlds.device(turning, b, free=0), 6)) == [
-            DropCache("t", 6, WHY),
-            DropCache("b", 6, WHY),
+            DropCache("t", 6, ACTIVATIONS_GROW),
+            DropCache("b", 6, ACTIVATIONS_GROW),
         ]
 
 

@@ -17,11 +17,11 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.units import MiB
 from ballast.policy.presets import resolve
-from ballast.sim.catalogue import facts
-from ballast.sim.cluster import Cluster, Kind, kinds_of
-from ballast.sim.given import Given, given
+from ballast.sim.cluster import Cluster, Kind, parse_kinds
+from ballast.sim.cluster_files import ClusterFiles, read_cluster_files
+from ballast.sim.model_catalogue import facts
 from ballast.sim.profile import device_profile
-from ballast.sim.topology import Joints
+from ballast.sim.topology import ClusterLinks
 
 
 def spec(name: str, like: str = "Llama-2-7b") -> ModelSpec:
@@ -43,7 +43,7 @@ def arrivals(models: list[str], n: int) -> list[Submission]:
 
 
 def test_kinds_of_devices_are_named() -> None:
-    kinds = kinds_of("4xH100-80G, a100-80g,2 x L4")
+    kinds = parse_kinds("4xH100-80G, a100-80g,2 x L4")
     assert [(k.number, k.profile.device) for k in kinds] == [
         (4, "H100-80G"),
         (1, "A100-80G"),
@@ -52,10 +52,10 @@ def test_kinds_of_devices_are_named() -> None:
 
 
 def test_groups_and_slices_are_named() -> None:
-    kinds = kinds_of("2xH100-80G:tp4,A100-80G:slices2,L4")
+    kinds = parse_kinds("2xH100-80G:tp4,A100-80G:slices2,L4")
     named = [(k.number, k.profile.device, k.ranks, k.slices) for k in kinds]
     assert named == [(2, "H100-80G", 4, 1), (1, "A100-80G", 1, 2), (1, "L4", 1, 1)]
-    group, whole = kinds[0], kinds_of("H100-80G")[0]
+    group, whole = kinds[0], parse_kinds("H100-80G")[0]
     assert group.link.to_device == 4 * whole.link.to_device
     large = spec("large", "Llama-2-70b")
     assert group.costs(large) == whole.profile.costs(large, tp=4)
@@ -74,7 +74,7 @@ def test_groups_and_slices_are_named() -> None:
 )
 def test_what_is_no_device_is_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        kinds_of(text)
+        parse_kinds(text)
 
 
 @pytest.mark.parametrize("preset", ["static", "swap", "balloon"])
@@ -91,7 +91,7 @@ def test_everything_is_answered_by_the_models_device(preset: str) -> None:
             ends[type(output).__name__] += 1
             where.setdefault(output.request_id, set()).add(device)
 
-    cluster = Cluster(kinds_of("2xH100-80G"), [spec(n) for n in names], resolve(preset), heard)
+    cluster = Cluster(parse_kinds("2xH100-80G"), [spec(n) for n in names], resolve(preset), heard)
     asked = arrivals(names, 140)
     assert cluster.run(asked) > asked[-1].arrival
     assert ends == Counter(FinishedOutput=140)
@@ -104,7 +104,7 @@ def test_everything_is_answered_by_the_models_device(preset: str) -> None:
 def test_a_model_that_is_too_large_says_what_is_missing() -> None:
     with pytest.raises(ConfigError, match=r"'big'.*GiB are missing"):
         Cluster(
-            kinds_of("8xL4"),
+            parse_kinds("8xL4"),
             [spec("big", "Llama-2-70b")],
             resolve("balloon"),
             lambda device, at, output: None,
@@ -136,7 +136,7 @@ def served(kinds: str, specs: list[ModelSpec], n: int = 30, **how: Any) -> tuple
         ends[type(output).__name__] += 1
         last = at
 
-    cluster = Cluster(kinds_of(kinds), specs, resolve("balloon"), heard, **how)
+    cluster = Cluster(parse_kinds(kinds), specs, resolve("balloon"), heard, **how)
     cluster.run(arrivals([s.name for s in specs], n))
     assert ends["FinishedOutput"] == n
     for device in cluster.devices.values():
@@ -150,7 +150,7 @@ def test_a_group_serves_what_one_device_cannot_hold() -> None:
         served("8xH100-80G", large)
     two, slower = served("H100-80G:tp4", large)
     (state,) = (device.state for device in two.devices.values())
-    single = kinds_of("H100-80G")[0].profile.hardware
+    single = parse_kinds("H100-80G")[0].profile.hardware
     assert single is not None
     assert state.settings.budget_bytes > 3.5 * 0.9 * single.memory_bytes
     _, quicker = served("H100-80G:tp8", large)
@@ -170,7 +170,7 @@ def test_slices_are_parts_of_a_device_that_share_its_link() -> None:
         return [e["seconds"] for es in story for e in es if e.get("event") == "TransferDone"]
 
     (first, second), (alone, later) = brought(halves), brought(whole)
-    half = kinds_of("A100-80G@eager")[0].link.to_device / 2
+    half = parse_kinds("A100-80G@eager")[0].link.to_device / 2
     assert first == pytest.approx(specs[0].weight_bytes / half, rel=0.05), "nearly all together"
     assert alone < first, "alone only the mapping of its pages slows it"
     assert later == pytest.approx(alone)
@@ -181,8 +181,8 @@ def test_slices_are_parts_of_a_device_that_share_its_link() -> None:
 
 def test_devices_of_a_host_bring_their_models_more_slowly() -> None:
     specs = [spec(f"m{i}") for i in range(4)]
-    link = kinds_of("4xH100-80G")[0].link
-    shared = Joints(per_host=4, host=link)
+    link = parse_kinds("4xH100-80G")[0].link
+    shared = ClusterLinks(per_host=4, host=link)
 
     def first(**how: Any) -> float:
         cluster, _ = served("4xH100-80G", specs, n=4, **how)
@@ -191,16 +191,16 @@ def test_devices_of_a_host_bring_their_models_more_slowly() -> None:
         return max(e["seconds"] for es in stories for e in es if e.get("event") == "TransferDone")
 
     apart = first()
-    assert first(given=Given(joints=Joints(per_host=4))) == apart
+    assert first(files=ClusterFiles(joints=ClusterLinks(per_host=4))) == apart
     # Four that map and copy at once ask for 1.8 times what the link of one carries.
-    assert first(given=Given(joints=shared)) > 1.5 * apart
+    assert first(files=ClusterFiles(joints=shared)) > 1.5 * apart
 
 
 def test_models_are_where_a_file_says(tmp_path: Path) -> None:
     specs = [spec(f"m{i}") for i in range(3)]
     file = tmp_path / "homes.toml"
     file.write_text('[homes]\nm0 = [1]\nm1 = ["H100-80G:0", 1]\nm2 = [0, 0]\n')
-    cluster, _ = served("2xH100-80G", specs, given=given(None, str(file), None))
+    cluster, _ = served("2xH100-80G", specs, files=read_cluster_files(None, str(file), None))
     names = [f"H100-80G:{i}" for i in range(2)]
     assert cluster.controller.book.homes == {
         "m0": (names[1],),
@@ -225,7 +225,11 @@ def test_faults_in_a_file_of_homes_are_named(tmp_path: Path, homes: str, says: s
     file = tmp_path / "homes.toml"
     file.write_text(f"[homes]\n{homes}\n")
     with pytest.raises(ConfigError, match=says):
-        served("2xL4", [spec("m0"), spec("m1")], given=given(None, str(file), None))
+        served(
+            "2xL4",
+            [spec("m0"), spec("m1")],
+            files=read_cluster_files(None, str(file), None),
+        )
 
 
 def test_a_device_too_small_for_a_given_model_is_named(tmp_path: Path) -> None:
@@ -233,19 +237,19 @@ def test_a_device_too_small_for_a_given_model_is_named(tmp_path: Path) -> None:
     file.write_text("[homes]\nm0 = [0]\nlarge = [1]\n")
     specs = [spec("m0"), spec("large", "Llama-2-13b")]
     with pytest.raises(ConfigError, match=r"L4:1 is too small for it: .*missing"):
-        served("H100-80G,L4", specs, given=given(None, str(file), None))
+        served("H100-80G,L4", specs, files=read_cluster_files(None, str(file), None))
 
 
 def test_links_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "links.toml"
     file.write_text('per_host = 4\n[host]\nto_device = "60GB/s"\nto_host = 5e10\n')
-    assert given(file, None, None).joints == Joints(
+    assert read_cluster_files(file, None, None).joints == ClusterLinks(
         per_host=4, host=LinkRates(6e10, 5e10, 6e10, 5e10)
     )
-    assert given(None, "work", None) == Given()
+    assert read_cluster_files(None, "work", None) == ClusterFiles()
     file.write_text("per_hosts = 4\n")
     with pytest.raises(ConfigError, match="per_host"):
-        given(file, None, None)
+        read_cluster_files(file, None, None)
 
 
 ORDERS = """
@@ -267,8 +271,8 @@ def lent(tmp_path: Path, orders: str, kinds: str = "2xL4", per_host: int = 2) ->
     links.write_text(f'per_host = {per_host}\npeers = "pcie"\n')
     file.write_text(orders)
     homes.write_text("[homes]\nm0 = [0]\nm1 = [1]\n")
-    there = given(links, str(homes), file)
-    return served(kinds, [spec("m0"), spec("m1")], given=there)[0]
+    there = read_cluster_files(links, str(homes), file)
+    return served(kinds, [spec("m0"), spec("m1")], files=there)[0]
 
 
 def test_devices_lend_what_a_file_orders(tmp_path: Path) -> None:

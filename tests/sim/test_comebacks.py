@@ -12,7 +12,7 @@ import pytest
 from ballast.core.event import FinishedOutput, Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.sim.scenarios import Seeded, scenario
 from tests.sim.test_simulate import COSTS, Heard, fleet, spec, watch
@@ -43,7 +43,9 @@ def ask(id: str, model: str, at: float, n: int = 20, output: int = 2) -> Submiss
 
 def run(arrivals: list[Submission], **options: float) -> tuple[Timed, Counter[str]]:
     heard = Timed()
-    profile = Profile(costs={s.name: COSTS for s in SPECS}, link=LinkRates.even(1e7), overhead=1e-4)
+    profile = MachineProfile(
+        costs={s.name: COSTS for s in SPECS}, link=LinkRates.even(1e7), overhead=1e-4
+    )
     settings = replace(fleet("balloon", SPECS, PAGES), options=options)
     entries: list[dict[str, Any]] = []
     result = simulate(settings, SPECS, arrivals, profile, heard, entries.extend, observe=watch)

@@ -23,21 +23,21 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.policy.base import FleetPolicy
+from ballast.policy.fleet.fixed_placement import FixedPlacement
+from ballast.policy.fleet.replica_choice import Replica
 from ballast.policy.presets import resolve
-from ballast.policy.route import Replica
-from ballast.policy.stay import FixedPlacement
 from ballast.sim.controller import SimController
-from ballast.sim.device import Profile, Said, SimDevice
+from ballast.sim.device import MachineProfile, SendOutput, SimDevice
 from ballast.sim.simulate import simulate, simulate_devices
 from tests.sim.test_simulate import COSTS, fleet, spec, submissions
 
 NAMES = ["a", "b", "c"]
 SPECS = [spec(name) for name in NAMES]
 HOMES = (("x", "ab"), ("y", "c"), ("z", ""))
-PROFILE = Profile(costs=dict.fromkeys(NAMES, COSTS), link=LinkRates.even(1e8), overhead=1e-4)
+PROFILE = MachineProfile(costs=dict.fromkeys(NAMES, COSTS), link=LinkRates.even(1e8), overhead=1e-4)
 
 
-def device(settings: FleetSettings, names: list[str], said: Said) -> SimDevice:
+def device(settings: FleetSettings, names: list[str], said: SendOutput) -> SimDevice:
     specs = [s for s in SPECS if s.name in names]
     return SimDevice(settings.device, specs, resolve(settings.preset), PROFILE, said)
 
@@ -100,7 +100,7 @@ def test_replicas_share_the_requests_by_what_is_open() -> None:
 def run(told: list[tuple[float, str, Output]]) -> None:
     settings = fleet("balloon", SPECS, 60)
 
-    def said_by(name: str) -> Said:
+    def said_by(name: str) -> SendOutput:
         return lambda at, output: told.append((at, name, output))
 
     devices = {name: device(settings, NAMES, said_by(name)) for name in ("x", "y")}
@@ -149,7 +149,7 @@ def moved_about(preset: str, seed: int) -> Counter[str]:
     ends: list[tuple[str, Output]] = []
     where: dict[str, str] = {}
 
-    def said_by(name: str) -> Said:
+    def said_by(name: str) -> SendOutput:
         def said(at: float, output: Output) -> None:
             if isinstance(output, FinishedOutput | FailedOutput):
                 ends.append((name, output))

@@ -15,10 +15,10 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import PRESETS, resolve
-from ballast.sim.device import Profile, SimDevice
-from ballast.sim.lives import read_lives
+from ballast.sim.device import MachineProfile, SimDevice
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
+from ballast.sim.story_reader import read_device_stories
 from tests.sim.test_simulate import COSTS, PAGE, Heard, fleet, spec, submissions, watch
 
 RATE = 1e7
@@ -37,7 +37,7 @@ def layered(name: str, layers: int = 4, pages: int = 4) -> ModelSpec:
 
 
 def first_tokens(
-    profile: Profile, asked: list[Submission], specs: list[ModelSpec]
+    profile: MachineProfile, asked: list[Submission], specs: list[ModelSpec]
 ) -> tuple[dict[str, list[float]], list[StoryEntry]]:
     told: dict[str, list[float]] = {s.id: [] for s in asked}
     entries: list[StoryEntry] = []
@@ -53,7 +53,7 @@ def first_tokens(
 @pytest.mark.parametrize("step", [STEP, 10.0])
 def test_the_first_token_follows_the_last_layer_by_one_layers_work(step: float) -> None:
     one = layered("m")
-    profile = Profile(
+    profile = MachineProfile(
         costs={"m": StepCosts(step, 0.0, 0.0, 0.0, 0.0)}, link=LinkRates.even(RATE), overhead=0.0
     )
     asked = [Submission(id="one", model="m", prompt=(1,) * 20, max_tokens=1)]
@@ -75,7 +75,7 @@ def test_no_lane_is_kept_from_others_for_a_whole_load() -> None:
     as its first job."""
     specs = [layered("a"), layered("b", pages=40)]
     costs = dict.fromkeys("ab", StepCosts(STEP, 0.0, 0.0, 0.0, 0.0))
-    profile = Profile(costs=costs, link=LinkRates.even(RATE), overhead=0.0, early=True)
+    profile = MachineProfile(costs=costs, link=LinkRates.even(RATE), overhead=0.0, early=True)
     asked = [
         Submission(id="a", model="a", prompt=(1,) * 20, max_tokens=200, ignore_eos=True),
         Submission(id="b", model="b", prompt=(1,) * 20, max_tokens=1, arrival=1.0),
@@ -94,7 +94,7 @@ def test_no_lane_is_kept_from_others_for_a_whole_load() -> None:
 def test_every_preset_serves_twice_the_same_and_with_leaps_as_without(preset: str) -> None:
     specs = [layered(f"m{i}", 2 + i, 3) for i in range(3)]
     asked = submissions([s.name for s in specs], 40, seed=3)
-    profile = Profile(
+    profile = MachineProfile(
         costs={s.name: COSTS for s in specs}, link=LinkRates.even(RATE), overhead=1e-4, early=True
     )
     stories: list[list[StoryEntry]] = []
@@ -116,7 +116,7 @@ def test_every_preset_serves_twice_the_same_and_with_leaps_as_without(preset: st
 def test_a_story_of_early_jobs_replays(tmp_path: Path) -> None:
     specs = [layered(f"m{i}", 2 + i, 3) for i in range(3)]
     asked = submissions([s.name for s in specs], 60, seed=4)
-    profile = Profile(
+    profile = MachineProfile(
         costs={s.name: COSTS for s in specs}, link=LinkRates.even(RATE), overhead=1e-4, early=True
     )
     settings = fleet("balloon", specs, 60)
@@ -129,7 +129,7 @@ def test_a_story_of_early_jobs_replays(tmp_path: Path) -> None:
         device.submit(one)
     device.finish(asked[-1].arrival)
     file.close()
-    (life,) = read_lives(path)
+    (life,) = read_device_stories(path)
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
     assert sum(e.get("event") == "FirstJobReady" for e in life.entries) > 1

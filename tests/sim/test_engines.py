@@ -9,8 +9,8 @@ import pytest
 from ballast.core.errors import ConfigError
 from ballast.core.job import JobLoad
 from ballast.core.units import MiB
-from ballast.sim.catalogue import facts
-from ballast.sim.modelled import Modelled
+from ballast.sim.cost_switches import CostSwitches
+from ballast.sim.model_catalogue import facts
 from ballast.sim.profile import device_profile
 from ballast.sim.roofline import AllReduce, EngineHostCosts, KernelReach, Sizes, step_costs
 from ballast.sim.toml_file import as_toml
@@ -112,6 +112,6 @@ def test_stated_activations_are_met() -> None:
         mapping = spec.weight_bytes / (2 * MiB) * used.pages.map
         moving = spec.weight_bytes / used.moving(2 * MiB).to_device
         assert mapping + moving == pytest.approx(seconds, rel=0.02)
-        unmapped = Modelled(without=("mapping",)).of(used).moving(2 * MiB)
+        unmapped = CostSwitches(without=("mapping",)).of(used).moving(2 * MiB)
         assert spec.weight_bytes / unmapped.to_device == pytest.approx(seconds, rel=0.02)
         assert spec.weight_bytes / profile.link.to_device < 0.5 * seconds

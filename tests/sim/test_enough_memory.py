@@ -15,7 +15,7 @@ from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, ceil_div
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 
 LONGEST = 180
@@ -108,7 +108,7 @@ def answered(preset: str, options: Mapping[str, float], first: int, lanes: int) 
         fleet, specs, requests = world(seed, preset, lanes)
         fleet = replace(fleet, options=options)
         costs = {s.name: UNMEASURED for s in specs}
-        profile = Profile(costs=costs, link=LinkRates.even(1e9), overhead=1e-3)
+        profile = MachineProfile(costs=costs, link=LinkRates.even(1e9), overhead=1e-3)
         said: list[Output] = []
         done = simulate(fleet, specs, requests, profile, lambda _, o, said=said: said.append(o))
         done.state.pool.validate()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.sim.catalogue import CatalogueKeys, catalogue
+from ballast.sim.model_catalogue import CatalogueKeys, catalogue
 from ballast.sim.profile import DeviceProfile, device_files, device_profile
 from ballast.sim.toml_file import as_toml, read_keys
 from scripts.fit_profiles import catalogue_of, fitted_row, profiles, stated_rows

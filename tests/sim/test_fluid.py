@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.core.link import LinkRates
-from ballast.sim.agenda import Agenda
+from ballast.sim.change_queue import ChangeQueue
 from ballast.sim.fluid import Ceiling, Fluid, Side, Wire, max_min
 
 EPS = 1e-9
@@ -87,7 +87,7 @@ WIRES = (
 def test_bytes_are_conserved_and_no_link_is_exceeded(asked: list[Sent]) -> None:
     """Between any two moments at which something begins or ends, rates are constant: what they
     carry adds up to what was asked, and every side is within its capacity."""
-    agenda = Agenda()
+    agenda = ChangeQueue()
     fluid = Fluid(agenda)
     wires = [Wire(r) for r in WIRES]
     delivered = [0.0] * len(asked)
@@ -141,7 +141,7 @@ def test_bytes_are_conserved_and_no_link_is_exceeded(asked: list[Sent]) -> None:
 def test_a_flow_alone_takes_its_bytes_over_its_rate_to_the_last_bit(
     at: float, n_bytes: int, rate: float
 ) -> None:
-    agenda = Agenda()
+    agenda = ChangeQueue()
     ends: list[tuple[float, float]] = []
     wire = Wire(LinkRates.even(rate))
     Fluid(agenda).start(at, [wire.down], n_bytes, lambda *end: ends.append(end))
@@ -153,7 +153,7 @@ def test_a_flow_alone_takes_its_bytes_over_its_rate_to_the_last_bit(
 def test_what_a_full_host_link_leaves_goes_to_those_that_can_use_it() -> None:
     """Three devices of 10, 40 and 100 on a host of 90: 10, 40 and the other 40 for 400 bytes each;
     after 10 s the last two are done, and the first goes on at 10."""
-    agenda = Agenda()
+    agenda = ChangeQueue()
     fluid = Fluid(agenda)
     host = Wire(LinkRates.even(90.0))
     ends: dict[str, float] = {}

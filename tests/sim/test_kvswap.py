@@ -23,16 +23,16 @@ from ballast.engine.story_file import StoryFile
 from ballast.kv.blocks import KvCache
 from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm
-from ballast.policy.kvswap import KvSwap
+from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
-from ballast.sim.heap import EventHeap
+from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.event_heap import EventHeap
 from ballast.sim.lanes import Running, SimLanes, guessed
+from ballast.sim.layer_passes import Alone, Pass
 from ballast.sim.link import SimLink
-from ballast.sim.lives import read_lives
-from ballast.sim.passes import Alone, Pass
 from ballast.sim.replay import replay
 from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.story_reader import read_device_stories
 from ballast.sim.swapper import SimSwapper
 from tests.policy import worlds
 from tests.sim.test_simulate import COSTS, Heard, fleet, submissions, watch
@@ -50,7 +50,7 @@ def run(
 ) -> tuple[Simulated, list[dict[str, Any]]]:
     entries: list[dict[str, Any]] = []
     heard = Heard()
-    profile = Profile(costs={"a": COSTS}, link=rates, overhead=1e-4)
+    profile = MachineProfile(costs={"a": COSTS}, link=rates, overhead=1e-4)
     settings = replace(fleet(preset, [SPEC], 110), options=options)
     result = simulate(
         settings, [SPEC], ARRIVALS, profile, heard, sink or entries.extend, watch, leaps=leaps
@@ -75,7 +75,7 @@ def test_on_a_fast_link_nobody_starts_again(pooled: int) -> None:
     assert swapped.state.models["a"].preemptions == 0
     assert swapped.state.now < without.state.now
     rotations = swaps(entries)
-    assert max(r.lent for r in rotations) > 0
+    assert max(r.n_freed for r in rotations) > 0
     assert rotations[-1] == WHOLE, "at the end there is room"
     assert swapped.state.models["a"].kv.rotation == WHOLE
 
@@ -106,7 +106,7 @@ def test_stories_replay(tmp_path: Path) -> None:
     file = StoryFile(tmp_path / "story", "device")
     run("kvswap", sink=file.write)
     file.close()
-    (life,) = read_lives(tmp_path / "story")
+    (life,) = read_device_stories(tmp_path / "story")
     assert any(e.get("action") == "SwapKv" for e in life.entries)
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
@@ -150,7 +150,7 @@ def on_two_lanes(rates: LinkRates, **options: float) -> tuple[Simulated, list[di
     """Two models beside each other, of which each is short of memory."""
     entries: list[dict[str, Any]] = []
     heard = Heard()
-    profile = Profile(costs={m.name: COSTS for m in TWO}, link=rates, overhead=1e-4)
+    profile = MachineProfile(costs={m.name: COSTS for m in TWO}, link=rates, overhead=1e-4)
     several = replace(fleet("kvswap", TWO, 140, lanes=2, threads=2), options=options)
     arrivals = submissions(["a", "b"], 40, 1, rate=60.0)
     result = simulate(several, TWO, arrivals, profile, heard, entries.extend, watch)
@@ -249,7 +249,7 @@ def test_what_a_model_has_cached_itself_pays_for_its_layers_first() -> None:
 def test_blocks_are_moved_together_without_memory_behind_them() -> None:
     """In virtual time a move copies nothing: addresses here and on the host are numbers."""
     settings = replace(fleet("kvswap", [SPEC], 110), options={"pooled": 1})
-    profile = Profile(costs={"a": COSTS}, link=FAST, overhead=1e-4)
+    profile = MachineProfile(costs={"a": COSTS}, link=FAST, overhead=1e-4)
     device = SimDevice(
         settings.of_one_device("this test"),
         [SPEC],

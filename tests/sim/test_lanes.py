@@ -18,8 +18,8 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import MiB
-from ballast.sim.device import Profile
-from ballast.sim.heap import EventHeap
+from ballast.sim.device import MachineProfile
+from ballast.sim.event_heap import EventHeap
 from ballast.sim.lanes import SimLanes, guessed, measured, measured_seconds, rates
 from ballast.sim.profile import device_profile
 from ballast.sim.runner import OnParts, unmeasured
@@ -83,7 +83,7 @@ def served(lanes: int, reach: float, on_parts: OnParts = unmeasured) -> dict[str
     device = DeviceSettings(budget_bytes=512 * MiB, page_bytes=worlds.PAGE, lanes=lanes)
     # In turns a prefill is not cut to the slack of who decodes.
     fleet = FleetSettings(models=models, device=device, preset="balloon+round-robin")
-    profile = Profile(
+    profile = MachineProfile(
         costs={s.name: COSTS for s in specs},
         link=LinkRates.even(1e12),
         overhead=0,

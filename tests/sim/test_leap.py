@@ -18,7 +18,7 @@ from ballast.core.settings import FleetSettings
 from ballast.core.units import GiB, ceil_div
 from ballast.engine.state import DeviceState
 from ballast.kv.layout import Layout
-from ballast.sim.device import Observe, Profile
+from ballast.sim.device import MachineProfile, OnDeviceTurn
 from ballast.sim.simulate import Simulated, simulate
 from tests.sim.restless import LENDING, lending_world, register, restless_world
 from tests.sim.test_enough_memory import world
@@ -34,11 +34,13 @@ def run(
     *,
     leaps: bool,
     sink: Sink | None = None,
-    observe: Observe | None = None,
+    observe: OnDeviceTurn | None = None,
 ) -> tuple[Told, Simulated]:
     told: Told = []
     costs = {s.name: COSTS for s in specs}
-    profile = Profile(costs=costs, link=LinkRates.even(1e8), overhead=3e-4, wake=7e-4, answer=1e-4)
+    profile = MachineProfile(
+        costs=costs, link=LinkRates.even(1e8), overhead=3e-4, wake=7e-4, answer=1e-4
+    )
     done = simulate(
         fleet,
         specs,

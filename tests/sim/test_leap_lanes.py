@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ballast.bench.record import prompts_of, submission_for
-from ballast.bench.telling import telling
+from ballast.bench.story_report import report_story
 from ballast.core.event import Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
@@ -20,11 +20,11 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings, Slo
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
-from ballast.sim.cluster import Cluster, kinds_of
-from ballast.sim.device import Profile
-from ballast.sim.lives import DeviceStory, read_lives
+from ballast.sim.cluster import Cluster, parse_kinds
+from ballast.sim.device import MachineProfile
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
+from ballast.sim.story_reader import DeviceStory, read_device_stories
 from tests.sim.test_leap import COSTS, Told, books, decisions, run
 from tests.sim.test_orders import request
 from tests.sim.test_simulate import fleet, spec
@@ -92,7 +92,7 @@ def test_tokens_that_leaps_pass_over_can_be_heard_all_at_once(lanes: int) -> Non
     def steps(ids: Sequence[str], times: Sequence[float]) -> None:
         passed.extend((id, at) for id in ids for at in times)
 
-    profile = Profile(
+    profile = MachineProfile(
         costs={s.name: COSTS for s in specs},
         link=LinkRates.even(1e8),
         overhead=3e-4,
@@ -126,7 +126,9 @@ def test_leaps_on_lanes_are_retold_as_the_jobs_that_they_are(tmp_path: Path) -> 
     for seed in range(4):
         setting, specs, requests = busy(seed, "balloon", 1 + seed)
         one, many = (
-            telling([told(tmp_path / f"{seed}{leaps}", setting, specs, requests, leaps)], "a story")
+            report_story(
+                [told(tmp_path / f"{seed}{leaps}", setting, specs, requests, leaps)], "a story"
+            )
             for leaps in (False, True)
         )
         assert many.decodes.number == one.decodes.number
@@ -145,10 +147,10 @@ def told(
     """A simulated life, by its file."""
     file = StoryFile(path, setting.device.name)
     costs = {s.name: COSTS for s in specs}
-    profile = Profile(costs=costs, link=LinkRates.even(1e8), overhead=3e-4)
+    profile = MachineProfile(costs=costs, link=LinkRates.even(1e8), overhead=3e-4)
     simulate(setting, specs, requests, profile, lambda at, o: None, file.write, leaps=leaps)
     file.close()
-    (life,) = read_lives(path)
+    (life,) = read_device_stories(path)
     return life
 
 
@@ -166,7 +168,7 @@ def test_leaps_change_nothing_on_groups(lanes: int) -> None:
 
         entries: list[dict[str, Any]] = []
         cluster = Cluster(
-            kinds_of("1xH100-80G:tp2", lanes=lanes),
+            parse_kinds("1xH100-80G:tp2", lanes=lanes),
             specs,
             resolve("balloon"),
             say,

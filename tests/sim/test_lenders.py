@@ -14,29 +14,31 @@ from ballast.core.errors import BrokenPromise, ConfigError
 from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.link import LinkRates
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
+from ballast.sim.device import MachineProfile, SimDevice
 from ballast.sim.lending import WAY, Lenders
-from ballast.sim.topology import Joints, PeerLinks, places
+from ballast.sim.topology import ClusterLinks, PeerLinks, places
 from tests.engine.fresh import check_views
 from tests.sim.test_leap import COSTS
 from tests.sim.test_story import conversations
 
 LINK = LinkRates.even(1e8)
 NAMES = ("d0", "d1")
-MEMORY = Joints(per_host=2, peers=PeerLinks.MEMORY)
-PORTS = Joints(per_host=2, peers=PeerLinks.NVLINK, port=LinkRates.even(2e8))
-SLOW = Joints(per_host=2, peers=PeerLinks.NVLINK, port=LinkRates.even(2e6))
+MEMORY = ClusterLinks(per_host=2, peers=PeerLinks.MEMORY)
+PORTS = ClusterLinks(per_host=2, peers=PeerLinks.NVLINK, port=LinkRates.even(2e8))
+SLOW = ClusterLinks(per_host=2, peers=PeerLinks.NVLINK, port=LinkRates.even(2e6))
 
 
 class Pair:
     """The second device is short of memory; the first lends to it, and asks all of it back."""
 
-    def __init__(self, seed: int, joints: Joints, *, leaps: bool, recall: float = 60.0) -> None:
+    def __init__(
+        self, seed: int, joints: ClusterLinks, *, leaps: bool, recall: float = 60.0
+    ) -> None:
         self.told: list[tuple[str, float, Output]] = []
         self.entries: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
         self.seen: Counter[str] = Counter()
         fleet, specs, requests = conversations(seed, "swap")
-        profile = Profile(costs={s.name: COSTS for s in specs}, link=LINK, overhead=3e-4)
+        profile = MachineProfile(costs={s.name: COSTS for s in specs}, link=LINK, overhead=3e-4)
         at = places(joints, [(LINK, 1)] * 2)
         self.devices: dict[str, SimDevice] = {}
         for name, times, place in zip(NAMES, (3, 1), at, strict=True):
@@ -95,7 +97,7 @@ def by_device(pair: Pair) -> list[list[tuple[float, Output]]]:
 
 
 @pytest.mark.parametrize("joints", [MEMORY, PORTS])
-def test_leaps_change_nothing_where_devices_lend(joints: Joints) -> None:
+def test_leaps_change_nothing_where_devices_lend(joints: ClusterLinks) -> None:
     seen: Counter[str] = Counter()
     for seed in range(5):
         one, many = (Pair(seed, joints, leaps=leaps) for leaps in (False, True))
@@ -129,6 +131,6 @@ def test_kv_on_borrowed_pages_is_read_over_the_way_between_the_devices() -> None
 
 def test_devices_that_cannot_lend_say_why() -> None:
     with pytest.raises(ConfigError, match="do not reach each other"):
-        Pair(0, Joints(per_host=2), leaps=True)
+        Pair(0, ClusterLinks(per_host=2), leaps=True)
     with pytest.raises(BrokenPromise, match="did not return"):
         Pair(0, MEMORY, leaps=True, recall=0.0)

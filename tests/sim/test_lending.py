@@ -15,9 +15,9 @@ from ballast.core.link import LinkRates
 from ballast.engine.state import DeviceState
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
-from ballast.sim.lives import read_lives
+from ballast.sim.device import MachineProfile, SimDevice
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.engine.fresh import check_views
 from tests.sim.neighbours import WAY, Neighbours
 from tests.sim.test_leap import COSTS
@@ -35,7 +35,7 @@ class Pair(Neighbours):
         self.ends: Counter[str] = Counter()
         self.asked = 0
         self.files: list[StoryFile] = []
-        profile = Profile(
+        profile = MachineProfile(
             costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=3e-4
         )
         sims: dict[str, SimDevice] = {}
@@ -115,7 +115,7 @@ def test_books_agree_and_stories_replay(preset: str, tmp_path: Path) -> None:
         pair.play()
         assert pair.ends.total() == pair.asked
         seen += pair.seen
-        for life in read_lives(tmp_path / f"{seed}"):
+        for life in read_device_stories(tmp_path / f"{seed}"):
             found = replay(life)
             assert found.difference is None, f"seed {seed}: {found.difference}"
             assert found.stray is None

@@ -13,7 +13,7 @@ from ballast.core.clock import VirtualClock
 from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.memory.copies import Copy
-from ballast.sim.heap import EventHeap
+from ballast.sim.event_heap import EventHeap
 from ballast.sim.link import SimLink
 
 IN, OUT = Direction.TO_DEVICE, Direction.TO_HOST

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.bench.telling import telling
+from ballast.bench.story_report import report_story
 from ballast.core.actions import Activate, Change, Evict, Short
 from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
 from ballast.core.event import Output, TokenOutput
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from tests.engine.checkpoints import VOCAB, make_base_and_tuned, make_llama
 from tests.live.test_command_executor import ordered
 
@@ -110,7 +110,7 @@ def test_a_live_run_replays_to_the_same_actions(
     with InProcess(settings) as server:
         follow(server, asked(paths))
         report = server.device.snapshot()
-    (life,) = read_lives(path)
+    (life,) = read_device_stories(path)
     found = replay(life)
     assert found.difference is None, found.difference
     assert found.stray is None
@@ -123,7 +123,7 @@ def test_a_live_run_replays_to_the_same_actions(
         assert sum(m.evictions for m in report.models) > 0
     if preset == "balloon":
         assert sum(m.preemptions for m in report.models) > 0
-    told = telling([life], preset)
+    told = report_story([life], preset)
     assert told.report.total.answered == ends["length"] + ends["stop"]
     assert told.prefills.number + told.decodes.number == report.jobs
     assert told.report.total.preemptions <= sum(m.preemptions for m in report.models)
@@ -167,7 +167,7 @@ def test_what_operators_do_replays_too(paths: dict[str, Path], tmp_path: Path) -
         order(Remove("other", 10.0))
         order(Add(model(paths, "other")))
         follow(server, [replace(r, id=f"{r.id}-later") for r in requests])
-    (life,) = read_lives(path)
+    (life,) = read_device_stories(path)
     found = replay(life)
     assert found.difference is None, found.difference
     assert found.stray is None
@@ -194,7 +194,7 @@ def test_memory_that_the_machine_did_not_have_cannot_be_replayed(
         monkeypatch.setattr(pool, "_fill", scant)
         server.generate(asked(paths)[:3])
     assert refused
-    (life,) = read_lives(path)
+    (life,) = read_device_stories(path)
     found = replay(life)
     assert found.difference is None
     assert found.stray is not None

@@ -15,15 +15,15 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.engine.state import DeviceState
 from ballast.engine.story_file import StoryFile
-from ballast.policy import fleets
+from ballast.policy import presets
 from ballast.policy.base import FleetPolicy
+from ballast.policy.fleet.replica_choice import Replica, held_prefix
 from ballast.policy.presets import resolve
-from ballast.policy.route import Replica, held_prefix
-from ballast.sim.cluster import Cluster, kinds_of
-from ballast.sim.given import Given
-from ballast.sim.lives import read_lives
+from ballast.sim.cluster import Cluster, parse_kinds
+from ballast.sim.cluster_files import ClusterFiles
 from ballast.sim.replay import replay
-from ballast.sim.topology import APART, Joints, PeerLinks
+from ballast.sim.story_reader import read_device_stories
+from ballast.sim.topology import APART, ClusterLinks, PeerLinks
 from tests.sim.test_cluster import spec
 
 EVERY = 2.0
@@ -57,7 +57,7 @@ class BackAndForth(FleetPolicy):
 
 @pytest.fixture(autouse=True)
 def back_and_forth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fleets.PLACEMENTS, "back-and-forth", BackAndForth())  # type: ignore[arg-type]
+    monkeypatch.setitem(presets.PLACEMENTS, "back-and-forth", BackAndForth())  # type: ignore[arg-type]
 
 
 def arrivals(n: int) -> list[Submission]:
@@ -77,20 +77,20 @@ def arrivals(n: int) -> list[Submission]:
 class Run:
     """What came of one; every device's story replays."""
 
-    def __init__(self, preset: str, joints: Joints, path: Path, n: int = 40) -> None:
+    def __init__(self, preset: str, joints: ClusterLinks, path: Path, n: int = 40) -> None:
         self.tokens: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
         self.ends: dict[str, Output] = {}
         self.files: list[StoryFile] = []
         self.where: defaultdict[str, set[str]] = defaultdict(set)
         model = spec("m")
         self.cluster = Cluster(
-            kinds_of("2xH100-80G"),
+            parse_kinds("2xH100-80G"),
             [model],
             resolve(preset, placement="back-and-forth"),
             self._heard,
             watch=self._watch,
             sink_of=lambda device: self._file(path, device).write,
-            given=Given(joints=joints),
+            files=ClusterFiles(joints=joints),
         )
         self.cluster.run(arrivals(n))
         for file in self.files:
@@ -98,7 +98,7 @@ class Run:
         for device in self.cluster.devices.values():
             device.state.validate()
             assert not any(m.kv.used_blocks for m in device.state.models.values())
-        for life in read_lives(path):
+        for life in read_device_stories(path):
             found = replay(life)
             assert found.difference is None, found.difference
 
@@ -125,9 +125,9 @@ class Run:
 
 
 JOINED = {
-    "nvlink": Joints(per_host=2, peers=PeerLinks.NVLINK, port=LinkRates.even(200e9)),
-    "pcie": Joints(per_host=2, peers=PeerLinks.PCIE),
-    "memory": Joints(per_host=2, peers=PeerLinks.MEMORY),
+    "nvlink": ClusterLinks(per_host=2, peers=PeerLinks.NVLINK, port=LinkRates.even(200e9)),
+    "pcie": ClusterLinks(per_host=2, peers=PeerLinks.PCIE),
+    "memory": ClusterLinks(per_host=2, peers=PeerLinks.MEMORY),
 }
 
 

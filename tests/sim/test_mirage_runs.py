@@ -17,7 +17,7 @@ from ballast.core.request import Submission
 from ballast.core.rotation import WHOLE
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.engine.state import DeviceState
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.policy.worlds import PAGE
 
@@ -112,7 +112,9 @@ def run(
         elif isinstance(output, FinishedOutput | FailedOutput):
             ended.append(output)
 
-    profile = Profile(costs=dict.fromkeys(models, COSTS), link=LinkRates.even(LINK), overhead=1e-4)
+    profile = MachineProfile(
+        costs=dict.fromkeys(models, COSTS), link=LinkRates.even(LINK), overhead=1e-4
+    )
     done = simulate(fleet, specs, arrivals, profile, said, entries.extend)
     done.state.pool.validate()
     for m in done.state.models.values():
@@ -165,7 +167,7 @@ def test_layers_come_back_when_the_peak_is_over(options: dict[str, float]) -> No
     late = burst(1, 30.0, 10.0, seed=6)
     arrivals = burst(60, 0.0, 60.0, seed=5) + late
     lent = run("mirage", {**options, "reversion": 0}, arrivals)
-    assert any(m.rotation.lent for m in lent.state.models.values())
+    assert any(m.rotation.n_freed for m in lent.state.models.values())
     back = run("mirage", {**options, "cooldown": 0.5}, arrivals)
     assert all(m.rotation == WHOLE for m in back.state.models.values())
     assert all(m.kv.pages == m.kv.cached_pages for m in back.state.models.values())

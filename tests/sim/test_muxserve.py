@@ -14,8 +14,8 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.engine.state import DeviceState
 from ballast.policy import presets
-from ballast.policy.adbs import AdaptiveBatches
-from ballast.sim.device import Observe, Profile
+from ballast.policy.compute.adbs import AdaptiveBatches
+from ballast.sim.device import MachineProfile, OnDeviceTurn
 from ballast.sim.simulate import Simulated, simulate
 from ballast.workload.workload import WorkloadRequest
 from tests.sim.test_enough_memory import world
@@ -33,14 +33,14 @@ def serve(
     *,
     kv_pages: int = KV_PAGES,
     lanes: int = 1,
-    observe: Observe | None = None,
+    observe: OnDeviceTurn | None = None,
     **options: float,
 ) -> tuple[dict[str, list[RequestRecord]], Simulated]:
     """By model what became of its requests, and the device."""
     pages = kv_pages + sum(s.weight_pages(65536) for s in specs)
     settings = fleet(preset, specs, pages * 1, lanes=lanes, threads=4 if lanes > 1 else None)
     settings = replace(settings, options=options)
-    profile = Profile(
+    profile = MachineProfile(
         costs=dict.fromkeys((s.name for s in specs), COSTS),
         link=LinkRates.even(1e12),
         overhead=1e-4,

@@ -14,8 +14,8 @@ import pytest
 
 from ballast.core.entries import StoryEntry
 from ballast.policy.presets import ORDERS, PRESETS, shared_options
-from ballast.sim.lives import DeviceStory
 from ballast.sim.replay import StoryDifference, replay
+from ballast.sim.story_reader import DeviceStory
 from tests.sim.record_stories import CASES, STORIES, SUFFIX, events_of, read
 
 NAMES = sorted(path.name.removesuffix(SUFFIX) for path in STORIES.glob(f"*{SUFFIX}"))

@@ -21,7 +21,7 @@ from ballast.core.settings import Slo
 from ballast.engine.compute_view import runnable
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import ORDERS, shared_options
-from ballast.sim.device import Observe, Profile
+from ballast.sim.device import MachineProfile, OnDeviceTurn
 from ballast.sim.simulate import Simulated, simulate
 from ballast.workload.workload import WorkloadRequest
 from tests.sim.test_enough_memory import world
@@ -45,12 +45,12 @@ def serve(
     requests: Sequence[WorkloadRequest],
     *,
     options: dict[str, float] | None = None,
-    observe: Observe | None = None,
+    observe: OnDeviceTurn | None = None,
 ) -> tuple[list[RequestRecord], Simulated]:
     """What became of requests, and of the device, which has memory for all of them."""
     setting = replace(fleet(preset, list(specs), PAGES), options=options or {})
     link = LinkRates.even(1e12)  # weights are there at once
-    profile = Profile(costs={s.name: COSTS for s in specs}, link=link, overhead=OVERHEAD)
+    profile = MachineProfile(costs={s.name: COSTS for s in specs}, link=link, overhead=OVERHEAD)
     recorder, prompts = RequestRecorder(), prompts_of({s.name: s.vocab for s in specs})
     submissions = []
     for r in sorted(requests, key=lambda r: r.at):

@@ -18,7 +18,7 @@ from ballast.engine.lanes import Lanes
 from ballast.engine.state import DeviceState
 from ballast.policy import presets
 from ballast.policy.base import ComputePolicy
-from ballast.policy.order import RoundRobin
+from ballast.policy.compute.basic_orders import RoundRobin
 from tests.sim.test_enough_memory import world
 from tests.sim.test_leap import books, run
 

@@ -13,7 +13,7 @@ from ballast.core.event import FinishedOutput, Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import Simulated, simulate
 from tests.policy.worlds import PAGE
 from tests.sim.test_mirage_runs import COSTS, LINK, burst, spec
@@ -53,7 +53,9 @@ def served(
             assert isinstance(output, FinishedOutput), output
             ended.append(output.request_id)
 
-    profile = Profile(costs=dict.fromkeys(MODELS, COSTS), link=LinkRates.even(LINK), overhead=1e-4)
+    profile = MachineProfile(
+        costs=dict.fromkeys(MODELS, COSTS), link=LinkRates.even(LINK), overhead=1e-4
+    )
     done = simulate(fleet, specs, arrivals, profile, said, entries.extend, leaps=leaps)
     done.state.pool.validate()
     for m in done.state.models.values():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.show import forecast_text
+from ballast.bench.tables import forecast_text
 from ballast.core.errors import ConfigError
 from ballast.core.event import Output
 from ballast.core.job import JobLoad
@@ -16,14 +16,14 @@ from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import GiB, MiB
 from ballast.policy.presets import resolve
-from ballast.sim.catalogue import catalogue, facts
-from ballast.sim.cluster import SERVED, Cluster, kinds_of
-from ballast.sim.device import Profile
-from ballast.sim.pages import PageCosts
+from ballast.sim.cluster import SERVED, Cluster, parse_kinds
+from ballast.sim.device import MachineProfile
+from ballast.sim.job_spread import JobSpread
+from ballast.sim.model_catalogue import catalogue, facts
+from ballast.sim.page_costs import PageCosts
 from ballast.sim.profile import device_files, device_profile, profile_of
 from ballast.sim.profile_tables import MeasuredCapacity
 from ballast.sim.simulate import simulate
-from ballast.sim.spread import JobSpread
 from ballast.sim.toml_file import as_toml
 
 DEVICES = ["A10", "A100-80G", "GB200", "GH200-96G", "H100-80G", "H20-96G", "H200", "H800", "L4"]
@@ -182,7 +182,7 @@ def test_a_measured_machine_is_a_clusters_device(tmp_path: Path) -> None:
     specs = [facts("Qwen2.5-3b").spec(name="mine", max_model_len=2048)]
     served = DeviceSettings(budget_bytes=9 * GiB, page_bytes=MiB, step_tokens=256, step_logits=64)
     costs = device_profile("L4").of(specs).costs
-    measured = Profile(
+    measured = MachineProfile(
         costs=costs,
         link=LinkRates.even(1e9),
         overhead=1e-4,
@@ -195,10 +195,10 @@ def test_a_measured_machine_is_a_clusters_device(tmp_path: Path) -> None:
     read = device_profile(file).of(specs)
     assert replace(read, costs=costs) == measured
     assert read.costs["mine"].base == pytest.approx(costs["mine"].base, rel=1e-5)
-    cluster = Cluster(kinds_of(f"2x{file}"), specs, resolve("balloon"), lambda *_: None, SERVED)
+    cluster = Cluster(parse_kinds(f"2x{file}"), specs, resolve("balloon"), lambda *_: None, SERVED)
     (device,) = cluster.devices.values()
     assert device.state.settings == replace(served, name="here:0")
-    without = kinds_of(str(written(tmp_path, OWN)))
+    without = parse_kinds(str(written(tmp_path, OWN)))
     with pytest.raises(ConfigError, match=r"here.*neither `hardware` nor `served`"):
         Cluster(without, specs, resolve("balloon"), lambda *_: None)
 

@@ -9,9 +9,9 @@ import pytest
 
 from ballast.core.cost import TILE, StepCosts
 from ballast.core.job import JobLoad, chunk_pairs
-from ballast.sim.catalogue import catalogue, facts
 from ballast.sim.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
 from ballast.sim.fitting import Points
+from ballast.sim.model_catalogue import catalogue, facts
 from ballast.sim.roofline import AllReduce, Derate, Hardware, Sizes, roofline
 
 HARDWARE = Hardware(

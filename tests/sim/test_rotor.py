@@ -17,9 +17,9 @@ from ballast.core.link import Direction, LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation, stall
 from ballast.memory.copies import Copy
-from ballast.sim.heap import EventHeap
+from ballast.sim.event_heap import EventHeap
+from ballast.sim.layer_passes import Alone, Pass
 from ballast.sim.link import SimLink
-from ballast.sim.passes import Alone, Pass
 from ballast.sim.rotor import SimRotor, SimRotors
 
 RATE = 1000.0

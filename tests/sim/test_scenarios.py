@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ballast.policy.cover
+import ballast.policy.market.cover
 from ballast.core.view import DeviceView
 from ballast.engine.promises import Promises
-from ballast.policy.budget import PageBudget
-from ballast.policy.cover import Taken
-from ballast.policy.market import Claim, Offer, Source
+from ballast.policy.market.claim_and_offer import Claim, Offer, Source
+from ballast.policy.market.cover import AcceptedOffer
+from ballast.policy.market.page_budget import PageBudget
 from tests.sim.scenarios import (
     FIRST_ORDERS,
     Ask,
@@ -200,7 +200,7 @@ def _flush(patch: pytest.MonkeyPatch) -> None:
 
 def _take_all(patch: pytest.MonkeyPatch) -> None:
     """A claim that cannot be covered takes everything from those after it."""
-    cover_one = ballast.policy.cover._cover_one
+    cover_one = ballast.policy.market.cover._cover_one
 
     def cover(
         view: DeviceView,
@@ -209,13 +209,13 @@ def _take_all(patch: pytest.MonkeyPatch) -> None:
         budget: PageBudget,
         lacked: int,
         by_price: bool,
-    ) -> list[Taken] | None:
+    ) -> list[AcceptedOffer] | None:
         chosen = cover_one(view, claim, sources, budget, lacked, by_price)
         if chosen is None:
             budget.coming = budget.free = budget.borrowed = 0
         return chosen
 
-    patch.setattr(ballast.policy.cover, "_cover_one", cover)
+    patch.setattr(ballast.policy.market.cover, "_cover_one", cover)
 
 
 def _hold_nothing(patch: pytest.MonkeyPatch) -> None:

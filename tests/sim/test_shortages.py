@@ -28,7 +28,7 @@ from ballast.engine.views import device_view
 from ballast.memory.vm_null import NullVm
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
+from ballast.sim.device import MachineProfile, SimDevice
 from tests.sim.test_simulate import COSTS, PAGE, fleet, spec
 
 PEER = "cpu:1"
@@ -52,7 +52,7 @@ class World:
         arena = max(activation_bytes(s, settings.step_tokens, settings.step_logits) for s in specs)
         more = (lanes - 1) * arena
         settings = replace(settings, budget_bytes=settings.budget_bytes + more)
-        profile = Profile(
+        profile = MachineProfile(
             costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0.0
         )
         self.ends: dict[str, FinishedOutput | FailedOutput] = {}
@@ -153,7 +153,7 @@ def test_a_busy_lender_recalls_what_a_request_lacks() -> None:
     world = World([spec("a", 10), spec("b", 10)], 60, "balloon+round-robin")
     sent: list[LendingMessage] = []
     state = world.state
-    state.lending.say = sent.append
+    state.lending.send = sent.append
     state.lending.exports[PEER, 1] = NullVm(PAGE, 100).export(())
     heap = world.device._heap
     heap.schedule(0.0, PeerMetEvent(PEER, 1, 100))
@@ -174,7 +174,7 @@ def test_policies_see_the_link_as_a_live_device_measures_it() -> None:
     specs = [spec("a", 10)]
     settings = fleet("balloon", specs, 60).device
     link = LinkRates.even(1e8)
-    profile = Profile(costs={"a": COSTS}, link=link, overhead=0.0, page_seconds=1e-3)
+    profile = MachineProfile(costs={"a": COSTS}, link=link, overhead=0.0, page_seconds=1e-3)
     device = SimDevice(settings, specs, resolve("balloon"), profile, lambda now, output: None)
     assert device_view(device.state).link_bytes_per_second == link.to_device
 

@@ -17,7 +17,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import PRESETS
-from ballast.sim.device import Profile
+from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import Simulated, simulate
 from tests.engine.fresh import check_views
 from tests.policy import worlds
@@ -95,7 +95,9 @@ def run(
     specs = [spec(f"m{i}", weight_pages=10 + 5 * i) for i in range(n_models)]
     arrivals = submissions([s.name for s in specs], n, seed)
     heard = Heard()
-    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4)
+    profile = MachineProfile(
+        costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4
+    )
     result = simulate(fleet(preset, specs, pages), specs, arrivals, profile, heard, observe=watch)
     return result, heard, arrivals
 
@@ -141,7 +143,9 @@ def test_models_that_share_segments_are_served_from_any_pool(preset: str, pages:
     specs = family(parts)
     arrivals = submissions([s.name for s in specs], 60, seed=5)
     heard = Heard()
-    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4)
+    profile = MachineProfile(
+        costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4
+    )
     result = simulate(fleet(preset, specs, pages), specs, arrivals, profile, heard, observe=watch)
     assert set(heard.ended) == {s.id for s in arrivals}
     if preset not in KEEP_PLACES:
@@ -158,7 +162,9 @@ def test_several_names_of_a_model_fit_where_copies_would_not() -> None:
     """Six names of a model of 20 pages, in a pool of 45: nothing is ever evicted."""
     specs = family({f"m{i}": "w4" for i in range(6)})
     arrivals = submissions([s.name for s in specs], 60, seed=2, rate=2.0)
-    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0)
+    profile = MachineProfile(
+        costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0
+    )
     heard, entries = Heard(), list[dict[str, object]]()
     result = simulate(
         fleet("balloon", specs, 45), specs, arrivals, profile, heard, entries.extend, watch
@@ -173,7 +179,9 @@ def test_a_tight_pool_evicts_and_preempts_under_balloon() -> None:
     """By sizes alone: two requests that begin within 12 pages and need 16 in the end, and a second
     model that the pool cannot hold beside theirs."""
     specs = [spec("first"), spec("second")]
-    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4)
+    profile = MachineProfile(
+        costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4
+    )
     n, long = 300, 200
     assert 2 * specs[0].kv_bytes_per_token * n < 12 * PAGE
     assert 2 * specs[0].kv_bytes_per_token * (n + long) > 13 * PAGE
@@ -194,7 +202,7 @@ def test_a_tight_pool_evicts_and_preempts_under_balloon() -> None:
 
 def test_swap_keeps_one_model_on_the_device() -> None:
     specs = [spec(f"m{i}") for i in range(3)]
-    profile = Profile(costs={}, link=LinkRates.even(1e9), overhead=0.0)
+    profile = MachineProfile(costs={}, link=LinkRates.even(1e9), overhead=0.0)
     profile = replace(profile, costs={s.name: COSTS for s in specs})
 
     def one(now: float, state: DeviceState) -> None:
@@ -213,7 +221,7 @@ def test_the_same_run_is_the_same_to_the_last_entry(preset: str) -> None:
     for _ in range(2):
         entries: list[dict[str, object]] = []
         specs = [spec(f"m{i}") for i in range(3)]
-        profile = Profile(
+        profile = MachineProfile(
             costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4
         )
         simulate(
@@ -232,7 +240,7 @@ def test_the_same_run_is_the_same_to_the_last_entry(preset: str) -> None:
 def test_a_request_that_can_never_fit_fails_at_once_and_says_why() -> None:
     specs = [spec("m", weight_pages=20)]
     heard = Heard()
-    profile = Profile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
+    profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     long = Submission(id="long", model="m", prompt=(1,) * 400, max_tokens=100)
     short = Submission(id="short", model="m", prompt=(1,) * 30, max_tokens=4)
     simulate(fleet("balloon", specs, 24), specs, [long, short], profile, heard)
@@ -244,7 +252,7 @@ def test_a_request_that_can_never_fit_fails_at_once_and_says_why() -> None:
 
 def test_prefixes_are_reused_between_requests() -> None:
     specs = [spec("m")]
-    profile = Profile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
+    profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     prompt = tuple(range(1, 101))
     asked = [
         Submission(id=f"q{i}", model="m", prompt=prompt, max_tokens=4, arrival=float(i))
@@ -259,7 +267,7 @@ def test_prefixes_are_reused_between_requests() -> None:
 def test_an_open_ended_request_gets_what_memory_can_hold() -> None:
     specs = [spec("m", weight_pages=20)]
     heard = Heard()
-    profile = Profile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
+    profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     chat = Submission(id="chat", model="m", prompt=(1,) * 30, max_tokens=482, open_ended=True)
     result = simulate(fleet("balloon", specs, 24), specs, [chat], profile, heard)
     end = heard.ended["chat"]
@@ -279,7 +287,9 @@ def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activati
     ]
 
     def told(**more: float) -> list[float]:
-        profile = Profile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=1e-4, **more)
+        profile = MachineProfile(
+            costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=1e-4, **more
+        )
         times: list[float] = []
         simulate(
             fleet("balloon", specs, 100), specs, asked, profile, lambda at, o: times.append(at)
@@ -299,6 +309,6 @@ def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activati
 
 def test_a_device_of_several_ranks_is_refused() -> None:
     several = fleet("balloon", [spec("a")], 60, tensor_parallel=2)
-    profile = Profile(costs={"a": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
+    profile = MachineProfile(costs={"a": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     with pytest.raises(ConfigError, match="tensor_parallel"):
         simulate(several, [spec("a")], [], profile, print)

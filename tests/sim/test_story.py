@@ -21,10 +21,10 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
-from ballast.sim.lives import DeviceStory, read_lives
+from ballast.sim.device import MachineProfile, SimDevice
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
+from ballast.sim.story_reader import DeviceStory, read_device_stories
 from tests.sim.restless import LENDING, lending_world, register, restless_world
 from tests.sim.test_enough_memory import world
 from tests.sim.test_leap import COSTS
@@ -76,11 +76,13 @@ def told(
     """A simulated life, by its file."""
     fleet, specs, requests = make(seed, preset)
     file = StoryFile(path, fleet.device.name)
-    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=3e-4)
+    profile = MachineProfile(
+        costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=3e-4
+    )
     leaps = seed % 2 == 0
     simulate(fleet, specs, requests, profile, lambda at, o: None, file.write, leaps=leaps)
     file.close()
-    return read_lives(path)[-1]
+    return read_device_stories(path)[-1]
 
 
 @pytest.mark.parametrize("preset", ["static", "swap", "balloon", "swap+deadline"])
@@ -150,7 +152,7 @@ def test_stories_told_before_layers_rotated_replay(tmp_path: Path) -> None:
     for leap in leaps:
         del leap["seconds"]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (life,) = read_lives(path)
+    (life,) = read_device_stories(path)
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
 
@@ -163,7 +165,7 @@ def test_models_that_come_and_go_replay(tmp_path: Path) -> None:
         room = 40 * device.page_bytes  # whose activations a model needs takes what is free
         settings = replace(device, budget_bytes=device.budget_bytes + room)
         file = StoryFile(tmp_path / f"{seed}", device.name)
-        profile = Profile(costs={}, link=LinkRates.even(1e8), overhead=3e-4)
+        profile = MachineProfile(costs={}, link=LinkRates.even(1e8), overhead=3e-4)
         sim = SimDevice(settings, [], resolve("balloon"), profile, lambda at, o: None, file.write)
         for i, spec in enumerate(specs):
             assert sim.join(float(i), spec, COSTS) is None
@@ -174,7 +176,7 @@ def test_models_that_come_and_go_replay(tmp_path: Path) -> None:
         sim.leave(len(specs) + 1.0, specs[0].name)
         sim.finish(len(specs) + 2.0)
         file.close()
-        (life,) = read_lives(tmp_path / f"{seed}")
+        (life,) = read_device_stories(tmp_path / f"{seed}")
         assert any(e.get("operation") == "Leave" for e in life.entries)
         found = replay(life)
         assert (found.difference, found.stray) == (None, None)
@@ -246,10 +248,10 @@ def test_the_wording_of_reasons_may_be_left_out_of_the_comparison(tmp_path: Path
 
     path = tmp_path / "story"
     told(path, 8, "swap", world)
-    (life,) = read_lives(rewritten(path, reworded))
+    (life,) = read_device_stories(rewritten(path, reworded))
     assert replay(life).difference is not None
     assert replay(life, reasons=False).difference is None
-    (life,) = read_lives(rewritten(path, refused))
+    (life,) = read_device_stories(rewritten(path, refused))
     assert replay(life, reasons=False).difference is not None, "it was not refused"
 
 
@@ -284,7 +286,7 @@ def test_a_story_that_breaks_off_replays_to_there(tmp_path: Path) -> None:
     text = path.read_text()
     for length in range(len(text) // 3, len(text) - 2, len(text) // 23):
         path.write_text(text[:length])
-        (life,) = read_lives(path)
+        (life,) = read_device_stories(path)
         found = replay(life)
         assert found.difference is None
         assert found.stray is None
@@ -303,7 +305,7 @@ def test_several_lives_of_several_devices_in_one_file(tmp_path: Path) -> None:
     others = other.read_text().replace('"device":"cpu:0"', '"device":"cpu:1"').splitlines()
     mixed = [line for pair in zip(lines, others, strict=False) for line in pair]
     path.write_text("\n".join([*mixed, *lines[len(others) :], *others[len(lines) :]]) + "\n")
-    lives = read_lives(path)
+    lives = read_device_stories(path)
     assert [life.device for life in lives] == ["cpu:0", "cpu:1", "cpu:0"]
     assert [life.over for life in lives] == [False, True, True]
     for life in lives:
@@ -341,7 +343,7 @@ def in_parts(path: Path, n: int) -> Path:
 def test_a_story_in_parts_is_one_story(tmp_path: Path) -> None:
     whole = told(tmp_path / "story", 8, "swap", world)
     path = in_parts(tmp_path / "story", 11)
-    (life,) = read_lives(path)
+    (life,) = read_device_stories(path)
     assert (life.entries, life.lines) == (whole.entries, whole.lines)
     done = CliRunner().invoke(app, ["story", "replay", str(path)])
     assert (done.exit_code, "from line 1" in done.output) == (0, True), done.output
@@ -360,13 +362,13 @@ def test_a_life_whose_first_part_was_deleted_is_said(tmp_path: Path) -> None:
     lost, kept = done.output.splitlines()
     assert "entries cannot be replayed: the part before them has been deleted" in lost
     assert kept.endswith("the same")
-    (life,) = read_lives(path)
+    (life,) = read_device_stories(path)
     assert life.snapshot.preset == "balloon"
     for i in range(2, 12):
         Path(f"{path}.{i}").unlink()
     Path(f"{path}.12").touch()
     with pytest.raises(ConfigError, match="beginning has been deleted"):
-        read_lives(path)
+        read_device_stories(path)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +386,7 @@ def test_what_is_no_story_is_refused_by_line(text: str, said: str, tmp_path: Pat
     path = tmp_path / "story"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        read_lives(path)
+        read_device_stories(path)
 
 
 def test_an_entry_without_what_it_needs_is_refused_by_line(tmp_path: Path) -> None:
@@ -394,7 +396,7 @@ def test_an_entry_without_what_it_needs_is_refused_by_line(tmp_path: Path) -> No
     path = tmp_path / "story"
     told(path, 8, "swap", world)
     with pytest.raises(ConfigError, match=r"changed:\d+.*JobDone.*'seconds'"):
-        read_lives(rewritten(path, timeless))
+        read_device_stories(rewritten(path, timeless))
 
 
 def test_a_story_holds_no_token(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ballast.core.errors import ConfigError
 from ballast.core.link import Direction, LinkRates
-from ballast.sim.topology import APART, HostPlace, Joints, PeerLinks, places
+from ballast.sim.topology import APART, ClusterLinks, HostPlace, PeerLinks, places
 
 LINK, HOST, PORT = LinkRates.even(50.0), LinkRates.even(60.0), LinkRates.even(400.0)
 DOWN, UP = Direction
@@ -36,24 +36,24 @@ def test_apart_devices_share_nothing() -> None:
 
 
 def test_devices_of_a_host_share_its_link() -> None:
-    a, b, c = places(Joints(per_host=2, host=HOST), [(LINK, 1)] * 3)
+    a, b, c = places(ClusterLinks(per_host=2, host=HOST), [(LINK, 1)] * 3)
     assert a.host is b.host is not c.host
     assert seconds((a, DOWN)) == [12.0], "alone its own link is the narrower one"
-    a, b = places(Joints(per_host=2, host=HOST), [(LINK, 1)] * 2)
+    a, b = places(ClusterLinks(per_host=2, host=HOST), [(LINK, 1)] * 2)
     assert seconds((a, DOWN), (b, DOWN)) == [20.0, 20.0]
 
 
 def test_a_group_is_on_one_host() -> None:
     units = [(LINK, 1), (LINK, 2), (LINK, 4), (LINK, 1)]
-    one, two, four, last = places(Joints(per_host=2, host=HOST), units)
+    one, two, four, last = places(ClusterLinks(per_host=2, host=HOST), units)
     hosts = [place.host for place in (one, two, four, last)]
     assert len({id(host) for host in hosts}) == 4
-    one, two = places(Joints(per_host=3), units[:2])
+    one, two = places(ClusterLinks(per_host=3), units[:2])
     assert one.host is two.host
 
 
 def test_peers_over_ports_leave_the_host_alone() -> None:
-    joints = Joints(per_host=2, host=HOST, peers=PeerLinks.NVLINK, port=PORT)
+    joints = ClusterLinks(per_host=2, host=HOST, peers=PeerLinks.NVLINK, port=PORT)
     a, b = places(joints, [(LINK, 1)] * 2)
     assert seconds((a, b)) == [1.5]
     a, b = places(joints, [(LINK, 1)] * 2)
@@ -61,17 +61,17 @@ def test_peers_over_ports_leave_the_host_alone() -> None:
 
 
 def test_peers_over_pcie_slow_what_comes_from_the_host() -> None:
-    a, b = places(Joints(per_host=2, host=HOST, peers=PeerLinks.PCIE), [(LINK, 1)] * 2)
+    a, b = places(ClusterLinks(per_host=2, host=HOST, peers=PeerLinks.PCIE), [(LINK, 1)] * 2)
     assert seconds((a, b), (b, DOWN)) == [24.0, 24.0]
 
 
 def test_ways_that_there_are_not_are_refused() -> None:
-    a, b = places(Joints(per_host=2), [(LINK, 1)] * 2)
+    a, b = places(ClusterLinks(per_host=2), [(LINK, 1)] * 2)
     with pytest.raises(ConfigError, match="do not reach each other"):
         a.to_peer(b)
     with pytest.raises(ConfigError, match="one host"):
         a.to_peer(a)
     with pytest.raises(ConfigError, match="port"):
-        Joints(peers=PeerLinks.NVLINK)
+        ClusterLinks(peers=PeerLinks.NVLINK)
     with pytest.raises(ConfigError, match="one device or more"):
-        Joints(per_host=0)
+        ClusterLinks(per_host=0)

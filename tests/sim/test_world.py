@@ -16,15 +16,15 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import resolve
-from ballast.sim.device import Profile, SimDevice
-from ballast.sim.topology import APART, HostPlace, Joints, places
+from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.topology import APART, ClusterLinks, HostPlace, places
 from ballast.sim.world import World
 from tests.sim.restless import register, restless_world
 from tests.sim.test_enough_memory import world as fixed_world
 from tests.sim.test_leap import COSTS
 
 LINK = LinkRates.even(1e8)
-SHARED = Joints(per_host=2, host=LinkRates.even(1.2e8))
+SHARED = ClusterLinks(per_host=2, host=LinkRates.even(1.2e8))
 Part = tuple[FleetSettings, list[ModelSpec], list[Submission]]
 
 
@@ -39,7 +39,7 @@ class Run:
         self.devices = []
         for i, ((fleet, specs, requests), place) in enumerate(zip(parts, at, strict=True)):
             costs = {s.name: COSTS for s in specs}
-            profile = Profile(
+            profile = MachineProfile(
                 costs=costs, link=LINK, overhead=3e-4, wake=7e-4, answer=1e-4, ahead=ahead
             )
 
@@ -126,7 +126,7 @@ def test_one_world_of_devices_that_share_nothing_is_as_many_worlds(
     register(monkeypatch)
     for seed in range(4):
         parts = parts_of(seed, None)
-        together = Run(parts, places(Joints(per_host=2), [(LINK, 1)] * 2), leaps=leaps)
+        together = Run(parts, places(ClusterLinks(per_host=2), [(LINK, 1)] * 2), leaps=leaps)
         assert together.devices[0]._world is together.devices[1]._world
         apart = Run(parts, places(APART, [(LINK, 1)] * 2), leaps=leaps)
         assert together.told == apart.told, f"seed {seed}"
@@ -135,7 +135,7 @@ def test_one_world_of_devices_that_share_nothing_is_as_many_worlds(
 
 def test_a_device_that_waits_for_nothing_is_a_fault() -> None:
     fleet, specs, _ = fixed_world(0, "swap", 1)
-    profile = Profile(costs={s.name: COSTS for s in specs}, link=LINK, overhead=0.0)
+    profile = MachineProfile(costs={s.name: COSTS for s in specs}, link=LINK, overhead=0.0)
     world = World()
     device = SimDevice(
         fleet.device, specs, resolve("swap"), profile, lambda now, output: None, world=world

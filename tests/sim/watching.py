@@ -73,9 +73,9 @@ from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.engine.build import build_newcomer
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view, made_anew
-from ballast.policy.fair import fair_shares
+from ballast.policy.market.fair_shares import fair_shares
 from ballast.policy.presets import Preset, resolve
-from ballast.sim.device import Profile, SimDevice, copy_nothing, hosted_nowhere
+from ballast.sim.device import MachineProfile, SimDevice, copy_nothing, hosted_nowhere
 from tests.sim.neighbours import WAY, Neighbours
 from tests.sim.scenarios import Act, Ask, Order, Scenario, Withdraw, submission
 from tests.sim.test_leap import COSTS
@@ -491,7 +491,7 @@ class Run:
         specs = scenario.specs
         self.watches: dict[str, Watch] = {}
         sims: dict[str, SimDevice] = {}
-        profile = Profile(
+        profile = MachineProfile(
             costs=dict.fromkeys((s.name for s in specs), COSTS),
             link=LinkRates.even(scenario.link),
             overhead=3e-4,

@@ -46,13 +46,13 @@ def test_pages_add_up(n: int, pages: int, spare: int, data: st.DataObject) -> No
         free = pool.free
         turned = slots.remap(wanted, held)
         if isinstance(turned, Short):
-            assert turned.pages == (before.lent - wanted.lent) * pages - free > 0
+            assert turned.pages == (before.n_freed - wanted.n_freed) * pages - free > 0
             assert slots.rotation == before
             continue
         slots.validate()
         weights.validate()
         pool.validate()
-        assert pool.total - pool.free == (n - wanted.lent) * pages
+        assert pool.total - pool.free == (n - wanted.n_freed) * pages
         assert slots.pages == wanted.slots * pages
         # What it says is there, is there; all else has to be brought.
         for slot, layer in enumerate(turned.held):

@@ -46,9 +46,9 @@ class LendingPairs(DeviceObserver):
         self._epochs = itertools.count(1)
         self._pairs: dict[frozenset[str], _Pair] = {}
         self._addresses: dict[str, str] = {}
-        """By device whose worker serves and may lend: where its memory is to be had."""
+        """Address of the memory of each device whose worker serves and may lend."""
         self._users: dict[str, set[str]] = {}
-        """By device whose worker has died: those that may still use its memory."""
+        """By device whose worker has died: the devices that may still use its memory."""
         self._released = asyncio.Event()
         """Set whenever `_users` shrinks."""
 

@@ -48,13 +48,13 @@ class LendingDevice(Protocol):
     def offered(self, borrower: str, epoch: int, lease: int) -> tuple[int, ...]:
         """Return the pages of a lease of which none has come back; empty: there is none."""
 
-    def open(self, exported: Exported) -> Exported:
+    def import_pages(self, exported: Exported) -> Exported:
         """Import pages of another GPU, and close their descriptors. Raises DeviceError."""
 
-    def meet(self, peer: str, epoch: int, exported: Exported) -> None:
+    def add_peer(self, peer: str, epoch: int, exported: Exported) -> None:
         """Note that pages can be lent between this device and a peer, whose memory this is."""
 
-    def take(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
+    def accept_lease(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
         """Use pages that a GPU has lent, all of which are in `opened`."""
 
 
@@ -143,7 +143,7 @@ class LendingPeers:
         known.by_page = exported.page_fds is not None
         with self._use_device() as device:
             if device is not None:
-                device.meet(message.peer, message.epoch, exported)
+                device.add_peer(message.peer, message.epoch, exported)
 
     def _handle_from_lender(self, known: _Peer, event: PagesLentEvent | PagesRecalledEvent) -> None:
         if isinstance(event, PagesLentEvent) and known.by_page:
@@ -160,7 +160,7 @@ class LendingPeers:
             with self._use_device() as device:
                 if device is None:
                     raise DeviceError("import", "this device does not serve any more")
-                opened.append(device.open(exported))
+                opened.append(device.import_pages(exported))
 
         for _ in range(FETCHES):
             try:
@@ -176,7 +176,7 @@ class LendingPeers:
             return
         with self._use_device() as device:
             if device is not None:
-                device.take(lease, tuple(opened))
+                device.accept_lease(lease, tuple(opened))
 
 
 def _close(opened: list[Exported]) -> None:

@@ -67,6 +67,25 @@ _SAMPLED = Sampling()
 """Sent in place of a request's own: a further rank needs to know only that it is sampled."""
 
 
+class _GroupJobs:
+    """Has further ranks run the jobs of the first one, on its lane; implements `Followers`."""
+
+    def __init__(self, others: Sequence[RemoteRank], end_group: Callable[[str], NoReturn]) -> None:
+        self._others, self._end_group = others, end_group
+
+    def begin(self, model: str, work: Sequence[SequenceWork], *, head: bool) -> None:
+        command = RunJobMsg(model, tuple(_without_sampling(w) for w in work), head)
+        for other in self._others:
+            other.jobs.send(command)
+
+    def end(self) -> None:
+        for other in self._others:
+            other.jobs.receive()
+
+    def broken(self, error: BaseException) -> NoReturn:
+        self._end_group(f"a job broke off: {type(error).__name__}: {error}")
+
+
 class GroupMachine:
     """Implements `ballast.live.machine.Machine` over the processes of all ranks."""
 
@@ -97,6 +116,7 @@ class GroupMachine:
         ranks = whole.tensor_parallel
         pace = None if link is None else share_of(link, ranks)
         self._others = others
+        self._jobs = _GroupJobs(others, self._end)
         with ExitStack() as failing:
             failing.enter_context(self._cleanup)
             failing.callback(self._close_others)
@@ -191,7 +211,7 @@ class GroupMachine:
             other.models.call(ServeModelMsg(host.spec.name, tuple(segments_there), kv_there))
         (workspace,) = workspaces
         place = KvPlace(kv.base, kv.range.range.n_bytes, kv.layout)
-        return (self._own.model(host, segments, place, workspace, followers=self),)
+        return (self._own.model(host, segments, place, workspace, followers=self._jobs),)
 
     def cap(self, n_bytes: int) -> Cap:
         return self._own.cap(n_bytes)
@@ -252,20 +272,6 @@ class GroupMachine:
         self._closing = True
         for other in self._others:
             other.close()
-
-    # -- jobs, on the lane ------------------------------------------------------------------------
-
-    def begin(self, model: str, work: Sequence[SequenceWork], *, head: bool) -> None:
-        command = RunJobMsg(model, tuple(_without_sampling(w) for w in work), head)
-        for other in self._others:
-            other.jobs.send(command)
-
-    def end(self) -> None:
-        for other in self._others:
-            other.jobs.receive()
-
-    def broken(self, error: BaseException) -> NoReturn:
-        self._end(f"a job broke off: {type(error).__name__}: {error}")
 
     # -- transfers --------------------------------------------------------------------------------
 

@@ -21,11 +21,11 @@ from ballast.core.errors import (
 )
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 from ballast.fleet.changes import Changes
-from ballast.fleet.difference import FleetDifference, difference
-from ballast.fleet.file import entry_settings
+from ballast.fleet.fleet_difference import FleetDifference, difference
+from ballast.fleet.fleet_file import entry_settings
+from ballast.fleet.fleet_source import FleetReading, FleetSource
 from ballast.fleet.levels import Levels, change_to, foreign, with_levels
 from ballast.fleet.schema import NamedModelKeys
-from ballast.fleet.source import FleetReading, FleetSource
 from ballast.server.access.keys import warn_of_keys
 from ballast.server.http.faults import Fault
 from ballast.server.service import Service

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from ballast.core.errors import BallastError, NotKept, RequestError, Unavailable, UnknownModel
 from ballast.core.event import FailedOutput
-from ballast.fleet.elsewhere import place_of
 from ballast.fleet.faults import fault_of
+from ballast.fleet.key_hints import place_of
 from ballast.fleet.schema import Keys
 from ballast.server.http.json_response import (
     Error,

@@ -195,39 +195,39 @@ ToRank = (
 
 
 class DoneReply(_RankMessage, frozen=True):
-    """It was done."""
+    """Reply: the command was carried out."""
 
 
 class RangeReservedReply(_RankMessage, frozen=True):
-    """The reserved range, in the rank's addresses."""
+    """Reply: the range is reserved, at an address of the rank."""
 
     base: int
 
 
 class PagesShortReply(_RankMessage, frozen=True):
-    """Number of pages for which the machine has no memory."""
+    """Reply: so many pages have no physical memory, as the machine has none left."""
 
     pages: int
 
 
 class MappingsReply(_RankMessage, frozen=True):
-    """State of the rank's mappings, as the operating system has it."""
+    """Reply: the rank's mappings, as the operating system has them."""
 
     mapped: dict[int, int]
     """Page of the device by page of the range."""
     mappings: int
-    """Of the whole process."""
+    """Mappings of the whole process."""
 
 
 class ModelLoadedReply(_RankMessage, frozen=True):
-    """The model is loaded."""
+    """Reply: the model is loaded."""
 
     addresses: tuple[int, ...]
-    """Of each segment in the rank's host tier."""
+    """Addresses of the segments in the rank's host tier."""
 
 
 class RefusedReply(_RankMessage, frozen=True):
-    """It was not done, and nothing has changed."""
+    """Reply: the command was not carried out, and nothing has changed."""
 
     call: str | None
     """The system call that failed; None: a promise was broken."""
@@ -235,13 +235,13 @@ class RefusedReply(_RankMessage, frozen=True):
 
 
 class TransferLandedEvent(_RankMessage, frozen=True):
-    """The rank's part of a transfer has ended."""
+    """Event: the rank's part of a transfer has ended."""
 
     done: TransferDoneEvent
 
 
 class LayersSettledEvent(_RankMessage, frozen=True):
-    """No layer of a model is in transfer on this rank."""
+    """Event: no layer of a model is in transfer on this rank any more."""
 
     model: str
     held: tuple[int, ...]

@@ -22,23 +22,23 @@ from ballast.transport.worker_messages.message import WorkerMessage
 
 
 class MeetPeerMsg(WorkerMessage, frozen=True):
-    """To a worker: another device's worker with which pages may be lent."""
+    """Introduce to a worker another device's worker, with which pages may be lent."""
 
     peer: str
     epoch: int
     address: str
-    """Where the peer's memory is to be had."""
+    """Address at which the peer gives its memory."""
 
 
 class PeerEndedMsg(WorkerMessage, frozen=True):
-    """To a worker: the peer's process has ended, and has been reaped."""
+    """Tell a worker that a peer's process has ended, and has been reaped."""
 
     peer: str
     epoch: int
 
 
 class LeaseMsg(WorkerMessage, frozen=True):
-    """From lender to borrower, or back; the server passes it on, in order."""
+    """Message from lender to borrower, or back; the server passes it on, in order."""
 
     kind: Literal["lent", "asked back", "returned"]
     lease: Lease
@@ -71,7 +71,7 @@ _LEASE_KINDS: dict[
 
 
 class PeerReportMsg(WorkerMessage, frozen=True):
-    """To the server: what a device reports about another device's worker.
+    """Report to the server about another device's worker.
 
     `met`: pages can be lent between them. `overdue`: it has not returned pages in time and has to
     end. `released`: it has ended, and nothing of its memory is mapped here any more.

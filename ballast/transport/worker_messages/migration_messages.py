@@ -18,7 +18,7 @@ from ballast.transport.worker_messages.message import WorkerMessage
 
 
 class MigrationOrderMsg(WorkerMessage, frozen=True):
-    """To source or target: one step of a migration, in the field of its type."""
+    """Have source or target do one step of a migration, which is in the field of its type."""
 
     export: ExportKvEvent | None = None
     depart: DepartEvent | None = None
@@ -52,7 +52,7 @@ class MigrationOrderMsg(WorkerMessage, frozen=True):
 
 
 class MigrationAnswerMsg(WorkerMessage, frozen=True):
-    """To the server: a device's answer to a step of a migration, in the field of its type."""
+    """Answer the server about a step of a migration, in the field of its type."""
 
     exported: KvExportedAnswer | None = None
     imported: KvImportedAnswer | None = None

@@ -50,15 +50,15 @@ class Device:
     def offered(self, borrower: str, epoch: int, lease: int) -> tuple[int, ...]:
         return self.leases.get((borrower, epoch, lease), ())
 
-    def open(self, exported: Exported) -> Exported:
+    def import_pages(self, exported: Exported) -> Exported:
         assert isinstance(self.vm, CudaVm)
         return self.vm.open(exported)
 
-    def meet(self, peer: str, epoch: int, exported: Exported) -> None:
+    def add_peer(self, peer: str, epoch: int, exported: Exported) -> None:
         self.vm.attach(exported)
         self.heard.put(exported)
 
-    def take(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
+    def accept_lease(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
         for exported in opened:
             self.vm.attach(exported)
         self.heard.put((lease, sum(len(exported.pages) for exported in opened)))

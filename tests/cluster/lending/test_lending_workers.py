@@ -23,7 +23,7 @@ from ballast.core.settings import (
     ServerSettings,
 )
 from ballast.core.units import KiB, MiB
-from ballast.engine.build import GPU_LANE_BYTES
+from ballast.engine.sizing import GPU_LANE_BYTES
 from tests.cluster.lending import fake_gpu_worker
 from tests.engine.checkpoints import VOCAB, make_llama
 from tests.engine.gpus import serving

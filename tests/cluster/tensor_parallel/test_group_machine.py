@@ -18,10 +18,10 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import ceil_div
-from ballast.engine.build import largest_jobs
+from ballast.engine.sizing import largest_jobs
 from ballast.live.inbox import MonotonicClock
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from ballast.weights.host import HostTier
 from ballast.weights.sharding import Shard
 from tests.engine.checkpoints import make_base_and_tuned, make_llama
@@ -87,7 +87,7 @@ def test_a_live_group_under_pressure(paths: dict[str, Path], tmp_path: Path) -> 
     assert report.page_bytes == 2 * PAGE
     assert sum(m.evictions for m in report.models) > 0
     assert sum(m.preemptions for m in report.models) > 0
-    (life,) = read_lives(path)
+    (life,) = read_device_stories(path)
     assert replay(life).difference is None
 
 

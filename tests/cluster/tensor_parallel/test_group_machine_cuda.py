@@ -24,10 +24,10 @@ from ballast.core.event import Event
 from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import ceil_div
-from ballast.engine.build import largest_jobs
+from ballast.engine.sizing import largest_jobs
 from ballast.live.inbox import MonotonicClock
-from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
 from ballast.transport.tensor_parallel.rank_connections import (
     LeaderConnection,
     RankConnection,
@@ -112,7 +112,7 @@ def test_a_live_group_under_pressure(
     # Which of the two it takes depends on when requests end.
     assert sum(m.evictions + m.preemptions for m in report.models) > 0
     assert ends.codes == [0] * 3, "its threads have ended"
-    (life,) = read_lives(path)
+    (life,) = read_device_stories(path)
     assert replay(life).difference is None
 
 

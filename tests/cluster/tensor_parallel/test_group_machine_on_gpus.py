@@ -13,7 +13,7 @@ from ballast.bench.inprocess import InProcess
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import MiB
-from ballast.engine.build import GPU_LANE_BYTES
+from ballast.engine.sizing import GPU_LANE_BYTES
 from tests.engine.checkpoints import VOCAB, make_llama
 
 pytestmark = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.serving import child_called
+from ballast.bench.server_process import child_called
 from ballast.cluster.worker.local_worker import LocalWorker
 from ballast.cluster.worker.process_names import SERVING, SPARE
 from ballast.cluster.worker.spare_worker import SpareWorker

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ballast.bench.serving import children_of
+from ballast.bench.server_process import children_of
 from ballast.core.errors import InvalidRequest, Unavailable
 from ballast.fleet.tokenizer import train_tokenizer
 from ballast.server.text.chat_template import (

@@ -1,0 +1,240 @@
+"""Run a workload on a cluster in virtual time, and report it like any other run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from ballast.bench.record import RequestRecorder, prompts_of, submission_for, vocabularies_of
+from ballast.bench.report import Report
+from ballast.bench.sample import DecisionRecord, decisions_of
+from ballast.bench.simulation_samples import SimulationSampler
+from ballast.bench.stories import SinkOf
+from ballast.core.cost import Traffic
+from ballast.core.event import FailedOutput, Output
+from ballast.core.fleet import FleetAction, Place, Withdraw
+from ballast.core.model import ModelSpec, weight_bytes
+from ballast.core.request import Submission
+from ballast.core.settings import DeviceSettings, Slo
+from ballast.engine.state import DeviceState
+from ballast.policy.presets import Preset
+from ballast.sim.cluster import SERVED, Cluster, Kind
+from ballast.sim.cluster_files import NO_FILES, ClusterFiles
+from ballast.sim.device import COUNTED, SimDevice
+from ballast.workload.workload import Workload, WorkloadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRun:
+    """One preset's run."""
+
+    report: Report
+    devices: dict[str, dict[str, Any]]
+    """By device: its memory, its models and their weights, and what it did."""
+    jobs: int
+    placement: str
+    """Name of the fleet policy; `given` where a file names the devices."""
+    moves: tuple[dict[str, Any], ...]
+    """What the fleet's policy asked for, in order: when, what, and why it was refused, if it was.
+    """
+    moved: int = 0
+    """Requests that went on at another device with their KV."""
+
+    @property
+    def placed(self) -> int:
+        """Times a model was given one more device, after the start."""
+        return self._moved(Place)
+
+    @property
+    def withdrawn(self) -> int:
+        """Times one was taken from it."""
+        return self._moved(Withdraw)
+
+    def _moved(self, action: type) -> int:
+        done = (m for m in self.moves if "refused" not in m)
+        return sum(m["action"] == action.__name__ for m in done)
+
+    def total(self, what: str) -> int:
+        """Of a number that every device has, over all of them."""
+        return sum(device[what] for device in self.devices.values())
+
+    @property
+    def rotations(self) -> dict[str, dict[str, float]]:
+        """By model, the sums over all devices of what layers cost that came and went (`Loads`)."""
+        found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for device in self.devices.values():
+            for name, loads in device["rotations"].items():
+                for what, much in loads.items():
+                    found[name][what] += much
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The report's form, the devices, and how models moved between them."""
+        return {
+            **self.report.to_json(),
+            "placement": self.placement,
+            "moves": list(self.moves),
+            "devices": self.devices,
+        }
+
+
+def run_cluster(
+    preset: Preset,
+    kinds: Sequence[Kind],
+    specs: Sequence[ModelSpec],
+    workload: Workload,
+    slos: Mapping[str, Slo],
+    served: DeviceSettings = SERVED,
+    progress: Callable[[int], None] = lambda sent: None,
+    missed: Callable[[str], None] | None = None,
+    sink_of: SinkOf = lambda device: None,
+    files: ClusterFiles = NO_FILES,
+) -> ClusterRun:
+    """The traffic that a fleet policy may expect is the workload's own, on average and in each
+    model's busiest seconds; `files`: see `Cluster`.
+    `progress` hears how many requests have arrived, and `missed` the model of each that got
+    its first token too late, or an error instead, when it does; `sink_of` says who gets a device's
+    story. Raises ConfigError (see `sim.cluster`), and what `progress` and `missed` raise.
+    """
+    observer = _Observer(workload, slos, missed)
+    recorder = observer.recorder
+    cluster = Cluster(
+        kinds,
+        specs,
+        preset,
+        observer.record_output,
+        served,
+        traffic_of(workload),
+        watch=observer.record_turn,
+        told=observer.record_move,
+        sink_of=sink_of,
+        files=files,
+        busiest=busiest_of(workload),
+        steps=recorder.tokens,
+    )
+    observer.devices = cluster.devices
+    prompts = prompts_of(vocabularies_of(specs))
+
+    def arrivals() -> Iterator[Submission]:
+        for n, request in enumerate(workload.requests):
+            submission = submission_for(request, prompts(request))
+            recorder.sent(request, submission.id, request.at)
+            observer.silent[submission.id] = request
+            progress(n)
+            yield submission
+
+    seconds = cluster.run(arrivals())
+    progress(len(workload.requests))
+    report = Report.of(
+        recorder.records(),
+        slos,
+        seconds,
+        observer.gauge.samples(),
+        [*observer.decisions, *decisions_of(observer.moves)],
+        name=preset.name,
+        workload=workload.describe(),
+    )
+    placement = preset.placement if files.homes is None else "given"
+    moves, moved = tuple(observer.moves), cluster.controller.moved
+    return ClusterRun(report, _did(cluster), cluster.jobs, placement, moves, moved)
+
+
+class _Observer:
+    """Records what clients get, what devices decide and how models move, while a cluster runs."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        slos: Mapping[str, Slo],
+        missed: Callable[[str], None] | None,
+    ) -> None:
+        self.recorder = RequestRecorder()
+        self.gauge = SimulationSampler(workload.seconds)
+        self.decisions: list[DecisionRecord] = []
+        self.moves: list[dict[str, Any]] = []
+        self.devices: Mapping[str, SimDevice] = {}
+        """Those of the cluster, which is made with this object's methods."""
+        self.silent: dict[str, WorkloadRequest] = {}
+        """Requests without an output so far, by submission id."""
+        self._slos = slos
+        self._missed = missed
+
+    def record_output(self, device: str, at: float, output: Output) -> None:
+        """Record an output; report a first token that is late, or an error instead, to `missed`."""
+        self.recorder.told(at, output)
+        request = self.silent.pop(output.request_id, None)
+        if request is None or self._missed is None:
+            return
+        if isinstance(output, FailedOutput) or at - request.at > self._slos[request.model].ttft:
+            self._missed(request.model)
+
+    def record_move(self, at: float, action: FleetAction, refused: str | None) -> None:
+        """Record what the fleet's policy asked for, and why it was `refused`, if it was."""
+        move = {"at": at, "action": type(action).__name__, **asdict(action)}
+        self.moves.append(move if refused is None else {**move, "refused": refused})
+
+    def record_turn(self, device: str, at: float, state: DeviceState) -> None:
+        """Record a device's memory and queue, and its decisions since the last turn."""
+        self.gauge.watch(device, at, state)
+        self.decisions.extend(decisions_of(self.devices[device].story.take_decisions(), device))
+
+
+BUSIEST_SECONDS = 10.0
+"""A model's devices have to keep up with its busiest ones; bursts that are shorter may wait."""
+
+
+def traffic_of(workload: Workload) -> dict[str, Traffic]:
+    """By model, its mean over the whole workload."""
+    seconds = max(workload.seconds, 1.0)
+    return {model: _traffic(own, seconds) for model, own in _asked(workload).items()}
+
+
+def busiest_of(workload: Workload) -> dict[str, Traffic]:
+    """By model, its mean over those `BUSIEST_SECONDS` in which it is asked for most tokens."""
+    found = {}
+    for model, own in _asked(workload).items():
+        first = tokens = most = 0
+        busiest = own[:1]
+        for last, request in enumerate(own):
+            tokens += request.prompt_tokens + request.output_tokens
+            while own[first].at <= request.at - BUSIEST_SECONDS:
+                tokens -= own[first].prompt_tokens + own[first].output_tokens
+                first += 1
+            if tokens > most:
+                most, busiest = tokens, own[first : last + 1]
+        found[model] = _traffic(busiest, BUSIEST_SECONDS)
+    return found
+
+
+def _asked(workload: Workload) -> dict[str, list[WorkloadRequest]]:
+    by_model: dict[str, list[WorkloadRequest]] = defaultdict(list)
+    for request in workload.requests:
+        by_model[request.model].append(request)
+    return by_model
+
+
+def _traffic(requests: Sequence[WorkloadRequest], seconds: float) -> Traffic:
+    return Traffic(
+        len(requests) / seconds,
+        fmean(r.prompt_tokens for r in requests),
+        fmean(r.output_tokens for r in requests),
+    )
+
+
+def _did(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    did: dict[str, dict[str, Any]] = {}
+    for name, device in cluster.devices.items():
+        state = device.state
+        models = state.models.values()
+        did[name] = {
+            "memory_bytes": state.pool.total * state.settings.page_bytes,
+            "models": sorted(state.models),
+            "weights_bytes": weight_bytes(m.spec for m in models),
+            "jobs": state.jobs,
+            **{what: device.did(what) for what in COUNTED},
+            "rotations": {name: asdict(loads) for name, loads in device.loads.items()},
+        }
+    return did

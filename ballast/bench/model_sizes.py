@@ -1,0 +1,62 @@
+"""Sizes of a fleet's models, for simulations: of the catalogue, or of checkpoints' headers."""
+
+from __future__ import annotations
+
+from ballast.core.errors import ConfigError
+from ballast.core.model import ModelSpec
+from ballast.core.settings import FleetSettings, ModelSettings
+from ballast.fleet.fleet_file import CATALOGUE
+from ballast.sim.model_catalogue import facts
+
+CONTEXT = 32768
+"""Most tokens of a request of the catalogue's models, where the fleet file does not say."""
+
+
+def sizes_of(fleet: FleetSettings) -> list[ModelSpec]:
+    """In the fleet's order. Only a checkpoint with adapters is read whole, and let go.
+
+    Raises ConfigError, which lists the known names, and what loading a checkpoint raises.
+    """
+    return [_size_of(settings) for settings in fleet.models]
+
+
+def _size_of(settings: ModelSettings) -> ModelSpec:
+    if settings.path.startswith(CATALOGUE):
+        return _known(settings)
+    from ballast.weights.checkpoint import load_host_model, read_spec
+
+    if not settings.adapters:
+        return read_spec(settings)
+    host = load_host_model(settings)
+    try:
+        return host.spec
+    finally:
+        host.close()
+
+
+def _known(settings: ModelSettings) -> ModelSpec:
+    try:
+        found = facts(settings.path.removeprefix(CATALOGUE))
+    except ConfigError as error:
+        raise ConfigError(f"{settings.name}: path", settings.path, error.allowed) from None
+    if settings.adapters:
+        names = [a.name for a in settings.adapters]
+        allowed = f"adapters stand on a checkpoint, and {settings.name} is {settings.path}"
+        raise ConfigError("adapters", names, allowed)
+    if settings.dtype == "float32":
+        allowed = f"{settings.path} is served in bfloat16: leave `dtype` out"
+        raise ConfigError(f"{settings.name}: dtype", settings.dtype, allowed)
+    return found.spec(
+        name=settings.name,
+        fingerprint=settings.name,
+        max_model_len=settings.max_model_len or CONTEXT,
+        block_tokens=settings.block_tokens,
+        slo=settings.slo,
+        priority=settings.priority,
+        share=settings.share,
+        max_running=settings.max_running,
+        max_waiting=settings.max_waiting,
+        queue_seconds=settings.queue_seconds,
+        pinned=settings.pinned,
+        ttl=settings.ttl,
+    )

@@ -1,0 +1,137 @@
+"""Numbers, times and decisions as an operator reads them: short, and of even width."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MOST_NAMED = 8
+"""Layers that rotate, each by its number."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def seconds_of(seconds: float) -> str:
+    """A latency: ``0.0123 -> '12ms'``."""
+    if seconds < 0.0095:
+        return f"{seconds * 1e3:.1f}ms"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f}ms"
+    return f"{seconds:.1f}s" if seconds < 100 else f"{seconds:.0f}s"
+
+
+def span_of(seconds: float) -> str:
+    """How long something lasts or lasted: ``11520 -> '3h12m'``."""
+    whole = max(0, int(seconds))
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{whole % 60:02}s" if minutes else f"{whole}s"
+
+
+def rate_of(rate: float) -> str:
+    """Per second."""
+    return f"{rate:.0f}" if rate >= 99.95 or rate == 0 else f"{rate:.1f}"
+
+
+def counted(n: int, what: str) -> str:
+    """``(1, 'page') -> '1 page'``."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """The last `width` values, the highest of them as high as can be; nothing is the lowest."""
+    shown = list(values)[-width:]
+    most = max(shown, default=0.0)
+    steps = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[round(v / most * steps) if most else 0] for v in shown)
+
+
+def bar(parts: Sequence[tuple[int, str]], total: int, width: int) -> list[tuple[str, str]]:
+    """Parts of a whole as runs of cells, each with its mark: `width` cells in all.
+
+    Cells are given by where parts end, so that they add up; a part of one cell at least has one
+    if its neighbour can spare it.
+    """
+    runs, done, drawn = [], 0, 0
+    for pages, mark in parts:
+        done += pages
+        end = min(width, round(done / total * width)) if total else 0
+        if pages and end == drawn < width:
+            end += 1
+        runs.append((mark, mark * (end - drawn)))
+        drawn = max(drawn, end)
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision, and how many like it came right after it."""
+
+    time: float
+    """Of the last of them, seconds since 1970."""
+    verb: str
+    model: str
+    detail: str
+    refused: str
+    times: int = 1
+
+
+def decided(decisions: Iterable[Mapping[str, Any]], most: int) -> list[Decided]:
+    """The last, newest first, as a server tells them; a row of like ones is told once."""
+    shown: list[Decided] = []
+    for decision in reversed(list(decisions)):
+        one = _decided(decision)
+        if shown and _alike(shown[-1], one):
+            last = shown[-1]
+            shown[-1] = Decided(
+                last.time, last.verb, last.model, last.detail, last.refused, last.times + 1
+            )
+        elif len(shown) == most:
+            break
+        else:
+            shown.append(one)
+    return shown
+
+
+def _alike(a: Decided, b: Decided) -> bool:
+    return (a.verb, a.model, bool(a.refused)) == (b.verb, b.model, bool(b.refused))
+
+
+def _rotates(layers: Sequence[int], slots: int) -> str:
+    """``([1, 5], 1) -> 'layers 1, 5 rotate through 1 slot'``."""
+    if not layers:
+        return "no layer rotates"
+    named = f"layers {', '.join(map(str, layers))}"
+    which = named if len(layers) <= MOST_NAMED else f"{len(layers)} layers"
+    return f"{which} rotate through {counted(slots, 'slot')}"
+
+
+def _decided(decision: Mapping[str, Any]) -> Decided:
+    verb = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", str(decision.get("action", "?"))).lower()
+    if decision.get("held") is False:
+        verb = "release"
+    elif decision.get("paused"):
+        verb = "pause"
+    details = []
+    if why := decision.get("why"):
+        details.append(str(why))
+    if "rotation" in decision:
+        details.append(_rotates(**decision["rotation"]))
+    if "pages" in decision:
+        pages = decision["pages"]
+        unbounded = "all" if verb == "recall" else "no bound"
+        details.append(unbounded if pages is None else counted(pages, "page"))
+    operator = "by an operator"
+    if decision.get("by") == "operator" and operator not in details:  # any other has a reason
+        details.append(operator)
+    return Decided(
+        time=float(decision.get("time", 0.0)),
+        verb=verb,
+        model=str(decision.get("model", decision.get("to", ""))),
+        detail=", ".join(details),
+        refused=str(decision.get("refused", "")),
+    )

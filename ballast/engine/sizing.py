@@ -1,0 +1,99 @@
+"""Sizes of a device's memory: what is set aside for jobs, and which models fit beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ballast.core.cost import lane_bytes
+from ballast.core.errors import ConfigError
+from ballast.core.model import ModelSpec, weight_pages
+from ballast.core.settings import DeviceSettings, KvLayout
+from ballast.core.units import KiB, MiB, ceil_div, format_bytes
+from ballast.kv.layered import LayeredLayout
+from ballast.kv.layout import Layout
+
+GPU_LANE_BYTES = 128 * MiB
+"""Activation memory of a GPU of one lane, beside what tensors take: see `gpu_lane_bytes`."""
+_WORKSPACE_BYTES = 32 * MiB
+"""Workspace of cuBLAS on Hopper, for each thread and stream; PyTorch never gives one back."""
+
+
+def check_room(
+    spec: ModelSpec,
+    others: Iterable[ModelSpec],
+    settings: DeviceSettings,
+    *,
+    layered: bool = False,
+    aside: int = 0,
+) -> None:
+    """Raise ConfigError where, with `spec` on the device as well, it or one of `others` could serve
+    no request however empty the device is.
+
+    A model needs its weights and the first slab of its KV cache, beside what is set aside for
+    activations and graphs and the weights of pinned models. `layered`: KV lies layer by layer,
+    whatever `settings.kv_layout` is; `aside`: pages that are set aside already. Sizes in the
+    message are those of one rank.
+    """
+    specs = [*others, spec]
+    page = settings.page_bytes
+    aside = max(aside, pages_aside(specs, settings))
+    for m in specs:
+        weights = weight_pages([o for o in specs if o.pinned or o is m], page)
+        kv = kv_layout(m, settings, layered=layered).whole_pages
+        least = aside + weights + kv
+        if least * page <= settings.budget_bytes:
+            continue
+        each = "" if settings.tensor_parallel == 1 else ", each of its ranks,"
+        pinned = (
+            ", those of pinned models among them"
+            if any(o.pinned and o is not m for o in specs)
+            else ""
+        )
+        raise ConfigError(
+            f"the budget of {settings.name}",
+            format_bytes(settings.budget_bytes),
+            f"{m.name} needs a device{each} of at least {least * page // KiB}KiB: "
+            f"{format_bytes(weights * page)} for weights{pinned}, {format_bytes(kv * page)} for "
+            f"the first blocks of KV cache, {format_bytes(aside * page)} for activations with "
+            f"{spec.name}",
+        )
+
+
+def kv_layout(spec: ModelSpec, settings: DeviceSettings, *, layered: bool = False) -> Layout:
+    """How a model's KV cache lies on a device while no layer rotates; `layered`: as of
+    `check_room`."""
+    page = settings.page_bytes
+    if layered or settings.kv_layout is KvLayout.PER_LAYER:
+        return LayeredLayout.over(spec, page, settings.budget_bytes // page)
+    return Layout.of(spec, page)
+
+
+def largest_jobs(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
+    """Bytes of activations that jobs of the models may take, on all lanes together."""
+    if settings.gpu is not None:  # what jobs need was measured on a CPU, if at all
+        specs = [replace(s, job_memory=None) for s in specs]
+    largest = lane_bytes(specs, settings.step_tokens, settings.step_logits)
+    if settings.gpu is not None:
+        largest += gpu_lane_bytes(settings.lanes)
+    return settings.lanes * largest
+
+
+def gpu_lane_bytes(lanes: int) -> int:
+    """Bytes for each lane of a GPU, beside what tensors take: scores of attention that no kernel
+    computes, candidates of sampling, what the allocator rounds up, and workspaces of cuBLAS. A
+    lane's thread may use the stream of any run of neighbouring groups, and its twin where graphs
+    are recorded. Not measured yet."""
+    streams = lanes * (lanes + 1) // 2
+    return GPU_LANE_BYTES + 2 * (streams - 1) * _WORKSPACE_BYTES
+
+
+def set_aside(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
+    """Bytes of a device's budget that are for neither weights nor KV."""
+    return largest_jobs(specs, settings) + settings.graph_bytes
+
+
+def pages_aside(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
+    """The same in pages: those of two arenas."""
+    page = settings.page_bytes
+    return ceil_div(largest_jobs(specs, settings), page) + ceil_div(settings.graph_bytes, page)

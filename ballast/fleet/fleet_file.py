@@ -1,0 +1,270 @@
+"""The fleet file: YAML to frozen settings, or an error that says which key and what is allowed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ballast.core.errors import ConfigError
+from ballast.core.settings import (
+    AdapterSettings,
+    DeviceSettings,
+    FleetSettings,
+    LinkSettings,
+    ModelSettings,
+)
+from ballast.fleet.cross_checks import check_fleet
+from ballast.fleet.document import read_document
+from ballast.fleet.faults import HIDDEN, first_fault
+from ballast.fleet.hub import fetch, is_hub_id
+from ballast.fleet.key_hints import place_of
+from ballast.fleet.schema import (
+    ADAPTER_KEYS,
+    ADAPTER_LIMITS,
+    ApiKeyKeys,
+    FleetKeys,
+    ModelKeys,
+    NamedModelKeys,
+    ServerKeys,
+    SimulatedFleetKeys,
+)
+
+CATALOGUE = "catalogue:"
+"""Before the name of a public model, in place of a path: its sizes are known, and no more."""
+
+
+def load_fleet(
+    path: str | Path,
+    *,
+    presets: Collection[str],
+    environ: Mapping[str, str] | None = None,
+    fetch_hub: Callable[[str, str], str] = fetch,
+    simulated: bool = False,
+) -> FleetSettings:
+    """Read, check and resolve the fleet file at `path`.
+
+    Relative model paths start at the file's directory; hub ids are fetched by
+    `fetch_hub(id, key)`. `presets` are the names that `preset` may have. A fleet that is only
+    `simulated` may name models of the catalogue, and needs no devices: without any, its device has
+    a budget of 0. Raises ConfigError naming the key (``models[2].slo.ttft``), its value and what is
+    allowed.
+    """
+    file = Path(path)
+    keys = read_keys(file, presets=presets, environ=environ, simulated=simulated)
+    return resolved(keys, numbered(keys.models), file.parent, fetch_hub, simulated)
+
+
+def read_keys(
+    file: Path,
+    *,
+    presets: Collection[str],
+    environ: Mapping[str, str] | None = None,
+    simulated: bool = False,
+) -> FleetKeys:
+    """The file's keys, checked; no path is looked at yet. Raises ConfigError."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("fleet file", str(file), f"it cannot be read: {error}") from error
+    values = read_document(text, os.environ if environ is None else environ, str(file))
+    keys = _check(values, str(file), SimulatedFleetKeys if simulated else FleetKeys)
+    check_fleet(keys, presets)
+    return keys
+
+
+Placed = Sequence[tuple[str, NamedModelKeys]]
+"""Entries, each with what an error calls it: ``models[2]``."""
+
+
+def numbered(entries: Sequence[NamedModelKeys]) -> Placed:
+    """Entries as they stand in the file."""
+    return [(f"models[{i}]", entry) for i, entry in enumerate(entries)]
+
+
+def resolved(
+    keys: FleetKeys,
+    entries: Placed,
+    home: Path,
+    fetch_hub: Callable[[str, str], str] = fetch,
+    simulated: bool = False,
+) -> FleetSettings:
+    """Settings with these models; relative paths start at `home`. Raises ConfigError."""
+    home = home.absolute()
+    devices = keys.device_settings() or [DeviceSettings(budget_bytes=0)]
+    for i, device in enumerate(devices):
+        if simulated and device.tensor_parallel > 1:
+            allowed = "how long several ranks take is not simulated: 1"
+            raise ConfigError(f"devices[{i}].tensor_parallel", device.tensor_parallel, allowed)
+    links = [_link(keys, device.name) for device in devices]
+    return FleetSettings(
+        models=_models(entries, home, fetch_hub, simulated),
+        device=devices[0],
+        link=links[0],
+        others=tuple(devices[1:]),
+        other_links=tuple(links[1:]),
+        placement=keys.placement,
+        preset=keys.preset,
+        options=dict(keys.options),
+        home=str(home),
+        story_path=None if keys.story is None else str(home / keys.story),
+        story_bytes=keys.story_bytes,
+        story_parts=keys.story_parts,
+        server=keys.server.settings(),
+    )
+
+
+def _link(keys: FleetKeys, device: str) -> LinkSettings:
+    named = {link.device: link for link in keys.links}
+    # That of no device in particular paces CPUs alone.
+    everyone = None if device.startswith("cuda") else named.get(None)
+    link = named.get(device, everyone)
+    return LinkSettings(
+        device=device,
+        bytes_per_second=None if link is None else link.bandwidth,
+        mixed_bytes_per_second=None if link is None else link.mixed,
+    )
+
+
+def entry_settings(
+    entry: NamedModelKeys, home: Path, fetch_hub: Callable[[str, str], str] = fetch
+) -> ModelSettings:
+    """One more model, for a server that runs. Raises ConfigError."""
+    if entry.adapter is not None or entry.base is not None:
+        why = "adapters are served from the start: put it into the fleet file, beside its base"
+        raise ConfigError("adapter", entry.adapter, why)
+    if entry.path is None:
+        raise ConfigError("path", None, "the key is required")
+    return entry.settings(_directory(entry.path, "path", home, fetch_hub, _CHECKPOINT), ())
+
+
+def _models(
+    entries: Placed, home: Path, fetch_hub: Callable[[str, str], str], simulated: bool
+) -> tuple[ModelSettings, ...]:
+    """The models, each with its adapters, in the entries' order."""
+    paths: dict[str, str] = {}
+    adapters: dict[str, list[AdapterSettings]] = {}
+    for at, entry in entries:
+        if simulated and entry.path is not None and entry.path.startswith(CATALOGUE):
+            paths[entry.name] = entry.path
+        elif entry.path is not None:
+            paths[entry.name] = _directory(entry.path, f"{at}.path", home, fetch_hub, _CHECKPOINT)
+        if entry.adapter is not None and entry.base is not None:
+            path = _directory(entry.adapter, f"{at}.adapter", home, fetch_hub, _ADAPTER)
+            adapters.setdefault(entry.base, []).append(entry.adapter_settings(path))
+    return tuple(
+        entry.settings(paths[entry.name], tuple(adapters.get(entry.name, ())))
+        for _, entry in entries
+        if entry.name in paths
+    )
+
+
+def _check(values: Any, source: str, form: type[FleetKeys]) -> FleetKeys:
+    if not isinstance(values, dict):
+        raise ConfigError(source, values, "a fleet file is a mapping with `models` and `devices`")
+    try:
+        return form.model_validate(_with_defaults(values))
+    except ValidationError as error:
+        raise _config_error(error) from None
+
+
+def _with_defaults(values: dict[Any, Any]) -> dict[Any, Any]:
+    """`defaults` laid under every model; wrong shapes pass through, to be named by the schema."""
+    defaults, models = values.get("defaults"), values.get("models")
+    if not isinstance(defaults, dict) or not isinstance(models, list):
+        return values
+    try:
+        ModelKeys.model_validate(defaults)
+    except ValidationError as error:
+        raise _config_error(error, "defaults") from None
+    return {**values, "models": [_merge(_meant(defaults, model), model) for model in models]}
+
+
+def _meant(defaults: dict[Any, Any], model: Any) -> dict[Any, Any]:
+    """The part of `defaults` that an entry can have: an adapter leaves the rest to its base."""
+    if not isinstance(model, dict) or "adapter" not in model:
+        return defaults
+    limits = defaults.get("limits")
+    kept = {k: v for k, v in limits.items() if k in ADAPTER_LIMITS} if limits else {}
+    return {k: v for k, v in {**defaults, "limits": kept}.items() if k in ADAPTER_KEYS}
+
+
+def _merge(under: Any, over: Any) -> Any:
+    if not isinstance(under, dict) or not isinstance(over, dict):
+        return over
+    return {**under, **{key: _merge(under.get(key), value) for key, value in over.items()}}
+
+
+def _config_error(error: ValidationError, *prefix: str) -> ConfigError:
+    """The first fault of `error`; what may be a secret is not told."""
+    fault = first_fault(error, FleetKeys, *prefix, pointer=place_of)
+    parts = (*prefix, *error.errors(include_url=False)[0]["loc"])
+    if parts[:1] == ("server",) and fault.value is not None and not _shown(parts):
+        return ConfigError(fault.key, HIDDEN, fault.allowed)
+    return fault
+
+
+def _shown(parts: tuple[str | int, ...]) -> bool:
+    """Whether the value at this place of `server` can hold no secret, wherever one was put."""
+    plain = ServerKeys.model_fields.keys() - {"keys", "admin_key"}
+    if len(parts) > 1 and parts[1] == "keys":
+        plain = ApiKeyKeys.model_fields.keys() - {"key"}
+    return not plain.isdisjoint(str(part) for part in parts[1:])
+
+
+_CHECKPOINT = (
+    "config.json",
+    "a checkpoint directory (config.json, *.safetensors, tokenizer files)",
+)
+_ADAPTER = (
+    "adapter_config.json",
+    "an adapter's directory (adapter_config.json, adapter_model.safetensors)",
+)
+"""A file that the directory must have, and what the directory is."""
+
+
+def _is_gguf(hub_id: str, local: Path, file: str) -> bool:
+    """Whether a path or hub id means weights in llama.cpp's format: a file, a directory that holds
+    such files and not `file`, or a repository that is called so."""
+    if hub_id.lower().endswith(".gguf"):
+        return True
+    if os.path.exists(local):
+        return not os.path.isfile(local / file) and any(local.glob("*.gguf"))
+    return is_hub_id(hub_id) and "gguf" in hub_id.partition("@")[0].lower().split("-")
+
+
+def _directory(
+    text: str,
+    key: str,
+    base: Path,
+    fetch_hub: Callable[[str, str], str],
+    wanted: tuple[str, str],
+) -> str:
+    """The directory that `text` names: a path first, a hub id if there is none."""
+    file, kind = wanted
+    if text.startswith(CATALOGUE):
+        allowed = f"models of the catalogue are sizes without weights, for simulations; give {kind}"
+        raise ConfigError(key, text, allowed)
+    hub_id = text.removeprefix("hf:")
+    local = base / os.path.expanduser(text)  # which, unlike pathlib, takes any text
+    if _is_gguf(hub_id, local, file):
+        allowed = (
+            "GGUF files are not read: give the model that this one was converted from, as a "
+            "directory or hub id with config.json and *.safetensors (hf:org/name; the GGUF's page "
+            "on the hub names it as base model)"
+        )
+        raise ConfigError(key, text, allowed)
+    if text == hub_id and (os.path.exists(local) or not is_hub_id(text)):
+        if not os.path.isfile(local / file):
+            raise ConfigError(
+                key,
+                text,
+                f"it must be {kind}, or a hub id such as hf:org/name; looked in {local}",
+            )
+        return str(local)
+    if not is_hub_id(hub_id):
+        raise ConfigError(key, text, "a hub id reads hf:org/name or hf:org/name@revision")
+    return fetch_hub(hub_id, key)

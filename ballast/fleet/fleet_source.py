@@ -1,0 +1,91 @@
+"""Where a server's fleet comes from: its file, and what operators have changed since."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ballast.core.errors import ConfigError, NotKept
+from ballast.core.settings import FleetSettings
+from ballast.fleet.changes import Changes, changed, merged, rehomed
+from ballast.fleet.changes_file import ChangesFile
+from ballast.fleet.fleet_file import read_keys, resolved
+from ballast.fleet.hub import fetch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReading:
+    """What is to be served."""
+
+    fleet: FleetSettings
+    changes: Changes
+    """Those in it."""
+    notes: tuple[str, ...]
+    """Changes that do not count any more, each with the reason."""
+    names: frozenset[str]
+    """Of the models and adapters in the fleet file itself."""
+
+
+class FleetSource:
+    """Reads the fleet at the start and whenever asked, and keeps the changes.
+
+    `changes`: the file that keeps them; None: they last as long as the process. `adjust`: what
+    the command line says instead of the file.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        *,
+        presets: Collection[str],
+        changes: Path | None = None,
+        adjust: Callable[[FleetSettings], FleetSettings] = lambda fleet: fleet,
+        environ: Mapping[str, str] | None = None,
+        fetch_hub: Callable[[str, str], str] = fetch,
+    ) -> None:
+        self.file = file
+        self._presets = presets
+        self._kept = ChangesFile(changes)
+        self._adjust = adjust
+        self._environ = environ
+        self._fetch_hub = fetch_hub
+
+    @property
+    def changes(self) -> Changes:
+        """As last read or kept."""
+        return self._kept.changes
+
+    def read(self) -> FleetReading:
+        """Both files. Raises ConfigError, which names the file or the key."""
+        kept = self._kept.read()
+        keys = read_keys(self.file, presets=self._presets, environ=self._environ)
+        entries = merged(keys.models, kept)
+        if not entries.entries:
+            allowed = f"operators have removed all models; see {self._kept.path}"
+            raise ConfigError("models", [m.name for m in keys.models], allowed)
+        fleet = resolved(keys, entries.entries, self.file.parent, self._fetch_hub)
+        models, changes, notes = changed(fleet.models, entries.changes)
+        models, changes, moved = rehomed(models, changes, fleet.devices)
+        return FleetReading(
+            self._adjust(replace(fleet, models=models)),
+            changes,
+            entries.notes + notes + moved,
+            frozenset(m.name for m in keys.models),
+        )
+
+    def settle(self, reading: FleetReading) -> None:
+        """Say which changes do not count any more, and forget them."""
+        for note in reading.notes:
+            log.warning("an operator's change is dropped: %s", note)
+        try:
+            self._kept.write(reading.changes)
+        except NotKept as error:
+            log.error("%s", error)
+
+    def keep(self, changes: Changes) -> None:
+        """Record what operators have changed by now. Raises NotKept, and nothing has changed."""
+        self._kept.write(changes)

@@ -1,0 +1,175 @@
+"""One queue for all models of a device, by deadline: Prism, section 6.2, Algorithm 2.
+
+A waiting request has slack as long as its prompt, and those of all that come before it, can be
+computed before its first token is due. Moore and Hodgson's rule (1968) finds the largest set of
+requests that can all be in time: in order of deadline, and whenever one would be late, that with
+the longest prefill of those taken so far is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+from ballast.core.actions import Action, Decision, Reorder
+from ballast.core.cost import copy_seconds
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency
+from ballast.policy.admission.late_last import IN_TIME, LATE, PROMOTED
+from ballast.policy.base import AdmissionPolicy
+from ballast.policy.market.claims import BEHIND_ALL, LONGEST_WAIT
+
+LEAST = 1e-3
+"""Seconds between two looks at the same requests, at least."""
+_WHY = {
+    IN_TIME: "it can be in time",
+    LATE: "others of its model can be in time",
+    BEHIND_ALL: "others can be in time",
+}
+MOST = 512
+"""Requests that are looked at, those with the earliest deadlines; the others count as in time."""
+
+
+class QueuedPrefill(NamedTuple):
+    """A waiting request, as the rule sees it."""
+
+    id: str
+    rank: int
+    """Less is more important."""
+    due: float
+    """In seconds from now; -inf: it cannot be in time any more."""
+    seconds: float
+    """Of its prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlackMemo:
+    """What one decision leaves to the next."""
+
+    waiting: tuple[tuple[RequestView, ...], ...] = ()
+    """By model, in the fleet's order."""
+    until: float = float("-inf")
+    """When the same requests have to be looked at again."""
+    since: float | None = None
+    """When a late request was last put first, or began to wait behind others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slack(AdmissionPolicy):
+    """Admit as many requests as can be in time, in order of deadline, before those that cannot.
+
+    Over all models of a device; the more important come first. A request that is left out waits
+    behind all others, of other models too: it undoes nobody's work, its model makes way if it runs
+    nothing, and what becomes free is first for those that can be in time. One that is more
+    important than others waits behind its own model's alone. None is dropped: it comes back when
+    there is time for it after all, and every `aging` seconds the oldest one that is left out comes
+    first.
+    """
+
+    aging: float = LONGEST_WAIT
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        before = memo if isinstance(memo, SlackMemo) else SlackMemo()
+        waiting = tuple(m.waiting for m in view.models)
+        if not any(waiting):
+            return Decision((), None)
+        same = len(waiting) == len(before.waiting) and all(
+            a is b for a, b in zip(waiting, before.waiting, strict=True)
+        )
+        if same and view.now < before.until:
+            return Decision((), before, before.until)
+        late, slack = left_out(prefills(view), _begun(view))
+        actions: list[Action] = []
+        least = max(r.order.rank for m in view.models for r in (*m.waiting, *m.running))
+        for m in view.models:
+            moved: dict[int, list[str]] = {}
+            for r in m.waiting:
+                last = BEHIND_ALL if r.order.rank == least else LATE
+                place = last if r.id in late else IN_TIME
+                if r.place not in (place, PROMOTED):
+                    moved.setdefault(place, []).append(r.id)
+            for place, ids in moved.items():
+                actions.append(Reorder(m.name, tuple(ids), place, _WHY[place]))
+        until = view.now + max(slack, LEAST)
+        behind = [(r.order, m.name, r.id) for m in view.models for r in m.waiting if r.id in late]
+        n = sum(map(len, waiting))
+        since = None
+        if behind and len(behind) < n:
+            since = view.now if before.since is None else before.since
+            if not any(r.place == PROMOTED for m in view.models for r in m.waiting):
+                if view.now >= since + self.aging:
+                    _, model, id = min(behind)
+                    why = f"first after {self.aging:g} s behind others"
+                    actions.append(Reorder(model, (id,), PROMOTED, why))
+                    since = view.now
+                until = min(until, since + self.aging)
+        wake = until if until < float("inf") else None
+        return Decision(tuple(actions), SlackMemo(waiting, until, since), wake)
+
+
+def prefills(view: DeviceView) -> list[QueuedPrefill]:
+    """The requests that wait to be admitted, but those that were put first."""
+    found = []
+    for m in view.models:
+        absent = _activation(view, m) if m.waiting else 0.0
+        for r in m.waiting:
+            if r.place == PROMOTED:
+                continue
+            due = (r.due if r.first is None else r.next_due) - view.now
+            seconds = m.costs.prefill_seconds(r.tokens)
+            if absent + seconds > due:
+                due = float("-inf")
+            found.append(QueuedPrefill(r.id, r.order.rank, due, seconds))
+    return found
+
+
+def left_out(waiting: Sequence[QueuedPrefill], begun: float = 0.0) -> tuple[set[str], float]:
+    """Return the ids of the fewest requests without which all others are in time, and in how many
+    seconds that may change while nobody comes or goes.
+
+    `begun`: seconds of prefills that come before all of them. Of two ranks the more important has
+    its own fewest.
+    """
+    chosen = sorted(waiting, key=attrgetter("rank", "due"))[:MOST]
+    late = {p.id for p in chosen if p.due == float("-inf")}
+    at, slack = begun, float("inf")
+    for _, group in groupby(chosen, attrgetter("rank")):
+        in_time: list[tuple[float, str]] = []
+        kept: dict[str, QueuedPrefill] = {}
+        start = at
+        for p in group:
+            if p.id in late:
+                continue
+            heappush(in_time, (-p.seconds, p.id))
+            kept[p.id] = p
+            at += p.seconds
+            if at > p.due:
+                seconds, longest = heappop(in_time)
+                at += seconds
+                late.add(longest)
+                del kept[longest]
+        ends = start
+        for p in kept.values():
+            ends += p.seconds
+            slack = min(slack, p.due - ends)
+    return late, slack
+
+
+def _begun(view: DeviceView) -> float:
+    """Seconds of prompts of admitted requests that are not computed yet."""
+    return sum(
+        m.costs.prefill_seconds(r.tokens - r.computed)
+        for m in view.models
+        for r in m.running
+        if r.first is None and r.computed < r.tokens
+    )
+
+
+def _activation(view: DeviceView, m: ModelView) -> float:
+    """Seconds until a model's weights can be here."""
+    if m.residency is not Residency.ABSENT:
+        return 0.0
+    return copy_seconds(m.missing_pages * view.page_bytes, view.weights_bytes_per_second)

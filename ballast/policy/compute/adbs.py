@@ -1,0 +1,125 @@
+"""Adaptive batch scheduling: one prefill at a time, and decodes of other models on what it leaves.
+
+MuxServe (Duan et al., 2024), section 3.3, Algorithm 3; quotas of KV: `policy.memory.quotas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ballast.core.compute import ComputeDecision, ComputeView, Phase, Runnable, WorkView
+from ballast.core.job import JobLoad
+from ballast.policy.base import ComputePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What one decision leaves to the next."""
+
+    past: tuple[str, ...] = ()
+    """Models whose prompts have been computed, the latest last."""
+    owed: bool = False
+    """A decode step came before a prefill that could run, which is next."""
+
+    def prefilled(self, model: str) -> Rounds:
+        """These, once prompts of a model are computed."""
+        return Rounds((*(name for name in self.past if name != model), model))
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveBatches(ComputePolicy):
+    """Prompts first, one prefill in flight on the device, models in turn; decodes fill the rest.
+
+    While a prompt could be computed or is, decode steps have at most `decode_share` of the device's
+    compute between them, and the prefill the rest; a device's parts are divided in whole ones, each
+    job having at least one. Where no prompt could be, decode steps divide all of it.
+
+    A prefill that finds too few parts free holds further decode steps back. That lasts no longer
+    than the jobs in flight at that time, as nothing begins before it: the published code can wait
+    for a decode to end that it holds back itself. One that finds no memory for KV holds nobody
+    back: decodes are what will free it. A model whose streams have waited for `longest_gap`
+    seconds, or for twice what a step of every model takes where that is longer, decodes before the
+    next prefill; then comes a prefill. So neither kind of work waits for ever, on one lane too.
+
+    A model has one job at a time, in which its own streams decode beside its prompts: prefill and
+    decode of one model share one copy of its weights, and one pass over them. `separate`: they do
+    not; prompts are computed in jobs of their own.
+    """
+
+    decode_share: float = 0.5
+    longest_gap: float = 0.2
+    separate: float = 0
+
+    @property
+    def in_turns(self) -> bool:
+        return True
+
+    def __call__(self, view: ComputeView, memo: object) -> ComputeDecision | None:
+        rounds = memo if isinstance(memo, Rounds) else Rounds()
+        for r in view.runnable:
+            if r.moves_kv:  # which others may wait for
+                return ComputeDecision(r.model, memo=rounds)
+        prefilling = any(job.prefills for job in view.in_flight)
+        prompts = [r for r in view.runnable if r.first_prompt is not None]
+        if not prompts and not prefilling:
+            return ComputeDecision(_next(view.runnable).model, memo=rounds)
+        works = {r.model: view.work_of(r.model) for r in view.runnable}
+        decodes = [r for r in view.runnable if works[r.model].decodes]
+        if prompts and not prefilling:
+            overdue = None if rounds.owed else self._overdue(view.now, decodes, works)
+            if overdue is not None:
+                return _step(overdue, Rounds(rounds.past, owed=True), self._parts_of_step(view))
+            return self._prefill(view, prompts, decodes, rounds)
+        return _step(_next(decodes), rounds, self._parts_of_step(view)) if decodes else None
+
+    def _prefill(
+        self,
+        view: ComputeView,
+        prompts: Sequence[Runnable],
+        decodes: Sequence[Runnable],
+        rounds: Rounds,
+    ) -> ComputeDecision | None:
+        """The next prefill; None while it waits for its part of the device."""
+        last = {model: i for i, model in enumerate(rounds.past)}
+        chosen = min(prompts, key=lambda r: (last.get(r.model, -1), r.first_prompt or (), r.model))
+        beside = view.lanes > 1 and (view.in_flight or any(r is not chosen for r in decodes))
+        parts = view.parts - self._share(view) if beside else view.parts
+        if view.in_flight and view.free_parts < parts:
+            return None
+        phase = Phase.PREFILL if self.separate else Phase.MIXED
+        memo = rounds.prefilled(chosen.model)
+        return ComputeDecision(chosen.model, memo=memo, phase=phase, parts=parts)
+
+    def _overdue(
+        self, now: float, decodes: Sequence[Runnable], works: Mapping[str, WorkView]
+    ) -> Runnable | None:
+        """The model whose streams have waited longest for a token, if that is too long."""
+        waited: list[tuple[float, Runnable]] = []
+        steps = 0.0
+        for r in decodes:
+            work = works[r.model]
+            last = min((d.last for d in work.decodes if d.first is not None), default=now)
+            waited.append((last, r))
+            context = sum(d.context for d in work.decodes)
+            steps += work.costs.of(JobLoad(0, 0, 0, len(work.decodes), context))
+        gap = max(self.longest_gap, 2 * steps)
+        last, found = min(waited, key=lambda lr: (lr[0], lr[1].model), default=(now, None))
+        return found if now - last >= gap else None
+
+    def _share(self, view: ComputeView) -> int:
+        """Parts that decode steps have between them beside a prefill."""
+        return max(1, min(view.parts - 1, round(self.decode_share * view.parts)))
+
+    def _parts_of_step(self, view: ComputeView) -> int | None:
+        """Parts that each of them has."""
+        return None if view.lanes == 1 else max(1, self._share(view) // (view.lanes - 1))
+
+
+def _next(decodes: Sequence[Runnable]) -> Runnable:
+    """The model whose last job ended longest ago."""
+    return min(decodes, key=lambda r: (r.last_run, r.model))
+
+
+def _step(r: Runnable, rounds: Rounds, parts: int | None) -> ComputeDecision:
+    return ComputeDecision(r.model, memo=rounds, phase=Phase.DECODE, parts=parts)

@@ -1,0 +1,89 @@
+"""Orders of compute that know no service levels: in turns, and first come first served."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ballast.core.compute import ComputeDecision, ComputeView, Phase, Runnable
+from ballast.core.request import Precedence
+from ballast.policy.base import ComputePolicy
+from ballast.policy.memory.temporal_sharing import ModelTurn
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin(ComputePolicy):
+    """The least recently run model; of those that have never run, the oldest request's first.
+
+    `separate`: prompts are computed in jobs of their own, before the model decodes on; else chunks
+    of them share jobs with its decode steps.
+    """
+
+    separate: float = 0
+
+    @property
+    def in_turns(self) -> bool:
+        return True
+
+    def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
+        last = (float("inf"),)
+        chosen = min(view.runnable, key=lambda r: (r.last_run, r.first_prompt or last, r.model))
+        return ComputeDecision(chosen.model, phase=_phase(chosen, self.separate))
+
+
+@dataclass(frozen=True, slots=True)
+class FirstComeFirstServed(ComputePolicy):
+    """The model with the oldest of the most important requests that can go on, its others beside
+    it, until that request has ended (AlpaServe, Li et al., 2023, as MuxServe compares with it:
+    section 4.1).
+
+    `longest_turn`, where it is not 0: for so many seconds; then comes the model with the oldest of
+    the other models' requests. `separate` as of `RoundRobin`.
+    """
+
+    separate: float = 0
+    longest_turn: float = 0
+
+    def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
+        if not self.longest_turn or any(r.moves_kv for r in view.runnable):
+            return self._job(_first(view, view.runnable), math.inf, memo)
+        turn = memo if isinstance(memo, ModelTurn) else ModelTurn("", -math.inf)
+        runnable = {r.model: r for r in view.runnable}
+        if view.now < turn.since + self.longest_turn and turn.model in runnable:
+            return self._job(runnable[turn.model], turn.since + self.longest_turn, turn)
+        chosen = _first(view, [r for r in view.runnable if r.model != turn.model] or view.runnable)
+        if all(job.model != turn.model for job in view.in_flight):
+            turn = ModelTurn(chosen.model, view.now)
+        return self._job(chosen, turn.since + self.longest_turn, turn)
+
+    def _job(self, chosen: Runnable, until: float, memo: object) -> ComputeDecision:
+        """Its next job, and if it only decodes, those that follow `until` then."""
+        until = until if chosen.first_prompt is None else -math.inf
+        return ComputeDecision(
+            chosen.model, until=until, memo=memo, phase=_phase(chosen, self.separate)
+        )
+
+
+def _first(view: ComputeView, models: Sequence[Runnable]) -> Runnable:
+    """A model whose next job moves KV, which others may wait for; else the one with the oldest of
+    the most important requests."""
+    return min(models, key=lambda r: (not r.moves_kv, _oldest(view, r), r.model))
+
+
+def _oldest(view: ComputeView, r: Runnable) -> Precedence:
+    """The request of a model that comes first of those it could go on with."""
+    if r.moves_kv:
+        return _NOBODY
+    work = view.work_of(r.model)
+    orders = [*(d.order for d in work.decodes), *(p.order for p in work.prompts)]
+    return min(orders, default=_NOBODY)
+
+
+_NOBODY = Precedence(0, -math.inf, 0)
+
+
+def _phase(chosen: Runnable, separate: float) -> Phase:
+    if not separate:
+        return Phase.MIXED
+    return Phase.DECODE if chosen.first_prompt is None else Phase.PREFILL

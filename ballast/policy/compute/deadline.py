@@ -1,0 +1,395 @@
+"""Order of compute by deadline: what must run now does; until something must, one model does."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ballast.core.compute import ComputeDecision, ComputeView, DecodeView, PromptView, WorkView
+from ballast.core.job import JobLoad, chunk_pairs
+from ballast.policy.base import ComputePolicy
+from ballast.policy.compute.demand import Demand, Task
+
+LEAST_CHUNK = 16
+"""Tokens of a prompt that a job computes at least, where it has so many left."""
+MOST_CREDIT = 1.0
+"""Seconds of a lane that requests which are late can save up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The decodes of a model: a step gives each of them a token."""
+
+    work: WorkView
+    seconds: float
+    """Of a step."""
+    task: Task | None
+    """Its steps, as far as requests can still keep their service levels; None: none can."""
+    progress: float
+    """When the one that waits longest for a token got its last, or arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """One request's prompt, and late ones before it in its model's queue."""
+
+    work: WorkView
+    view: PromptView
+    tokens: int
+    """Of its prompt and those before it, which jobs compute first."""
+    task: Task | None
+    """Its prefill, and that of late ones before it; None: its token is late, or will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A job that could run now."""
+
+    work: WorkView
+    due: float
+    """When it must have ended, in seconds from now."""
+    others: float
+    """Seconds that it may take without making others late."""
+    seconds: float
+    """That it takes at least."""
+    tokens: int = 0
+    """Of the prompt that it is for and those before it; 0: it only decodes."""
+    begun: int = 0
+    """Of these and all prompts of its model that have been begun: as many may be in a job that ends
+    by `due`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlineMemo:
+    """What one decision leaves to the next."""
+
+    model: str = ""
+    """That ran last."""
+    at: float = 0.0
+    credit: float = 0.0
+    """Seconds that late requests may take from others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline(ComputePolicy):
+    """Slack is spent on batches, and when it is gone the earliest deadline comes first.
+
+    A first token is due when its service level says. Time per output token is a mean over the
+    answer, so a request that decodes has its next token due at (time of the first) + (tokens so
+    far) * (time per token): faster steps earn slack, which is spent while other models run. What is
+    due is summed up over time (`demand`); the *headroom* is by how much it always falls
+    short of the time there is. As long as a job leaves the others headroom the order is free, and
+    is the one that makes batches large: prompts come first, in chunks that fit; then the model that
+    ran last decodes on, until its requests end; then the next. Without headroom the earliest
+    deadline comes first. A prompt begins only if it can end in time beside all that has been begun,
+    so that under overload as many requests as possible keep their levels.
+
+    A model that is the only one that could run computes its prompts first come first served, in
+    jobs as large as may be; but while no request is late, prompts join its streams within these
+    streams' slack, as they do beside other models: an answer of two tokens has no third to make up
+    for a job that took long.
+
+    Requests that cannot keep their level any more come after those that can, and have `late_share`
+    of the lane's time while there are any, the one that waited longest first. `longest_wait`: no
+    service level counts as longer than so many seconds to the first token, or between two tokens.
+    `longest_gap`: a stream, late or with however much slack, gets its next token after so many
+    seconds, or after twice what a step of every model takes where that is longer, and one job.
+    `margin`: headroom that is left for what is not foreseen, as a multiple of the longest job that
+    could run.
+    """
+
+    late_share: float = 0.05
+    longest_wait: float = 10.0
+    longest_gap: float = 0.2
+    margin: float = 2.0
+
+    def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
+        turn = memo if isinstance(memo, DeadlineMemo) else DeadlineMemo(at=view.now)
+        alone = len(view.runnable) == 1
+        if alone and view.runnable[0].first_prompt is None:
+            return self._freely(view, turn, math.inf)
+        for r in view.runnable:
+            if r.moves_kv:  # which others may wait for
+                return ComputeDecision(
+                    r.model, memo=DeadlineMemo(turn.model, view.now, turn.credit)
+                )
+        works = [view.work_of(r.model) for r in view.runnable]
+        if alone and not works[0].decodes:
+            return self._freely(view, turn)
+        batches = [self._batch(view.now, w) for w in works if w.decodes]
+        pausing = self._pausing(view.now, batches)
+        if not alone and pausing and pausing[0][0] <= 0:
+            return self._run(pausing[0][1], 0, turn)
+        prompts = [p for w in works for p in self._prompts(view, w)]
+        demand, begun = self._demand(batches, prompts, self.coming(view.now))
+        late = self._latest(view, batches, prompts, begun)
+        if alone and late is not None:
+            return self._freely(view, turn)
+        credit = 0.0
+        if late is not None:
+            most = max(MOST_CREDIT, late.seconds)
+            credit = min(most, turn.credit + self.late_share * (view.now - turn.at))
+            if credit >= late.seconds:
+                n = self._chunk(view, late, credit)
+                spent = self._job_seconds(late.work, n)
+                return self._run(late, n, DeadlineMemo(late.work.model, view.now, credit - spent))
+        turn = DeadlineMemo(turn.model, view.now, credit)
+        options = self._options(view, batches, begun, demand, turn.model)
+        reserve = self.margin * max((o.seconds for o in options), default=0.0)
+        for option in options:
+            spare = option.others - reserve - option.seconds
+            if spare >= 0:
+                pause = min(
+                    (left for left, o in pausing if o.work is not option.work), default=math.inf
+                )
+                until = view.now + min(spare, pause)
+                if late is not None and self.late_share > 0:
+                    until = min(until, view.now + (late.seconds - credit) / self.late_share)
+                n = self._chunk(view, option, min(option.others - reserve, pause))
+                return self._run(option, n, turn, until)
+        if options:
+            urgent = min(options, key=lambda o: (o.due, o.work.model))
+            joins = (
+                o for o in options if o.work is urgent.work and o.tokens and o.seconds <= o.others
+            )
+            urgent = next(joins, urgent)
+            return self._run(urgent, self._chunk(view, urgent, urgent.others), turn)
+        if late is None:  # nothing that anybody waits for
+            return ComputeDecision(view.runnable[0].model, memo=turn)
+        return self._run(late, self._chunk(view, late, math.inf), turn)
+
+    def coming(self, now: float) -> Sequence[Task]:
+        """Prefills of requests that will arrive, for which headroom is left: none is known."""
+        return ()
+
+    # -- what there is to do ----------------------------------------------------------------------
+
+    def _batch(self, now: float, work: WorkView) -> _Batch:
+        """Its requests that can keep their levels determine when a step is due."""
+        decodes = work.decodes
+        seconds = work.costs.of(JobLoad(0, 0, 0, len(decodes), sum(d.context for d in decodes)))
+        due, pace, steps = math.inf, math.inf, 1
+        for d in decodes:
+            if self._keeps(now, d, seconds):
+                next_due, its_pace = self._next_due(d), min(d.pace, self.longest_wait)
+                if d.first is not None and next_due < now + seconds:
+                    # Behind its pace, for want of memory maybe: it catches up by its last token.
+                    its_pace = min(its_pace, (_last_due(d) - now) / d.outputs)
+                    next_due = now + its_pace
+                due = min(due, next_due)
+                pace = min(pace, its_pace)
+                steps = max(steps, d.outputs)
+        task = None if due == math.inf else Task(due - now, seconds, pace, steps)
+        return _Batch(work, seconds, task, min(d.last for d in decodes))
+
+    def _pausing(self, now: float, batches: Sequence[_Batch]) -> list[tuple[float, _Option]]:
+        """How long each batch may still pause, and its next step; the longest pause first."""
+        gap = max(self.longest_gap, 2 * sum(b.seconds for b in batches))
+        found = []
+        for b in batches:
+            last = min((d.last for d in b.work.decodes if d.first is not None), default=math.inf)
+            step = _Option(b.work, math.inf, math.inf, b.seconds)
+            found.append((last + gap - b.seconds - now, step))
+        return sorted(found, key=lambda entry: entry[0])
+
+    def _keeps(self, now: float, d: DecodeView, step: float) -> bool:
+        """Whether a request keeps its level if it decodes without a pause from now on."""
+        if d.first is None:
+            return now + step <= self._next_due(d)
+        return d.first <= d.due and now + d.outputs * step <= _last_due(d)
+
+    def _next_due(self, d: DecodeView) -> float:
+        due = d.due if d.first is None else d.first + d.generated * d.pace
+        return min(due, d.last + self.longest_wait)
+
+    def _prompts(self, view: ComputeView, work: WorkView) -> list[_Prompt]:
+        """In their order, in which jobs compute them: so each is due no later than those after it
+        that can be in time, and takes what late ones before it take, too."""
+        found: list[_Prompt] = []
+        tokens, ahead, late = 0, 0.0, 0.0
+        for p in work.prompts:
+            tokens += p.tokens
+            seconds = prefill_seconds(work, p, view.step_tokens)
+            due = min(p.due, p.last + self.longest_wait) - view.now
+            if ahead + seconds <= due:
+                found.append(_Prompt(work, p, tokens, Task(due, late + seconds)))
+                late = 0.0
+            else:
+                found.append(_Prompt(work, p, tokens, None))
+                late += seconds
+            ahead += seconds
+        due = math.inf
+        for i, entry in reversed(list(enumerate(found))):
+            if entry.task is not None:
+                due = min(due, entry.task.due)
+                found[i] = replace(entry, task=replace(entry.task, due=due))
+        return found
+
+    def _demand(
+        self, batches: Sequence[_Batch], prompts: Sequence[_Prompt], coming: Sequence[Task]
+    ) -> tuple[Demand, list[_Prompt]]:
+        """What is due of that which has been begun and of prompts that can be in time beside it;
+        and these, the first that is due first."""
+        running = [b.task for b in batches if b.task is not None]
+        decoding = {b.work.model: b.task for b in batches if b.task is not None}
+        waiting = [(p.task, p) for p in prompts if p.task is not None]
+        waiting.sort(key=lambda tp: (tp[0].due, tp[1].view.order))
+        promised = [(task, p, self._steps(p, task, decoding)) for task, p in waiting]
+        demand = Demand(running, [t for task, _, steps in promised for t in (task, *steps)])
+        kept: list[_Prompt] = []
+        for task, p, steps in promised:
+            if demand.add(task, *steps) or (not running and not kept):
+                kept.append(p)
+        begun = [p.task for p in kept if p.task is not None]
+        return Demand(running, [*begun, *coming], all_of_them=True), kept
+
+    def _steps(self, p: _Prompt, task: Task, batches: dict[str, Task]) -> list[Task]:
+        """What its answer takes: little for each token while its model's batch steps anyway, a step
+        for each after that. `batches`: those that are counted, and now this one."""
+        n, costs = p.view.outputs - 1, p.work.costs
+        if n <= 0:
+            return []
+        context = p.view.start + p.view.tokens
+        pace = min(p.view.pace, self.longest_wait)
+        own = costs.of(JobLoad(0, 0, 0, 1, context))
+        more = costs.per_sequence + context * costs.per_context
+        batch = batches.get(p.work.model)
+        if batch is None:
+            batches[p.work.model] = alone = Task(task.due + pace, own, pace, n)
+            return [alone]
+        beside = min(n, math.ceil(batch.steps * batch.pace / pace))
+        rarely = max(0.0, 1.0 - pace / batch.pace)  # the part of its tokens that need a step more
+        batches[p.work.model] = Task(batch.due, own, min(pace, batch.pace), max(batch.steps, n))
+        steps = [Task(task.due + pace, more + rarely * own, pace, beside)]
+        if n > beside:
+            steps.append(Task(task.due + (beside + 1) * pace, own, pace, n - beside))
+        return steps
+
+    # -- what could run now -----------------------------------------------------------------------
+
+    def _options(
+        self,
+        view: ComputeView,
+        batches: Sequence[_Batch],
+        begun: Sequence[_Prompt],
+        demand: Demand,
+        last: str,
+    ) -> list[_Option]:
+        """Jobs for requests that can keep their levels, those that make batches largest first."""
+        steps = []
+        at_hand = {b.work.model: b for b in batches if b.task is not None}
+        place = {b.work.model: i for i, b in enumerate(at_hand.values())}
+        for model, b in at_hand.items():
+            assert b.task is not None
+            others = demand.headroom(place[model])
+            steps.append(
+                (model != last, b.task.due, _Option(b.work, b.task.due, others, b.seconds))
+            )
+        tokens: dict[str, int] = {}
+        for p in begun:
+            tokens[p.work.model] = max(p.tokens, tokens.get(p.work.model, 0))
+        joins: list[_Option] = []
+        starts: list[_Option] = []
+        for i, p in enumerate(begun):
+            assert p.task is not None
+            batch = at_hand.get(p.work.model)
+            if batch is None or batch.task is None:
+                others = demand.headroom(len(place) + i)
+            else:  # which steps with it
+                others = demand.headroom(place[p.work.model], len(place) + i)
+                others = min(others, max(0.0, batch.task.due))
+            least = self._job_seconds(p.work, least_chunk(p.work, view.step_tokens))
+            most = tokens[p.work.model]
+            option = _Option(p.work, p.task.due, others, least, p.tokens, most)
+            (starts if batch is None else joins).append(option)
+        return [*joins, *starts, *(o for *_, o in sorted(steps, key=lambda s: s[:2]))]
+
+    def _latest(
+        self,
+        view: ComputeView,
+        batches: Sequence[_Batch],
+        prompts: Sequence[_Prompt],
+        begun: Sequence[_Prompt],
+    ) -> _Option | None:
+        """Of requests that are late or will be, the one that has waited longest for a token."""
+        late: list[tuple[float, _Option]] = [
+            (b.progress, _Option(b.work, math.inf, math.inf, b.seconds))
+            for b in batches
+            if b.task is None
+        ]
+        behind = {id(p) for p in begun}
+        for p in prompts:
+            if id(p) not in behind:
+                least = self._job_seconds(p.work, least_chunk(p.work, view.step_tokens))
+                late.append((p.view.last, _Option(p.work, math.inf, math.inf, least, p.tokens)))
+        return min(late, key=lambda entry: entry[0])[1] if late else None
+
+    @staticmethod
+    def _freely(view: ComputeView, turn: DeadlineMemo, until: float = -math.inf) -> ComputeDecision:
+        """The job of the only model that could run, with as many tokens as a job may have."""
+        (only,) = view.runnable
+        return ComputeDecision(
+            only.model, None, until, DeadlineMemo(only.model, view.now, turn.credit)
+        )
+
+    @staticmethod
+    def _run(
+        option: _Option, n: int, turn: DeadlineMemo, until: float = -math.inf
+    ) -> ComputeDecision:
+        """The job of an option, with so many tokens of prompts."""
+        model = option.work.model
+        return ComputeDecision(model, n, until if n == 0 else -math.inf, replace(turn, model=model))
+
+    def _chunk(self, view: ComputeView, option: _Option, seconds: float) -> int:
+        """As many tokens of an option's prompts as a job may take that ends within `seconds`, but
+        at least those that it is worth."""
+        if not option.tokens:
+            return 0
+        least = least_chunk(option.work, view.step_tokens)
+
+        def fitting(tokens: int, seconds: float) -> int:
+            sizes = range(least, max(least, min(view.step_tokens, tokens)) + 1)
+            n = bisect_right(sizes, seconds, key=lambda n: self._job_seconds(option.work, n))
+            return sizes[max(0, n - 1)]
+
+        most = fitting(option.tokens, seconds)
+        if option.begun > option.tokens:  # one pass over the weights for more of them
+            most = max(most, fitting(option.begun, min(seconds, option.due)))
+        return most
+
+    @staticmethod
+    def _job_seconds(work: WorkView, n: int) -> float:
+        """Of a job with `n` tokens of a model's prompts, in their order, beside its decodes."""
+        tokens = chunks = pairs = 0
+        for p in work.prompts:
+            part = min(p.tokens, n - tokens)
+            if part <= 0:
+                break
+            tokens, chunks = tokens + part, chunks + 1
+            pairs += chunk_pairs(part, p.start)
+        decodes = work.decodes
+        return work.costs.of(
+            JobLoad(tokens, chunks, pairs, len(decodes), sum(d.context for d in decodes))
+        )
+
+
+def _last_due(d: DecodeView) -> float:
+    """When the last token of an answer that has begun is due, as long as that is expected to be."""
+    assert d.first is not None, "its first token has come"
+    return d.first + d.pace * (d.generated + d.outputs - 1)
+
+
+def prefill_seconds(work: WorkView, p: PromptView, step_tokens: int) -> float:
+    """To compute a prompt, in jobs of `step_tokens`, each of which passes over the weights."""
+    jobs = -(-p.tokens // step_tokens)
+    return work.costs.prefill_seconds(p.tokens, p.start) + (jobs - 1) * work.costs.base
+
+
+def least_chunk(work: WorkView, step_tokens: int) -> int:
+    """Tokens of a prompt whose arithmetic takes as long as the pass over the weights that they need
+    in any case: smaller chunks cost more than they bring others."""
+    costs = work.costs
+    even = math.ceil(costs.base / costs.per_token) if costs.per_token > 0 else step_tokens
+    return max(1, min(max(LEAST_CHUNK, even), step_tokens))

@@ -1,0 +1,195 @@
+"""The placement with the least KV pressure, by CP-SAT: what Prism's Algorithm 1 approximates.
+
+Whether models can be placed so that no device has a KVPR above r is a packing problem with linear
+constraints: on each device, demand + r x weights of its models is at most r x its memory. The least
+r is found by bisection: a placement that is found lowers the upper end to its own KVPR, a proof
+that there is none raises the lower. It starts from the greedy's answer and a bound that needs no
+search. Then, of the placements with that KVPR, one that moves fewest bytes is sought.
+
+One thread, a fixed seed, a limit of deterministic time: equal problems have equal answers. Seconds
+of search have no place in a device's loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ballast.core.errors import ConfigError
+from ballast.policy.fleet.kv_pressure import Filling, ModelDemand, greedy, max_pressure
+from ballast.policy.fleet.placement_problem import Homes, PlacementDevice
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+SCALE = 10**9
+"""Of a device's memory, in the units in which packing is exact."""
+GAP = 2e-4
+"""Of the least KVPR, by which the answer may be proven to lie above it."""
+EFFORT = 6.0
+"""Deterministic seconds in all, by default."""
+STEP_EFFORT = 3.0
+"""Of one packing problem, at most."""
+FIRST_EFFORT = 0.5
+"""Of the first."""
+MOVING_EFFORT = 1.0
+"""Of the search for fewer moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """The best placement found."""
+
+    homes: Homes
+    max_kvpr: float
+    lower_bound: float
+    """Proven: no placement has a lower KVPR on its worst device."""
+
+    @property
+    def gap(self) -> float:
+        """By which part of the bound the answer may lie above the optimum."""
+        return self.max_kvpr / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def optimal(
+    claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice], effort: float = EFFORT
+) -> Optimum:
+    """Place every model with the least KVPR on the worst device, then with the fewest bytes moved.
+
+    `effort`: deterministic seconds of search, about as many of a slow core. What is found when they
+    are over is the answer. It starts from the greedy's. Raises ConfigError as `greedy` where no
+    placement is found.
+    """
+    best = _any(claims, devices)
+    stay = _stay(claims, devices)
+    if stay is not None and max_pressure(claims, devices, stay) <= max_pressure(
+        claims, devices, best
+    ):
+        best = stay
+    high, low = max_pressure(claims, devices, best), lower_bound(claims, devices)
+    spent, trying = 0.0, low
+    while high > low * (1 + GAP) and spent < effort:
+        # The bound itself is tried first: where popular models decide, it is often reached.
+        middle = max(trying, low) + (high - max(trying, low)) / 2 if spent else low * (1 + GAP / 2)
+        packing = _Packing(claims, devices, middle)
+        most = STEP_EFFORT if spent else FIRST_EFFORT
+        found = packing.solve(best, min(most, effort - spent))
+        spent += max(1e-3, packing.effort)
+        if found is not None:
+            best, high = found, max_pressure(claims, devices, found)
+            trying = low
+        elif packing.proven:
+            low = max(low, middle * (1 - 2 / SCALE))
+        elif high - middle <= GAP * middle:
+            break
+        else:
+            trying = max(trying, middle)
+    if any(c.devices for c in claims) and high > 0:
+        packing = _Packing(claims, devices, high * (1 + 1e-9), moves=True)
+        fewer = packing.solve(best, MOVING_EFFORT)
+        if fewer is not None:
+            best, high = fewer, max_pressure(claims, devices, fewer)
+    return Optimum(best, high, min(low, high))
+
+
+def lower_bound(claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]) -> float:
+    """A KVPR below which no placement can be: all demand over all memory that weights leave, and
+    each model alone on the largest devices."""
+    room = sum(d.memory for d in devices) - sum(c.weights for c in claims)
+    total = sum(c.demand for c in claims)
+    found = total / room if room > 0 else math.inf
+    largest = max(devices, key=lambda d: d.memory)
+    return max([found, *(Filling(largest).with_part(c).pressure for c in claims)])
+
+
+def _any(claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]) -> Homes:
+    """The greedy's placement; any that has room for the weights where it finds none."""
+    try:
+        return greedy(claims, devices)
+    except ConfigError:
+        found = _Packing(claims, devices, math.inf).solve({}, STEP_EFFORT)
+        if found is None or math.isinf(max_pressure(claims, devices, found)):
+            raise
+        return found
+
+
+def _stay(
+    claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]
+) -> dict[str, tuple[str, ...]] | None:
+    """Every model where it is, if all are somewhere."""
+    if not all(len(c.devices) == c.parts for c in claims):
+        return None
+    homes = {c.name: c.devices for c in claims}
+    return homes if math.isfinite(max_pressure(claims, devices, homes)) else None
+
+
+class _Packing:
+    """Whether models can be placed with no KVPR above a limit."""
+
+    def __init__(
+        self,
+        claims: Sequence[ModelDemand],
+        devices: Sequence[PlacementDevice],
+        limit: float,
+        moves: bool = False,
+    ) -> None:
+        from ortools.sat.python import cp_model
+
+        self.effort = 0.0
+        self.proven = False
+        """That they cannot."""
+        self._claims, self._devices, self._cp = claims, devices, cp_model
+        self._model = cp_model.CpModel()
+        self._on: dict[tuple[str, str], cp_model.IntVar] = {
+            (c.name, d.name): self._model.new_bool_var(f"{c.name} on {d.name}")
+            for c in claims
+            for d in devices
+        }
+        for c in claims:
+            self._model.add(sum(self._on[c.name, d.name] for d in devices) == c.parts)
+        unit = max(d.memory for d in devices) / SCALE
+        size = {c.name: math.ceil((c.part_weights + c.part_demand / limit) / unit) for c in claims}
+        for d in devices:
+            room = math.floor(d.memory / unit)
+            self._model.add(sum(size[c.name] * self._on[c.name, d.name] for c in claims) <= room)
+        if moves:
+            self._model.minimize(
+                sum(
+                    math.ceil(c.part_weights / unit) * self._on[c.name, d.name]
+                    for c in claims
+                    for d in devices
+                    if c.devices and d.name not in c.devices
+                )
+            )
+        elif len({d.memory for d in devices}) == 1:
+            self._break_symmetry(sorted(claims, key=lambda c: -size[c.name]))
+
+    def _break_symmetry(self, claims: Sequence[ModelDemand]) -> None:
+        """Equal devices are used in their order: the largest models first, each on a device that is
+        used already or on the next."""
+        for i, c in enumerate(claims):
+            for before, d in pairwise(self._devices):
+                earlier = [self._on[other.name, before.name] for other in claims[: i + 1]]
+                self._model.add_bool_or([*earlier, ~self._on[c.name, d.name]])
+
+    def solve(self, hint: Homes, effort: float) -> dict[str, tuple[str, ...]] | None:
+        """A placement, if one is found in so many deterministic seconds."""
+        for (model, device), on in self._on.items():
+            if hint:
+                self._model.add_hint(on, device in hint[model])
+        solver = self._cp.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = 0
+        solver.parameters.max_deterministic_time = effort
+        status = solver.solve(self._model)
+        self.effort = solver.response_proto.deterministic_time
+        self.proven = status == self._cp.INFEASIBLE
+        if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
+            return None
+        return {
+            c.name: tuple(d.name for d in self._devices if solver.value(self._on[c.name, d.name]))
+            for c in self._claims
+        }

@@ -1,0 +1,200 @@
+"""What is short of pages, as claims: models that are to come, and requests that cannot go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from ballast.core.actions import Action, Activate
+from ballast.core.units import ceil_div
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency
+from ballast.policy.market.claim_and_offer import Claim
+
+LONGEST_WAIT = 10.0
+"""Seconds: no TTFT service level counts as longer where claims are put in order."""
+BEHIND_ALL = 2
+"""Place in its model's queue of a request that also waits behind those of other models: it undoes
+no work, and its claims come after theirs."""
+
+
+def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:
+    """Claims of models that are to come, or have come and not run yet, for the requests that wait
+    for them; and when the next one turns overdue.
+
+    An absent model's claim may undo younger work once its first request has waited for `patience`
+    of its TTFT service level. A model whose weights are being copied keeps what that request needs,
+    until it is admitted, which may be a while where the order of compute lets others go first.
+    """
+    claims: list[Claim] = []
+    wake = None
+    short = {s.request_id for s in view.shortages}
+    for m in view.models:
+        if not m.waiting or not _to_come(m):
+            continue
+        first = m.waiting[0]
+        if first.id in short:
+            continue  # it has a claim of its own
+        kv = max(0, m.first_pages - view.borrowed)
+        if m.residency is not Residency.ABSENT:
+            due = _due(m, first)
+            claims.append(Claim(m.name, first.order, kv, may_preempt=False, due=due))
+            continue
+        overdue, overdue_at = _overdue(view, m, first, patience)
+        wake = earliest(wake, overdue_at)
+        pages = m.missing_pages + kv
+        claims.append(
+            Claim(
+                m.name,
+                first.order,
+                pages,
+                overdue,
+                weights=True,
+                first_pages=kv,
+                segments=m.shared,
+                then=partial(_activate, m.name),
+                due=_due(m, first),
+                gain=_gain(view, m, overdue_at),
+            )
+        )
+    return claims, wake
+
+
+def _activate(model: str, _: int) -> Sequence[Action]:
+    return (Activate(model, why="requests wait for it"),)
+
+
+def _to_come(m: ModelView) -> bool:
+    """Whether a model is absent or on its way, or has come and runs nothing yet."""
+    if m.residency is Residency.RESIDENT:
+        return not m.running and not m.held
+    if m.residency is Residency.ACTIVATING:
+        return not m.running
+    return m.residency is Residency.ABSENT
+
+
+def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:
+    """Claims of requests that lack pages of the pool, and when the next one turns overdue.
+
+    A running request may undo younger work at once (it holds pages and cannot go on); a waiting
+    one once it is overdue.
+    """
+    claims: list[Claim] = []
+    wake = None
+    short = [s for s in view.shortages if not s.limited]
+    if not short:
+        return claims, wake
+    for s in short:
+        m = view.model(s.model)
+        r = m.derived(_running_by_id).get(s.request_id)
+        waits = r is None
+        urgent = not waits
+        if waits and m.waiting and m.waiting[0].id == s.request_id:
+            r = m.waiting[0]
+            urgent, overdue_at = _overdue(view, m, r, patience)
+            wake = earliest(wake, overdue_at)
+        if r is not None:
+            due = 0.0 if urgent else _due(m, r)
+            gain = math.inf if urgent else _gain(view, m, overdue_at)
+            claims.append(
+                Claim(
+                    m.name,
+                    r.order,
+                    s.pages,
+                    urgent,
+                    s.blocks,
+                    due=due,
+                    gain=gain,
+                    admission=waits,
+                )
+            )
+    return claims, wake
+
+
+def _running_by_id(m: ModelView) -> Mapping[str, RequestView]:
+    return {r.id: r for r in m.running}
+
+
+def kv_claims(
+    view: DeviceView, *, waiting: bool, patience: float = math.inf
+) -> tuple[list[Claim], float | None]:
+    """Claims of requests that lack pages, be it of the pool or within their model's limit; and when
+    the next one turns overdue.
+
+    Running ones may undo younger work at once. Those `waiting`, if asked for, undo none; they are
+    overdue when they have waited for `patience` of their TTFT service level.
+    """
+    claims: list[Claim] = []
+    wake = None
+    for s in view.shortages:
+        m = view.model(s.model)
+        r = m.derived(_running_by_id).get(s.request_id)
+        if r is not None:
+            claims.append(Claim(m.name, r.order, s.pages, may_preempt=True, blocks=s.blocks))
+        elif waiting and not m.held and m.waiting and m.waiting[0].id == s.request_id:
+            first = m.waiting[0]
+            overdue, overdue_at = _overdue(view, m, first, patience)
+            wake = earliest(wake, overdue_at)
+            claims.append(
+                Claim(
+                    m.name,
+                    first.order,
+                    s.pages,
+                    False,
+                    s.blocks,
+                    overdue=overdue,
+                    due=_due(m, first),
+                    gain=_gain(view, m, overdue_at),
+                )
+            )
+    return claims, wake
+
+
+def queue_claims(view: DeviceView, most: int) -> list[Claim]:
+    """Claims of those that wait behind a request which lacks pages: of each model at most so many,
+    and no more than may run.
+
+    They will lack theirs as soon as it has its own.
+    """
+    claims = []
+    short = {s.request_id for s in view.shortages}
+    for m in view.models:
+        if m.waiting and not m.held and m.waiting[0].id in short:
+            for r in m.waiting[1 : max(1, min(most, m.spec.max_running - len(m.running)))]:
+                blocks = ceil_div(r.tokens, m.spec.block_tokens)
+                pages = ceil_div(blocks, m.slab_blocks) * m.slab_pages
+                due = _due(m, r)
+                claims.append(Claim(m.name, r.order, pages, False, blocks, due=due))
+    return claims
+
+
+def _due(m: ModelView, r: RequestView) -> float:
+    """When a request's first token is due: a bound, so that no request is overtaken for ever, but
+    by the policy's word."""
+    if r.place >= BEHIND_ALL:
+        return math.inf
+    return r.order.arrival + min(m.spec.slo.ttft, LONGEST_WAIT)
+
+
+def _overdue(
+    view: DeviceView, m: ModelView, r: RequestView, patience: float
+) -> tuple[bool, float | None]:
+    """Whether a request has waited for `patience` of its TTFT service level; else, when it will
+    have, if ever. Less than 0: it has, whatever its place."""
+    behind = r.place >= BEHIND_ALL and patience >= 0
+    at = math.inf if behind else r.order.arrival + patience * m.spec.slo.ttft
+    if view.now >= at:
+        return True, None
+    return False, at if at < math.inf else None
+
+
+def _gain(view: DeviceView, m: ModelView, overdue_at: float | None) -> float:
+    """Request-seconds saved by covering the claim of a model's first waiting request now and not
+    when it is overdue, as it is then in any case: all that wait for the model wait so much less."""
+    return math.inf if overdue_at is None else len(m.waiting) * (overdue_at - view.now)
+
+
+def earliest(*times: float | None) -> float | None:
+    """The least of the times given, ignoring None."""
+    known = [t for t in times if t is not None]
+    return min(known) if known else None

@@ -1,0 +1,269 @@
+"""Cover claims for pages, in order of precedence, from sources in a fixed order or by price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
+
+from ballast.core.actions import Action, Promise
+from ballast.core.view import DeviceView
+from ballast.policy.market.claim_and_offer import Claim, Offer, Source
+from ballast.policy.market.page_budget import Mark, PageBudget
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedOffer:
+    """A part of an offer that a claim has taken."""
+
+    offer: Offer
+    pages: int
+    action: Action
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """What covers claims."""
+
+    budget: PageBudget
+    """What is left after it."""
+    actions: list[Action]
+    promises: tuple[Promise, ...]
+    """What the claims wait for, in order of precedence."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Of divisible claims, the pages that they got, by model."""
+
+
+def cover(
+    view: DeviceView,
+    claims: Iterable[Claim],
+    sources: Sequence[Source],
+    budget: PageBudget | None = None,
+    *,
+    by_price: bool = False,
+) -> Covered:
+    """Make room for `claims`, each wholly or, if it is indivisible, not at all: in order of
+    precedence those that may undo work, which free pages save, then those that only wait, whose
+    first token is due first.
+
+    What is freed for a claim is promised to it, so that nobody takes it before the rest has come.
+    Pages that are on their way (reclaiming, recalled) count: nothing is freed twice for one need;
+    such a claim simply waits. A claim that cannot be covered keeps nothing from those after it,
+    who are undone for it as soon as that covers it; but one that undoes nobody, and is `overdue`,
+    keeps what is free, and what could be had without harm to work (cached prefixes, scattered
+    blocks) from going to others, so that it is not overtaken for ever. One that lacks no page, as
+    blocks are at hand in its model's own, keeps these.
+
+    `budget`: what earlier claims of the same decision have left. `by_price`: the offers of all
+    sources are taken cheapest first, each claim's only as long as they cost less than it gains;
+    else source after source, and prices are ignored.
+    """
+    budget = PageBudget(view) if budget is None else budget
+    actions = Actions()
+    promises: list[Promise] = []
+    parts: dict[str, int] = {}
+    for claim in sorted(claims, key=attrgetter("precedence")):
+        if claim.grain:
+            actions.take(_gather(view, claim, sources, budget))
+            parts[claim.model] = pages = budget.use_part(claim)
+            if pages >= claim.least and claim.then is not None:
+                actions.add(claim.then(pages))
+            continue
+        needs = budget.needs(claim)
+        lacked = budget.lacks(claim, needs)
+        if lacked > 0:
+            chosen = _cover_one(view, claim, sources, budget, lacked, by_price)
+            if chosen is None:
+                if claim.overdue and not claim.may_preempt:
+                    held = budget.hold(needs)
+                    promises += _promised(claim, held)
+                    budget.reserve(_offers(view, claim, sources), needs - held)
+                continue
+            actions.take(chosen)
+            needs = budget.needs(claim)
+        elif needs == 0 and claim.overdue and not claim.may_preempt:
+            own = [o for o in _offers(view, claim, sources) if o.at_hand and o.owner == claim.model]
+            budget.reserve(own, sum(offer.pages for offer in own))
+        there = needs <= budget.free
+        promises += _promised(claim, budget.use(claim, needs))
+        if there and claim.then is not None:
+            actions.add(claim.then(needs))
+            budget.bring(claim)
+    return Covered(budget, actions.final, tuple(promises), parts)
+
+
+def gather(
+    view: DeviceView, claim: Claim, sources: Sequence[Source], budget: PageBudget | None = None
+) -> list[Action]:
+    """Free as much of a claim as can be, where nobody else needs pages."""
+    budget = PageBudget(view) if budget is None else budget
+    return [accepted.action for accepted in _gather(view, claim, sources, budget)]
+
+
+class Actions:
+    """The actions of a decision, in order. Those that state all that was taken of something replace
+    the ones before."""
+
+    def __init__(self) -> None:
+        self._actions: list[tuple[tuple[str, ...] | None, Action]] = []
+        self._last: dict[tuple[str, ...], Action] = {}
+
+    def add(self, actions: Iterable[Action]) -> None:
+        """Append actions."""
+        self._actions += [(None, action) for action in actions]
+
+    def take(self, chosen: Iterable[AcceptedOffer]) -> None:
+        """Append the actions that free what was taken."""
+        for accepted in chosen:
+            key = accepted.offer.key if accepted.offer.cumulative else None
+            self._actions.append((key, accepted.action))
+            if key is not None:
+                self._last[key] = accepted.action
+
+    @property
+    def final(self) -> list[Action]:
+        """Those that no later one replaces."""
+        if not self._last:
+            return [action for _, action in self._actions]
+        return [a for key, a in self._actions if key is None or a is self._last[key]]
+
+
+def _promised(claim: Claim, pages: int) -> list[Promise]:
+    """Of pages that a claim has got: for weights first, where its model is to come."""
+    if pages <= 0:
+        return []
+    kv = min(pages, claim.first_pages) if claim.weights else pages
+    return [Promise(claim.model, pages - kv, kv)]
+
+
+def _offers(view: DeviceView, claim: Claim, sources: Sequence[Source]) -> Iterable[Offer]:
+    return chain.from_iterable(source(view, claim) for source in sources)
+
+
+def _may_take(claim: Claim, offer: Offer) -> bool:
+    """Whether a claim may have the work undone that an offer undoes, whatever its source says."""
+    return offer.undoes is None or (claim.may_preempt and claim.order < offer.undoes)
+
+
+def _take(budget: PageBudget, claim: Claim, offer: Offer, pages: int) -> tuple[int, AcceptedOffer]:
+    """Take a part of an offer for a claim; the pages gained, and what does it."""
+    gained = budget.take(offer, pages)
+    n = budget.taken(offer.key) if offer.cumulative else pages
+    return gained, AcceptedOffer(offer, pages, offer.act(n, claim))
+
+
+def _gather(
+    view: DeviceView, claim: Claim, sources: Sequence[Source], budget: PageBudget
+) -> list[AcceptedOffer]:
+    """Take offers until so many pages are coming as a divisible claim needs, or none is left."""
+    found: list[AcceptedOffer] = []
+    for offer in _offers(view, claim, sources):
+        lacked = claim.pages - budget.coming
+        if lacked <= 0:
+            break
+        if not budget.used_up(offer) and _may_take(claim, offer):
+            pages = budget.left(offer, lacked)
+            gained, accepted = _take(budget, claim, offer, pages)
+            if gained:
+                found.append(accepted)
+    return found
+
+
+def _cover_one(
+    view: DeviceView,
+    claim: Claim,
+    sources: Sequence[Source],
+    budget: PageBudget,
+    lacked: int,
+    by_price: bool,
+) -> list[AcceptedOffer] | None:
+    """Take from the budget what covers one claim; None, and nothing taken, where nothing does.
+
+    A model whose weights others share may free nothing alone and much with them, so it is evicted
+    on trial; what turns out to have been in vain is spared in another try.
+    """
+    before = budget.mark()
+    spared: set[tuple[str, ...]] = set()
+    while True:
+        offers: Iterable[Offer] = _offers(view, claim, sources)
+        if spared:
+            offers = [offer for offer in offers if offer.key not in spared]
+        if by_price:
+            offers = _cheapest_first(budget, lacked, offers)
+        chosen, trials = _try(claim, offers, budget, lacked)
+        if chosen is None:
+            budget.undo(before)
+            return None
+        vain = {offer.key for offer in trials if budget.in_vain(claim, offer)}
+        if not vain:
+            break
+        budget.undo(before)
+        spared |= vain
+    if by_price:
+        chosen = _needed(claim, chosen, budget, before)
+        if sum(map(_price, chosen)) >= claim.gain:
+            budget.undo(before)
+            return None
+    return chosen
+
+
+def _try(
+    claim: Claim, offers: Iterable[Offer], budget: PageBudget, lacked: int
+) -> tuple[list[AcceptedOffer] | None, list[Offer]]:
+    """Take offers in turn until a claim lacks nothing; None where they do not suffice. With those
+    that were taken on trial."""
+    chosen: list[AcceptedOffer] = []
+    trials: list[Offer] = []
+    for offer in offers:
+        if budget.used_up(offer) or not _may_take(claim, offer):
+            continue
+        pages = budget.left(offer, lacked)
+        _, accepted = _take(budget, claim, offer, pages)
+        lacks = budget.lacks(claim, budget.needs(claim))
+        gained, lacked = lacks < lacked, lacks
+        for_itself = offer.blocks > 0 and offer.owner == claim.model
+        if gained or offer.everything or for_itself:
+            chosen.append(accepted)
+        if offer.everything and not gained:
+            trials.append(offer)
+        if lacked <= 0:
+            return chosen, trials
+    return None, trials
+
+
+def _cheapest_first(budget: PageBudget, lacked: int, offers: Iterable[Offer]) -> list[Offer]:
+    """Order offers by their price for each page of the claim that they would cover."""
+
+    def unit_price(offer: Offer) -> float:
+        if budget.used_up(offer):
+            return float("inf")
+        pages = budget.left(offer, lacked)
+        useful = min(lacked, budget.gives(offer, pages))
+        return offer.price_of(pages) / useful if useful > 0 else float("inf")
+
+    return sorted(offers, key=unit_price)
+
+
+def _needed(
+    claim: Claim, chosen: Sequence[AcceptedOffer], budget: PageBudget, before: Mark
+) -> list[AcceptedOffer]:
+    """Give back, the dearest first, what a claim is covered without."""
+
+    def lacks_with(kept: Sequence[AcceptedOffer]) -> int:
+        budget.undo(before)
+        for accepted in kept:
+            budget.take(accepted.offer, accepted.pages)
+        return budget.lacks(claim, budget.needs(claim))
+
+    kept = list(chosen)
+    for accepted in sorted(chosen, key=_price, reverse=True):
+        rest = [other for other in kept if other is not accepted]
+        if lacks_with(rest) <= 0:
+            kept = rest
+    lacks_with(kept)
+    return kept
+
+
+def _price(accepted: AcceptedOffer) -> float:
+    return accepted.offer.price_of(accepted.pages)

@@ -1,0 +1,189 @@
+"""Fair shares of KV memory where models contend for it: who has more waits, and is undone first.
+
+One pool without shares lends memory to whoever asks first, and under overload that is the model
+whose requests hold most KV: it makes models wait that need little. Here a model may have more than
+its share as long as no other model with less lacks pages (max-min fairness, as of processor
+sharing with weights: Demers, Keshav, Shenker 1989).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+
+from ballast.core.actions import Action, Hold
+from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.market.claim_and_offer import Claim, Offer, Source
+from ballast.policy.market.claims import LONGEST_WAIT
+from ballast.policy.market.offers import (
+    until_older,
+    younger_models,
+    younger_requests,
+    youngest_running,
+)
+
+
+def fair_shares(view: DeviceView) -> Mapping[str, float]:
+    """Return the KV pages due to each model that has requests here: all that KV holds or could have
+    at once, divided in proportion to the configured shares."""
+    contending = [m for m in view.models if not m.idle and _here(m)]
+    pages = view.coming + sum(m.kv_pages for m in view.models)
+    total = sum(m.spec.share for m in contending)
+    return {m.name: pages * m.spec.share / total for m in contending}
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How models share a device's KV memory in one decision."""
+
+    view: DeviceView
+    """As it will be once the models are held."""
+    holds: Sequence[Action] = ()
+    fair: bool = False
+    holding: bool = False
+    """Some models are held, until nobody lacks a share."""
+    younger: Source = younger_requests
+    """Requests that are undone for older ones."""
+    younger_models: Source = younger_models
+    """The same of whole models."""
+
+    def claims(self, found: Sequence[Claim]) -> list[Claim]:
+        """Let claims of requests that wait to be admitted undo no work but what they are entitled
+        to; without any, what becomes free is kept for those that are overdue."""
+        if not self.fair:
+            return list(found)
+        return [self._without_undoing(c) if c.admission and c.may_preempt else c for c in found]
+
+    def _without_undoing(self, claim: Claim) -> Claim:
+        view = self.view
+        running = (m.running[-1] for m in view.models if m.running)
+        if any(youngest.order.rank > claim.order.rank for youngest in running):
+            return claim
+        if _promoted(view, claim) or _within_share(view, claim):
+            return claim
+        return claim._replace(may_preempt=False, overdue=True)
+
+
+def share_out(view: DeviceView, *, fair: bool) -> Sharing:
+    """Hold the models that have more than their share while another one with less lacks pages for
+    its next request, and have their requests undone before others'. No model is held whose next
+    request is more important than all of those: it would undo them as soon as it is not.
+
+    A model that runs nothing is not held, however much its next request needs, but for one: a
+    request of another model that runs nothing either, and has waited longest (`_comes_first`).
+    Until that has its pages nobody else is admitted who is not more important. Without it small
+    requests would use again and again what they free within their shares, and a large one starve.
+    For policies that hold no models for reasons of their own. Unless `fair`, nobody has a share.
+    """
+    if not fair:
+        return Sharing(view)
+    shares = view.derived(fair_shares)
+    lacking = {s.request_id for s in view.shortages if not s.limited}
+    below: dict[str, int] = {}
+    above: dict[str, int] = {}
+    for m in view.models:
+        if m.name in shares and m.waiting:
+            if m.running and _used(m) + m.first_pages > shares[m.name]:
+                above[m.name] = m.waiting[0].order.rank
+            elif m.waiting[0].id in lacking:
+                below[m.name] = m.waiting[0].order.rank
+    held, why = {n for n, rank in above.items() if below and rank >= min(below.values())}, _HELD
+    starved = [m for m in view.models if m.name in below and not m.running]
+    starved = [m for m in starved if _comes_first(view, m)]
+    if starved:
+        one = min(starved, key=lambda m: m.waiting[0].order)
+        others = (m for m in view.models if m.name in shares and m.waiting and m is not one)
+        held = {m.name for m in others if m.waiting[0].order.rank >= one.waiting[0].order.rank}
+        why = f"a request of {one.name} has waited longest"
+    changed = [m for m in view.models if m.held != (m.name in held)]
+    if not changed and not held:
+        return _fair(view, (), holding=False)
+    holds = [Hold(m.name, m.name in held, why if m.name in held else _RELEASED) for m in changed]
+    models = tuple(replace(m, held=not m.held) if m in changed else m for m in view.models)
+    first = {m.waiting[0].id for m in models if m.held and m.waiting}
+    shortages = tuple(s for s in view.shortages if s.request_id not in first)
+    left = replace(view, models=models, shortages=shortages)
+    return _fair(left, holds, holding=bool(held))
+
+
+def _fair(view: DeviceView, holds: Sequence[Action], *, holding: bool) -> Sharing:
+    return Sharing(view, holds, True, holding, younger_requests_by_share, younger_models_by_share)
+
+
+_HELD = "it has more than its share, and others lack theirs"
+_RELEASED = "nobody lacks a share"
+
+
+def younger_requests_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """As `younger_requests`: those of models that have more than their share first."""
+    if not claim.may_preempt:
+        return
+    anybody = not claim.admission or _promoted(view, claim)
+    if anybody or _within_share(view, claim):
+        above, rest = view.derived(_running_by_share)
+        yield from until_older(above, claim)
+    else:
+        rest = view.derived(youngest_running)
+    others = until_older(rest, claim)
+    yield from others if anybody else takewhile(partial(_more_important, claim), others)
+
+
+def younger_models_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """As `younger_models`: but a request that waits to be admitted has them undone only where it is
+    more important, or comes first after all others have come before it."""
+    for offer in younger_models(view, claim):
+        if not claim.admission or _promoted(view, claim) or _more_important(claim, offer):
+            yield offer
+
+
+def _running_by_share(view: DeviceView) -> tuple[Sequence[Offer], Sequence[Offer]]:
+    """Return the running requests that can be preempted, youngest first: those without which their
+    models have no more than their shares, and the others."""
+    shares = view.derived(fair_shares)
+    beyond = {m.name: _used(m) - shares.get(m.name, 0.0) for m in view.models}
+    above: list[Offer] = []
+    within: list[Offer] = []
+    for offer in view.derived(youngest_running):
+        if beyond[offer.owner] > 0:
+            beyond[offer.owner] -= offer.pages
+            above.append(offer)
+        else:
+            within.append(offer)
+    return above, within
+
+
+def _within_share(view: DeviceView, claim: Claim) -> bool:
+    """Whether a model has no more than its share with a request that waits to be admitted: then it
+    may undo work of models that have more."""
+    m = view.model(claim.model)
+    share = view.derived(fair_shares).get(m.name, 0.0)
+    return not m.running or _used(m) + m.first_pages <= share
+
+
+def _promoted(view: DeviceView, claim: Claim) -> bool:
+    m = view.model(claim.model)
+    return any(r.order == claim.order for r in m.waiting[:1]) and _comes_first(view, m)
+
+
+def _comes_first(view: DeviceView, m: ModelView) -> bool:
+    """Whether a model's first waiting request was put there, or got nothing for long while its
+    model runs nothing: it comes before others then, whatever its model's share is."""
+    first = m.waiting[0]
+    starved = not m.running and view.now >= first.last + LONGEST_WAIT
+    return first.place < 0 or starved
+
+
+def _more_important(claim: Claim, offer: Offer) -> bool:
+    return offer.undoes is not None and offer.undoes.rank > claim.order.rank
+
+
+def _used(m: ModelView) -> int:
+    """Pages of a model's KV in use, those included whose content lies on the host now."""
+    swapped = 0 if m.kv_rotation is None else m.kv_rotation.n_freed * m.kv_layer_pages
+    return m.kv_pages - m.cached_pages + swapped
+
+
+def _here(m: ModelView) -> bool:
+    return m.residency in (Residency.RESIDENT, Residency.ACTIVATING)

@@ -1,0 +1,303 @@
+"""Sources of pages: each yields what it could free, at what price, by which action.
+
+The price of an offer is the harm expected from it, in request-seconds: seconds of delay, summed
+over the requests that it delays. Sources may be concatenated (a fixed order of remedies) or merged
+by price (`ballast.policy.market.cover`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+
+from ballast.core.actions import RECALL_SECONDS, Compact, DropCache, Evict, Preempt, Recall
+from ballast.core.cost import copy_seconds
+from ballast.core.request import Precedence
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency
+from ballast.policy.market.claim_and_offer import Claim, Offer
+from ballast.policy.market.claims import BEHIND_ALL
+
+REUSE = 0.05
+"""Share of dropped cached prefixes assumed to be asked for again; an assumption, not measured."""
+
+
+def reload_seconds(view: DeviceView, m: ModelView) -> float:
+    """To copy a model's weights from the host again; of shared segments, its part."""
+    return copy_seconds(round(m.fair_pages * view.page_bytes), view.weights_bytes_per_second)
+
+
+def _undoing_seconds(view: DeviceView, m: ModelView) -> float:
+    """Return the request-seconds of copying a model's weights again, for which all of its requests
+    wait, and of computing the KV of those that run."""
+    waiting = len(m.running) + len(m.waiting)
+    return waiting * reload_seconds(view, m) + sum(recompute_seconds(m, r) for r in m.running)
+
+
+def _copy_seconds(view: DeviceView, pages: int) -> float:
+    """To copy so many pages over the link."""
+    return copy_seconds(pages * view.page_bytes, view.link_bytes_per_second)
+
+
+def recompute_seconds(m: ModelView, r: RequestView) -> float:
+    """Return the request-seconds of computing a preempted request's KV again."""
+    return prefill_delay(m, r.computed)
+
+
+def prefill_delay(m: ModelView, tokens: int) -> float:
+    """Return the request-seconds of computing so many tokens: the model's running requests wait for
+    the jobs that do, not only the one that they are computed for."""
+    return m.costs.prefill_seconds(tokens) * max(1, len(m.running))
+
+
+# -- cached prefixes ------------------------------------------------------------------------------
+
+
+def cached_prefixes(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """Cached prefixes nobody uses now, longest unused model first; not the one that the claim's own
+    request goes on from."""
+    for m in view.derived(_with_cache):
+        # Weights cannot lie on borrowed pages.
+        pages = m.cached_pages + (0 if claim.weights else m.cached_borrowed)
+        own = m.first_cached_pages if _is_first_of(m, claim) else 0
+        if pages > own:
+            yield _dropping(view, m, pages - own, m.waiting[0].id if own else "")
+
+
+def _with_cache(view: DeviceView) -> Sequence[ModelView]:
+    """Models that have cached prefixes, longest unused first."""
+    found = [m for m in view.models if m.cached_pages or m.cached_borrowed]
+    return sorted(found, key=lambda m: (m.last_used, m.name))
+
+
+def own_prefix(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """The cached prefix that the claim's own request would go on from, where it takes more pages
+    scattered than computed anew: the last remedy before that request fails."""
+    m = view.model(claim.model)
+    if _is_first_of(m, claim):
+        gained = m.first_cached_pages - max(0, m.first_pages - claim.pages)
+        if gained > 0:
+            yield _dropping(view, m, gained, "")
+
+
+def _is_first_of(m: ModelView, claim: Claim) -> bool:
+    """Whether the claim is of the model's first waiting request."""
+    return bool(m.waiting) and m.waiting[0].order == claim.order
+
+
+def _dropping(view: DeviceView, m: ModelView, pages: int, spare: str) -> Offer:
+    """So many pages of what `m` has cached, but for what the request `spare` goes on from."""
+
+    def price() -> float:
+        tokens = pages * view.page_bytes // m.spec.kv_bytes_per_token
+        return REUSE * prefill_delay(m, tokens)
+
+    def act(n: int, claim: Claim) -> DropCache:
+        return DropCache(m.name, n, why=f"{claim.model} needs pages", spare=spare)
+
+    return Offer(("cache", m.name), m.name, pages, price, act, grain=m.slab_pages)
+
+
+# -- scattered blocks -----------------------------------------------------------------------------
+
+
+def loose_blocks(view: DeviceView, claim: Claim) -> Iterable[Offer]:
+    """Blocks scattered over more pages than they fill: moved together, they free the rest.
+
+    A copy within the device is priced as one over the link, which is the slower.
+    """
+    return view.derived(_loose_blocks)
+
+
+def _loose_blocks(view: DeviceView) -> Sequence[Offer]:
+    """Of models whose blocks can be moved together now, those that gain most first."""
+    found = [m for m in view.models if m.loose_pages > 0 and not m.busy]
+    found.sort(key=lambda m: (-m.loose_pages, m.name))
+    return [
+        Offer(
+            ("loose", m.name),
+            m.name,
+            m.loose_pages,
+            partial(_copy_seconds, view, m.loose_pages),
+            partial(_compact, m.name),
+            grain=m.slab_pages,
+            at_hand=True,
+        )
+        for m in found
+    ]
+
+
+def _compact(model: str, pages: int, claim: Claim) -> Compact:
+    return Compact(model, pages, why=f"{claim.model} needs pages")
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def idle_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """Models without a request (Prism, section 4: idle models are evicted), cheapest first.
+
+    The next request of an evicted model waits for the copy. That harms it by as much of its TTFT
+    service level as the copy eats, and the longer a model has been idle, the less likely it is
+    soon: so the cheapest is a model idle for long whose copy is short beside its service level.
+    """
+    return (offer for offer in view.derived(_idle) if offer.owner != claim.model)
+
+
+def _idle(view: DeviceView) -> Sequence[Offer]:
+    """Models that may be evicted and have no request, cheapest first."""
+    found = []
+    for m in view.models:
+        if _evictable(m) and m.idle:
+            idle = max(0.0, view.now - m.last_used)
+            copy = reload_seconds(view, m)
+            price = copy * (copy / m.spec.slo.ttft) / (1.0 + idle)
+            found.append((price, m.name, idle, m))
+    found.sort(key=lambda entry: entry[:2])
+    return [
+        _evicting(m, partial(float, price), f"idle for {idle:.1f} s, {{}} needs pages")
+        for price, _, idle, m in found
+    ]
+
+
+def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """Models all of whose requests came after the claim's, or wait behind all others: weights, KV
+    and all, youngest first."""
+    if claim.may_preempt:
+        for offer in view.derived(_busy):
+            if offer.undoes is None or offer.undoes <= claim.order:
+                return
+            if offer.owner != claim.model:
+                yield offer
+
+
+def _busy(view: DeviceView) -> Sequence[Offer]:
+    """Models that may be evicted and have requests, youngest first."""
+    found = [(m.derived(_first_served), m) for m in view.models if _evictable(m) and not m.idle]
+    found.sort(key=lambda pair: pair[0], reverse=True)
+    return [
+        _evicting(m, partial(_undoing_seconds, view, m), "{} comes first", first)
+        for first, m in found
+    ]
+
+
+def _evictable(m: ModelView) -> bool:
+    """Whether a model's weights may go."""
+    return m.residency is Residency.RESIDENT and not m.spec.pinned
+
+
+def _evicting(
+    m: ModelView, price: Callable[[], float], why: str, undoes: Precedence | None = None
+) -> Offer:
+    """A model's weights and KV; `why` has a place for the claim's model."""
+
+    def act(_: int, claim: Claim) -> Evict:
+        return Evict(m.name, why=why.format(claim.model))
+
+    return Offer(
+        ("model", m.name),
+        m.name,
+        m.own_pages - m.lent_pages + m.kv_pages,
+        price,
+        act,
+        undoes=undoes,
+        everything=True,
+        releases=m.shared,
+    )
+
+
+def _first_served(m: ModelView) -> Precedence:
+    """Order of a model's oldest request; one that came after all of its priority, where the model
+    runs nothing and its requests wait behind all others."""
+    first = m.derived(oldest)
+    behind = not m.running and m.waiting[0].place >= BEHIND_ALL
+    return first._replace(arrival=math.inf) if behind else first
+
+
+def oldest(m: ModelView) -> Precedence:
+    """Order of a model's oldest request; the model must have one."""
+    return min(r.order for r in (*m.running[:1], *m.waiting))
+
+
+# -- pages lent to other devices ------------------------------------------------------------------
+
+
+def lent_pages(view: DeviceView, claim: Claim) -> Iterable[Offer]:
+    """Pages lent to other devices, which bring home, or lose, the KV cache that lies on them."""
+    return view.derived(_lent) if view.lent else ()
+
+
+def _lent(view: DeviceView) -> Sequence[Offer]:
+    return [
+        Offer(
+            ("lent", device),
+            f"lent:{device}",
+            pages,
+            partial(_copy_seconds, view, pages),
+            partial(_recall, device),
+            grain=1,
+            later=True,
+        )
+        for device, pages in view.lent
+    ]
+
+
+def _recall(device: str, pages: int, claim: Claim) -> Recall:
+    return Recall(device, pages, RECALL_SECONDS, why=f"{claim.model} needs pages")
+
+
+# -- work in progress -----------------------------------------------------------------------------
+
+
+def younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """Running requests that came after the claim's, youngest first.
+
+    One whose blocks share all their pages with others' frees no page, but blocks for its model.
+    """
+    return until_older(view.derived(youngest_running), claim)
+
+
+def own_younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """As `younger_requests`, of the claim's own model only: for memory that is not shared."""
+    return until_older(view.model(claim.model).derived(_preemptible), claim)
+
+
+def until_older(running: Iterable[Offer], claim: Claim) -> Iterator[Offer]:
+    """Yield those of running requests, youngest first, that a claim may undo and gains from."""
+    if claim.may_preempt:
+        for offer in running:
+            if offer.undoes is None or offer.undoes <= claim.order:
+                return
+            if offer.pages > 0 or offer.owner == claim.model:
+                yield offer
+
+
+def youngest_running(view: DeviceView) -> Sequence[Offer]:
+    """All running requests that can be preempted, youngest first."""
+    offers = chain.from_iterable(m.derived(_preemptible) for m in view.models)
+    return sorted(offers, key=attrgetter("undoes"), reverse=True)
+
+
+def _preemptible(m: ModelView) -> Sequence[Offer]:
+    """A resident model's running requests that hold pages or blocks, youngest first."""
+    if m.residency is not Residency.RESIDENT:
+        return ()
+    return [
+        Offer(
+            ("request", m.name, r.id),
+            m.name,
+            r.pages,
+            partial(recompute_seconds, m, r),
+            partial(_preempt, m.name, r.id),
+            r.blocks,
+            undoes=r.order,
+        )
+        for r in reversed(m.running)
+        if r.pages > 0 or r.blocks > 0
+    ]
+
+
+def _preempt(model: str, request_id: str, _: int, claim: Claim) -> Preempt:
+    return Preempt(model, request_id, why=f"{claim.model} comes first")

@@ -1,0 +1,205 @@
+"""The pages that claims can count on while one decision is made, and what was taken to get them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeVar
+
+from ballast.core.units import ceil_div
+from ballast.core.view import DeviceView
+from ballast.policy.market.claim_and_offer import Claim, Offer
+
+K = TypeVar("K")
+V = TypeVar("V")
+_ABSENT = object()
+
+
+class Mark(NamedTuple):
+    """A moment to which a budget can be taken back."""
+
+    changes: int
+    coming: int
+    free: int
+    borrowed: int
+
+
+class PageBudget:
+    """Pages, offers and holders of shared segments as a decision goes on. Every change can be
+    undone (`mark`, `undo`)."""
+
+    def __init__(self, view: DeviceView, within: int | None = None) -> None:
+        """`within`: pages that there are for claims, all of them free; None: the device's."""
+        self.coming = view.coming if within is None else within
+        """Pages that are free or will be, less those claims have got."""
+        self.free = view.free - view.promised if within is None else within
+        """Of these, pages that are free once the actions so far are done."""
+        self.borrowed = view.borrowed
+        """Pages of other devices, for KV only."""
+        self._models = view.by_name
+        self._taken: dict[tuple[str, ...], int] = {}
+        """Pages by key of the offer."""
+        self._taken_of: dict[str, int] = {}
+        """Pages by owner."""
+        self._emptied: dict[str, bool] = {}
+        """Owners of which everything was taken."""
+        self._blocks: dict[str, int] = {}
+        """KV blocks that each model gets back on pages that it keeps."""
+        self._holders = view.derived(_holders).copy()
+        """Models that hold each shared segment."""
+        self._changes: list[tuple[dict[Any, Any], Any, Any]] = []
+        """Journal: which dictionary has changed, at which key, and what was there before."""
+
+    # -- claims -----------------------------------------------------------------------------------
+
+    def needs(self, claim: Claim) -> int:
+        """Return the pages that a claim needs, given what was taken and who holds what now."""
+        pages = claim.pages
+        if claim.blocks:
+            m = self._models[claim.model]
+            left = max(0, claim.blocks - self._blocks.get(claim.model, 0))
+            pages = ceil_div(left, m.slab_blocks) * m.slab_pages
+        elif claim.segments:
+            for s in claim.segments:
+                pages += s.pages * ((not self._holders[s.owner]) - (not s.holders))
+        return pages
+
+    def lacks(self, claim: Claim, needs: int) -> int:
+        """Return the pages beyond those coming of a claim that `needs` so many; none if not
+        positive."""
+        lacked = needs - self.coming
+        return lacked - self._borrowable(claim) if self.borrowed else lacked
+
+    def use(self, claim: Claim, needs: int) -> int:
+        """Give a claim the pages that it `needs`; return how many of these are the device's own."""
+        if self.borrowed:
+            lent = min(self._borrowable(claim), max(0, needs - max(0, self.coming)))
+            self.borrowed -= lent
+            needs -= lent
+        self.coming -= needs
+        self.free -= needs
+        if blocks := self._blocks.get(claim.model, 0):
+            self._set(self._blocks, claim.model, max(0, blocks - claim.blocks))
+        return needs
+
+    def use_part(self, claim: Claim) -> int:
+        """Give a divisible claim what is free of what it needs, in its grain, and return how many
+        pages that is; what is still to come stays with it."""
+        pages = min(claim.pages, max(0, min(self.free, self.coming)))
+        pages = pages // claim.grain * claim.grain
+        self.free -= pages
+        self.coming -= min(claim.pages, max(0, self.coming))
+        return pages
+
+    def hold(self, needs: int) -> int:
+        """Keep what is coming for a claim that is not covered and needs so many pages; return how
+        many that is."""
+        pages = max(0, min(needs, self.coming))
+        self.coming -= pages
+        self.free -= pages
+        return pages
+
+    def bring(self, claim: Claim) -> None:
+        """Let a claim's model hold the shared segments that it brings."""
+        for s in claim.segments:
+            self._set(self._holders, s.owner, self._holders[s.owner] | {claim.model})
+
+    def _borrowable(self, claim: Claim) -> int:
+        """Pages of other devices that a claim may be given, in whole slabs."""
+        if claim.weights:
+            return 0
+        slab = self._models[claim.model].slab_pages
+        return self.borrowed // slab * slab
+
+    # -- offers -----------------------------------------------------------------------------------
+
+    def taken(self, key: tuple[str, ...]) -> int:
+        """Return the pages taken under an offer's key."""
+        return self._taken.get(key, 0)
+
+    def used_up(self, offer: Offer) -> bool:
+        """Return whether nothing of an offer is left."""
+        if offer.owner in self._emptied:
+            return True
+        taken = self._taken.get(offer.key)
+        return taken is not None and (not offer.grain or taken >= offer.pages)
+
+    def left(self, offer: Offer, pages: int) -> int:
+        """Return how many pages to take, where `pages` are lacked, of an offer that is not used up:
+        of an indivisible one all, which may be none where it gives blocks back."""
+        if not offer.grain:
+            return offer.pages
+        return offer.part(pages, self._taken.get(offer.key, 0))
+
+    def gives(self, offer: Offer, pages: int) -> int:
+        """Return the pages that taking `pages` of an offer, as `left` has it, would bring."""
+        if not offer.everything:
+            return pages
+        alone = (s.pages for s in offer.releases if self._holders[s.owner] == {offer.owner})
+        return max(0, pages - self._taken_of.get(offer.owner, 0) + sum(alone))
+
+    def take(self, offer: Offer, pages: int) -> int:
+        """Take `pages` of an offer, as `left` has it; return how many come by that which would not
+        have come before."""
+        gained, owner = self.gives(offer, pages), offer.owner
+        if offer.everything:
+            self._set(self._emptied, owner, True)
+            for s in offer.releases:
+                self._set(self._holders, s.owner, self._holders[s.owner] - {owner})
+        else:
+            self._note(offer, pages)
+            if offer.blocks:
+                self._set(self._blocks, owner, self._blocks.get(owner, 0) + offer.blocks)
+        self.coming += gained
+        if not offer.later:
+            self.free += gained
+        return gained
+
+    def reserve(self, offers: Iterable[Offer], pages: int) -> None:
+        """Let no later claim have so many pages of offers that could be taken in part, at once and
+        without undoing work: they are for a claim that is not covered yet, and nothing is freed
+        before it is."""
+        for offer in offers:
+            if pages <= 0:
+                return
+            harmless = offer.grain and offer.undoes is None and not offer.cumulative
+            if harmless and not offer.later and not self.used_up(offer):
+                n = self.left(offer, pages)
+                self._note(offer, n)
+                pages -= n
+
+    def _note(self, offer: Offer, pages: int) -> None:
+        """Count pages as taken."""
+        key, owner = offer.key, offer.owner
+        self._set(self._taken, key, self._taken.get(key, 0) + pages)
+        self._set(self._taken_of, owner, self._taken_of.get(owner, 0) + pages)
+
+    def in_vain(self, claim: Claim, offer: Offer) -> bool:
+        """Whether an offer that was taken has released no segment but those that the claim's own
+        model brings."""
+        wanted = {s.owner for s in claim.segments}
+        released = (s for s in offer.releases if offer.owner in s.holders)
+        return all(s.owner in wanted for s in released if not self._holders[s.owner])
+
+    # -- undoing ----------------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """Return this moment."""
+        return Mark(len(self._changes), self.coming, self.free, self.borrowed)
+
+    def undo(self, mark: Mark) -> None:
+        """Undo all changes since."""
+        while len(self._changes) > mark.changes:
+            table, key, before = self._changes.pop()
+            if before is _ABSENT:
+                del table[key]
+            else:
+                table[key] = before
+        _, self.coming, self.free, self.borrowed = mark
+
+    def _set(self, table: dict[K, V], key: K, value: V) -> None:
+        self._changes.append((table, key, table.get(key, _ABSENT)))
+        table[key] = value
+
+
+def _holders(view: DeviceView) -> dict[str, frozenset[str]]:
+    return {s.owner: frozenset(s.holders) for m in view.models for s in m.shared}

@@ -1,0 +1,83 @@
+"""The elastic pool, first come first served: activate on demand, take pages where they idle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ballast.core.actions import Action, Decision
+from ballast.core.view import DeviceView
+from ballast.policy.base import MemoryPolicy
+from ballast.policy.market.claims import activation_claims, earliest, shortage_claims
+from ballast.policy.market.cover import cover
+from ballast.policy.market.fair_shares import share_out
+from ballast.policy.market.offers import (
+    cached_prefixes,
+    idle_models,
+    lent_pages,
+    loose_blocks,
+    own_prefix,
+    younger_models,
+)
+from ballast.policy.memory.defaults import last_resort
+from ballast.policy.memory.reactivation import come_back, evicted
+
+_AT_ONCE = -1.0
+"""Patience of a claim that has none, as part of a service level of any length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Balloon(MemoryPolicy):
+    """Prism's memory ballooning (sections 4 and 5) without its slack and pressure policies.
+
+    Pages come, in this order, from cached prefixes, from blocks moved together, from idle models
+    (those whose return would cost least first), from what is lent to other devices, and, for
+    requests that cannot go on or have waited for `patience` of their TTFT service level, from
+    younger requests and younger models. `by_price`: cheapest first instead, whatever their kind,
+    and for a request that can still wait only at less than its waiting costs. `restore`: models
+    that were evicted come back before they are asked for, where nobody lacks pages, as far as
+    `reserve` of the KV pages stay free; nobody's work is undone for them, and idle models that are
+    worth more stay.
+    """
+
+    patience: float = 0.5
+    by_price: float = 0
+    fair_shares: float = 1
+    restore: float = 0
+    reserve: float = 0.1
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        sharing = share_out(view, fair=bool(self.fair_shares))
+        view = sharing.view
+        absent, wake_absent = activation_claims(view, self.patience)
+        short, wake_short = shortage_claims(view, self.patience)
+        sources = [
+            cached_prefixes,
+            loose_blocks,
+            idle_models,
+            lent_pages,
+            sharing.younger,
+            sharing.younger_models,
+            own_prefix,
+        ]
+        covered = cover(
+            view, [*absent, *sharing.claims(short)], sources, by_price=bool(self.by_price)
+        )
+        actions = [*sharing.holds, *covered.actions]
+        if self.restore:
+            before = memo if isinstance(memo, frozenset) else frozenset[str]()
+            if not absent and not short:
+                actions += come_back(view, before, self.reserve)
+            memo = evicted(view, before, actions)
+        wake = earliest(wake_absent, wake_short)
+        return Decision(tuple(actions), memo, wake, covered.promises, sharing.holding)
+
+    def when_stuck(self, view: DeviceView) -> Sequence[Action]:
+        """Where weights alone fill the device, and nothing runs that a share could be waited for,
+        the oldest request has younger models make way at once."""
+        if any(m.running for m in view.models):
+            return last_resort(view)
+        absent, _ = activation_claims(view, _AT_ONCE)
+        short, _ = shortage_claims(view, _AT_ONCE)
+        sources = [cached_prefixes, idle_models, lent_pages, younger_models]
+        return cover(view, [*absent, *short], sources).actions or last_resort(view)

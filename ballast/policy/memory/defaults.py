@@ -1,0 +1,125 @@
+"""Decisions that all memory policies share, unless a policy says otherwise.
+
+What makes way for a new model's activations and for KV that leaves borrowed pages, which idle
+models leave the device, the answer to an order to lend, and the last resort when nothing can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ballast.core.actions import RECALL_SECONDS, Action, DropCache, Evict, Recall, Refuse
+from ballast.core.model import kv_room
+from ballast.core.units import ceil_div
+from ballast.core.view import DeviceView, ModelView, RequestView
+
+ACTIVATIONS_GROW = "jobs of a new model take larger activations"
+KV_COMES_HOME = "KV comes home from borrowed pages"
+"""Reasons in the story."""
+
+
+def caches_in_order(view: DeviceView, pages: int) -> Sequence[Action]:
+    """Drop cached prefixes of so many `pages`, of one model after another in the fleet's order; of
+    all that are cached where these are too few."""
+    drops = []
+    for m in view.models:
+        if pages > 0 and m.cached_pages:
+            drops.append(DropCache(m.name, pages, ACTIVATIONS_GROW))
+            if not m.kv_turning:  # while its layers change, a cache may give nothing up
+                pages -= m.cached_pages
+    return drops
+
+
+def caches_for(view: DeviceView, model: str, own: int, pages: int) -> Sequence[Action]:
+    """Drop cached prefixes of so many `pages`, `own` of them the model's: its limit asks for these.
+    The others are those of the models longest unused. Nothing is dropped where all are too few."""
+    cached = {m.name: m.cached_pages for m in view.models}
+    missing = max(own, pages)
+    if own > cached[model] or missing > sum(cached.values()):
+        return ()
+    drops = [DropCache(model, own, KV_COMES_HOME)] if own > 0 else []
+    cached[model] -= max(0, own)
+    missing -= max(0, own)
+    for m in sorted(view.models, key=lambda m: (m.last_used, m.name)):
+        n = min(missing, cached[m.name])
+        if n > 0:
+            drops.append(DropCache(m.name, n, KV_COMES_HOME))
+            missing -= n
+    return drops
+
+
+@dataclass(frozen=True, slots=True)
+class LendAnswer:
+    """Lending takes free pages only: those that are free once the `actions` have been done. It is
+    refused where these are too few, or for the reason that `refusal` states."""
+
+    actions: Sequence[Action] = ()
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expiry:
+    """Models whose time to live is over, and when that of the next one will be."""
+
+    evictions: tuple[Evict, ...] = ()
+    wake_at: float | None = None
+    """None: no idle model has a time to live that is not over."""
+
+
+def expire(view: DeviceView) -> Expiry:
+    """Evict every idle model that has been without a request for its `ttl`. Pinned models stay."""
+    evictions: list[Evict] = []
+    later: list[float] = []
+    for m in view.models:
+        ttl = m.spec.ttl
+        if not ttl or m.idle_since is None or m.spec.pinned:
+            continue
+        at = m.idle_since + ttl
+        if at <= view.now:
+            evictions.append(Evict(m.name, why=f"no request for {ttl:g} s, its ttl"))
+        else:
+            later.append(at)
+    return Expiry(tuple(evictions), min(later, default=None))
+
+
+def last_resort(view: DeviceView) -> Sequence[Action]:
+    """Recall all that is lent to other devices; where nothing is, fail one request."""
+    if view.lent:
+        why = "requests find no memory"
+        return [Recall(device, None, RECALL_SECONDS, why) for device, _ in view.lent]
+    m, r, why = sacrifice(view)
+    return [Refuse(m.name, r.id, why)]
+
+
+def sacrifice(view: DeviceView) -> tuple[ModelView, RequestView, str]:
+    """The request that fails, with its model, and why it is this one.
+
+    First one that the device could not serve alone, whatever the others give up: the oldest of
+    these. Else, as the oldest of all is never undone, the newest other one that holds pages, whose
+    pages serve those before it. Else the oldest: nobody holds pages, and it was not served. The
+    view must have a request.
+    """
+    requests = sorted(
+        ((m, r) for m in view.models for r in (*m.running, *m.waiting)), key=lambda mr: mr[1].order
+    )
+    for m, r in requests:
+        needed, room = _pages_alone(m, r), _room_alone(view, m)
+        if needed > room:
+            return m, r, f"it needs {needed} pages of KV cache, and alone it would have {room}"
+    for m, r in reversed(requests[1:]):
+        if r.pages or r.blocks:
+            return m, r, "its pages serve requests that came before it"
+    m, r = requests[0]
+    return m, r, "no other request holds any"
+
+
+def _pages_alone(m: ModelView, r: RequestView) -> int:
+    """Pages of KV cache that the request needs in order to go on."""
+    return ceil_div(ceil_div(r.tokens, m.spec.block_tokens), m.slab_blocks) * m.slab_pages
+
+
+def _room_alone(view: DeviceView, m: ModelView) -> int:
+    """Pages of KV cache that one request of `m` has with the device to itself."""
+    there = [o.spec for o in view.models if o.spec.pinned or o is m]
+    return kv_room(view.total - view.arena, there, view.page_bytes, m.limit)

@@ -1,0 +1,389 @@
+"""KV swapped layer by layer in place of preemption (as Pie does): what MIRAGE is compared with."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+from ballast.core.actions import Action, Decision, DropCache, Promise, SwapKv
+from ballast.core.cost import copy_seconds
+from ballast.core.job import JobLoad
+from ballast.core.kv_swap import SLOTS, spread, swapped_seconds
+from ballast.core.link import LinkRates
+from ballast.core.request import Precedence
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.units import ceil_div
+from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.base import MemoryPolicy
+from ballast.policy.market.claim_and_offer import Claim, Offer, Source
+from ballast.policy.market.claims import activation_claims, earliest, kv_claims
+from ballast.policy.market.cover import cover
+from ballast.policy.market.fair_shares import share_out
+from ballast.policy.market.offers import (
+    cached_prefixes,
+    lent_pages,
+    loose_blocks,
+    own_prefix,
+    own_younger_requests,
+)
+from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.memory.layer_reversion import give_back
+from ballast.policy.memory.recompute import (
+    PATIENCE,
+    Standing,
+    hold,
+    pooled,
+    served,
+    stand,
+    turns_of,
+)
+from ballast.policy.memory.static import cover_limited, cover_within, part_limited, placed, shares
+from ballast.policy.requirements import Requirements
+
+LEAST_KEPT = 4
+"""Of so many layers at least one keeps its pages."""
+SWAPPED = 1.0
+"""Seconds that KV is expected to stay on the host; an assumption."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapPlan:
+    """Layers that may rotate, and how long a decode step is with them."""
+
+    rotation: Rotation
+    seconds: float
+    hidden: bool
+    """It is hardly longer than without."""
+
+
+class SwapTerms(NamedTuple):
+    """What offers of a model's layers depend on beside the model."""
+
+    policy: KvSwap
+    link_bytes_per_second: float
+    page_bytes: int
+
+
+class Swappable:
+    """A model of whose KV more layers may rotate, with the offers that are known."""
+
+    __slots__ = ("known", "m", "most", "now")
+
+    def __init__(self, m: ModelView, known: dict[int, Offer | None]) -> None:
+        """`known`: offers by the number of layers that are to give up their pages."""
+        assert m.kv_rotation is not None, "its KV can rotate"
+        self.m, self.known, self.now = m, known, m.kv_rotation.n_freed
+        self.most = m.spec.n_layers - ceil_div(m.spec.n_layers, LEAST_KEPT)
+
+    def layers_for(self, pages: int) -> int:
+        """Return how many layers have given up their pages once that has freed so many more."""
+        return min(self.most, self.now + max(1, ceil_div(pages, self.m.kv_layer_pages)))
+
+
+@dataclass(frozen=True, slots=True)
+class KvSwap(MemoryPolicy):
+    """As `recompute`, but where KV is short the KV of some layers goes to the host and back in each
+    step, before a request starts again.
+
+    Layers are added as long as a decode step hides what they bring over the link, but for `slack`
+    of its time (`cap` 0: as long as there are any), each time enough for `ahead` times the KV there
+    is. When it is over they have pages of their own again, if `reserve` of the KV pages that
+    weights leave stay free; as soon as steps hide their copies no longer, in place of younger
+    requests. `dirty`: of a layer only what a step has written is stored; else all
+    that it has loaded. `mixed`: bytes per second that the link has each way while it carries both
+    ways, as part of those it has to the device alone. `by_price`: as with `recompute`.
+    """
+
+    temporal: float = 0
+    quantum: float = 1.0
+    preemptive: float = 0
+    pooled: float = 1
+    dirty: float = 0
+    cap: float = 1
+    slack: float = 0.02
+    ahead: float = 0.1
+    reserve: float = 0.1
+    mixed: float = 0.43
+    by_price: float = 0
+    fair_shares: float = 1
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(kv_swapping=True, dirty=bool(self.dirty))
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        before = memo if isinstance(memo, Standing) else None
+        turns = turns_of(self.temporal, self.quantum, self.preemptive)
+        standing, actions = stand(view, before, pooled if self.pooled else shares, turns)
+        whole, view = view, served(view, standing, turns)
+        fair = bool(self.fair_shares and self.pooled and turns is None)
+        sharing = share_out(view, fair=fair)
+        view = sharing.view
+        turning = {m.name for m in view.models if m.kv_turning}
+        found, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
+        claims = [c for c in found if c.model not in turning]
+        layers = self.layers(view)
+        wake, promises = None, tuple[Promise, ...]()
+        if self.pooled:
+            to_come, absent_at = activation_claims(view, PATIENCE)
+            absent = [c for c in to_come if c.then is not None]  # by an operator, or a time to live
+            wake = earliest(absent_at, short_at)
+            sources: list[Source] = [
+                cached_prefixes,
+                loose_blocks,
+                lent_pages,
+                layers,
+                sharing.younger,
+                own_prefix,
+            ]
+            claims, limited = part_limited(view, claims)
+            slowed = [c for m in view.models if (c := self._claim_of_slowed(view, m)) is not None]
+            wanted = [*absent, *slowed, *claims]
+            covered = cover(view, wanted, sources, by_price=bool(self.by_price))
+            freeing, promises, left = covered.actions, covered.promises, covered.budget
+            freeing += cover_limited(view, limited, [layers, own_younger_requests])
+        else:
+            # Within a share whoever waits keeps nothing from those that run.
+            running = [c for c in claims if c.may_preempt]
+            waiting = [c for c in claims if not c.may_preempt]
+            freeing = cover_within(view, running, [layers, own_younger_requests])
+            freeing = freeing or cover_within(view, waiting, [layers])
+            left = PageBudget(view)
+        ended = hold(whole, standing, turns, promises, freed=bool(freeing or turning))
+        actions += [*sharing.holds, *ended.holds, *freeing]
+        if not view.shortages:
+            actions += self._give_back(view, left)
+        wake = earliest(wake, ended.up_at)
+        return Decision(tuple(actions), ended.standing, wake, ended.promises, sharing.holding)
+
+    def layers(self, view: DeviceView) -> Source:
+        """Return the source of pages that KV frees if more of its layers rotate: for each claim its
+        own model's first, then the others' by name."""
+        terms = SwapTerms(self, view.link_bytes_per_second, view.page_bytes)
+        swappable = [
+            Swappable(m, m.derived(_offers_by_terms).setdefault(terms, {}))
+            for m in sorted(view.models, key=lambda m: m.name)
+            if m.residency is Residency.RESIDENT
+            and not m.kv_turning
+            and m.kv_layer_pages
+            and m.kv_rotation is not None
+        ]
+        own = {s.m.name: s for s in swappable}
+
+        def offers(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+            first = own.get(claim.model)
+            others = (s for s in swappable if s is not first)
+            for s in others if first is None else chain((first,), others):
+                lent = s.layers_for(max(claim.pages, round(self.ahead * s.m.kv_pages)))
+                if lent not in s.known:
+                    s.known[lent] = self._offer(view, s.m, lent)
+                offer = s.known[lent]
+                if offer is not None:
+                    yield offer
+
+        return offers
+
+    def _offer(self, view: DeviceView, m: ModelView, lent: int) -> Offer | None:
+        """What `lent` layers give that give up their pages, or as many as can; None: no more do."""
+        plan = self._more(view, m, lent)
+        if plan is None:
+            return None
+        assert m.kv_rotation is not None, "its KV can rotate"
+        pages = (plan.rotation.n_freed - m.kv_rotation.n_freed) * m.kv_layer_pages
+        moving = copy_seconds(pages * view.page_bytes, view.link_bytes_per_second)
+        price = partial(_slowing, m, plan, moving)
+        act = partial(_swap, m.name, plan.rotation)
+        return Offer(("kv layers", m.name), m.name, pages, price, act)
+
+    def plan(self, view: DeviceView, m: ModelView, lent: int, least: int) -> SwapPlan | None:
+        """The shortest step with `lent` layers' pages given up, of at least `least` that rotate.
+
+        It is reckoned with as much KV as there is room for then.
+        """
+        n = m.spec.n_layers
+        assert m.kv_rotation is not None, "its KV can rotate"
+        more = _tokens(m) * (lent - m.kv_rotation.n_freed) // (n - lent)
+        alone = step_seconds(m) + more * m.costs.per_context
+        found: SwapPlan | None = None
+        for slots in SLOTS:
+            if not least <= lent + slots <= n:
+                continue
+            rotation = Rotation(spread(n, lent + slots), slots)
+            seconds = self._step(view, m, rotation, alone, more)
+            if found is None or seconds < found.seconds:
+                found = SwapPlan(rotation, seconds, seconds <= alone * (1 + self.slack))
+        return found
+
+    def _step(
+        self, view: DeviceView, m: ModelView, rotation: Rotation, alone: float, more: int
+    ) -> float:
+        """Return the seconds of a decode step with so many tokens of KV `more`, which takes `alone`
+        if it waits for nothing."""
+        n = m.spec.n_layers
+        rate = view.link_bytes_per_second
+        rates = LinkRates.even(rate, 2 * self.mixed * rate)
+        loaded = (_tokens(m) + more) * m.spec.kv_bytes_per_token // n
+        new = len(m.running) * m.spec.kv_bytes_per_token // n
+        stored = new if self.dirty else loaded + new
+        return swapped_seconds(n, rotation, alone, loaded, stored, rates)
+
+    def _more(self, view: DeviceView, m: ModelView, wanted: int) -> SwapPlan | None:
+        """The plan by which so many layers give up their pages, or as many as can; None: no more
+        can than do now."""
+        now = m.kv_rotation
+        assert now is not None, "its KV can rotate"
+        lents = range(now.n_freed + 1, wanted + 1)
+
+        def over(lent: int) -> bool:
+            plan = self.plan(view, m, lent, len(now.layers) + 1)
+            return plan is None or (bool(self.cap) and not plan.hidden)
+
+        # The most that is not over: first the one wanted, as it nearly always is.
+        if lents and not over(wanted):
+            lent = wanted
+        else:
+            lent = now.n_freed + bisect_left(lents, True, key=over)
+        return self.plan(view, m, lent, len(now.layers) + 1) if lent > now.n_freed else None
+
+    def _give_back(self, view: DeviceView, budget: PageBudget) -> list[Action]:
+        """Let layers have pages of their own again as far as a reserve stays free, from what is
+        free or, where KV comes from one pool, from what the others have cached."""
+        claims = [c for m in view.models if (c := self._claim_back(view, m)) is not None]
+        if not claims:
+            return []
+        own = {claim.model for claim in claims}
+        spare = budget.free - round(self.reserve * placed(view)[1])
+        sources = list[Source]()
+        if self.pooled:
+            spare += sum(m.cached_pages for m in view.models if m.name not in own)
+            sources.append(partial(_cached_by_others, own))
+        return give_back(view, budget, claims, spare, sources)
+
+    def _claim_of_slowed(self, view: DeviceView, m: ModelView) -> Claim | None:
+        """The claim of a model whose steps have become longer than `slack` allows, as its KV has
+        grown since its layers began to rotate: for pages of as many as bring them back within it.
+
+        It is made on behalf of the running requests, as all their steps are longer, and so comes
+        before those that are admitted later.
+        """
+        now = m.kv_rotation
+        if not self.cap or now is None or now == WHOLE or m.kv_turning:
+            return None
+        if m.residency is not Residency.RESIDENT or not m.running or self._hidden(view, m):
+            return None
+
+        def within(n: int) -> bool:
+            plan = self.plan(view, m, now.n_freed - n, 0)
+            return n == now.n_freed or (plan is not None and plan.hidden)
+
+        most = bisect_left(range(now.n_freed), True, lo=1, key=within)
+        return self._claim_for(view, m, m.running[0].order, most, 1, may_preempt=True)
+
+    def _claim_back(self, view: DeviceView, m: ModelView) -> Claim | None:
+        """The claim of a model for the pages of at least half of the layers that rotate; None where
+        it has none to make."""
+        now = m.kv_rotation
+        if now is None or now == WHOLE or m.kv_turning:
+            return None
+        if m.residency is not Residency.RESIDENT or m.waiting:
+            return None
+        order = Precedence(0, view.now, 0)
+        return self._claim_for(
+            view, m, order, now.n_freed, ceil_div(now.n_freed, 2), may_preempt=False
+        )
+
+    def _claim_for(
+        self,
+        view: DeviceView,
+        m: ModelView,
+        order: Precedence,
+        most: int,
+        least: int,
+        *,
+        may_preempt: bool,
+    ) -> Claim | None:
+        """The claim for the pages of `least` to `most` layers that rotate, as far as the model's
+        own limit goes.
+
+        What is cached goes first, as it costs more than it saves while layers rotate. The claim is
+        for what the layers take beyond it: fewer than no pages where more was cached.
+        """
+        used = m.kv_pages - m.cached_pages
+        layer = ceil_div(m.kv_layer_pages * used, m.kv_pages) if used else 0
+        if m.limit is not None and layer:
+            room = m.limit - used - round(self.reserve * m.limit)
+            most = min(most, max(0, room) // layer)
+        if most < least:
+            return None
+        return Claim(
+            m.name,
+            order,
+            most * layer - m.cached_pages,
+            may_preempt=may_preempt,
+            grain=1,
+            least=least * layer - m.cached_pages,
+            then=partial(self._home, view, m, layer, most),
+        )
+
+    def _hidden(self, view: DeviceView, m: ModelView) -> bool:
+        """Whether a model's layers rotate without making its steps longer than `slack` allows."""
+        assert m.kv_rotation is not None, "its KV can rotate"
+        alone = step_seconds(m)
+        return self._step(view, m, m.kv_rotation, alone, 0) <= alone * (1 + self.slack)
+
+    def _home(
+        self, view: DeviceView, m: ModelView, layer: int, most: int, pages: int
+    ) -> Sequence[Action]:
+        """Let layers of `layer` pages each come home, at most so many, that have room in `pages`
+        and in what is cached."""
+        now = m.kv_rotation
+        assert now is not None, "its KV rotates"
+        n = min(most, (pages + m.cached_pages) // layer) if layer else most
+        rotation = WHOLE
+        if n < now.n_freed:
+            plan = self.plan(view, m, now.n_freed - n, 0)
+            if plan is None or len(plan.rotation.layers) >= len(now.layers):
+                return ()
+            rotation = plan.rotation
+        why = "there is room for its KV again"
+        change = SwapKv(m.name, rotation, why)
+        return (DropCache(m.name, m.cached_pages, why), change) if m.cached_pages else (change,)
+
+
+def _cached_by_others(own: Collection[str], view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """Cached prefixes but those of the models that come home, which are counted already."""
+    return (offer for offer in cached_prefixes(view, claim) if offer.owner not in own)
+
+
+def _swap(model: str, rotation: Rotation, _: int, claim: Claim) -> SwapKv:
+    return SwapKv(model, rotation, why=f"{claim.model} needs pages")
+
+
+def _slowing(m: ModelView, plan: SwapPlan, moving: float) -> float:
+    """Return the request-seconds that a model's running requests wait: while its KV is `moving` to
+    the host (seconds), and in the steps until it comes home, each as long as `plan` has it."""
+    longer = max(0.0, plan.seconds - step_seconds(m))
+    return (moving + longer * max(1.0, SWAPPED / plan.seconds)) * len(m.running)
+
+
+def _offers_by_terms(m: ModelView) -> dict[SwapTerms, dict[int, Offer | None]]:
+    """What a model's layers were found to give: kept with its view, and so as long as it does not
+    change."""
+    return {}
+
+
+def _tokens(m: ModelView) -> int:
+    """Return the tokens of KV that running requests have."""
+    return sum(r.computed for r in m.running)
+
+
+def step_seconds(m: ModelView) -> float:
+    """Of a decode step of what runs, if it waits for nothing; as measured, or as the costs say."""
+    if m.decode_seconds is not None:
+        return m.decode_seconds
+    context = sum(r.computed for r in m.running)
+    return m.costs.of(JobLoad(0, 0, 0, len(m.running), context))

@@ -1,0 +1,89 @@
+"""Giving back: models that gave memory up claim it again, as pages are free or hold what nobody
+uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ballast.core.actions import Action
+from ballast.core.request import Precedence
+from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.market.claim_and_offer import Claim, Source
+from ballast.policy.market.cover import cover
+from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.memory.layer_offers import LayerOffers
+
+
+def give_back(
+    view: DeviceView,
+    budget: PageBudget,
+    claims: Iterable[Claim],
+    spare: int,
+    sources: Sequence[Source],
+) -> list[Action]:
+    """Cover divisible claims in the order given, as far as so many `spare` pages go: with pages
+    that are free already, then from `sources`."""
+    within: list[Claim] = []
+    for claim in claims:
+        pages = min(claim.pages, spare) // claim.grain * claim.grain
+        if pages >= claim.least:
+            within.append(claim._replace(pages=pages, due=float(len(within))))
+            spare -= pages
+    budget.coming = budget.free
+    return cover(view, within, sources, budget).actions
+
+
+def to_active(
+    view: DeviceView,
+    budget: PageBudget,
+    layers: LayerOffers,
+    returning: Iterable[str],
+    sources: Sequence[Source],
+) -> tuple[list[Action], frozenset[str]]:
+    """What brings models that have become active to lend no more than active ones may (5.3), with
+    pages that are free, or else come from `sources`; and those of them that wait for pages."""
+    actions: list[Action] = []
+    waiting = set()
+    for m in view.models:
+        lent = layers.lent(m, budget)
+        if m.name not in returning or not lent or m.residency is not Residency.RESIDENT:
+            continue
+        excess = max(0, lent - layers.most(view, m))
+        if not excess:  # as an active model it may be better off with other layers
+            actions.append(layers.lending(m, lent, "it has become active"))
+            continue
+        claim = _layers_claim(view, layers, m, lent, excess, "it has become active")
+        covered = cover(view, [claim], sources, budget)
+        actions += covered.actions
+        if covered.parts[m.name] < claim.pages:
+            waiting.add(m.name)
+    return actions, frozenset(waiting)
+
+
+def off_peak(view: DeviceView, budget: PageBudget, layers: LayerOffers) -> list[Claim]:
+    """Claims of all layers that are lent: those of active models first, then those of the models
+    that are used next (7.6.1, dynamic reversion)."""
+    lenders = [
+        m for active in (True, False) for m in reversed(layers.order(view.models, active=active))
+    ]
+    lent = ((m, layers.lent(m, budget)) for m in lenders)
+    return [_layers_claim(view, layers, m, n, n, "the peak is over") for m, n in lent if n > 0]
+
+
+def _layers_claim(
+    view: DeviceView, layers: LayerOffers, m: ModelView, lent: int, n: int, why: str
+) -> Claim:
+    """The claim of a model that lends `lent` layers for the pages of `n` of them."""
+
+    def back(pages: int) -> Sequence[Action]:
+        return (layers.lending(m, lent - pages // m.layer_pages, why),)
+
+    return Claim(
+        m.name,
+        Precedence(0, view.now, 0),
+        n * m.layer_pages,
+        may_preempt=False,
+        weights=True,
+        grain=m.layer_pages,
+        then=back,
+    )

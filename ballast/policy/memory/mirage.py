@@ -1,0 +1,329 @@
+"""Layers lend their memory to KV before any work is thrown away (MIRAGE, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ballast.core.actions import Action, Decision, DropCache, Limit, Promise, Remap
+from ballast.core.view import DeviceView, Residency
+from ballast.policy.base import MemoryPolicy
+from ballast.policy.market.claim_and_offer import Claim, Source
+from ballast.policy.market.claims import activation_claims, earliest, kv_claims, queue_claims
+from ballast.policy.market.cover import cover
+from ballast.policy.market.fair_shares import share_out
+from ballast.policy.market.offers import (
+    cached_prefixes,
+    lent_pages,
+    loose_blocks,
+    own_prefix,
+    own_younger_requests,
+)
+from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.memory.layer_offers import LayerOffers, last_remaps, lendable
+from ballast.policy.memory.layer_reversion import give_back, off_peak, to_active
+from ballast.policy.memory.recompute import PATIENCE, Standing, hold, served, stand, turns_of
+from ballast.policy.memory.static import (
+    cover_limited,
+    part_limited,
+    placed,
+    recalls,
+    shares,
+    within,
+)
+from ballast.policy.requirements import Requirements
+
+
+@dataclass(frozen=True, slots=True)
+class MirageMemo:
+    """What one decision leaves to the next."""
+
+    standing: Standing | None = None
+    active: frozenset[str] = frozenset()
+    returning: frozenset[str] = frozenset()
+    """Active models that are to lend no more than they may as such."""
+    calm_since: float | None = None
+    """Since when nothing has been short of pages; None: something is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Covered:
+    """How the claims of one decision are covered."""
+
+    view: DeviceView
+    """The device once rotations and limits are as decided."""
+    budget: PageBudget
+    actions: list[Action]
+    short: bool
+    """Whether a request lacked pages for its KV."""
+    promises: tuple[Promise, ...] = ()
+    wake: float | None = None
+    """When an overdue request may claim more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """Which layers come back in one decision, and what it leaves to the next."""
+
+    actions: list[Action]
+    wake: float | None
+    """When layers come back if nothing is short of pages until then."""
+    memory: MirageMemo
+
+
+@dataclass(frozen=True, slots=True)
+class Mirage(MemoryPolicy):
+    """As `Recompute`, but layers lend pages before requests make way.
+
+    Where KV is short, pages come from cached prefixes, from blocks moved together, from layers of
+    inactive models (the least important first, then those used last), from layers of active ones,
+    each up to what its passes hide; only then are requests preempted. When a model becomes active
+    its layers come back, as far as they exceed what an active one may lend. When nothing has been
+    short for `cooldown` seconds, layers come back as far as `reserve` of the KV pages stay free.
+
+    `pooled`: KV of all models comes from one pool; else each has a share, which grows by what is
+    lent for it. `beta`: slots of every rotation; 0: as many as stall least. `cap` 0: passes may
+    wait for layers. `lru`: those used longest ago lend first. `portion`: at most so many of a
+    model's layers are lent. `reversion` 0: only models that become active get layers back.
+    `lookahead`: requests of a queue, its first one included, for which layers are taken at once and
+    not one after another, as a model stands still while its layers change hands (`pooled` only).
+    `by_price`: as with `recompute`.
+    """
+
+    temporal: float = 0
+    quantum: float = 1.0
+    preemptive: float = 0
+    pooled: float = 1
+    lru: float = 0
+    beta: float = 0
+    cap: float = 1
+    portion: float = 1.0
+    reversion: float = 1
+    cooldown: float = 1.0
+    lookahead: float = 8
+    reserve: float = 0.1
+    by_price: float = 0
+    fair_shares: float = 1
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(rotation=True)
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        before = memo if isinstance(memo, MirageMemo) else MirageMemo()
+        turns = turns_of(self.temporal, self.quantum, self.preemptive)
+        divide = self._with_layers if self.pooled else shares
+        standing, actions = stand(view, before.standing, divide, turns)
+        whole, view = view, served(view, standing, turns)
+        fair = bool(self.fair_shares and self.pooled and turns is None)
+        sharing = share_out(view, fair=fair)
+        view = sharing.view
+        active = self._active(view, standing)
+        layers = self._layers(view, standing, active)
+        pages = standing.division.pages
+        if self.pooled:
+            covered = self._cover_from_pool(view, layers, sharing.younger, pages)
+        else:
+            covered = self._cover_from_shares(view, layers, pages)
+        promises, freed = covered.promises, bool(covered.actions)
+        ended = hold(whole, standing, turns, promises, freed=freed)
+        returned = self._return_layers(covered, before, layers, ended.standing)
+        done = [*covered.actions, *returned.actions]
+        settled = (
+            layers.settled(view, a) if isinstance(a, Remap) else a for a in last_remaps(done)
+        )
+        changes = (a for a in settled if a is not None)
+        actions += [*sharing.holds, *ended.holds, *changes]
+        wake = earliest(earliest(covered.wake, ended.up_at), returned.wake)
+        return Decision(tuple(actions), returned.memory, wake, ended.promises, sharing.holding)
+
+    def _cover_from_pool(
+        self, view: DeviceView, layers: LayerOffers, younger: Source, pages: Mapping[str, int]
+    ) -> _Covered:
+        """Cover claims where the KV of all models comes from one pool.
+
+        `younger` offers the pages of requests that make way; `pages`: by model that has a place.
+        """
+        claims, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
+        absent, absent_at = activation_claims(view, PATIENCE)
+        absent = [
+            _before_its_layers_lend(view, layers, claim) for claim in absent if claim.model in pages
+        ]
+        if claims and layers.any_left(view):
+            claims += queue_claims(view, int(self.lookahead))
+        sources = [cached_prefixes, loose_blocks, lent_pages, *_of(layers, younger), own_prefix]
+        lacking, limited = part_limited(view, claims)
+        covered = cover(view, [*absent, *lacking], sources, by_price=bool(self.by_price))
+        actions = covered.actions + cover_limited(view, limited, [own_younger_requests])
+        wake = earliest(absent_at, short_at)
+        return _Covered(view, covered.budget, actions, bool(claims), covered.promises, wake)
+
+    def _cover_from_shares(
+        self, view: DeviceView, layers: LayerOffers, pages: Mapping[str, int]
+    ) -> _Covered:
+        """Cover claims where each model has a share of the KV `pages`."""
+        claims, _ = kv_claims(view, waiting=True, patience=PATIENCE)
+        after, actions = self._cover_within(view, claims, layers, pages)
+        budget = PageBudget(_having(after, surplus(after, pages)))
+        return _Covered(after, budget, actions, bool(claims))
+
+    def _return_layers(
+        self, covered: _Covered, before: MirageMemo, layers: LayerOffers, standing: Standing
+    ) -> _Returned:
+        """Return layers to models that have become active, and to all when the peak is over."""
+        view, budget, active = covered.view, covered.budget, layers.active
+        returning = before.returning | (active - before.active)
+        cached = [cached_prefixes] if self.pooled else []
+        sources = [*cached, layers.of_inactive]
+        actions, returning = to_active(view, budget, layers, returning & active, sources)
+        since = view.now if before.calm_since is None else before.calm_since
+        calm = None if covered.short else since
+        wake = None
+        if self.reversion and calm is not None and any(m.rotation.n_freed for m in view.models):
+            due = calm + self.cooldown
+            if view.now < due:
+                wake = due
+            elif not actions:
+                actions = self._revert(view, budget, layers, standing.division.pages)
+        return _Returned(actions, wake, MirageMemo(standing, active, returning, calm))
+
+    def _active(self, view: DeviceView, standing: Standing) -> frozenset[str]:
+        """Models with requests; where there are turns, of these the one whose turn it is."""
+        turn = standing.turn.model if standing.turn else None
+        return frozenset(
+            m.name for m in view.models if not m.idle and (not self.temporal or m.name == turn)
+        )
+
+    def _layers(self, view: DeviceView, standing: Standing, active: frozenset[str]) -> LayerOffers:
+        turn = standing.turn
+        used = sorted(view.models, key=lambda m: (m.last_used, m.name))
+        recent = (*turn.past, turn.model) if turn else tuple(m.name for m in used)
+        return LayerOffers(
+            active,
+            recent,
+            bool(self.cap),
+            int(self.beta) or None,
+            self.portion,
+            bool(self.lru),
+            bool(self.pooled),
+            self.cooldown,
+        )
+
+    def _with_layers(self, view: DeviceView) -> dict[str, int]:
+        """For each model that has a place: what the pool can hold once all lend what they can."""
+        slots = int(self.beta) or None
+        models, room = placed(view)
+        lent = sum(
+            lendable(m, self.portion, slots) * m.layer_pages for m in models if not m.spec.pinned
+        )
+        return {m.name: room + lent for m in models}
+
+    def _cover_within(
+        self,
+        view: DeviceView,
+        claims: Sequence[Claim],
+        layers: LayerOffers,
+        pages: Mapping[str, int],
+    ) -> tuple[DeviceView, list[Action]]:
+        """Where each model has a share, it grows by what layers give up; the view after that."""
+        actions = recalls(view, sum(s.pages for s in view.shortages if not s.limited))
+        for name in dict.fromkeys(claim.model for claim in claims):
+            m = view.model(name)
+            more = surplus(view, pages)
+            own = [claim for claim in claims if claim.model == name]
+            sources = _of(layers, own_younger_requests)
+            done = cover(view, own, sources, PageBudget(within(view, m, more))).actions
+            before = sum(o.lent_pages for o in view.models)
+            view = _with(view, done)
+            more += sum(o.lent_pages for o in view.models) - before
+            if more > 0 and m.limit is not None:
+                done.append(Limit(name, m.limit + more, why="layers give up pages for it"))
+                view = _with(view, done[-1:])
+            actions += done
+        return view, actions
+
+    def _revert(
+        self, view: DeviceView, budget: PageBudget, layers: LayerOffers, pages: Mapping[str, int]
+    ) -> list[Action]:
+        """Layers come back as far as pages are not needed, and a reserve stays free."""
+        if self.pooled:
+            reserve = ceil(self.reserve * placed(view)[1])
+            spare = budget.free + sum(m.cached_pages for m in view.models) - reserve
+            claims = off_peak(view, budget, layers)
+            return give_back(view, budget, claims, spare, [cached_prefixes])
+        lowered = _lowered(view, pages, self.reserve)
+        drops = [
+            DropCache(m.name, m.kv_pages - lowered[m.name], why="the peak is over")
+            for m in view.models
+            if m.kv_pages > lowered.get(m.name, m.kv_pages)
+        ]
+        limits = [Limit(name, n, why="the peak is over") for name, n in lowered.items()]
+        view = _with(view, limits)
+        free = view.free - view.promised + sum(d.pages for d in drops)
+        spare = max(0, min(free, surplus(view, pages)))
+        budget = PageBudget(_having(view, spare))
+        claims = off_peak(view, budget, layers)
+        remaps = give_back(view, budget, claims, spare, [cached_prefixes])
+        return [*limits, *drops, *remaps] if remaps else []
+
+
+def _before_its_layers_lend(view: DeviceView, layers: LayerOffers, claim: Claim) -> Claim:
+    """The claim of a model that is to come, for no more than the device can have without that
+    model's own layers, which lend only once all of them are there: they have to lend the rest."""
+    m = view.model(claim.model)
+    if m.residency is not Residency.ABSENT:
+        return claim
+    here = [o for o in view.models if o.residency in (Residency.RESIDENT, Residency.ACTIVATING)]
+    weights = sum({s.owner: s.pages for o in here for s in o.shared}.values())
+    for o in here:
+        weights += o.own_pages - (0 if o.spec.pinned else layers.bound(o) * o.layer_pages)
+    pages = max(m.missing_pages, min(claim.pages, view.total - view.arena - weights))
+    return claim._replace(pages=pages, first_pages=pages - m.missing_pages)
+
+
+def surplus(view: DeviceView, pages: Mapping[str, int]) -> int:
+    """Of what layers have given up: pages by which no model's share has grown."""
+    lent = sum(m.lent_pages for m in view.models)
+    return lent - sum(
+        max(0, m.limit - pages[m.name])
+        for m in view.models
+        if m.limit is not None and m.name in pages
+    )
+
+
+def _of(layers: LayerOffers, youngest: Source) -> list[Source]:
+    """What layers give before requests make way, and, for the first of all, after that."""
+    return [layers.of_inactive, layers.of_active, youngest, layers.beyond_caps]
+
+
+def _with(view: DeviceView, actions: Sequence[Action]) -> DeviceView:
+    """The view once rotations and limits are as decided; what is free stays as it is."""
+    remaps = {a.model: a.rotation for a in actions if isinstance(a, Remap)}
+    limits = {a.model: a.pages for a in actions if isinstance(a, Limit)}
+    if not remaps and not limits:
+        return view
+    models = (
+        replace(m, rotation=remaps.get(m.name, m.rotation), limit=limits.get(m.name, m.limit))
+        for m in view.models
+    )
+    return replace(view, models=tuple(models))
+
+
+def _having(view: DeviceView, pages: int) -> DeviceView:
+    """The view of a device that has so many pages, free or on their way."""
+    free = max(0, min(pages, view.free - view.promised))
+    reclaiming = max(0, pages - free)
+    return replace(view, free=free, reclaiming=reclaiming, recalled=0, promised=0, borrowed=0)
+
+
+def _lowered(view: DeviceView, pages: Mapping[str, int], reserve: float) -> dict[str, int]:
+    """Shares that have grown, made smaller as far as a `reserve` of them stays unused."""
+    found = {}
+    for m in view.models:
+        share = pages.get(m.name)
+        if m.limit is not None and share is not None:
+            used = m.kv_pages - m.cached_pages + ceil(reserve * share)
+            if max(share, used) < m.limit:
+                found[m.name] = max(share, used)
+    return found

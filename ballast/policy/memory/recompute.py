@@ -1,0 +1,150 @@
+"""Models placed for good, requests recomputed when KV runs short (vLLM): the papers' baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ballast.core.actions import Action, Decision, Promise
+from ballast.core.view import DeviceView
+from ballast.policy.base import MemoryPolicy
+from ballast.policy.market.claims import activation_claims, earliest, kv_claims
+from ballast.policy.market.cover import cover
+from ballast.policy.market.fair_shares import share_out
+from ballast.policy.market.offers import (
+    cached_prefixes,
+    lent_pages,
+    loose_blocks,
+    own_prefix,
+    own_younger_requests,
+)
+from ballast.policy.memory.static import (
+    Division,
+    cover_limited,
+    cover_within,
+    keep_places,
+    part_limited,
+    placed,
+    shares,
+)
+from ballast.policy.memory.temporal_sharing import ModelTurn, RoundRobinTurns
+
+PATIENCE = 0.5
+"""Part of its TTFT service level that a request waits for room, before younger requests make way
+for a model that the operator has taken off the device, or others stop taking what becomes free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Who has a place, and whose turn it is."""
+
+    division: Division
+    turn: ModelTurn | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute(MemoryPolicy):
+    """Every model keeps its place; where KV is short, the youngest running request starts again.
+
+    `temporal`: one model at a time is served, in turns of `quantum` seconds, `preemptive` or until
+    what runs then has finished; else all are, job by job. `pooled`: the KV of all models comes from
+    one pool; else each has its share of it, as with `static`. `by_price` (`pooled` only): pages
+    come from the cheapest source first, not from caches before younger requests.
+    """
+
+    temporal: float = 0
+    quantum: float = 1.0
+    preemptive: float = 0
+    pooled: float = 1
+    by_price: float = 0
+    fair_shares: float = 1
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        before = memo if isinstance(memo, Standing) else None
+        turns = turns_of(self.temporal, self.quantum, self.preemptive)
+        standing, actions = stand(view, before, pooled if self.pooled else shares, turns)
+        whole, view = view, served(view, standing, turns)
+        fair = bool(self.fair_shares and self.pooled and turns is None)
+        sharing = share_out(view, fair=fair)
+        view = sharing.view
+        wake, promises = None, tuple[Promise, ...]()
+        if self.pooled:
+            absent, absent_at = activation_claims(view, PATIENCE)
+            short, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
+            sources = [cached_prefixes, loose_blocks, lent_pages, sharing.younger, own_prefix]
+            short, limited = part_limited(view, short)
+            covered = cover(view, [*absent, *short], sources, by_price=bool(self.by_price))
+            freeing, promises = covered.actions, covered.promises
+            freeing += cover_limited(view, limited, [own_younger_requests])
+            wake = earliest(absent_at, short_at)
+        else:
+            claims, _ = kv_claims(view, waiting=False)
+            freeing = cover_within(view, claims, [own_younger_requests])
+        ended = hold(whole, standing, turns, promises, freed=bool(freeing))
+        wake = earliest(wake, ended.up_at)
+        actions += [*sharing.holds, *ended.holds, *freeing]
+        return Decision(tuple(actions), ended.standing, wake, ended.promises, sharing.holding)
+
+
+def turns_of(temporal: float, quantum: float, preemptive: float) -> RoundRobinTurns | None:
+    """The turns that a preset's options ask for, if any."""
+    return RoundRobinTurns(quantum, bool(preemptive)) if temporal else None
+
+
+def stand(
+    view: DeviceView,
+    before: Standing | None,
+    divide: Callable[[DeviceView], dict[str, int]],
+    turns: RoundRobinTurns | None,
+) -> tuple[Standing, list[Action]]:
+    """Places and the turn from now on, and what the places ask for."""
+    division, actions = keep_places(view, before.division if before else None, divide)
+    turn = before.turn if before else None
+    return Standing(division, turns.current(view, turn) if turns else turn), actions
+
+
+def served(view: DeviceView, standing: Standing, turns: RoundRobinTurns | None) -> DeviceView:
+    """The view once it is known whose turn it is: as it will be when the others are held."""
+    return turns.served(view, standing.turn) if turns else view
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How a decision ends: whose turn it is from now on, and what that asks for."""
+
+    standing: Standing
+    holds: list[Action]
+    promises: tuple[Promise, ...]
+    up_at: float | None
+    """When the turn's time is up."""
+
+
+def hold(
+    view: DeviceView,
+    standing: Standing,
+    turns: RoundRobinTurns | None,
+    promises: tuple[Promise, ...],
+    *,
+    freed: bool,
+) -> Held:
+    """End a decision that has `freed` pages or not: a turn in which nothing can run passes on, and
+    what was promised to its requests is free for the next.
+
+    `view` is the device's own, not what is `served`.
+    """
+    if turns is None:
+        return Held(standing, [], promises, None)
+    turn = standing.turn if freed else turns.yielded(view, standing.turn)
+    if turn is not standing.turn:
+        promises = ()
+    holds, up_at = turns.holds(view, turn), turns.up_at(view, turn)
+    return Held(replace(standing, turn=turn), holds, promises, up_at)
+
+
+def pooled(view: DeviceView) -> dict[str, int]:
+    """For each model that has a place: the pages that all weights leave, bound of one's KV.
+
+    What the pool can never hold is so refused when it arrives.
+    """
+    models, room = placed(view)
+    return {m.name: room for m in models}

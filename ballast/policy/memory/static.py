@@ -1,0 +1,161 @@
+"""Fixed shares: every model has its own part of the device for ever (the classical baseline)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ballast.core.actions import Action, Activate, Decision, DropCache, Evict, Limit, Refuse
+from ballast.core.request import Precedence
+from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.base import MemoryPolicy
+from ballast.policy.market.claim_and_offer import Claim, Source
+from ballast.policy.market.claims import kv_claims
+from ballast.policy.market.cover import cover, gather
+from ballast.policy.market.offers import lent_pages, own_younger_requests
+from ballast.policy.market.page_budget import PageBudget
+
+
+def placed(view: DeviceView) -> tuple[list[ModelView], int]:
+    """Models that have a place, and the pages that their weights leave.
+
+    Models are placed in descending order of their configured share while the weights fit with at
+    least one page of KV for each (segments that several contain need room once).
+    """
+    room = view.total - view.arena
+    found: list[ModelView] = []
+    there: set[str] = set()
+    for m in sorted(view.models, key=lambda m: -m.spec.share):
+        pages = m.own_pages + sum(s.pages for s in m.shared if s.owner not in there)
+        if pages + 1 <= room:
+            found.append(m)
+            room -= pages + 1
+            there.update(s.owner for s in m.shared)
+    return found, room + len(found)
+
+
+def shares(view: DeviceView) -> dict[str, int]:
+    """KV pages of each model that has a place, by name: what the weights leave, divided in
+    proportion to the configured shares."""
+    models, room = placed(view)
+    total = sum(m.spec.share for m in models)
+    return {m.name: int(room * m.spec.share / total) for m in models}
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Who has which part of the device, while these are its models and their configured shares."""
+
+    among: tuple[tuple[str, float], ...]
+    pages: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedShares(MemoryPolicy):
+    """Activates what has a place, bounds its KV, refuses requests of models without one.
+
+    Within its share a model serves first come first served; when its running requests need more
+    than the share, its own youngest is preempted. Where the operator adds a model or takes one
+    away, the device is divided anew: what holds more than its new share loses cached prefixes, and
+    the rest as its requests end.
+    """
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        known = memo if isinstance(memo, Division) else None
+        division, actions = keep_places(view, known, shares)
+        claims, _ = kv_claims(view, waiting=False)
+        actions += cover_within(view, claims, [own_younger_requests])
+        return Decision(tuple(actions), division)
+
+
+def keep_places(
+    view: DeviceView, known: Division | None, divide: Callable[[DeviceView], dict[str, int]]
+) -> tuple[Division, list[Action]]:
+    """Every model that `divide` gives pages is on the device, its KV within them; no other is."""
+    actions: list[Action] = []
+    among = tuple((m.name, m.spec.share) for m in view.models)
+    anew = known is None or known.among != among
+    if known is None or anew:
+        known = Division(among, divide(view))
+        for m in sorted(view.models, key=lambda m: -m.spec.share):
+            actions += _take_place(m, known.pages.get(m.name))
+    for m in view.models:
+        if m.name not in known.pages:
+            why = f"{m.name} has no place: the fixed shares of the others fill the device"
+            actions += [Refuse(m.name, r.id, why) for r in m.waiting]
+        elif not anew and m.residency is Residency.ABSENT and m.waiting:
+            if m.missing_pages <= view.free - view.promised:
+                actions.append(Activate(m.name, why="its place has become free"))
+            else:
+                actions += recalls(view, m.missing_pages)
+    return known, actions
+
+
+def cover_within(
+    view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]
+) -> list[Action]:
+    """`cover` where nobody has pages beyond its own limit, and so nobody takes another's: what is
+    short of pages of the pool lacks those that are lent to other devices."""
+    actions = recalls(view, sum(s.pages for s in view.shortages if not s.limited))
+    return actions + cover_limited(view, claims, sources)
+
+
+def part_limited(view: DeviceView, claims: Sequence[Claim]) -> tuple[list[Claim], list[Claim]]:
+    """Claims that the pool can be made to cover, and those of running requests for which it has
+    enough, so that nothing but their model's own limit stands in the way."""
+    limited = {
+        r.order
+        for s in view.shortages
+        if s.limited and s.pages <= view.coming
+        for r in view.model(s.model).running
+        if r.id == s.request_id
+    }
+    return (
+        [claim for claim in claims if claim.order not in limited],
+        [claim for claim in claims if claim.order in limited],
+    )
+
+
+def cover_limited(
+    view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]
+) -> list[Action]:
+    """Make room for claims within their models' limits, from `sources` of each model's own KV."""
+    actions: list[Action] = []
+    by_model: dict[str, list[Claim]] = {}
+    for claim in claims:
+        by_model.setdefault(claim.model, []).append(claim)
+    for name, own in by_model.items():
+        budget = PageBudget(view, unused(view, view.model(name)))
+        actions += cover(view, own, sources, budget).actions
+    return actions
+
+
+def recalls(view: DeviceView, pages: int) -> list[Action]:
+    """What recalls lent pages, where fewer than `pages` are coming."""
+    claim = Claim("", Precedence(0, view.now, 0), pages, may_preempt=False)
+    return gather(view, claim, [lent_pages])
+
+
+def _take_place(m: ModelView, share: int | None) -> list[Action]:
+    """What brings a model to its new share; None: it has no place any more."""
+    if share is None:
+        resident = m.residency is Residency.RESIDENT
+        return [Evict(m.name, why="the fixed shares of the others fill the device")] * resident
+    actions: list[Action] = [Limit(m.name, share, why="fixed share")]
+    if m.kv_pages > share and m.cached_pages:
+        actions.append(DropCache(m.name, m.kv_pages - share, why="its fixed share is smaller now"))
+    if m.residency is Residency.ABSENT:
+        actions.append(Activate(m.name, why="fixed share"))
+    return actions
+
+
+def within(view: DeviceView, m: ModelView, more: int = 0) -> DeviceView:
+    """The device as a model with a limit sees it: nothing is free beyond that and `more` pages."""
+    return replace(view, free=unused(view, m, more), reclaiming=0, recalled=0, promised=0)
+
+
+def unused(view: DeviceView, m: ModelView, more: int = 0) -> int:
+    """Return the pages that a model may still use within its limit and `more` pages, those that its
+    own cached prefixes hold included."""
+    limit = m.limit if m.limit is not None else view.total
+    return max(0, limit - m.kv_pages + m.cached_pages + more)

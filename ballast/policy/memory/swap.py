@@ -1,0 +1,87 @@
+"""Whole models in turn: one model has the device to itself (QLM, llama-swap; Prism section 3.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from ballast.core.actions import Action, Activate, Decision, Evict, Hold
+from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.base import MemoryPolicy
+from ballast.policy.market.claim_and_offer import Claim
+from ballast.policy.market.claims import shortage_claims
+from ballast.policy.market.cover import cover, gather
+from ballast.policy.market.offers import (
+    cached_prefixes,
+    idle_models,
+    lent_pages,
+    oldest,
+    younger_models,
+    younger_requests,
+)
+from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.memory.temporal_sharing import ModelTurn, TurnPhase, phase
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModels(MemoryPolicy):
+    """The model with the oldest request comes next.
+
+    The one that runs keeps the device while it has requests; once others have waited and its
+    weights have been there for `quantum` seconds, it admits no more, ends what it runs, and goes.
+    """
+
+    quantum: float = 1.0
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        present = {m.name for m in view.models}
+        turn = memo if isinstance(memo, ModelTurn) and memo.model in present else None
+        others = [m for m in view.models if m.waiting and (turn is None or m.name != turn.model)]
+        heir = min(others, key=oldest, default=None)
+        if turn is None:
+            if heir is None:
+                return Decision()
+            return self._start(view, heir, [])
+        current = view.model(turn.model)
+        actions: list[Action] = []
+        if current.residency in (Residency.ABSENT, Residency.FAILED):
+            following = heir or (current if current.waiting else None)
+            return self._start(view, following, []) if following else Decision()
+        resident = current.residency is Residency.RESIDENT
+        if resident and turn.since == inf:
+            turn = replace(turn, since=view.now)
+        claims, _ = shortage_claims(view, patience=float("inf"))
+        sources = [cached_prefixes, lent_pages, idle_models, younger_requests, younger_models]
+        actions += cover(view, claims, sources).actions
+        if heir is None:
+            if current.held:
+                actions.append(Hold(current.name, False, why="nobody else waits"))
+            return Decision(tuple(actions), turn)
+        over_at = turn.since + self.quantum
+        at = phase(turn, current, view.now, self.quantum)
+        if at is TurnPhase.OVER and resident:
+            actions.append(Hold(current.name, False))
+            evict = Evict(current.name, why=f"{heir.name} is next")
+            beside = heir.missing_pages <= view.free - view.promised
+            if beside and any(current.name in s.holders for s in heir.shared):
+                # It comes first, so that the segments they share need not be brought again.
+                start = self._start(view, heir, actions)
+                return replace(start, actions=(*start.actions, evict))
+            return self._start(view, heir, [*actions, evict])
+        if at is TurnPhase.DRAINS and not current.held and resident:
+            actions.append(Hold(current.name, True, why=f"its turn is over, {heir.name} waits"))
+        return Decision(tuple(actions), turn, over_at if view.now < over_at < inf else None)
+
+    @staticmethod
+    def _start(view: DeviceView, heir: ModelView, actions: list[Action]) -> Decision:
+        """Bring a model, once `actions` are done. Pinned models stay: where their cached prefixes
+        are in its way, these go."""
+        evicted = {a.model for a in actions if isinstance(a, Evict)}
+        gone = [m for m in view.models if m.name in evicted and not m.spec.pinned]
+        stay = replace(view, models=tuple(m for m in view.models if m not in gone))
+        budget = PageBudget(view)
+        budget.coming += sum(m.evictable_pages for m in gone)
+        claim = Claim(heir.name, oldest(heir), heir.missing_pages, may_preempt=False, weights=True)
+        drops = gather(stay, claim, [cached_prefixes], budget)
+        actions = [*actions, *drops, Activate(heir.name, why="its turn")]
+        return Decision(tuple(actions), ModelTurn(heir.name, since=inf))

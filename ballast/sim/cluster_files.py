@@ -1,0 +1,171 @@
+"""What users give a simulated cluster in files, beside its devices: which devices serve each model,
+which links they share, and what they lend each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from ballast.core.errors import ConfigError
+from ballast.core.fleet import FleetDecision, FleetView, Need, Room
+from ballast.core.link import LinkRates
+from ballast.core.units import format_bytes
+from ballast.fleet.faults import unknown
+from ballast.fleet.schema import Bandwidth, Count, DeviceName, Keys, Name, Positive, Size
+from ballast.policy.base import FleetPolicy
+from ballast.sim.toml_file import NotNegative, Whole, read_keys
+from ballast.sim.topology import APART, ClusterLinks, PeerLinks
+
+Number = int | str
+"""A device: its number, counted from 0, or its name."""
+
+
+class _Rates(Keys):
+    """Bytes per second of a link, by direction, alone and while the other direction carries."""
+
+    to_device: Bandwidth
+    to_host: Bandwidth
+    to_device_mixed: Bandwidth | None = None
+    """None: as alone."""
+    to_host_mixed: Bandwidth | None = None
+
+    @property
+    def rates(self) -> LinkRates:
+        return LinkRates(
+            self.to_device,
+            self.to_host,
+            self.to_device_mixed or self.to_device,
+            self.to_host_mixed or self.to_host,
+        )
+
+
+class _Links(Keys):
+    """A file of `--links`: how the devices of a cluster are joined, as in `ClusterLinks`."""
+
+    per_host: Count = 1
+    host: _Rates | None = None
+    peers: Literal["nvlink", "pcie", "memory", "none"] = "none"
+    port: _Rates | None = None
+
+
+class _Homes(Keys):
+    """A file of `--placement`."""
+
+    homes: dict[Name, list[Whole | DeviceName]] = Field(min_length=1)
+
+
+class LendingOrder(Keys):
+    """What an operator would order of a device that lends: exactly one of `lend` and `recall`."""
+
+    at: NotNegative
+    """Virtual seconds."""
+    lender: Whole | DeviceName
+    borrower: Whole | DeviceName
+    lend: Size | None = None
+    """Bytes, of which whole pages are lent."""
+    recall: Size | Literal["all"] | None = None
+    """Bytes."""
+    seconds: Positive = 60.0
+    """In which recalled pages are to be returned."""
+
+
+class _Orders(Keys):
+    """A file of `--orders`."""
+
+    orders: list[LendingOrder] = Field(min_length=1)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenHomes(FleetPolicy):
+    """Models are on the devices that a file names, and stay there."""
+
+    file: str
+    homes: Mapping[str, Sequence[Number]]
+
+    @property
+    def replicates(self) -> bool:
+        return any(len(devices) > 1 for devices in self.homes.values())
+
+    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+        """Return, by model, the names of its devices, each once.
+
+        Raises ConfigError: a model that is not named or not known, a device that there is not, or
+        one that cannot serve the model.
+        """
+        where = f"{self.file}: homes"
+        models, names = [need.model for need in needs], [room.device for room in rooms]
+        for model in self.homes:
+            if model not in models:
+                raise ConfigError(where, model, unknown(model, models))
+        found = {}
+        for need in needs:
+            chosen = self.homes.get(need.model)
+            if not chosen:
+                allowed = "one device or more for each model of the fleet"
+                raise ConfigError(where, need.model, allowed)
+            devices = [device_named(where, at, names) for at in chosen]
+            found[need.model] = list(dict.fromkeys(devices))
+            for room in rooms:
+                if room.device in devices and need.least > room.bytes:
+                    missing = format_bytes(need.least - room.bytes)
+                    allowed = f"{room.device} is too small for it: {missing} are missing"
+                    raise ConfigError(where, need.model, allowed)
+        return found
+
+    def __call__(self, view: FleetView, memo: object) -> FleetDecision:
+        return FleetDecision(memo=memo)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFiles:
+    """All of it."""
+
+    joints: ClusterLinks = APART
+    homes: FleetPolicy | None = None
+    """What places models in place of the preset's fleet policy; None: that policy does."""
+    orders: tuple[LendingOrder, ...] = ()
+
+
+NO_FILES = ClusterFiles()
+
+
+def read_cluster_files(
+    links: Path | None, placement: str | None, orders: Path | None
+) -> ClusterFiles:
+    """Read what files say; a `placement` that is no TOML file names a fleet policy.
+
+    Raises ConfigError for a file that cannot be read or has a fault.
+    """
+    homes: GivenHomes | None = None
+    if placement is not None and placement.endswith(".toml"):
+        homes = GivenHomes(placement, read_keys(Path(placement), _Homes).homes)
+    read = () if orders is None else tuple(read_keys(orders, _Orders).orders)
+    for order in read:
+        if (order.lend is None) == (order.recall is None):
+            raise ConfigError(f"{orders}: at {order.at:g} s", "", "one of `lend` and `recall`")
+    joints = APART if links is None else _joints(read_keys(links, _Links))
+    return ClusterFiles(joints=joints, homes=homes, orders=read)
+
+
+def device_named(where: str, at: Number, names: Sequence[str]) -> str:
+    """The name of a device. Raises ConfigError, with `where` it was named, for one there is not."""
+    if isinstance(at, str):
+        if at not in names:
+            raise ConfigError(where, at, unknown(at, names))
+        return at
+    if at >= len(names):
+        raise ConfigError(where, at, f"devices are numbered from 0 to {len(names) - 1}")
+    return names[at]
+
+
+def _joints(links: _Links) -> ClusterLinks:
+    return ClusterLinks(
+        per_host=links.per_host,
+        host=None if links.host is None else links.host.rates,
+        peers=PeerLinks(links.peers),
+        port=None if links.port is None else links.port.rates,
+    )

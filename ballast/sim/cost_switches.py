@@ -1,0 +1,64 @@
+"""What of a machine's time a simulation counts beside jobs and copies: a switch for each cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ballast.core.errors import ConfigError
+from ballast.fleet.faults import unknown
+from ballast.sim.device import MachineProfile
+from ballast.sim.job_spread import NONE, lognormal
+
+COSTS = ("mapping", "copies", "spread")
+"""`mapping`: calls that map and unmap pages are the loop's time; `copies`: jobs are slower while
+bytes move; `spread`: jobs take longer or shorter than their mean."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSwitches:
+    """What counts: all that a profile knows, but for `without`."""
+
+    without: tuple[str, ...] = ()
+    """Of `COSTS`."""
+    job_spread: float | None = None
+    """Deviation of the log of jobs' seconds from their mean's, lognormal, in place of what the
+    profile has; None: as the profile has it."""
+    drift: float = 0.0
+    """Share by which the speed of every device goes up and down (`sim.job_spread`)."""
+    seed: int = 0
+    """Of spread and drift."""
+
+    def __post_init__(self) -> None:
+        for cost in self.without:
+            if cost not in COSTS:
+                raise ConfigError("without", cost, unknown(cost, COSTS))
+        for key in ("job_spread", "drift"):
+            share = getattr(self, key)
+            if share is not None and not 0 <= share <= 1:
+                raise ConfigError(key, share, "a share, from 0 to 1")
+
+    def of(self, profile: MachineProfile) -> MachineProfile:
+        """The profile with that alone which counts."""
+        spread = replace(profile.spread, drift=self.drift, seed=self.seed)
+        if self.job_spread is not None:
+            spread = replace(spread, quantiles=lognormal(self.job_spread))
+        if "spread" in self.without:
+            spread = NONE
+        return replace(
+            profile,
+            pages=None if "mapping" in self.without else profile.pages,
+            copies_slow=0.0 if "copies" in self.without else profile.copies_slow,
+            spread=spread,
+        )
+
+
+ALL = CostSwitches()
+
+
+def read_cost_switches(
+    without: str | None, job_spread: float | None, drift: float, seed: int = 0
+) -> CostSwitches:
+    """As options say; `without`: names of `COSTS`, comma separated. Raises ConfigError."""
+    names: Sequence[str] = [name.strip() for name in (without or "").split(",") if name.strip()]
+    return CostSwitches(without=tuple(names), job_spread=job_spread, drift=drift, seed=seed)

@@ -1,0 +1,65 @@
+"""Tokens for a story's digests: they share the prefixes that those shared which nobody told."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections import defaultdict
+from collections.abc import Iterable
+
+from ballast.core.chains import DIGEST_BYTES
+from ballast.core.entries import StoryEntry
+from ballast.core.model import ModelSpec
+
+
+class StandInTokens:
+    """For all requests of a device's life, by their number.
+
+    Under each block the blocks that follow it are counted as they are met, and the tokens of one
+    spell its number: blocks are equal if and only if their digests are. There are always enough
+    numbers, for the blocks that they stand for had as many tokens out of the same vocabulary.
+    """
+
+    def __init__(self, entries: Iterable[StoryEntry]) -> None:
+        self._digests: dict[int, list[bytes]] = defaultdict(list)
+        self._roots: dict[int, tuple[str, str]] = {}
+        """What keeps prefixes apart, by request: what it asked for, and its salt."""
+        self._prints: dict[str, str] = {}
+        """Fingerprints of what requests ask for."""
+        self._numbers: defaultdict[object, dict[bytes, int]] = defaultdict(dict)
+        """Of the blocks that follow a block, by its digest; of the first, by root."""
+        for entry in entries:
+            blocks = entry.get("blocks")
+            if entry.get("event") in ("Arrival", "ImportKv"):
+                self._roots[entry["n"]] = entry["model"], entry.get("salt", "")
+                if blocks:
+                    self._digests[entry["n"]] += _cut(blocks)
+            elif blocks:
+                for n, more in blocks.items():
+                    self._digests[int(n)] += _cut(more)
+
+    def tokens(self, spec: ModelSpec, n: int, start: int, end: int) -> tuple[int, ...]:
+        """Of request `n`, at positions `start .. end`."""
+        size = spec.block_tokens
+        return tuple(
+            self._block(spec, n, at // size) // spec.vocab ** (at % size) % spec.vocab
+            for at in range(start, end)
+        )
+
+    def _block(self, spec: ModelSpec, n: int, i: int) -> int:
+        """The number of a request's block; 0 of one that never filled, which nobody looks for."""
+        digests = self._digests[n]
+        if i >= len(digests):
+            return 0
+        following = self._numbers[digests[i - 1] if i else self._root(spec, n)]
+        return following.setdefault(digests[i], len(following))
+
+    def _root(self, spec: ModelSpec, n: int) -> tuple[str, str]:
+        name, salt = self._roots[n]
+        if name not in self._prints:
+            self._prints |= {served.name: served.fingerprint for served in spec.served}
+        return self._prints[name], salt
+
+
+def _cut(blocks: str) -> list[bytes]:
+    raw = b64decode(blocks)
+    return [raw[at : at + DIGEST_BYTES] for at in range(0, len(raw), DIGEST_BYTES)]

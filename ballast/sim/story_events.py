@@ -1,0 +1,324 @@
+"""The events that a story tells of, made again for the device that replays it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import TypeVar
+
+import msgspec
+
+from ballast.core import actions, event, lease, migration
+from ballast.core.entries import EVENT_TAGS, ModelEntry, StoryEntry
+from ballast.core.event import (
+    EmbeddingOutput,
+    Event,
+    FailedOutput,
+    JobDoneEvent,
+    JobResult,
+    PromptScoresOutput,
+)
+from ballast.core.job import Job, SampledToken
+from ballast.core.lease import Lease, LendingMessage, PeerMetEvent
+from ballast.core.model import ModelSpec
+from ballast.core.request import Request, Sampling, Submission
+from ballast.core.rotation import Rotation
+from ballast.engine.build import build_newcomer
+from ballast.engine.loop import Loop
+from ballast.memory.copies import Copy
+from ballast.memory.vm import Exported
+from ballast.sim.device import copy_nothing, hosted_nowhere
+from ballast.sim.stand_in_tokens import StandInTokens
+from ballast.sim.story_reader import DeviceStory
+from ballast.weights.rotor import ArrivalPlan, Loads
+
+T = TypeVar("T")
+
+
+class Impossible(Exception):
+    """The story tells of an event that cannot happen in the replay."""
+
+
+class Unknown(Exception):
+    """The story tells of something that this version does not know."""
+
+
+class StoryLanes:
+    """A runner that ends a job when it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[int, Job] = {}
+        """In flight, by id."""
+
+    def start(self, job: Job) -> None:
+        self.jobs[job.id] = job
+
+
+class StoryRotor:
+    """Of a model in a replay: layers are where the story says, when it says so."""
+
+    def __init__(self) -> None:
+        self.loads = Loads()
+        self.held: Sequence[int] = ()
+
+    def settle(self) -> None:
+        """The story tells when nothing is on its way."""
+
+    def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+        self.held = rotation.layers[: rotation.slots]
+
+    def forget(self) -> None:
+        self.held = ()
+
+    def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
+        """The story tells when a job may begin, if it was before the end."""
+        return False
+
+
+class StoryGrammars:
+    """Implements `GrammarStore` for a replay: the story has the events `GrammarReady`."""
+
+    def prepare(self, request: Request) -> None:
+        """The event is in the story."""
+
+    def release(self, request: Request) -> None:
+        """There is none."""
+
+
+class StoryKvBytes:
+    """Implements `KvBytes` for a replay: the story has the events `KvRead`."""
+
+    def start(
+        self,
+        request_id: str,
+        source: str,
+        pieces: Sequence[migration.Piece],
+        targets: Sequence[tuple[int, int]],
+    ) -> None:
+        """There are no bytes."""
+
+    def stop(self, request_id: str) -> None:
+        """None are written."""
+
+    def load(self, address: int, n_bytes: int) -> bytes:
+        return b""
+
+    def store(self, address: int, data: bytes) -> None:
+        """None are written."""
+
+    def close(self) -> None:
+        """None are written."""
+
+
+class StoryEvents:
+    """Made from a life's entries, in order, for a device that has come as far as they have."""
+
+    def __init__(self, life: DeviceStory, lanes: StoryLanes, loop: Loop) -> None:
+        self._lanes = lanes
+        self._state = loop.state
+        self._lent: dict[int, tuple[int, ...]] = {}
+        """By lease, the pages that were lent."""
+        self._lent_again: dict[int, tuple[int, ...]] = {}
+        """Those that the replay has lent instead."""
+        loop.state.lending.send = self._hear
+        loop.state.grammars = StoryGrammars()
+        loop.state.migration.bytes = StoryKvBytes()
+        self._ready = loop.commands.ready
+        self._standins = StandInTokens(life.entries)
+        self._numbers: dict[str, int] = {}
+        """Of requests, by id; the last that had it."""
+        self._specs: dict[str, ModelSpec] = {}
+        """By what requests may ask for, the model that runs it."""
+        for m in life.snapshot.models:
+            self._serves(m.spec)
+
+    def _serves(self, spec: ModelSpec) -> None:
+        self._specs |= dict.fromkeys((served.name for served in spec.served), spec)
+
+    def of(self, entry: StoryEntry) -> Event:
+        """What happened. Raises Impossible and Unknown."""
+        kind = entry["event"]
+        if kind == "Arrival":
+            return event.ArrivalEvent(self._submission(entry))
+        if kind == "KvTail":
+            return migration.KvTailEvent(entry["request_id"], entry["tokens"], b"")
+        if kind == "ImportKv":
+            return self._import(entry)
+        if kind == "JobDone":
+            job, stall = self.ended_job(entry), entry.get("stall", 0.0)
+            return self.job_done(job, entry["seconds"], _ends(entry), stall)
+        if kind == "JobFailed":
+            return event.JobFailedEvent(self.ended_job(entry), entry["reason"])
+        if kind == "Operate":
+            return self._operate(entry)
+        if kind in _OF_LEASES:
+            return self._of_lease(entry)
+        if kind == "PeerMet":
+            return self._met(entry)
+        if kind in ("TransferDone", "FirstJobReady"):
+            number = entry["transfer_id"]
+            if all(m.life.transfer_id != number for m in self._state.models.values()):
+                raise Impossible("no such transfer is on its way")
+        made = _EVENTS.get(kind)
+        if made is None:
+            raise Unknown(f"this version knows no event {kind!r}")
+        return _made(made, entry)
+
+    def _hear(self, word: LendingMessage) -> None:
+        """What the replay says to other devices: what it lends them."""
+        if isinstance(word, lease.PagesLentEvent):
+            self._lent_again[word.lease.id] = word.lease.pages
+
+    def _of_lease(self, entry: StoryEntry) -> Event:
+        """Of a lease by the replay the pages are others, in the same places."""
+        id, pages = entry["lease"], entry["page_numbers"]
+        if entry["event"] == "Returned":
+            instead = dict(zip(self._lent.get(id, ()), self._lent_again.get(id, ()), strict=True))
+            if not instead.keys() >= set(pages):
+                raise Impossible(f"lease {id} has not lent these pages")
+            pages = [instead[page] for page in pages]
+        made = Lease(id, entry["epoch"], entry["lender"], entry["borrower"], tuple(pages))
+        return _OF_LEASES[entry["event"]](made)
+
+    def _met(self, entry: StoryEntry) -> Event:
+        """A peer without memory."""
+        met = _made(PeerMetEvent, entry)
+        page_bytes = self._state.settings.page_bytes
+        exported = Exported((-2, met.epoch), page_bytes, met.n_pages, (), None)
+        self._state.lending.exports[met.peer, met.epoch] = exported
+        return met
+
+    def _submission(self, entry: StoryEntry) -> Submission:
+        n, name, prompt = entry["n"], entry["model"], entry["prompt_tokens"]
+        how = _ends(entry).get(entry["request"])
+        if how is None or "n" in how:  # else it is the second of its name, and refused
+            self._numbers[entry["request"]] = n
+        spec = self._specs.get(name)
+        resumed = entry.get("resumed")
+        end = prompt + (resumed or 0)
+        tokens = (0,) * end if spec is None else self._standins.tokens(spec, n, 0, end)
+        how = how or {}
+        if spec is not None and how.get("failed") == "invalid_request" and prompt:
+            tokens = (spec.vocab, *tokens[1:])  # one that the model did not have
+        return Submission(
+            id=entry["request"],
+            model=name,
+            prompt=tokens[:prompt],
+            max_tokens=entry["max_tokens"],
+            open_ended=entry.get("open_ended", False),
+            # Which one it is decides nothing here.
+            sampling=Sampling(grammar="one") if entry.get("grammar") else Sampling(),
+            arrival=entry["arrival"],
+            priority=entry.get("priority", 0),
+            stop_token_ids=tokens[-1:] if how.get("finished") == "stop" else (),
+            ignore_eos=True,
+            salt=entry.get("salt", ""),
+            prompt_logprobs=entry.get("prompt_logprobs"),
+            embed=entry.get("embed", False),
+            resumed=None if resumed is None else tokens[prompt:],
+            age=entry.get("age", 0.0),
+            first_token_age=entry.get("first_token_age"),
+        )
+
+    def _import(self, entry: StoryEntry) -> Event:
+        """Of tokens that fill the blocks that were told; whence it comes decides nothing here."""
+        n, name = entry["n"], entry["model"]
+        spec = self._specs.get(name)
+        end = entry["prompt_tokens"]
+        tokens = (0,) * end if spec is None else self._standins.tokens(spec, n, 0, end)
+        wanted = Submission(
+            id=entry["request"], model=name, prompt=tokens, max_tokens=0, salt=entry.get("salt", "")
+        )
+        return migration.ImportKvEvent(wanted, entry["form"], "", ())
+
+    def ended_job(self, entry: StoryEntry) -> Job:
+        job = self._lanes.jobs.get(entry["job"])
+        if job is None or job.model != entry["model"]:
+            flying = (f"job {job.id} of {job.model}" for job in self._lanes.jobs.values())
+            raise Impossible(f"{', '.join(flying) or 'no job'} is in flight")
+        return self._lanes.jobs.pop(job.id)
+
+    def job_done(
+        self, job: Job, seconds: float, ends: Mapping[str, StoryEntry], stall: float = 0.0
+    ) -> JobDoneEvent:
+        """In the order in which live models tell results."""
+        spec = self._specs[job.model]
+        results: list[JobResult] = [EmbeddingOutput(w.request_id, b"") for w in job.work if w.embed]
+        for w in job.work:
+            if w.scoring is not None:
+                scores = (0.0,) * len(w.scoring.targets)
+                results.append(PromptScoresOutput(w.request_id, w.scoring.start, scores))
+        for w in job.work:
+            how = ends.get(w.request_id, {})
+            failed = how.get("failed", "cancelled")
+            if w.sample is not None and failed != "cancelled":
+                results.append(FailedOutput(w.request_id, failed, ""))
+            elif w.sample is not None:
+                n = self._numbers[w.request_id]
+                (token,) = self._standins.tokens(spec, n, w.end, w.end + 1)
+                stop = how.get("finished") == "stop"
+                results.append(SampledToken(w.request_id, token, ends=stop))
+        return JobDoneEvent(job, tuple(results), seconds, stall)
+
+    def _operate(self, entry: StoryEntry) -> Event:
+        made = _OPERATIONS.get(entry["operation"])
+        if made is None:
+            raise Unknown(f"this version knows no operation {entry['operation']!r}")
+        operation = _made(made, entry)
+        if "lease" in entry:
+            self._lent[entry["lease"]] = tuple(entry["page_numbers"])
+        if "joining" in entry:
+            joining = msgspec.convert(entry["joining"], ModelEntry)
+            spec, costs = joining.spec, joining.measured
+            newcomer = build_newcomer(self._state, hosted_nowhere(spec), copy_nothing, costs)
+            self._ready[spec.name] = newcomer
+            self._serves(spec)
+        return event.CommandEvent(entry["id"], operation)
+
+
+def _made(kind: type[T], entry: StoryEntry) -> T:
+    """An event or an operation, from its fields."""
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return msgspec.convert({k: v for k, v in entry.items() if k in names}, kind)
+
+
+def _ends(entry: StoryEntry) -> dict[str, StoryEntry]:
+    """What an event brought to an end, by request."""
+    return {ended["request"]: ended for ended in entry.get("ended", ())}
+
+
+_EVENTS: dict[str, type[Event]] = {
+    EVENT_TAGS[kind]: kind
+    for kind in (
+        event.CancelEvent,
+        event.PauseEvent,
+        event.ResumeEvent,
+        event.GrammarReadyEvent,
+        event.TransferDoneEvent,
+        event.FirstJobReadyEvent,
+        event.RotationSettledEvent,
+        event.DrainEvent,
+        event.StopEvent,
+        lease.PeerGoneEvent,
+        migration.ExportKvEvent,
+        migration.DepartEvent,
+        migration.KvReadEvent,
+        migration.DropKvEvent,
+    )
+}
+_OF_LEASES: dict[str, Callable[[Lease], Event]] = {
+    EVENT_TAGS[kind]: kind
+    for kind in (lease.PagesLentEvent, lease.PagesRecalledEvent, lease.PagesReturnedEvent)
+}
+_OPERATIONS: dict[str, type[actions.LoopCommand]] = {
+    kind.__name__: kind
+    for kind in (
+        actions.Activate,
+        actions.Evict,
+        actions.Change,
+        actions.Join,
+        actions.Leave,
+        actions.Lend,
+        actions.Recall,
+    )
+}

@@ -1,0 +1,145 @@
+"""Models migrate to the least KV pressure, one at a time, and only where it is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballast.core.cost import Traffic
+from ballast.core.fleet import (
+    DeviceLoad,
+    FleetAction,
+    FleetView,
+    Hosting,
+    Need,
+    Place,
+    Room,
+)
+from ballast.core.units import GiB
+from ballast.policy.fleet.migrate import LeastPressure, best_move
+
+NEEDS = tuple(Need(m, 10 * GiB, 8 * GiB, kv_bytes_per_token=1 << 20, tpot=0.1) for m in "abcd")
+Asked = Mapping[str, float]
+"""By model: tokens per second."""
+
+
+def hosted(model: str, rate: float, *, open_requests: int = 1, weights: int = 8) -> Hosting:
+    traffic = Traffic(rate / 100, 60, 40)
+    return Hosting(model, 0.1, open_requests, 0, weights * GiB, traffic=traffic)
+
+
+def view(now: float, asked: Mapping[str, Asked], gib: int = 80) -> FleetView:
+    """`asked`: by device. Who is asked nothing has no requests, and no weights there."""
+    devices = tuple(
+        DeviceLoad(
+            Room(device, gib * GiB, "k"),
+            tuple(
+                hosted(m, rate) if rate else hosted(m, 0.0, open_requests=0, weights=0)
+                for m, rate in models.items()
+            ),
+        )
+        for device, models in asked.items()
+    )
+    return FleetView(now, devices, NEEDS)
+
+
+def said(actions: tuple[FleetAction, ...]) -> list[tuple[str, str, str]]:
+    return [(type(a).__name__, a.model, a.device) for a in actions]
+
+
+def test_the_move_that_lowers_the_highest_pressure_most_is_made() -> None:
+    seen = view(0.0, {"x": {"a": 900.0, "b": 500.0}, "y": {"c": 100.0}})
+    decision = LeastPressure()(seen, None)
+    assert said(decision.actions) == [("Place", "b", "y")]
+    assert decision.wake_at == 10.0
+    (place,) = decision.actions
+    assert "KV pressure of x -4" in place.why
+    assert "a to y: " in place.why, "and what it was preferred to"
+
+
+def test_nothing_moves_for_less_than_the_threshold() -> None:
+    seen = view(0.0, {"x": {"a": 500.0, "b": 100.0}, "y": {"c": 450.0}})
+    assert LeastPressure().threshold == 0.2
+    assert LeastPressure()(seen, None).actions == ()
+    assert said(LeastPressure(threshold=0.01)(seen, None).actions) == [("Place", "b", "y")]
+
+
+def test_it_leaves_where_it_was_only_when_it_is_there() -> None:
+    policy = LeastPressure()
+    seen = view(0.0, {"x": {"a": 900.0, "b": 500.0}, "y": {"c": 100.0}})
+    first = policy(seen, None)
+    coming = (hosted("c", 100.0), hosted("b", 1.0, weights=0))
+    both = replace(seen, devices=(seen.devices[0], replace(seen.devices[1], hosting=coming)))
+    second = policy(replace(both, now=10.0), first.memo)
+    assert second.actions == (), "its weights are on their way, and nothing else moves meanwhile"
+    there = (hosted("c", 100.0), hosted("b", 1.0))
+    both = replace(seen, devices=(seen.devices[0], replace(seen.devices[1], hosting=there)))
+    third = policy(replace(both, now=20.0), second.memo)
+    assert said(third.actions) == [("Withdraw", "b", "x")]
+    refused = policy(replace(seen, now=10.0), first.memo)
+    assert said(refused.actions) == [("Place", "b", "y")], "refused: it is decided anew"
+
+
+def test_a_migration_whose_weights_do_not_come_is_given_up() -> None:
+    """Else it would keep all others from moving for ever."""
+    policy = LeastPressure(patience=30.0)
+    seen = view(0.0, {"x": {"a": 900.0, "b": 500.0}, "y": {"c": 100.0}})
+    memo = policy(seen, None).memo
+    coming = (hosted("c", 100.0), hosted("b", 0.0, open_requests=0, weights=0))
+    both = replace(seen, devices=(seen.devices[0], replace(seen.devices[1], hosting=coming)))
+    for now in (10.0, 20.0):
+        decision = policy(replace(both, now=now), memo)
+        assert decision.actions == ()
+        memo = decision.memo
+    assert said(policy(replace(both, now=30.0), memo).actions) == [("Withdraw", "b", "y")]
+
+
+def test_an_idle_model_moves_to_where_it_would_leave_the_least_pressure() -> None:
+    seen = view(0.0, {"x": {"a": 900.0, "b": 0.0}, "y": {"c": 100.0}})
+    assert said(LeastPressure()(seen, None).actions) == [("Place", "b", "y")]
+    assert LeastPressure()(view(0.0, {"x": {"a": 0.0}, "y": {"b": 0.0}}), None).actions == ()
+
+
+def test_no_model_moves_to_a_device_that_has_no_room_or_from_several() -> None:
+    full = view(0.0, {"x": {"a": 900.0, "b": 500.0}, "y": {"c": 100.0}}, gib=17)
+    assert best_move(full, 0.0) is None
+    several = view(0.0, {"x": {"a": 900.0}, "y": {"a": 10.0}})
+    assert best_move(several, 0.0) is None
+
+
+def test_without_service_levels_nothing_is_urgent() -> None:
+    seen = view(0.0, {"x": {"a": 900.0, "b": 500.0}, "y": {"c": 100.0}})
+    assert (
+        best_move(replace(seen, needs=tuple(replace(n, tpot=float("inf")) for n in NEEDS)), 0.0)
+        is None
+    )
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcd"),
+        st.tuples(st.sampled_from("xyz"), st.floats(0, 2000)),
+        min_size=1,
+    )
+)
+def test_moves_go_on_no_longer_than_they_gain(placed: dict[str, tuple[str, float]]) -> None:
+    """Whatever the start, a few moves lead to where none gains any more."""
+    policy = LeastPressure()
+    now, memo = 0.0, None
+    for _ in range(20):
+        asked: dict[str, dict[str, float]] = {d: {} for d in "xyz"}
+        for model, (device, rate) in placed.items():
+            asked[device][model] = rate
+        decision = policy(view(now, asked), memo)
+        assert len(decision.actions) <= 1
+        if not decision.actions:
+            return
+        (action,) = decision.actions
+        assert isinstance(action, Place)
+        placed[action.model] = action.device, placed[action.model][1]
+        now += 10.0
+    pytest.fail("they never end")
