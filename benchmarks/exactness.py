@@ -299,7 +299,7 @@ def _disturbed(
     """The answers of a server whose layers rotate at random; what that took is counted."""
     with InProcess(settings) as server:
         loop = server.device.loop
-        loop.preset = replace(loop.preset, memory=RandomRotations(loop.preset.memory))
+        loop.use_preset(replace(loop.preset, memory=RandomRotations(loop.preset.memory)))
         answers = server.generate(requests)
         counted["plans"] = sum(
             entry["action"] == "Remap" and "refused" not in entry

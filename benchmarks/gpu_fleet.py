@@ -102,7 +102,7 @@ def served(
         device = server.device
         if rotating:
             loop = device.loop
-            loop.preset = replace(loop.preset, memory=RandomRotations(loop.preset.memory))
+            loop.use_preset(replace(loop.preset, memory=RandomRotations(loop.preset.memory)))
         rounds: list[Answers] = []
         for i in range(2):
             rounds.append(server.generate([replace(r, id=f"{r.id}/{i}") for r in requests]))

@@ -45,7 +45,7 @@ class CommandHandler:
         self, state: DeviceState, policy: MemoryPolicy, story: Story, answered: CommandEnded | None
     ) -> None:
         self._state = state
-        self._policy = policy
+        self.policy = policy
         self._story = story
         self._answered = answered or (lambda id, refusal: None)
         self.pending: dict[str, LoopCommand] = {}
@@ -110,7 +110,7 @@ class CommandHandler:
         return apply(state, wanted, outputs)
 
     def _lend(self, wanted: Lend, outputs: list[Output]) -> Refusal:
-        answer = self._policy.lend(device_view(self._state), wanted.to, wanted.pages)
+        answer = self.policy.lend(device_view(self._state), wanted.to, wanted.pages)
         if answer.refusal is not None:
             return answer.refusal
         for action in answer.actions:
@@ -161,7 +161,7 @@ class CommandHandler:
             return pages - state.arena.pages - state.pool.available(state.arena.owner)
 
         if missing() > 0:
-            for action in self._policy.grow_activations(device_view(state), missing()):
+            for action in self.policy.grow_activations(device_view(state), missing()):
                 self._apply(action, outputs)
                 if missing() <= 0:
                     break

@@ -20,7 +20,7 @@ class MemoryDecider:
     """Keeps what the policies remember between two decisions, and when they asked to be woken."""
 
     def __init__(self, state: DeviceState, preset: Preset, story: Story) -> None:
-        self._state, self._preset, self._story = state, preset, story
+        self._state, self.preset, self._story = state, preset, story
         self._memo: object = None
         """What the memory policy remembers."""
         self._admission_memo: object = None
@@ -45,7 +45,7 @@ class MemoryDecider:
         if reordered:
             view = device_view(state)
         state.asked = state.news.n
-        decision = self._preset.memory(view, self._memo)
+        decision = self.preset.memory(view, self._memo)
         self._memo, self.while_short = decision.memo, decision.while_short
         later = decision.wake_at is not None and decision.wake_at > view.now
         self.wake_at = decision.wake_at if later else None
@@ -62,7 +62,7 @@ class MemoryDecider:
 
     def _expire(self, view: DeviceView, outputs: list[Output]) -> bool:
         """Evict models whose time to live is over; returns whether there were any."""
-        expiry = self._preset.memory.expire(view)
+        expiry = self.preset.memory.expire(view)
         self.expires_at = expiry.wake_at
         for eviction in expiry.evictions:
             refusal = apply(self._state, eviction, outputs)
@@ -71,7 +71,7 @@ class MemoryDecider:
 
     def _reorder(self, view: DeviceView, outputs: list[Output]) -> bool:
         """Let the admission policy order the queues; returns whether it has changed any."""
-        decision = self._preset.admission(view, self._admission_memo)
+        decision = self.preset.admission(view, self._admission_memo)
         self._admission_memo, self.reorder_at = decision.memo, decision.wake_at
         changed = False
         for action in decision.actions:
@@ -104,7 +104,7 @@ class MemoryDecider:
         view = device_view(self._state)
         changed = False
         if not shared:
-            for action in self._preset.memory.when_stuck(view):
+            for action in self.preset.memory.when_stuck(view):
                 changed = self._apply_remedy(action, outputs) or changed
         if not changed:
             for action in last_resort(view):
@@ -115,7 +115,7 @@ class MemoryDecider:
         refused here as well as a waiting one."""
         state = self._state
         if isinstance(action, Refuse) and action.request_id in state.requests:
-            reason = f"preset {self._preset.name!r} found no memory for this request"
+            reason = f"preset {self.preset.name!r} found no memory for this request"
             refuse = replace(action, why=f"{reason}: {action.why}")
             self._story.record_decision(state.now, refuse, None)
             request = state.requests[action.request_id]

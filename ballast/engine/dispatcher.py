@@ -40,7 +40,7 @@ class Dispatcher:
         story: Story,
         decider: MemoryDecider,
     ) -> None:
-        self._state, self._preset, self._runner = state, preset, runner
+        self._state, self.preset, self._runner = state, preset, runner
         self._story, self._decider = story, decider
         self.choice: ComputeDecision | None = None
         """The compute policy's decision, as long as it holds."""
@@ -87,11 +87,11 @@ class Dispatcher:
             if alone and any(m.spec.name == held.model and m.running for m in models):
                 return held, len(models) - 1
         view = compute_view(state, models, looked)
-        self.choice = chosen = self._preset.compute(view, self._memo)
+        self.choice = chosen = self.preset.compute(view, self._memo)
         if chosen is not None:
             self._memo = chosen.memo
         elif not state.lanes.busy:
-            order = self._preset.order
+            order = self.preset.order
             raise BrokenPromise(f"order {order!r} begins no job, and none is in flight")
         return chosen, len(models) - 1
 

@@ -46,7 +46,6 @@ class Loop:
     ) -> None:
         """`outbox` receives outputs for clients; `command_ended` the result of each command."""
         self.state = state
-        self.preset = preset
         self.inbox = inbox
         self.clock = clock
         self.outbox = outbox
@@ -60,6 +59,17 @@ class Loop:
         """When the present turn began, on the clock; None while it waits for events."""
         self._unfilled = 0
         """`Pool.unfilled` when the story last had an entry about it."""
+
+    @property
+    def preset(self) -> Preset:
+        """The policies that decide for this device."""
+        return self.dispatcher.preset
+
+    def use_preset(self, preset: Preset) -> None:
+        """Have other policies decide from the next turn on; they begin with the memos of those
+        before."""
+        self.dispatcher.preset = self.decider.preset = preset
+        self.commands.policy = preset.memory
 
     def run(self) -> None:
         """Turn until drained or stopped; every request accepted has been answered then."""

@@ -53,7 +53,7 @@ def test_blocks_move_and_tokens_stay(fleet: FleetSettings) -> None:
     ]
     with InProcess(fleet) as server:
         loop = server.device.loop
-        loop.preset = Preset("compacting", Compacting(), loop.preset.compute, loop.preset.order)
+        loop.use_preset(Preset("compacting", Compacting(), loop.preset.compute, loop.preset.order))
         moved = server.generate(requests)
         entries = list(server.device.story.entries)
         server.device.state.models["m"].kv.validate([])

@@ -36,7 +36,7 @@ def test_swapped_kv_changes_no_token_on_a_gpu(paths: dict[str, Path], dirty: int
     with serving(gpu, driver, compute) as server:
         loop = server.device.loop
         policy = RandomSwaps(KvSwap(pooled=1, dirty=dirty))
-        loop.preset = Preset("random", policy, loop.preset.compute, loop.preset.order)
+        loop.use_preset(Preset("random", policy, loop.preset.compute, loop.preset.order))
         rotations: set[Rotation] = set()
         server.listen = lambda now, output: rotations.update(
             m.kv.rotation for m in server.device.state.models.values()

@@ -75,11 +75,13 @@ def test_swapped_kv_changes_no_token(
     settings = replace(settings, device=several)
     with InProcess(swapping(settings, dirty=dirty)) as server:
         loop = server.device.loop
-        loop.preset = Preset(
-            "random",
-            RandomSwaps(KvSwap(pooled=1, dirty=dirty)),
-            loop.preset.compute,
-            loop.preset.order,
+        loop.use_preset(
+            Preset(
+                "random",
+                RandomSwaps(KvSwap(pooled=1, dirty=dirty)),
+                loop.preset.compute,
+                loop.preset.order,
+            )
         )
         rotations = set()
         server.listen = lambda now, output: rotations.update(

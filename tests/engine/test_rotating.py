@@ -27,7 +27,7 @@ def disturb(server: InProcess, seed: int) -> RandomRotations:
     """Have its layers rotate at random from the first request on."""
     loop = server.device.loop
     policy = RandomRotations(loop.preset.memory, every=0.002, rng=random.Random(seed))
-    loop.preset = Preset("random", policy, loop.preset.compute, loop.preset.order)
+    loop.use_preset(Preset("random", policy, loop.preset.compute, loop.preset.order))
     return policy
 
 
