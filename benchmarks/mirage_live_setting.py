@@ -155,7 +155,7 @@ def prepare(scratch: Path) -> Setting:
         batches(server, 1, 8)
         step, _ = batches(server, n, 48)
         pace = paced(spec.segment_bytes[1], step / spec.n_layers, ratio)
-        with Copying(server.device.hosts[NAMES[1]], pace) as copies:
+        with Copying(server.device.models.by_name[NAMES[1]], pace) as copies:
             beside, _ = batches(server, n, 48)
         again, _ = batches(server, n, 48)
         least, prefill = batches(server, BATCH, 32)

@@ -6,6 +6,7 @@ clock.
 - `actions`: Actions that a policy may ask for, `Decision`, and `Short`, the result of a shortage.
 - `capability`: Which devices can lend pages to which, and by what means.
 - `chains`: Keyed digests of prompt blocks, which show shared prefixes without their tokens.
+- `change_counter`: A counter of changes, by which a cached snapshot knows that it is stale.
 - `clock`: The `Clock` protocol and a virtual clock.
 - `command`: Operators' commands to a device (add or remove a model), and their outcomes.
 - `compute`: The view and the decision of a compute policy: which model's job runs next on a lane.
@@ -29,6 +30,5 @@ clock.
 - `story`: The recorded events and decisions of a device, in order, with their times.
 - `traffic`: Arrival rates and token counts of one model's recent requests.
 - `units`: Bytes and seconds, as configuration files and reports spell them.
-- `version`: A counter of changes, by which a cached snapshot knows that it is stale.
 - `view`: `DeviceView` and its parts: the frozen snapshot that memory policies decide on.
 """

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import overload
 
+from ballast.core.change_counter import ChangeCounter
 from ballast.core.request import Request
-from ballast.core.version import Version
 
 
 class Batch(Sequence[Request]):
     """The running requests, sorted by `Request.order`."""
 
     def __init__(self) -> None:
-        self.version = Version()
+        self.version = ChangeCounter()
         """Grows with every change."""
-        self.news = Version()
+        self.news = ChangeCounter()
         """Grows with every request that ends, or is preempted or paused."""
         self._requests: list[Request] = []
         self._leaving: list[Request] = []
@@ -99,9 +99,9 @@ class Paused(Mapping[str, Request]):
     """The paused requests, by id."""
 
     def __init__(self) -> None:
-        self.version = Version()
+        self.version = ChangeCounter()
         """Grows with every change, like `news`."""
-        self.news = Version()
+        self.news = ChangeCounter()
         self._requests: dict[str, Request] = {}
 
     def __len__(self) -> int:

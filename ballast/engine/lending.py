@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 from ballast.core.actions import Short
+from ballast.core.change_counter import ChangeCounter
 from ballast.core.errors import DeviceError, Unavailable
 from ballast.core.lease import (
     Lease,
@@ -20,7 +21,6 @@ from ballast.core.lease import (
     PeerOverdueReport,
     PeerReleasedReport,
 )
-from ballast.core.version import Version
 from ballast.memory.lending.borrower import Borrower
 from ballast.memory.lending.lender import Lender
 from ballast.memory.pool import Pool
@@ -50,7 +50,7 @@ class Lending:
         """Pages by borrower; replaced, never changed, like what follows."""
         self.borrowed: dict[str, int] = {}
         """By lender."""
-        self.news = Version()
+        self.news = ChangeCounter()
         """Grows with what a policy should be asked about."""
         self.alone = True
         """Nothing was ever heard of another device."""

@@ -6,10 +6,10 @@ are to rotate) is set and cleared with it, here and nowhere else.
 
 from __future__ import annotations
 
+from ballast.core.change_counter import ChangeCounter
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import Job
 from ballast.core.rotation import Rotation
-from ballast.core.version import Version
 from ballast.core.view import Residency
 from ballast.engine.life_rules import (
     MOVES,
@@ -54,9 +54,9 @@ class Life:
 
     def __init__(self, model: str) -> None:
         self.model = model
-        self.version = Version()
+        self.version = ChangeCounter()
         """Grows with every transition."""
-        self.news = Version()
+        self.news = ChangeCounter()
         """Grows with those in `NEWS`."""
         self.job_began = 0.0
         """When the job in flight, or the last one, was started, on the device's clock."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from ballast.core.change_counter import ChangeCounter
 from ballast.core.cost import StepCosts
 from ballast.core.job import Job, JobLoad
 from ballast.core.model import ModelSpec
@@ -13,7 +14,6 @@ from ballast.core.request import Request
 from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
 from ballast.core.traffic import TrafficStats
-from ballast.core.version import Version
 from ballast.core.view import ModelView, Residency, Shortage
 from ballast.engine.batch import Batch, Paused
 from ballast.engine.cost_estimator import CostEstimator
@@ -55,9 +55,9 @@ class ModelState:
     that are not parts are replaced, never changed. So a snapshot knows whether it is stale.
     """
 
-    version: Version = field(init=False, default_factory=Version)
+    version: ChangeCounter = field(init=False, default_factory=ChangeCounter)
     """Grows with every change of what policies see of the model: the parts have it in common."""
-    news: Version = field(init=False, default_factory=Version)
+    news: ChangeCounter = field(init=False, default_factory=ChangeCounter)
     """Grows with every change of the model that a policy should be asked about; the device's models
     and their parts have it in common."""
     spec: ModelSpec
@@ -118,7 +118,7 @@ class ModelState:
             if name == "spec":
                 self.news.n += 1
 
-    def report_to(self, news: Version) -> None:
+    def report_to(self, news: ChangeCounter) -> None:
         """Count news in `news`, as of a device to which the model belongs."""
         self.news = news
         for part in (self.life, self.waiting, self.running, self.paused):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ballast.core.actions import Promise
-from ballast.core.version import Version
+from ballast.core.change_counter import ChangeCounter
 from ballast.core.view import Residency
 from ballast.engine.model import ModelState
 from ballast.memory.pool import Pool
@@ -17,7 +17,7 @@ class Promises:
     Invariant: a page is set aside once at most; what a model has taken is not set aside again.
     """
 
-    def __init__(self, pool: Pool, news: Version) -> None:
+    def __init__(self, pool: Pool, news: ChangeCounter) -> None:
         """`news` grows when promises are withdrawn that a policy has made."""
         self._pool, self._news = pool, news
         self._stated: tuple[Promise, ...] = ()

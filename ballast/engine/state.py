@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from ballast.core.change_counter import ChangeCounter
 from ballast.core.clock import Clock
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import (
@@ -16,7 +17,6 @@ from ballast.core.model import kv_room
 from ballast.core.request import Request, RequestState
 from ballast.core.settings import DeviceSettings
 from ballast.core.traffic import TrafficStats
-from ballast.core.version import Version
 from ballast.core.view import Residency
 from ballast.engine import kv_swap
 from ballast.engine.activation_rate import ActivationRate
@@ -71,7 +71,7 @@ class DeviceState:
         self.now = clock.now()
         """Of the loop's present turn, or its last, as is the next: what a turn does follows from
         them and its events, so that the story, which tells them all, replays to the same."""
-        self.news = Version()
+        self.news = ChangeCounter()
         """Grows with everything that a policy should be asked about: whatever holds such facts has
         it in common."""
         self.asked = -1

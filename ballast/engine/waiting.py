@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
+from ballast.core.change_counter import ChangeCounter
 from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.request import Precedence, Request
-from ballast.core.version import Version
 from ballast.core.view import RequestView
 
 
@@ -20,9 +20,9 @@ class Waiting:
     """
 
     def __init__(self) -> None:
-        self.version = Version()
+        self.version = ChangeCounter()
         """Grows with every change."""
-        self.news = Version()
+        self.news = ChangeCounter()
         """Grows with every request that comes, and every one that goes but is not admitted."""
         self._requests: list[Request] = []
         self._spec: ModelSpec | None = None

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from ballast.core.actions import Short
+from ballast.core.change_counter import ChangeCounter
 from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
-from ballast.core.version import Version
 from ballast.kv.backing import Backing
 from ballast.kv.layered import LayeredBacking, LayeredLayout
 from ballast.kv.layout import Layout
@@ -44,7 +44,7 @@ class BlockBooks:
         so that layers can share pages (`turn`); such a cache has no capacity and no borrower."""
         self.spec = spec
         self.move = move
-        self.version = Version()
+        self.version = ChangeCounter()
         """Grows with every change of what the cache has, or may have."""
         self.freed = pool.freed
         """Grows whenever a growth of a table that was refused may succeed."""

@@ -11,6 +11,7 @@ Packages from `cluster` up may import it. It imports `engine` and what is below;
 - `device`: `LiveDevice`: memory, host tier, models and loop behind five methods.
 - `grammar_cache`: Which grammars are needed, compiled, or next.
 - `grammar_compiler`: Compile grammars on a thread beside the lanes.
+- `hosted_models`: The models of a device in its host tier: loaded, refused, unloaded.
 - `inbox`: The live clock and the inbox of events.
 - `machine`: The protocol of a machine: memory, link and executors of one device.
 - `never_run`: GPU features that have only met stand-ins.

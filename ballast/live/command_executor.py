@@ -21,6 +21,7 @@ from ballast.engine.build import Hosted, build_newcomer
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
+from ballast.live.hosted_models import HostedModels
 from ballast.live.machine import Machine
 from ballast.live.runner import Executor
 from ballast.weights.host import HostModel, HostTier
@@ -39,9 +40,8 @@ class CommandRefused(BallastError):
 class OperatedDevice(Protocol):
     """A live device whose models can change; `ballast.live.device.LiveDevice` is one."""
 
-    failed: dict[str, str]
+    models: HostedModels
     tier: HostTier
-    hosts: dict[str, HostModel]
     machine: Machine
     state: DeviceState
     loop: Loop
@@ -51,8 +51,6 @@ class OperatedDevice(Protocol):
     def specs(self) -> dict[str, ModelSpec]: ...
 
     def post(self, event: Event) -> None: ...
-
-    def load(self, settings: ModelSettings, *, threads: int) -> HostModel: ...
 
     def executors_of(self, host: HostModel, m: ModelState) -> tuple[Executor, ...]: ...
 
@@ -129,13 +127,12 @@ class CommandExecutor:
         for name in (settings.name, *(a.name for a in settings.adapters)):
             if name in device.state.named:
                 raise CommandRefused(f"there is a model {name!r} already")
-        host = device.load(settings, threads=1)
+        host = device.models.load(settings, threads=1)
         try:
             self._join(host)
         except BaseException:
             device.machine.unload(host)
             raise
-        device.failed |= host.failed
         return host
 
     def _join(self, host: HostModel) -> None:
@@ -152,7 +149,7 @@ class CommandExecutor:
         except BaseException:
             self._discard(m)
             raise
-        device.hosts = {**device.hosts, name: host}
+        device.models.add(host)
 
     def _discard(self, m: ModelState) -> None:
         """It has not joined."""
@@ -172,9 +169,7 @@ class CommandExecutor:
         if refusal is not None:
             raise CommandRefused(refusal)
         device.forget_model(name)
-        host = device.hosts[name]
-        device.hosts = {n: h for n, h in device.hosts.items() if n != name}
-        device.machine.unload(host)
+        device.models.remove(name)
 
     # -- in any thread ----------------------------------------------------------------------------
 

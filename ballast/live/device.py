@@ -18,7 +18,7 @@ from ballast.core.clock import Clock
 from ballast.core.command import CommandOutcome, DeviceCommand
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink, both
-from ballast.core.errors import BallastError, ConfigError, DeviceError, brief
+from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.event import Event, Output
 from ballast.core.lease import Lease, LendingMessage, PagesLentEvent, PeerMetEvent
 from ballast.core.model import ModelSpec
@@ -30,7 +30,6 @@ from ballast.engine.loop import Loop
 from ballast.engine.migration import MakeKvBytes
 from ballast.engine.model import ModelState
 from ballast.engine.report import report
-from ballast.engine.sizing import check_room
 from ballast.engine.story_file import StoryFile
 from ballast.isolation.calls import Isolation
 from ballast.kernels.workspace import Workspace
@@ -40,6 +39,7 @@ from ballast.kv.swapper import MakeSwapper
 from ballast.live.command_executor import CommandExecutor
 from ballast.live.cpu_machine import CpuMachine
 from ballast.live.grammar_compiler import GrammarCompiler
+from ballast.live.hosted_models import HostedModels
 from ballast.live.inbox import MonotonicClock, QueueInbox
 from ballast.live.machine import MakeMachine
 from ballast.live.never_run import WHERE as NEVER_RUN_WHERE
@@ -51,7 +51,6 @@ from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported
 from ballast.policy.presets import Preset, preset_of
-from ballast.weights.checkpoint import THREADS, clipped_context
 from ballast.weights.event_rotor import EventRotor
 from ballast.weights.host import HostModel, HostTier, SegmentExchange
 from ballast.weights.link_rotor import LinkRotor
@@ -95,19 +94,15 @@ class LiveDevice:
     ) -> None:
         confine_allocator()
         self.fleet = fleet
-        self.failed: dict[str, str] = {}
         self.tier = HostTier(progress, exchange, isolation)
-        self._progress, self._vet = progress, vet
         self.clock = clock or MonotonicClock()
         self.inbox = QueueInbox(self.clock)
-        self.hosts: dict[str, HostModel] = {}
-        """By name, in the fleet's order; replaced, never changed."""
         preset = preset_of(fleet)
         # If a step fails, what the steps before it have opened is closed.
         with ExitStack() as closing:
-            self._open_machine(make_machine, closing)
+            self._open_machine(make_machine, vet, closing)
             device = _with_threads(self.machine.device)
-            self._load_models(device, layered=preset.requires.kv_swapping)
+            self.models.load_all(device, progress, layered=preset.requires.kv_swapping)
             self._build_state(device, preset, costs or {}, closing)
             self._start_grammar_compiler(closing)
             self._make_all_executors()
@@ -120,31 +115,24 @@ class LiveDevice:
 
     # -- the steps of making it -------------------------------------------------------------------
 
-    def _open_machine(self, make_machine: MakeMachine, closing: ExitStack) -> None:
+    def _open_machine(
+        self,
+        make_machine: MakeMachine,
+        vet: Callable[[ModelSettings], object],
+        closing: ExitStack,
+    ) -> None:
         """Open the device's memory and link."""
         self.machine = make_machine(self.fleet, self.clock, self.post)
         closing.callback(self.machine.close)
         self.machine.when_lost(self.inbox.break_off)
         self.vm = self.machine.vm
-        closing.callback(self._unload)
+        self.models = HostedModels(self.fleet, self.machine, self.tier, vet)
+        closing.callback(self.models.unload_all)
         closing.callback(self.vm.close)
         closing.callback(self.machine.link.close)
         if unproven := never_run(self.fleet, self.fleet.device):
             name, what = self.fleet.device.name, "; ".join(unproven)
             log.warning("%s uses what no GPU has ever run: %s (%s)", name, what, NEVER_RUN_WHERE)
-
-    def _load_models(self, device: DeviceSettings, *, layered: bool) -> None:
-        """Load the fleet's models into the host tier; `layered`: see `check_room`."""
-        for settings in self.fleet.models:
-            name = settings.name
-            try:
-                others = [h.spec for h in self.hosts.values()]
-                host = self.hosts[name] = self.load(settings)
-                check_room(host.spec, others, device, layered=layered)
-                self.failed |= host.failed
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
-                self._refuse(name, error)
-            self._progress()
 
     def _build_state(
         self,
@@ -158,7 +146,7 @@ class LiveDevice:
         swaps = preset.requires.kv_swapping
         self.state = build_state(
             device,
-            [Hosted(h.spec, h.addresses) for h in self.hosts.values()],
+            [Hosted(h.spec, h.addresses) for h in self.models.by_name.values()],
             self.vm,
             self.machine.link,
             self.clock,
@@ -166,7 +154,7 @@ class LiveDevice:
             costs,
             None if swaps else self.machine.make_rotor(self.clock, self.post),
             self._make_swapper(preset),
-            self._refuse,
+            self.models.refuse,
         )
         self._reserve = PopulatedReserve(self.state.pool)
         self._reserve.start()
@@ -198,13 +186,13 @@ class LiveDevice:
         """By model, its executor on each lane."""
         for name, m in list(self.state.models.items()):
             try:
-                self.executors[name] = self.executors_of(self.hosts[name], m)
+                self.executors[name] = self.executors_of(self.models.by_name[name], m)
             except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
                 self._grammar_compiler.forget(name)
                 self.state.unname(m)
                 self.state.strike(m)
-                self._refuse(name, error)
-        for name, why in self.failed.items():
+                self.models.refuse(name, error)
+        for name, why in self.models.failed.items():
             log.error("model %s is not served: %s", name, why)
 
     def _start_runner(
@@ -261,6 +249,11 @@ class LiveDevice:
     def specs(self) -> dict[str, ModelSpec]:
         """The models that serve, by name."""
         return {name: m.spec for name, m in self.state.models.items()}
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Models and adapters of the fleet that are not served, with the reason."""
+        return self.models.failed
 
     def post(self, event: Event) -> None:
         """Put an event in the inbox, from any thread."""
@@ -347,30 +340,6 @@ class LiveDevice:
     def close(self) -> None:
         """Give everything back to the operating system. The loop must have returned."""
         self._closing.close()
-
-    def _unload(self) -> None:
-        for host in self.hosts.values():
-            self.machine.unload(host)
-
-    def load(self, settings: ModelSettings, threads: int = THREADS) -> HostModel:
-        """Load a model into the host tier. Raises as `load_host_model`, and what `vet` raises."""
-        self._vet(settings)
-        host = self.machine.load(settings, self.tier, threads)
-        if (clipped := clipped_context(settings, host.spec)) is not None:
-            log.warning("%s: %s", settings.name, clipped)
-        return host
-
-    def _refuse(self, name: str, error: Exception) -> None:
-        """Unload a model that cannot be served, and list it in `failed` with its adapters."""
-        if not isinstance(error, BallastError):
-            log.error("model %s", name, exc_info=error)
-        host = self.hosts.pop(name, None)
-        if host is not None:
-            self.machine.unload(host)
-        settings = next(m for m in self.fleet.models if m.name == name)
-        base = f"its base {name} is not served"
-        self.failed |= dict.fromkeys((a.name for a in settings.adapters), base)
-        self.failed[name] = str(error) if isinstance(error, BallastError) else brief(error)
 
     def executors_of(self, host: HostModel, m: ModelState) -> tuple[Executor, ...]:
         """Make a model's executor for each lane; all models of a lane share its workspace."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ballast.core.actions import Short
+from ballast.core.change_counter import ChangeCounter
 from ballast.core.errors import BrokenPromise, DeviceError
-from ballast.core.version import Version
 from ballast.memory.ledger import Ledger
 from ballast.memory.runs import Runs
 from ballast.memory.vm import Fence, Vm
@@ -47,7 +47,7 @@ class Pool:
         self._populate_lock = threading.Lock()
         self._ledger_lock = threading.Lock()
         self._on_allocate: Callable[[], None] | None = None
-        self.freed = Version()
+        self.freed = ChangeCounter()
         """Grows whenever an allocation that was refused may succeed: pages became free, or can be
         borrowed. KV caches and promises, which live on these pages, count in it what they give up.
         A refusal never makes it grow."""

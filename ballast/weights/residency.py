@@ -18,11 +18,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ballast.core.actions import Short
+from ballast.core.change_counter import ChangeCounter
 from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
-from ballast.core.version import Version
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.transfer import Link
@@ -60,7 +60,7 @@ class WeightsOnDevice:
                 "host addresses"
             )
         self.spec = spec
-        self.version = Version()
+        self.version = ChangeCounter()
         """Grows with every change of what is present, or of other holders of shared segments."""
         self.shared: tuple[SharedSegment, ...] = ()
         self._link = link

@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from ballast.core.actions import Short
+from ballast.core.change_counter import ChangeCounter
 from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
-from ballast.core.version import Version
 from ballast.memory.pool import Pool
 
 _OWNER_DIGITS = 12
@@ -27,7 +27,7 @@ _OWNER_DIGITS = 12
 class Container(Protocol):
     """Weights of a model that contain a segment."""
 
-    version: Version
+    version: ChangeCounter
 
 
 class SharedSegment:

@@ -200,7 +200,7 @@ def validate_live(server: InProcess) -> None:
 
 def test_hosts_and_devices_hold_equal_segments_once(paths: dict[str, Path]) -> None:
     with InProcess(fleet(paths)) as server:
-        hosts = server.device.hosts
+        hosts = server.device.models.by_name
         assert hosts["again"].addresses == hosts["base"].addresses
         base, tuned = hosts["base"].addresses, hosts["tuned"].addresses
         assert [a == b for a, b in zip(base, tuned, strict=True)] == [True, False, False, True]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Version:
+class ChangeCounter:
     """Grows with every change. Whatever holds facts that one snapshot shows has one in common."""
 
     __slots__ = ("n",)

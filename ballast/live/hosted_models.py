@@ -1,0 +1,89 @@
+"""The models of a live device in its host tier: loaded, refused, unloaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ballast.core.errors import BallastError, brief
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.engine.sizing import check_room
+from ballast.live.machine import Machine
+from ballast.weights.checkpoint import THREADS, clipped_context
+from ballast.weights.host import HostModel, HostTier
+
+log = logging.getLogger(__name__)
+
+
+class HostedModels:
+    """Host models by name, and why others are not served. The loop's thread and that of commands
+    replace `by_name`, and never change it, so that any thread may read it."""
+
+    def __init__(
+        self,
+        fleet: FleetSettings,
+        machine: Machine,
+        tier: HostTier,
+        vet: Callable[[ModelSettings], object],
+    ) -> None:
+        """`vet` raises BallastError for a model that shall not be loaded."""
+        self._fleet = fleet
+        self._machine = machine
+        self._vet = vet
+        self.tier = tier
+        self.by_name: dict[str, HostModel] = {}
+        """In the fleet's order."""
+        self.failed: dict[str, str] = {}
+        """Models and adapters of the fleet that are not served, with the reason."""
+
+    def load_all(
+        self, device: DeviceSettings, progress: Callable[[], object], *, layered: bool
+    ) -> None:
+        """Load the fleet's models; one that cannot be read or has no room on `device` is refused.
+        `layered`: see `check_room`."""
+        for settings in self._fleet.models:
+            name = settings.name
+            try:
+                others = [h.spec for h in self.by_name.values()]
+                host = self.by_name[name] = self.load(settings)
+                check_room(host.spec, others, device, layered=layered)
+                self.failed |= host.failed
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
+                self.refuse(name, error)
+            progress()
+
+    def load(self, settings: ModelSettings, threads: int = THREADS) -> HostModel:
+        """Load a model into the host tier. Raises as `load_host_model`, and what `vet` raises."""
+        self._vet(settings)
+        host = self._machine.load(settings, self.tier, threads)
+        if (clipped := clipped_context(settings, host.spec)) is not None:
+            log.warning("%s: %s", settings.name, clipped)
+        return host
+
+    def add(self, host: HostModel) -> None:
+        """List a model that has joined."""
+        self.by_name = {**self.by_name, host.spec.name: host}
+        self.failed |= host.failed
+
+    def remove(self, name: str) -> None:
+        """Unload a model that has left."""
+        host = self.by_name[name]
+        self.by_name = {n: h for n, h in self.by_name.items() if n != name}
+        self._machine.unload(host)
+
+    def refuse(self, name: str, error: Exception) -> None:
+        """Unload a model that cannot be served, and list it in `failed` with its adapters."""
+        if not isinstance(error, BallastError):
+            log.error("model %s", name, exc_info=error)
+        host = self.by_name.pop(name, None)
+        if host is not None:
+            self._machine.unload(host)
+        settings = next(m for m in self._fleet.models if m.name == name)
+        base = f"its base {name} is not served"
+        self.failed |= dict.fromkeys((a.name for a in settings.adapters), base)
+        self.failed[name] = str(error) if isinstance(error, BallastError) else brief(error)
+
+    def unload_all(self) -> None:
+        """Unload all models."""
+        for host in self.by_name.values():
+            self._machine.unload(host)
