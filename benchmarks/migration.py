@@ -129,7 +129,7 @@ class Rounds:
             moved = await self._server.relocation.move_requests(devices[source], "llama")
         elif way == "anew":
             gone = devices[source].requests.hand_over(devices[source].specs["llama"])
-            devices[target].requests.take(gone)
+            devices[target].requests.add(gone)
         await asyncio.gather(*tasks)
         return streams, ordered, moved
 

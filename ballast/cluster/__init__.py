@@ -23,7 +23,7 @@ below them.
 - `migrations`: Move running requests to another device with their KV.
 - `open_requests`: Open requests of one device: queued, sent, answered.
 - `output_stream`: The output stream of one client's requests, with backpressure.
-- `pending_orders`: Operators' commands that a worker has not answered yet.
+- `pending_commands`: Operators' commands that a worker has not answered yet.
 - `placing`: Initial placement, and each worker's configuration.
 - `relocation`: Move running requests off a device, after their weights are elsewhere.
 - `request_router`: Choice of the device of a request, and retry when a worker dies.

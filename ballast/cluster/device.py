@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ballast.cluster.device_record import DeviceRecord
-from ballast.cluster.pending_orders import PendingOrders, changed, names_of
+from ballast.cluster.pending_commands import PendingCommands, changed, names_of
 from ballast.cluster.suspicion import Suspicions
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.cluster.worker.worker_link import WorkerLink
@@ -67,7 +67,7 @@ class DeviceObserver:
         """The worker has sent a message about a request that moves from it or to it."""
 
     def first_token(self, device: RemoteDevice, request_id: str) -> None:
-        """A request has its first token."""
+        """A request has its first token of this device, and a block of its KV here."""
 
     def decision_made(self, device: RemoteDevice, moment: float, decision: dict[str, Any]) -> None:
         """The device's policy has decided something, at `moment` on the event loop's clock."""
@@ -89,7 +89,7 @@ class RemoteDevice(DeviceRecord):
         self.worker = make_worker()
         self._spare = spare
         self._observers = tuple(observers)
-        self._orders = PendingOrders(lambda command: self.worker.send(command))
+        self._commands = PendingCommands(lambda command: self.worker.send(command))
         self._supervisor: asyncio.Task[None] | None = None
         self._ending = False
         self._drained = asyncio.Event()
@@ -101,15 +101,15 @@ class RemoteDevice(DeviceRecord):
         self._supervisor = asyncio.create_task(self._supervise())
 
     def tell(self, message: ToWorker) -> None:
-        """Something that is no order."""
+        """Send a message to the present worker."""
         self.worker.send(message)
 
     def kill(self, why: str) -> None:
         """End the worker that serves; another takes its place."""
         self.worker.kill(why)
 
-    async def command(self, order: DeviceCommand) -> CommandOutcome:
-        """Have it carry out an operator's order; the next worker serves what came of it.
+    async def command(self, command: DeviceCommand) -> CommandOutcome:
+        """Carry out an operator's command; the next worker serves what came of it.
 
         Raises Unavailable where no worker serves, or it dies before it has answered: the next one
         then serves the fleet as it was.
@@ -119,11 +119,11 @@ class RemoteDevice(DeviceRecord):
         if self._ending:
             raise Unavailable("the server is stopping")
         known = {m.name for m in self.fleet.models}
-        if isinstance(order, Remove) and order.model in known.difference(self.specs):
+        if isinstance(command, Remove) and command.model in known.difference(self.specs):
             outcome = CommandOutcome(specs=dict(self.specs))  # it could not be loaded
-            self._carried_out(order, outcome)
+            self._carried_out(command, outcome)
             return outcome
-        return await self._orders.send(order)
+        return await self._commands.send(command)
 
     async def join(self, settings: ModelSettings) -> CommandOutcome:
         """Serve one more model; one that was about to leave stays. Raises as `command`."""
@@ -136,12 +136,12 @@ class RemoteDevice(DeviceRecord):
         for observer in self._observers:
             observer.first_token(self, request_id)
 
-    def _carried_out(self, order: DeviceCommand, outcome: CommandOutcome) -> None:
+    def _carried_out(self, command: DeviceCommand, outcome: CommandOutcome) -> None:
         if outcome.code is not None:
             return
         self.specs = outcome.specs
         left = names_of(self.fleet)
-        self.fleet = changed(self.fleet, order)
+        self.fleet = changed(self.fleet, command)
         left -= names_of(self.fleet)
         self.leaving -= left
         self._prefixes = {n: p for n, p in self._prefixes.items() if n not in left}
@@ -149,7 +149,7 @@ class RemoteDevice(DeviceRecord):
         failed = {**self.failed, **outcome.failed}
         self.failed = {n: why for n, why in failed.items() if n not in left | served}
         for observer in self._observers:
-            observer.command_done(self, order)
+            observer.command_done(self, command)
 
     async def close(self, patience: float) -> None:
         """End the worker: what is open is finished within `patience` seconds, or fails."""
@@ -165,7 +165,7 @@ class RemoteDevice(DeviceRecord):
             self.worker.send(StopMsg("the server is stopping"))
             await self._wait_until_drained(patience)
         self.requests.fail_all("unavailable", "the server is stopping")
-        self._orders.fail("the server is stopping")
+        self._commands.fail("the server is stopping")
         self._supervisor.cancel()
         await asyncio.wait({self._supervisor})
         await self.worker.close(patience if self._drained.is_set() else 0.0)
@@ -202,7 +202,7 @@ class RemoteDevice(DeviceRecord):
         except Exception as error:  # whatever it is: no request may wait for ever
             log.exception("workers cannot be supervised")
             self._give_up(f"{type(error).__name__}: {error}")
-            self._orders.fail(f"{self.lost}")
+            self._commands.fail(f"{self.lost}")
 
     async def _listen(self) -> str:
         """Handle what the worker says until it has ended; how it did."""
@@ -224,9 +224,9 @@ class RemoteDevice(DeviceRecord):
                 self.report = message.report
                 self._remember(message)
             case CommandDoneMsg():
-                order = self._orders.done(message)
-                if order is not None:
-                    self._carried_out(order, message.outcome)
+                command = self._commands.done(message)
+                if command is not None:
+                    self._carried_out(command, message.outcome)
             case LeaseMsg() | PeerReportMsg():
                 for observer in self._observers:
                     observer.lending_message(self, message)
@@ -251,19 +251,19 @@ class RemoteDevice(DeviceRecord):
         self.reach, self.pages = ready.reach, ready.pages
         self.down = self.lost = None
         self._drained.clear()
-        self.requests.serve(lambda message: self.worker.send(message))
+        self.requests.worker_ready(lambda message: self.worker.send(message))
         for observer in self._observers:
             observer.worker_ready(self)
 
     def _mourn(self, why: str) -> None:
         """The worker has died: its requests wait for the next, or go elsewhere."""
         self.down = f"the worker is gone ({why})"
-        self._orders.fail(self.down)
+        self._commands.fail(self.down)
         if not self._ending:
             waiting = len(self.requests.sent)
             log.error("%s: %s; %d requests wait for the next", self.name, self.down, waiting)
         self._prefixes.clear()
-        in_flight = self.requests.mourn(self.worker.in_flight())
+        in_flight = self.requests.worker_died(self.worker.in_flight())
         if not self._ending:
             self._notify_death(in_flight)
 

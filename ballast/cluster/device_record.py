@@ -70,7 +70,7 @@ class DeviceRecord:
         The server then refuses it instead, which keeps load off the device. The report is a tenth
         of a second old: the queue may have moved meanwhile.
         """
-        silent = self.requests.silent(base)
+        silent = self.requests.count_silent(base)
         if self.down is not None or not 0 < base.max_waiting <= silent:
             return False
         if silent >= base.max_waiting + base.max_running:

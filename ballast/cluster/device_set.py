@@ -10,7 +10,7 @@ from typing import Any
 
 from ballast.cluster.combined_report import combined
 from ballast.cluster.device import DeviceObserver, RemoteDevice
-from ballast.cluster.pending_orders import changed, names_of
+from ballast.cluster.pending_commands import changed, names_of
 from ballast.core.capability import Capability
 from ballast.core.command import Add, DeviceCommand, Remove
 from ballast.core.model import ModelSpec

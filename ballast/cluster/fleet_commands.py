@@ -10,7 +10,7 @@ from contextlib import suppress
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.lending.lending_pairs import LendingPairs
-from ballast.cluster.pending_orders import names_of, refusal, undoing
+from ballast.cluster.pending_commands import names_of, refusal, undoing
 from ballast.cluster.placing import named, placed
 from ballast.cluster.relocation import Relocation
 from ballast.cluster.request_router import RequestRouter

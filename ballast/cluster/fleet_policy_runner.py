@@ -119,7 +119,7 @@ class FleetPolicyRunner:
                         continue
                     await self._relocation.move_requests(device, model)
                     here = device.specs.get(model)
-                    if here and device.down is None and not device.requests.of(here):
+                    if here and device.down is None and not device.requests.count(here):
                         await self._remove(device, model)
 
     async def _remove(self, device: RemoteDevice, model: str) -> None:

@@ -88,7 +88,7 @@ class Migrations(DeviceObserver):
                     tail = KvTailEvent(request_id, departed.tokens, departed.tail)
                     target.tell(MigrationOrderMsg.of(tail))
                     target.moved_in += 1
-                target.requests.take(source.requests.let_go([request_id]))
+                target.requests.add(source.requests.remove([request_id]))
                 return True
         if target.down is None:
             target.tell(MigrationOrderMsg.of(DropKvEvent(request_id)))
@@ -100,7 +100,7 @@ class Migrations(DeviceObserver):
         request = source.requests.get(request_id)
         if exported is None or not exported.tokens or request is None or target.down is not None:
             return False
-        prefix = wanted(request.submission, request.told, exported.tokens)
+        prefix = wanted(request.submission, request.output_tokens, exported.tokens)
         order = ImportKvEvent(prefix, exported.form, source.pages, exported.pieces)
         imported = await self._ask(target, order, KvImportedAnswer)
         return imported is not None and imported.tokens > 0

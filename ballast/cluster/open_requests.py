@@ -30,7 +30,7 @@ POISON = "poison"
 
 
 class OpenRequests:
-    """In order of arrival; as a collection, their ids."""
+    """The open requests of one device, in order of arrival; as a collection, their ids."""
 
     def __init__(
         self,
@@ -38,21 +38,22 @@ class OpenRequests:
         queue_of: Callable[[str], tuple[ModelSpec, ModelSpec] | None],
         began: Callable[[str], object] = lambda request_id: None,
     ) -> None:
-        """`queue_of`: a model or adapter by its name, and its base; None: it is not known. `began`
-        hears of each request once this device has told a token of it, and has a block of its KV."""
+        """`queue_of` finds a model or adapter by its name, and its base; None: it is not known.
+        `began` is called for each request once this device has generated a token of it, and has a
+        block of its KV."""
         self._suspicions = suspicions
         self._queue_of = queue_of
         self._began = began
         self._open: dict[str, OpenRequest] = {}
         self._silent: Counter[str] = Counter()
-        """Of them, by model, those without a token yet."""
+        """Number of requests without a token yet, by model."""
         self._alone: str | None = None
-        """The suspect that has the worker to itself."""
+        """Id of the suspect that has the worker to itself."""
         self._send: Callable[[ToWorker], None] | None = None
-        """To the worker, while there is one."""
+        """Sends a message to the worker, while there is one."""
         self._paused = False
         self._changed = False
-        """Something may be sent that was not there, or might not be sent, before."""
+        """Whether there may be something to send since the last `dispatch`."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -70,43 +71,43 @@ class OpenRequests:
 
     @property
     def sent(self) -> list[str]:
-        """Ids of those that the worker has."""
+        """Ids of the requests that the worker has."""
         return [r.submission.id for r in self._open.values() if r.sent]
 
     def get(self, request_id: str) -> OpenRequest | None:
         return self._open.get(request_id)
 
-    def of(self, base: ModelSpec) -> int:
-        """Requests of a model and its adapters."""
+    def count(self, base: ModelSpec) -> int:
+        """Count the requests of a model and its adapters."""
         names = {s.name for s in base.served}
         return sum(r.submission.model in names for r in self._open.values())
 
-    def silent(self, base: ModelSpec) -> int:
-        """Requests of a model and its adapters without a token yet."""
+    def count_silent(self, base: ModelSpec) -> int:
+        """Count the requests of a model and its adapters without a token yet."""
         return sum(self._silent[s.name] for s in base.served)
 
-    def take(self, requests: Iterable[OpenRequest]) -> None:
-        """More of them: new ones, or those of a device whose worker died."""
+    def add(self, requests: Iterable[OpenRequest]) -> None:
+        """Add requests: new ones, or those of another device."""
         for request in requests:
             request.sent = request.begun = request.departing = False
             self._changed = True
             self._open[request.submission.id] = request
-            self._silent[request.submission.model] += not request.told
+            self._silent[request.submission.model] += not request.output_tokens
             if self.holding and not request.accepted:
                 self._hold(request)
         self.dispatch()
 
-    def let_go(self, request_ids: Iterable[str]) -> list[OpenRequest]:
-        """These are another device's from now on. No worker may have them."""
+    def remove(self, request_ids: Iterable[str]) -> list[OpenRequest]:
+        """Remove requests that no worker has, for another device to add."""
         gone = [self._open.pop(i) for i in request_ids]
         for request in gone:
-            request.stay()
-            self._silent[request.submission.model] -= not request.told
+            request.cancel_expiry()
+            self._silent[request.submission.model] -= not request.output_tokens
         return gone
 
     def hand_over(self, base: ModelSpec) -> list[OpenRequest]:
-        """A model's requests are another device's from now on: the worker ends those that it has,
-        and what it still says of them is dropped. A suspect stays."""
+        """Remove a model's requests, but suspects, for another device to add: the worker ends those
+        that it has, and further outputs of them are dropped."""
         names = {s.name for s in base.served}
         ids = [
             i
@@ -114,7 +115,7 @@ class OpenRequests:
             if r.submission.model in names and not self._suspicions.suspect(i)
         ]
         sent = tuple(i for i in ids if self._open[i].sent)
-        gone = self.let_go(ids)
+        gone = self.remove(ids)
         if sent and self._send is not None:
             self._send(WithdrawMsg(sent))
         self._changed = True
@@ -122,7 +123,7 @@ class OpenRequests:
         return gone
 
     def running(self, base: ModelSpec) -> list[str]:
-        """Ids of a model's requests that the worker has and may be going on with, but suspects."""
+        """Return the ids of a model's requests that the worker may be running, but suspects."""
         names = {s.name for s in base.served}
         return [
             i
@@ -134,7 +135,7 @@ class OpenRequests:
         ]
 
     def movable(self, in_flight: Iterable[str]) -> list[OpenRequest]:
-        """Those that another device may have: none that may be what kills workers."""
+        """Return the requests that another device may have: none that may kill workers."""
         kept = set(in_flight)
         return [
             r
@@ -143,14 +144,14 @@ class OpenRequests:
         ]
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
-        """Nobody waits for these any more; what is still said of them is dropped."""
+        """End requests whose client has left; further outputs of them are dropped."""
         ended = [self._close(i) for i in request_ids if i in self._open]
         sent = tuple(r.submission.id for r in ended if r.sent)
         if sent and self._send is not None:
             self._send(WithdrawMsg(sent))
         self.dispatch()
 
-    def pace(self, request_ids: Iterable[str], paused: bool) -> None:
+    def set_paused(self, request_ids: Iterable[str], paused: bool) -> None:
         """Pause requests, or resume them. A suspect is not paused: all others wait for its end."""
         requests = [self._open[i] for i in request_ids if i in self._open]
         if paused:
@@ -165,22 +166,23 @@ class OpenRequests:
         self.dispatch()
 
     def fail_all(self, code: str, reason: str) -> None:
-        """End all of them with an error, and tell the device so."""
+        """End all requests with an error, here and at the worker."""
         ended = list(self._open.values())
         self.withdraw(list(self._open))
         for request in ended:
             request.stream.put(FailedOutput(request.submission.id, code, reason))
 
-    def serve(self, send: Callable[[ToWorker], None]) -> None:
-        """There is a worker from now on."""
+    def worker_ready(self, send: Callable[[ToWorker], None]) -> None:
+        """Send requests to a worker from now on."""
         self._send = send
         self._changed = True
         self.dispatch()
 
-    def mourn(self, recorded: Iterable[str]) -> list[str]:
-        """The worker has died; `recorded` ids were in its job, if any are known.
+    def worker_died(self, recorded: Iterable[str]) -> list[str]:
+        """Keep the requests of a worker that has died for the next one.
 
-        Those in flight are returned and remembered; one that was alone has done it, and fails.
+        `recorded`: the ids in its job, where they are known. Returns those in flight, which become
+        suspects; one that ran alone fails.
         """
         self._send = None
         in_flight = [i for i in (list(recorded) or self.sent) if i in self._open]
@@ -192,11 +194,12 @@ class OpenRequests:
         return in_flight
 
     def pause(self) -> None:
-        """No worker gets any more of them; those that it has go on."""
+        """Send no more requests to the worker; those that it has go on."""
         self._paused = True
 
     def dispatch(self) -> None:
-        """Send what may be sent: one suspect alone, or else all that keys have a share for."""
+        """Send the requests that may be sent: one suspect alone, else all that keys have a share
+        for."""
         if self._send is None or self._paused or not self._changed:
             return
         if self._alone is not None and self._alone in self._open:
@@ -212,40 +215,40 @@ class OpenRequests:
         else:
             waiting = self._fair(waiting)
         if waiting:
-            self._send(SubmitMsg.of(r.to_send() for r in waiting))
+            self._send(SubmitMsg.of(r.next_submission() for r in waiting))
 
     def deliver(self, output: Output) -> None:
-        """Tell the client what the worker said."""
+        """Put a worker's output into its client's stream, unless the client has it already."""
         request = self._open.get(output.request_id)
         if request is None or (request.departing and isinstance(output, CancelledOutput)):
             return  # withdrawn meanwhile, or about to go on elsewhere
         try:
-            news = request.news(output)
+            undelivered = request.undelivered_part(output)
         except BrokenPromise as error:
             log.error("%s", error)
             self.withdraw([output.request_id])
             request.stream.put(FailedOutput(output.request_id, "internal_error", str(error)))
             return
-        if news is None:
+        if undelivered is None:
             return
-        if len(request.told) == 1 and isinstance(news, TokenOutput):
+        if len(request.output_tokens) == 1 and isinstance(undelivered, TokenOutput):
             self._silent[request.submission.model] -= 1
         if isinstance(output, FinishedOutput | FailedOutput | CancelledOutput):
             self._close(output.request_id)
-        request.stream.put(news)
-        if not request.begun and isinstance(news, TokenOutput) and self._has_block(request):
+        request.stream.put(undelivered)
+        if not request.begun and isinstance(undelivered, TokenOutput) and self._has_block(request):
             request.begun = True
             self._began(output.request_id)
 
     def _has_block(self, request: OpenRequest) -> bool:
         """Whether the KV of all tokens but the last is a block or more."""
         queue = self._queue_of(request.submission.model)
-        tokens = len(request.submission.prompt) + len(request.told) - 1
+        tokens = len(request.submission.prompt) + len(request.output_tokens) - 1
         return queue is None or tokens >= queue[1].block_tokens
 
     def _fair(self, waiting: Sequence[OpenRequest]) -> list[OpenRequest]:
-        """Of those that wait to be sent: all that are of no key, and what others have shares for.
-        What is left waits for no longer than its model allows."""
+        """Choose among requests that wait to be sent: all without a key, and those that their keys
+        have a share for. The rest waits for no longer than its model allows."""
         bases: dict[str, ModelSpec] = {}
         by_base: defaultdict[str, list[OpenRequest]] = defaultdict(list)
         found = []
@@ -282,7 +285,7 @@ class OpenRequests:
         return active
 
     def _expire(self, request_id: str) -> None:
-        """A request that has waited here for as long as its model allows fails."""
+        """Fail a request that has waited here for as long as its model allows."""
         request = self._open.get(request_id)
         if request is not None and request.fresh:
             reason = "it was not admitted in the time that its model gives requests to wait"
@@ -309,15 +312,15 @@ class OpenRequests:
         self._fail(self._open[alone], POISON, reason)
 
     def _fail(self, request: OpenRequest, code: str, reason: str) -> None:
-        """A request that no worker has ends with an error."""
+        """End a request that no worker has with an error."""
         self._close(request.submission.id)
         request.stream.put(FailedOutput(request.submission.id, code, reason))
 
     def _close(self, request_id: str) -> OpenRequest:
         request = self._open.pop(request_id)
         self._changed = True
-        request.stay()
-        if not request.told:
+        request.cancel_expiry()
+        if not request.output_tokens:
             self._silent[request.submission.model] -= 1
         request.stream.open.discard(request_id)
         self._suspicions.forget(request_id)

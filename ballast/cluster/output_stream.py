@@ -1,4 +1,4 @@
-"""The outputs of one client's requests, and the book of each request until it has ended.
+"""The outputs of one client's requests, and the record of each request until it has ended.
 
 What a client does not read is bounded: a stream that holds too much has its requests paused, and
 resumed when it has been read.
@@ -24,7 +24,7 @@ UNITS_PER_TAKE = 256
 
 
 def size(output: Output) -> int:
-    """Units of an output: a token, or a likely alternative to one, has one."""
+    """Return the units of an output: one for a token, one for each likely alternative."""
     match output:
         case TokenOutput():
             return 1 + len(output.top)
@@ -61,11 +61,11 @@ class OutputStream:
         """From the moment that it holds more than `most`, until it holds less than a quarter."""
         self._outputs: deque[Output] = deque()
         self._reader: asyncio.Future[None] | None = None
-        """Of whoever waits for one."""
+        """Resolved when there is an output; None while nobody waits."""
 
     @property
     def more(self) -> bool:
-        """Whether `take` will have something."""
+        """Whether `take` will return something."""
         return bool(self.open or self._outputs)
 
     async def take(self, patience: float | None = None) -> list[Output]:
@@ -100,7 +100,7 @@ class OutputStream:
                 timer.cancel()
 
     def put(self, output: Output) -> None:
-        """By the controller only."""
+        """Append an output; called by the request's device."""
         self._outputs.append(output)
         self.unread += size(output)
         if self.unread > self.most and not self.paused:
@@ -110,12 +110,12 @@ class OutputStream:
             _wake(self._reader)
 
     def withdraw(self, request_id: str) -> None:
-        """Want no more of one request; its memory is freed at the end of the step in flight."""
+        """Withdraw one request; its memory is freed at the end of the step in flight."""
         if request_id in self.open:
             self._withdraw([request_id])
 
     def close(self) -> None:
-        """Want no more of any."""
+        """Withdraw all open requests."""
         self._withdraw(list(self.open))
 
 
@@ -126,29 +126,29 @@ def _wake(reader: asyncio.Future[None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request until its end: enough to start it anew in another worker."""
+    """A request until its end, with what it takes to start it again in another worker."""
 
     submission: Submission
     stream: OutputStream
     key: str = ""
-    """The API key that it is of, where keys have fair shares of the worker; else empty."""
+    """Name of its API key where keys have fair shares of the worker; else empty."""
     sent: bool = False
-    """The present worker has it."""
+    """Whether the present worker has it."""
     begun: bool = False
-    """The present device has told a token of it, and has a block of its KV."""
+    """Whether the present device has generated a token of it, and has a block of its KV."""
     departing: bool = False
-    """The present worker is to end it, as it goes on elsewhere; its client is not told of that."""
+    """Whether the present worker ends it as it goes on elsewhere; its client does not notice."""
     paused: bool = False
     """Its client does not read: no worker gets it, and one that has it sets it aside."""
     fresh: bool = True
-    """No worker has had it."""
+    """Whether no worker has had it."""
     accepted: bool = False
-    """No queue limit may refuse it any more."""
+    """Whether no queue limit may refuse it any more."""
     arrived: float = field(default_factory=time.monotonic)
-    """When it was asked for, on this process's clock."""
+    """When it arrived, on this process's clock."""
     first_token: float | None = None
     """When its client got its first token, on the same clock."""
-    told: list[int] = field(default_factory=list)
+    output_tokens: list[int] = field(default_factory=list)
     """Output tokens that the client has."""
     expiry: asyncio.TimerHandle | None = None
     """When it fails, if it has not been sent."""
@@ -156,38 +156,40 @@ class OpenRequest:
     """Positions of the prompt whose scores the client has, or that have none."""
     embedded: bool = False
 
-    def stay(self) -> None:
-        """It does not fail for having waited here too long."""
+    def cancel_expiry(self) -> None:
+        """Cancel the timer that fails it for having waited too long."""
         if self.expiry is not None:
             self.expiry.cancel()
             self.expiry = None
 
-    def to_send(self) -> Submission:
-        """For the present worker, which goes on after what the client has."""
+    def next_submission(self) -> Submission:
+        """Build the submission for the present worker, which goes on after what the client has."""
         submission = self.submission
         if self.accepted:
             now = time.monotonic()
             submission = replace(
                 submission,
-                resumed=tuple(self.told),
+                resumed=tuple(self.output_tokens),
                 age=now - self.arrived,
                 first_token_age=None if self.first_token is None else now - self.first_token,
             )
         self.sent, self.fresh, self.accepted = True, False, True
-        self.stay()
+        self.cancel_expiry()
         return submission
 
-    def news(self, output: Output) -> Output | None:
-        """What of `output` the client does not have yet. Raises BrokenPromise for a gap."""
+    def undelivered_part(self, output: Output) -> Output | None:
+        """Return the part of an output that the client does not have yet; None: it has all. Raises
+        BrokenPromise for a gap."""
         match output:
             case TokenOutput():
-                if output.index < len(self.told):
+                if output.index < len(self.output_tokens):
                     return None
-                if output.index > len(self.told):
+                if output.index > len(self.output_tokens):
+                    known = len(self.output_tokens)
                     raise BrokenPromise(
-                        f"token {output.index} of {output.request_id} came after {len(self.told)}"
+                        f"token {output.index} of {output.request_id} came after {known}"
                     )
-                self.told.append(output.token)
+                self.output_tokens.append(output.token)
                 if self.first_token is None:
                     self.first_token = time.monotonic()
             case PromptScoresOutput():

@@ -31,7 +31,7 @@ class RequestRouter(DeviceObserver):
         homes = [self._route(submission) for submission in submissions]
         stream = OutputStream((s.id for s in submissions), self.withdraw, self.pace)
         for device in dict.fromkeys(homes):
-            device.requests.take(
+            device.requests.add(
                 OpenRequest(s, stream, key)
                 for s, home in zip(submissions, homes, strict=True)
                 if home is device
@@ -50,7 +50,7 @@ class RequestRouter(DeviceObserver):
         for device in self._devices.values():
             mine = [i for i in request_ids if i in device.requests]
             if mine:
-                device.requests.pace(mine, paused)
+                device.requests.set_paused(mine, paused)
 
     def fail_all(self, code: str, reason: str) -> None:
         """End every open request with an error."""
@@ -89,7 +89,7 @@ class RequestRouter(DeviceObserver):
             others = self._devices.others(device, base.name)
             for request in device.requests.hand_over(base) if others else ():
                 chosen = self.choose(request.submission, others)
-                chosen.requests.take([request])
+                chosen.requests.add([request])
                 moved += 1
         return moved
 
@@ -103,7 +103,7 @@ class RequestRouter(DeviceObserver):
             others = [d for d in able if d.serves(wanted.model) and not d.cordoned]
             if others:
                 chosen = self.choose(wanted, others)
-                chosen.requests.take(device.requests.let_go([wanted.id]))
+                chosen.requests.add(device.requests.remove([wanted.id]))
                 moved += 1
         if moved:
             log.warning("%d requests of %s go on elsewhere", moved, device.name)

@@ -2,7 +2,7 @@
 
 A device with `role: prefill` computes a request up to its first token. Once a block of its KV has
 filled, the request moves with its KV to a device of its model that does not have that role, as live
-(`ballast.cluster.controller.Controller.prefilled`): that device brings the weights first where it
+(`ballast.cluster.relocation.Relocation.first_token`): that device brings the weights first where it
 lacks them, and where they do not come in time, or KV finds no room, the request ends where it is.
 """
 

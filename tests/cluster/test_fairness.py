@@ -36,7 +36,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.requests = OpenRequests(Suspicions(), self._queue_of)
-        self.requests.serve(self._send)
+        self.requests.worker_ready(self._send)
 
     def _queue_of(self, name: str) -> tuple[ModelSpec, ModelSpec] | None:
         return (self.model, self.model) if name == "m" else None
@@ -51,7 +51,7 @@ class Worker:
             [name], self.requests.withdraw, self.requests.pace
         )
         wanted = Submission(id=name, model=model, prompt=(1,), max_tokens=1, priority=priority)
-        self.requests.take([OpenRequest(wanted, stream, key)])
+        self.requests.add([OpenRequest(wanted, stream, key)])
         return name
 
     def end(self, name: str) -> None:
@@ -113,11 +113,11 @@ def test_what_is_paused_takes_no_place_and_what_is_resumed_is_sent() -> None:
     worker = Worker()
     names = [worker.ask("flood", i) for i in range(WINDOW + 3 * RUNNING)]
     waiting = names[WINDOW:]
-    worker.requests.pace(waiting[:1], True)
+    worker.requests.set_paused(waiting[:1], True)
     for name in names[:WINDOW]:
-        worker.requests.pace([name], True)
+        worker.requests.set_paused([name], True)
     assert worker.sent == [*names[:WINDOW], *waiting[1 : RUNNING + 1]]
-    worker.requests.pace(waiting[:1], False)
+    worker.requests.set_paused(waiting[:1], False)
     worker.end(names[0])
     assert worker.sent[-1] == waiting[0], "it came before those that wait"
     assert worker.ask("other", 0) == worker.sent[-1]
@@ -126,9 +126,9 @@ def test_what_is_paused_takes_no_place_and_what_is_resumed_is_sent() -> None:
 def test_a_new_worker_gets_no_more_at_a_time() -> None:
     worker = Worker()
     names = [worker.ask("flood", i) for i in range(30)]
-    worker.requests.mourn(())
+    worker.requests.worker_died(())
     worker.sent.clear()
-    worker.requests.serve(worker._send)
+    worker.requests.worker_ready(worker._send)
     assert worker.sent == names[:WINDOW]
 
 

@@ -77,13 +77,13 @@ class FlowControl(RuleBasedStateMachine):
         for id in ids:
             self.streams[id], self.read[id] = stream, []
         submissions = [Submission(id=id, model="m", prompt=(1,), max_tokens=LENGTH) for id in ids]
-        self.requests.take([OpenRequest(s, stream) for s in submissions])
+        self.requests.add([OpenRequest(s, stream) for s in submissions])
 
     @precondition(lambda self: self.worker is None)
     @rule()
     def start(self) -> None:
         self.worker = Worker()
-        self.requests.serve(self.worker.handle)
+        self.requests.worker_ready(self.worker.handle)
 
     @precondition(lambda self: self.worker is not None and self.running)
     @rule(pick=picks, steps=st.integers(1, 120))
@@ -126,7 +126,7 @@ class FlowControl(RuleBasedStateMachine):
         """The worker, with one request in flight, if any runs and that is known."""
         flying = [self.running[pick % len(self.running)]] if known and self.running else []
         self.worker = None
-        self.requests.mourn(flying)
+        self.requests.worker_died(flying)
         self.suspects |= {id for id in self.streams if self.suspicions.suspect(id)}
 
     # -- what must hold ---------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 DIE = """
 import os, sys
 from pathlib import Path
-from ballast.fleet.changes_file import Kept
+from ballast.fleet.changes_file import ChangesFile
 from tests.fleet.test_changes_file import REMOVED
 real = os.replace
 def die(*paths):
@@ -79,7 +79,7 @@ def die(*paths):
         real(*paths)
     os._exit(3)
 os.replace = die
-kept = Kept(Path(sys.argv[1]))
+kept = ChangesFile(Path(sys.argv[1]))
 kept.read()
 kept.write(REMOVED)
 """

@@ -385,9 +385,9 @@ def test_every_change_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert m.shared[0].staying == ()
     assert other.version.n > seen, "it sees who holds what they share"
     m.evict()
-    assert {name: calls[f"WeightsOnDevice.{name}"] for name in ("activate", "turn", "share")} == {
+    assert {name: calls[f"WeightsOnDevice.{name}"] for name in ("activate", "remap", "share")} == {
         "activate": 1,
-        "turn": 2,
+        "remap": 2,
         "share": 2,
     }
     for weights in (m, other):

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ballast.cluster.pending_orders import names_of, refusal
+from ballast.cluster.pending_commands import names_of, refusal
 from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
 from ballast.core.errors import (
     BallastError,
@@ -69,9 +69,10 @@ class AdminService:
         """What operators have changed of the fleet file, as far as it counts."""
         return self._source.changes
 
-    async def order(self, wanted: ModelCommand, device: str | None = None) -> CommandOutcome:
-        """Have it done by the devices that it concerns, or by one. Raises Fault or Unavailable."""
-        return _done(await self._controller.commands.execute(wanted, device))
+    async def execute(self, command: ModelCommand, device: str | None = None) -> CommandOutcome:
+        """Carry out a command on the devices that it concerns, or on one. Raises Fault or
+        Unavailable."""
+        return _done(await self._controller.commands.execute(command, device))
 
     async def place(self, name: str, device: str) -> None:
         """One more device serves a model. Raises Fault, Unavailable or NotKept."""
@@ -142,13 +143,13 @@ class AdminService:
         async with self._models:
             instead = self._names(settings.name) & self._file
             # First the order: the device tries the tokenizer out, where it can do no harm.
-            await self.order(Add(settings))
+            await self.execute(Add(settings))
             try:
                 tokenizer = await self._tokenizer(settings)
                 async with self._records:
                     await self._keep(self._source.changes.adding(entry, instead))
             except (NotKept, Fault):  # no client can know it yet
-                undoing = self.order(Remove(settings.name, 0.0))
+                undoing = self.execute(Remove(settings.name, 0.0))
                 await self._try(f"removing {settings.name}, which cannot be kept", undoing)
                 raise
             self._service.add_model(settings.name, tokenizer)
@@ -170,7 +171,7 @@ class AdminService:
                 before = self._source.changes
                 await self._keep(before.removing(names, self._file))
             try:
-                await self.order(wanted)
+                await self.execute(wanted)
             except BaseException:
                 async with self._records:
                     await self._undo(names, before)
@@ -188,7 +189,7 @@ class AdminService:
             before = self._source.changes
             await self._keep(before.changing(model, values))
             try:
-                await self.order(change_to(with_levels(model, values)))
+                await self.execute(change_to(with_levels(model, values)))
             except BaseException:
                 await self._undo({name}, before)
                 raise
@@ -221,7 +222,7 @@ class AdminService:
                 for model in found.levels:
                     if model.name not in failed:
                         what = f"changing the levels of {model.name}"
-                        await self._try(what, self.order(change_to(model)))
+                        await self._try(what, self.execute(change_to(model)))
             # First they come, and then they go: one is always there. An alias that moves goes
             # over once its new model serves, unless it is that model's own name.
             self._controller.devices.set_aliases(
@@ -237,19 +238,19 @@ class AdminService:
     async def _drop(self, removed: Iterable[str]) -> None:
         for name in removed:
             names = self._names(name)
-            if await self._try(f"removing {name}", self.order(Remove(name, PATIENCE))):
+            if await self._try(f"removing {name}", self.execute(Remove(name, PATIENCE))):
                 self._service.remove_models(names)
 
     async def _load(self, model: ModelSettings) -> None:
         adding = model.name not in self._controller.devices.specs
         if adding:
             adapters = tuple(replace(a, aliases=()) for a in model.adapters)
-            await self.order(Add(replace(model, aliases=(), adapters=adapters)))
+            await self.execute(Add(replace(model, aliases=(), adapters=adapters)))
         try:
             tokenizer = await self._tokenizer(model)
         except Fault:
             if adding:
-                await self.order(Remove(model.name, 0.0))
+                await self.execute(Remove(model.name, 0.0))
             raise
         for name in (model.name, *(a.name for a in model.adapters)):
             self._service.add_model(name, tokenizer)

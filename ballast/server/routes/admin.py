@@ -137,7 +137,7 @@ def _add_residency_routes(app: FastAPI, service: Service, admin: AdminService) -
     async def evicted(name: str) -> str | None:
         """Evict a model, if it is there; returns why it was not evicted, if it was not."""
         try:
-            await admin.order(Evict(name, "by an operator"))
+            await admin.execute(Evict(name, "by an operator"))
         except (Fault, Unavailable) as error:
             return str(error)
         return None
@@ -152,12 +152,12 @@ def _add_residency_routes(app: FastAPI, service: Service, admin: AdminService) -
 
     @app.post("/admin/models/{name:path}/evict", **CHECKED)
     async def evict(name: str, device: str | None = None) -> Response:
-        await admin.order(Evict(_spec(service, name).name, "by an operator"), device)
+        await admin.execute(Evict(_spec(service, name).name, "by an operator"), device)
         return answered({"name": name, "status": "evicted"})
 
     @app.post("/admin/models/{name:path}/activate", **CHECKED)
     async def activate(name: str, device: str | None = None) -> Response:
-        await admin.order(Activate(_spec(service, name).name, "by an operator"), device)
+        await admin.execute(Activate(_spec(service, name).name, "by an operator"), device)
         return answered({"name": name, "status": "activated"})
 
 

@@ -60,12 +60,12 @@ def test_serve_on_all_addresses(
     """As the image does. The check is made whenever the fleet is read, at SIGHUP as well."""
     readings: list[object] = []
 
-    def run(source: serve.Source, *_: object, **__: object) -> int:
+    def run(source: serve.FleetSource, *_: object, **__: object) -> int:
         readings.append(source.read())
         return 0
 
     monkeypatch.setattr(serve, "serve", run)
-    monkeypatch.setattr(logs, "set_up", lambda *_: None)
+    monkeypatch.setattr(logs, "set_up_logs", lambda *_: None)
     ended = CliRunner().invoke(
         app, ["serve", str(fleet_file), "--host", "0.0.0.0", *options], env=environment
     )

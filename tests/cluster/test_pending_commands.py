@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ballast.cluster.controller import Controller
-from ballast.cluster.pending_orders import changed, refusal
+from ballast.cluster.pending_commands import changed, refusal
 from ballast.core.actions import Activate, Change
 from ballast.core.command import Add, Remove
 from ballast.core.errors import Unavailable

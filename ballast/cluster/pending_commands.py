@@ -1,4 +1,4 @@
-"""Orders that a worker has not answered yet, and the fleet that they lead to."""
+"""Commands that a worker has not answered yet, and the fleet that they lead to."""
 
 from __future__ import annotations
 
@@ -15,60 +15,61 @@ from ballast.fleet.levels import change_to
 from ballast.transport.worker_messages.admin_messages import CommandDoneMsg, CommandMsg
 
 
-class PendingOrders:
-    """By id, of the present worker."""
+class PendingCommands:
+    """The commands that the present worker has not answered, by id."""
 
     def __init__(self, send: Callable[[CommandMsg], None]) -> None:
         self._send = send
         self._numbers = itertools.count(1)
         self._pending: dict[int, tuple[DeviceCommand, asyncio.Future[CommandOutcome]]] = {}
 
-    def send(self, order: DeviceCommand) -> asyncio.Future[CommandOutcome]:
-        """Its outcome, or Unavailable."""
-        asked: asyncio.Future[CommandOutcome] = asyncio.get_running_loop().create_future()
+    def send(self, command: DeviceCommand) -> asyncio.Future[CommandOutcome]:
+        """Send a command; returns its outcome to come, or Unavailable."""
+        outcome: asyncio.Future[CommandOutcome] = asyncio.get_running_loop().create_future()
         id = next(self._numbers)
-        self._pending[id] = order, asked
-        self._send(CommandMsg.of(id, order))
-        return asked
+        self._pending[id] = command, outcome
+        self._send(CommandMsg.of(id, command))
+        return outcome
 
     def done(self, message: CommandDoneMsg) -> DeviceCommand | None:
-        """Tell whoever waits, if anybody does; the order that was meant."""
-        order, asked = self._pending.pop(message.id, (None, None))
-        if asked is not None and not asked.done():
-            asked.set_result(message.outcome)
-        return order
+        """Resolve a command by its answer; returns the command, or None for one that is unknown."""
+        command, outcome = self._pending.pop(message.id, (None, None))
+        if outcome is not None and not outcome.done():
+            outcome.set_result(message.outcome)
+        return command
 
     def fail(self, reason: str) -> None:
-        """None of them will be answered."""
-        for order, asked in self._pending.values():
-            if not asked.done():
-                what = f"{type(order).__name__.lower()} was not done: {reason}"
-                asked.set_exception(Unavailable(what))
-                asked.exception()  # whoever asked may be gone: asyncio need not complain of that
+        """Fail all commands with Unavailable: none of them will be answered."""
+        for command, outcome in self._pending.values():
+            if not outcome.done():
+                what = f"{type(command).__name__.lower()} was not done: {reason}"
+                outcome.set_exception(Unavailable(what))
+                outcome.exception()  # its caller may be gone: no warning
         self._pending.clear()
 
 
 def names_of(fleet: FleetSettings) -> set[str]:
-    """Own names of its models and their adapters."""
+    """Return the own names of a fleet's models and their adapters."""
     return {m.name for m in fleet.models} | {a.name for m in fleet.models for a in m.adapters}
 
 
-def refusal(fleet: FleetSettings, served: Collection[str], order: ModelCommand) -> str | None:
-    """Why a fleet cannot become what an order would make of it; the device judges the rest."""
-    if isinstance(order, Remove) and set(served) == {order.model}:
-        return f"{order.model!r} is the only model that is served; add another one first"
-    if isinstance(order, Add):
+def refusal(fleet: FleetSettings, served: Collection[str], command: ModelCommand) -> str | None:
+    """Return why a command cannot be carried out on a fleet, as far as the fleet tells; the device
+    judges the rest."""
+    if isinstance(command, Remove) and set(served) == {command.model}:
+        return f"{command.model!r} is the only model that is served; add another one first"
+    if isinstance(command, Add):
         for model in fleet.models:
-            if model.name != order.settings.name:
-                both = order.settings.names & model.names
+            if model.name != command.settings.name:
+                both = command.settings.names & model.names
                 if both:
                     return f"there is a model {min(both)!r} already"
     return None
 
 
-def undoing(order: ModelCommand, fleet: FleetSettings) -> ModelCommand | None:
-    """What makes a fleet that an order was carried out on `fleet` again; None where nothing can."""
-    match order:
+def undoing(command: ModelCommand, fleet: FleetSettings) -> ModelCommand | None:
+    """Return the command that restores `fleet` after another one; None where none can."""
+    match command:
         case Add(settings):
             return Remove(settings.name, 0.0)
         case Change(model=name):
@@ -80,17 +81,17 @@ def undoing(order: ModelCommand, fleet: FleetSettings) -> ModelCommand | None:
             return None
 
 
-def changed(fleet: FleetSettings, order: DeviceCommand) -> FleetSettings:
-    """What a worker has to be started with after an order was carried out."""
+def changed(fleet: FleetSettings, command: DeviceCommand) -> FleetSettings:
+    """Return the fleet that a worker has to be started with after a command."""
     models = list(fleet.models)
-    match order:
+    match command:
         case Add(settings):
             # One that could not be loaded may have the name.
             models = [m for m in models if m.name != settings.name] + [settings]
         case Remove(name):
             models = [m for m in models if m.name != name]
         case Change():
-            models = [_changed(m, order) for m in models]
+            models = [_changed(m, command) for m in models]
         case _:
             return fleet
     return replace(fleet, models=tuple(models))
