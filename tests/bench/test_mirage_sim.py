@@ -153,8 +153,10 @@ def test_a_run_is_watched_and_stops_when_it_has_preempted_enough() -> None:
 
 def test_layers_lent_are_weighed_by_time() -> None:
     watch = Watch(float("inf"))
-    for now, lent in ((1.0, 2), (3.0, 4), (4.0, 0), (9.0, 0)):
-        model = SimpleNamespace(rotation=SimpleNamespace(lent=lent), swapper=None, preemptions=0)
+    for now, n_freed in ((1.0, 2), (3.0, 4), (4.0, 0), (9.0, 0)):
+        model = SimpleNamespace(
+            rotation=SimpleNamespace(n_freed=n_freed), swapper=None, preemptions=0
+        )
         watch(now, SimpleNamespace(models={"a": model}))  # type: ignore[arg-type]
     assert watch.remapped == Remapped(weights=2 * 2.0 + 4 * 1.0, kv=0.0, most=4, changes=3)
 

@@ -48,7 +48,7 @@ class Worker:
     def ask(self, key: str, number: int, priority: int = 0, model: str = "m") -> str:
         name = f"{key}-{number}"
         stream = self.streams[name] = OutputStream(
-            [name], self.requests.withdraw, self.requests.pace
+            [name], self.requests.withdraw, self.requests.set_paused
         )
         wanted = Submission(id=name, model=model, prompt=(1,), max_tokens=1, priority=priority)
         self.requests.add([OpenRequest(wanted, stream, key)])

@@ -73,7 +73,7 @@ class FlowControl(RuleBasedStateMachine):
     def submit(self, n: int) -> None:
         ids = [f"r{self.n + i}" for i in range(n)]
         self.n += n
-        stream = OutputStream(ids, self.requests.withdraw, self.requests.pace)
+        stream = OutputStream(ids, self.requests.withdraw, self.requests.set_paused)
         for id in ids:
             self.streams[id], self.read[id] = stream, []
         submissions = [Submission(id=id, model="m", prompt=(1,), max_tokens=LENGTH) for id in ids]
