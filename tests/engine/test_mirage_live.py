@@ -33,10 +33,16 @@ def test_layers_are_lent_and_no_token_changes(
     # No cap: how much is lent does not depend on how fast this machine is.
     options = {**turns, "quantum": 0.05, "cap": 0, "cooldown": 0.05}
     with InProcess(replace(tight, options=options)) as server:
-        answers = server.generate(requests)
         state = server.device.state
         loads = [m.weights.rotor.loads for m in state.models.values() if m.weights.rotor]
-        assert sum(one.n for one in loads) > 0
+        for _ in range(20):  # in turns of so many seconds, a loaded machine may need no layer
+            answers = server.generate(requests)
+            for id, answer in answers.items():
+                assert answer.tokens == alone[id].tokens, id
+            if sum(one.n for one in loads) > 0:
+                break
+        else:
+            pytest.fail("no layer was lent")
         for _ in range(200):  # turns of the loop, in which layers come back
             server.generate(asked(1, models=NAMES[:1]))
             if all(m.rotation == WHOLE for m in state.models.values()):
@@ -47,5 +53,3 @@ def test_layers_are_lent_and_no_token_changes(
         state.pool.validate()
         for m in state.models.values():
             m.weights.validate()
-    for id, answer in answers.items():
-        assert answer.tokens == alone[id].tokens, id
