@@ -54,7 +54,7 @@ Prompts = Sequence[Sequence[int]]
 OUTPUT_TOKENS = {LLAMA_110M.name: 48, LLAMA_6M.name: 448}
 """Of each stream in a round, by model: a round takes some seconds."""
 GAP_TOKENS = 160
-"""Of each stream while a model is added."""
+"""Of each stream while a model is added; twice as many where they end before it is there."""
 LARGEST, SMALLEST = LLAMA_110M.name, LLAMA_6M.name
 ADDED = "spare-110M"
 
@@ -100,6 +100,7 @@ class There:
 
     def __init__(self, running: Serving, connections: Connections) -> None:
         self._running, self._connections = running, connections
+        self._gap_tokens = GAP_TOKENS
         self.cores: dict[str, list[dict[str, float]]] = {name: [] for name in OUTPUT_TOKENS}
         """By model and round, CPU seconds over wall seconds of each process."""
 
@@ -122,13 +123,18 @@ class There:
     def longest_gap(self, prompts: Prompts, add: str | None) -> float:
         """Seconds between two tokens of a stream, of the largest model; meanwhile a model is added
         if one is named."""
-        with ThreadPoolExecutor(1) as pool:
-            adding = pool.submit(self._add, add) if add is not None else None
-            streams = self._streams(LARGEST, prompts, GAP_TOKENS)
-            ended = time.perf_counter()
-        if adding is not None:
-            assert adding.result() < ended, "the streams ended before the model was there"
+        while True:
+            with ThreadPoolExecutor(1) as pool:
+                adding = pool.submit(self._add, add) if add is not None else None
+                streams = self._streams(LARGEST, prompts, self._gap_tokens)
+                ended = time.perf_counter()
+            if adding is None:
+                break
+            added = adding.result()
             self._admin("DELETE", f"/{add}")
+            if added < ended:
+                break
+            self._gap_tokens *= 2  # the streams ended before the model was there
         running = max(s.times[0] for s in streams)  # all of them; before, prompts are computed
         gaps = (b - a for s in streams for a, b in itertools.pairwise(s.times) if a >= running)
         return max(gaps)
