@@ -1,4 +1,4 @@
-"""GPUs and MIG slices, where there are any."""
+"""Doctor's checks of GPUs and MIG slices; they read, and change nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LOADED = Path("/proc/driver/nvidia/version")
 
 
 def gpus(nvml: Any = None, driver: Driver | None = None) -> Iterator[Finding]:
-    """One finding each, and one for what none has ever run; none on a machine without GPUs. `nvml`
-    takes the place of `pynvml`."""
+    """Yield a finding for each GPU, and one that lists Ballast's features that no GPU has run yet;
+    none on a machine without GPUs. `nvml` takes the place of `pynvml`."""
     driver = driver or _driver()
     try:
         found = find_gpus(driver, nvml)
