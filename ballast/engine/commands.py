@@ -23,13 +23,13 @@ from ballast.core.units import ceil_div
 from ballast.core.view import Residency
 from ballast.engine import layer_remap
 from ballast.engine.apply import apply
+from ballast.engine.decider import MemoryDecider
 from ballast.engine.life_rules import Membership
 from ballast.engine.model import ModelState
 from ballast.engine.sizing import check_room, largest_jobs
 from ballast.engine.state import DeviceState
 from ballast.engine.story_snapshot import model_told
 from ballast.engine.views import device_view
-from ballast.policy.base import MemoryPolicy
 from ballast.weights.shared import SharedSegment
 
 CommandEnded = Callable[[str, str | None], None]
@@ -42,10 +42,14 @@ class CommandHandler:
     """Operations that were begun and have not ended. Used by the loop's thread, but for `ready`."""
 
     def __init__(
-        self, state: DeviceState, policy: MemoryPolicy, story: Story, answered: CommandEnded | None
+        self,
+        state: DeviceState,
+        decider: MemoryDecider,
+        story: Story,
+        answered: CommandEnded | None,
     ) -> None:
         self._state = state
-        self.policy = policy
+        self._decider = decider
         self._story = story
         self._answered = answered or (lambda id, refusal: None)
         self.pending: dict[str, LoopCommand] = {}
@@ -110,7 +114,7 @@ class CommandHandler:
         return apply(state, wanted, outputs)
 
     def _lend(self, wanted: Lend, outputs: list[Output]) -> Refusal:
-        answer = self.policy.lend(device_view(self._state), wanted.to, wanted.pages)
+        answer = self._decider.preset.memory.lend(device_view(self._state), wanted.to, wanted.pages)
         if answer.refusal is not None:
             return answer.refusal
         for action in answer.actions:
@@ -161,7 +165,9 @@ class CommandHandler:
             return pages - state.arena.pages - state.pool.available(state.arena.owner)
 
         if missing() > 0:
-            for action in self.policy.grow_activations(device_view(state), missing()):
+            for action in self._decider.preset.memory.grow_activations(
+                device_view(state), missing()
+            ):
                 self._apply(action, outputs)
                 if missing() <= 0:
                     break

@@ -20,7 +20,9 @@ class MemoryDecider:
     """Keeps what the policies remember between two decisions, and when they asked to be woken."""
 
     def __init__(self, state: DeviceState, preset: Preset, story: Story) -> None:
-        self._state, self.preset, self._story = state, preset, story
+        self._state, self._story = state, story
+        self.preset = preset
+        """The policies that decide for the device, its compute policy included. May be replaced."""
         self._memo: object = None
         """What the memory policy remembers."""
         self._admission_memo: object = None

@@ -16,7 +16,6 @@ from ballast.engine.life_rules import Landing
 from ballast.engine.model import ModelState
 from ballast.engine.plan import plan
 from ballast.engine.state import DeviceState
-from ballast.policy.presets import Preset
 
 ROUNDS = 8
 """Most times that one turn asks the memory policy about shortages found while forming a job."""
@@ -35,12 +34,11 @@ class Dispatcher:
     def __init__(
         self,
         state: DeviceState,
-        preset: Preset,
         runner: Runner,
         story: Story,
         decider: MemoryDecider,
     ) -> None:
-        self._state, self.preset, self._runner = state, preset, runner
+        self._state, self._runner = state, runner
         self._story, self._decider = story, decider
         self.choice: ComputeDecision | None = None
         """The compute policy's decision, as long as it holds."""
@@ -87,11 +85,11 @@ class Dispatcher:
             if alone and any(m.spec.name == held.model and m.running for m in models):
                 return held, len(models) - 1
         view = compute_view(state, models, looked)
-        self.choice = chosen = self.preset.compute(view, self._memo)
+        self.choice = chosen = self._decider.preset.compute(view, self._memo)
         if chosen is not None:
             self._memo = chosen.memo
         elif not state.lanes.busy:
-            order = self.preset.order
+            order = self._decider.preset.order
             raise BrokenPromise(f"order {order!r} begins no job, and none is in flight")
         return chosen, len(models) - 1
 

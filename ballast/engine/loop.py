@@ -50,9 +50,9 @@ class Loop:
         self.clock = clock
         self.outbox = outbox
         self.story = story
-        self.commands = CommandHandler(state, preset.memory, story, command_ended)
         self.decider = MemoryDecider(state, preset, story)
-        self.dispatcher = Dispatcher(state, preset, runner, story, self.decider)
+        self.commands = CommandHandler(state, self.decider, story, command_ended)
+        self.dispatcher = Dispatcher(state, runner, story, self.decider)
         self.leaps = Leaps(state, clock, self.dispatcher, story, self._end_turn)
         """Used by the simulator alone."""
         self.turn_since: float | None = None
@@ -63,13 +63,12 @@ class Loop:
     @property
     def preset(self) -> Preset:
         """The policies that decide for this device."""
-        return self.dispatcher.preset
+        return self.decider.preset
 
     def use_preset(self, preset: Preset) -> None:
         """Have other policies decide from the next turn on; they begin with the memos of those
         before."""
-        self.dispatcher.preset = self.decider.preset = preset
-        self.commands.policy = preset.memory
+        self.decider.preset = preset
 
     def run(self) -> None:
         """Turn until drained or stopped; every request accepted has been answered then."""
