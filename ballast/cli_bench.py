@@ -10,6 +10,10 @@ import typer
 
 from ballast.cli_common import (
     FleetFile,
+    Rate,
+    Seed,
+    Spread,
+    Start,
     StoryTo,
     importing,
     load,
@@ -30,10 +34,8 @@ Workload = Annotated[str, typer.Option(help="bursty, poisson, gamma, or a trace 
 Presets = Annotated[
     str | None, typer.Option(help="One or more, comma separated; default: the fleet file's.")
 ]
-Rate = Annotated[float, typer.Option(help="Requests per second, on average.")]
 Seconds = Annotated[float, typer.Option(help="Length of the workload.")]
 MostTokens = Annotated[int, typer.Option(help="Longest prompt and output together.")]
-Seed = Annotated[int, typer.Option(help="Of the workload.")]
 RunningServer = Annotated[
     str | None, typer.Option(help="A server that runs already, instead of this process.")
 ]
@@ -54,10 +56,12 @@ def bench(
     fleet_file: FleetFile,
     workload: Workload = "bursty",
     preset: Presets = None,
-    rate: Rate = 2.0,
+    rate: Rate = None,
     seconds: Seconds = 60.0,
     most_tokens: MostTokens = 512,
     seed: Seed = 0,
+    start: Start = 0.0,
+    spread: Spread = None,
     url: RunningServer = None,
     virtual: Virtual = False,
     profile: ProfileName = None,
@@ -82,12 +86,13 @@ def bench(
         check_machine(fleet)
     with importing():
         from ballast.bench.run import compare_live, compare_virtual, replay_http
-        from ballast.bench.run_options import slos_of, workload_of
+        from ballast.bench.run_options import slos_of
+        from ballast.bench.simulation_setup import WorkloadOptions
         from ballast.sim.profile import device_profile
 
     device = None if profile is None else device_profile(profile)
-    models, most = list(slos_of(fleet)), most_tokens
-    work = workload_of(workload, models, rate=rate, seconds=seconds, most_tokens=most, seed=seed)
+    wanted = WorkloadOptions(workload, rate, seconds, most_tokens, seed, start, spread)
+    work = wanted.drawn(list(slos_of(fleet)), seed)
     console = Console()
     console.print(f"{len(work.requests)} requests: {work.describe()}")
     presets = (preset or fleet.preset).split(",")

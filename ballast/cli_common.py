@@ -25,6 +25,20 @@ StoryTo = Annotated[
         "preset in its name.",
     ),
 ]
+Rate = Annotated[
+    float | None,
+    typer.Option(help="Requests per second, on average; default: a trace's own, else 2."),
+]
+Seed = Annotated[int, typer.Option(help="Of the workload.")]
+Start = Annotated[float, typer.Option(min=0.0, help="Seconds into a trace, as recorded.")]
+Spread = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Spread a trace over all models by a power law of this exponent, instead of mapping "
+        "its models; for traces of one service.",
+    ),
+]
 
 
 @contextmanager

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ballast.cli_common import FleetFile, StoryTo, importing, load, write_json, write_page
+from ballast.cli_common import (
+    FleetFile,
+    Rate,
+    Seed,
+    Spread,
+    Start,
+    StoryTo,
+    importing,
+    load,
+    write_json,
+    write_page,
+)
 from ballast.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,10 +38,6 @@ Presets = Annotated[
     str | None,
     typer.Option("--preset", help="One or more, comma separated; default: the fleet file's."),
 ]
-Rate = Annotated[
-    float | None,
-    typer.Option(help="Requests per second, on average; default: a trace's own, else 2."),
-]
 Seconds = Annotated[float, typer.Option(help="Length of the workload, in virtual time.")]
 MostTokens = Annotated[
     int | None,
@@ -46,16 +53,6 @@ Engine = Annotated[
     typer.Option(
         help="What serves on devices that name none, as H100-80G@eager does: graphs, eager or one "
         "of your profile's; default: the profile's own."
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Of the workload.")]
-Start = Annotated[float, typer.Option(min=0.0, help="Seconds into a trace, as recorded.")]
-Spread = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        help="Spread a trace over all models by a power law of this exponent, instead of mapping "
-        "its models; for traces of one service.",
     ),
 ]
 Placed = Annotated[

@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from ballast.kernels import attention_table as fields
 from ballast.kernels import team
+from ballast.kernels.attention import AttentionParams
 from ballast.kernels.paged_attention import KvArray, PagedBatch, warm_up
 from benchmarks.common import finish, interleave, options
 
@@ -197,7 +198,7 @@ def prefill(memory: Memory, shape: Shape, start: int, rounds: int) -> dict[str, 
     def ours() -> float:
         begin = time.perf_counter()
         one = PagedBatch(kv, shape.heads, [start], [PREFILL], [table.tolist()])
-        one.attend(0, query, shape.dim**-0.5, out)
+        one.attend(0, query, out, AttentionParams(shape.dim**-0.5))
         return flops / (time.perf_counter() - begin)
 
     def dense() -> float:

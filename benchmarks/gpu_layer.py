@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ballast.core.settings import KvLayout
+from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.attention import attention_kernels
 from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.kernels.gpu.batch import GpuBatch
@@ -97,7 +98,7 @@ def _launches(
     query = qkv.view(rows, -1, s.dim)[:, : s.heads]
 
     def attend(i: int) -> None:
-        batch.attend(i, query, s.dim**-0.5, batch.out)
+        batch.attend(i, query, batch.out, AttentionParams(s.dim**-0.5))
 
     yield "sum and norm", 0, lambda i: k.add_norm(hidden, more, None, norm, EPSILON)
     yield "rotate, write K and V", 0, rotate

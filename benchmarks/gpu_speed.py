@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from ballast.core.job import SampledToken, SequenceWork
 from ballast.core.request import Sampling
 from ballast.core.settings import GRAPH_BYTES, KvLayout
+from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.attention import attention_kernels
 from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.kernels.gpu.batch import GpuBatch
@@ -178,7 +179,7 @@ def layouts(
 
         def step(batch: GpuBatch = batch) -> None:
             for layer in range(layers):
-                batch.attend(layer, q, dim**-0.5, batch.out)
+                batch.attend(layer, q, batch.out, AttentionParams(dim**-0.5))
 
         key = f"blocks_of_{block}_{layout.value}"
         times = attempted(lambda step=step: {"microseconds": 1e6 * gpu.seconds(step, 20)})  # type: ignore[misc]

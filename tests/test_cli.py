@@ -111,6 +111,11 @@ def test_a_measured_profile_drives_a_simulation(tmp_path: Path) -> None:
     assert "1 model in 32MiB on cpu:0" in pictures[3].read_text()
     assert json.loads(report.read_text())[0]["total"]["failed"] == 0
     assert ballast("story", "replay", tmp_path / "story").endswith("the same\n")
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"one,{10 + n},4,{n}.0\n" for n in range(20))
+    trace.write_text(f"adapter_dir,prompt_len,output_len,req_time\n{rows}")
+    assert "5 requests" in ballast(*work, "--virtual", "--workload", trace, "--start", 10)
+    assert "power law of 0.9" in ballast(*work, "--virtual", "--workload", trace, "--spread", 0.9)
     with pytest.raises(ConfigError, match="it goes with --virtual"):
         ballast(*work)
 

@@ -109,7 +109,7 @@ def run_cluster(
         served,
         traffic_of(workload),
         watch=observer.record_turn,
-        told=observer.record_move,
+        on_move=observer.record_move,
         sink_of=sink_of,
         files=files,
         busiest=busiest_of(workload),
@@ -164,7 +164,7 @@ class _Observer:
 
     def record_output(self, device: str, at: float, output: Output) -> None:
         """Record an output; report a first token that is late, or an error instead, to `missed`."""
-        self.recorder.told(at, output)
+        self.recorder.record(at, output)
         request = self.silent.pop(output.request_id, None)
         if request is None or self._missed is None:
             return

@@ -107,7 +107,7 @@ def run_virtual(
 
     def record_output(now: float, output: Output) -> None:
         nonlocal ended
-        recorder.told(now, output)
+        recorder.record(now, output)
         if not isinstance(output, TokenOutput | PromptScoresOutput):
             ended += 1
             progress(fleet.preset, ended, len(arrivals))

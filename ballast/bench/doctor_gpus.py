@@ -29,7 +29,7 @@ def gpus(nvml: Any = None, driver: Driver | None = None) -> Iterator[Finding]:
             yield judged("gpus", str(error), "pip install 'ballast[cuda]'", warn=True)
         return
     for i, gpu in enumerate(found):
-        description = _told(gpu)
+        description = _description(gpu)
         if driver is not None and gpu.ordinal is not None:
             description += f", {_reached(driver, gpu.ordinal)}"
         yield judged(f"gpu {i}", description, "name it in CUDA_VISIBLE_DEVICES", warn=_hidden(gpu))
@@ -58,7 +58,7 @@ def _hidden(gpu: Gpu) -> bool:
     return gpu.ordinal is None and gpu.slice_of is None
 
 
-def _told(gpu: Gpu) -> str:
+def _description(gpu: Gpu) -> str:
     parts = [gpu.name, f"{format_bytes(gpu.memory_bytes)}, {format_bytes(gpu.free_bytes)} free"]
     if gpu.multiprocessors is not None:
         parts.append(f"{gpu.multiprocessors} multiprocessors")

@@ -102,7 +102,7 @@ class _Entry:
 class RequestRecorder:
     """The book of one run, by submission id. Safe from any thread.
 
-    `origin` is the clock's time at the start of the workload. `told` has the shape that the
+    `origin` is the clock's time at the start of the workload. `record` has the shape that the
     simulator wants of its listener.
     """
 
@@ -116,8 +116,8 @@ class RequestRecorder:
         with self._lock:
             self._entries[submission_id] = _Entry(request, now - self.origin)
 
-    def told(self, now: float, output: Output) -> None:
-        """The engine said something."""
+    def record(self, now: float, output: Output) -> None:
+        """Enter an output of the engine, which came at `now`."""
         if isinstance(output, TokenOutput):
             self.token(output.request_id, now)
         elif isinstance(output, FinishedOutput):

@@ -194,7 +194,7 @@ class EngineTarget:
             if found is None:
                 continue
             recorder, loop, done = found
-            recorder.told(now, output)
+            recorder.record(now, output)
             if not isinstance(output, TokenOutput):
                 # The sender may have given up meanwhile, and its event loop have gone with it.
                 with suppress(RuntimeError):

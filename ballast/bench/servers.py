@@ -58,7 +58,7 @@ class ServersTarget:
                 outputs = await stream.take()
                 now = self._clock.now()
                 for output in outputs:
-                    recorder.told(now, output)
+                    recorder.record(now, output)
         finally:
             stream.close()
 

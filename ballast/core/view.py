@@ -182,7 +182,7 @@ class ModelView:
         return self.weight_pages - sum(s.pages for s in self.shared)
 
     @property
-    def lent_pages(self) -> int:
+    def freed_pages(self) -> int:
         """Of `own_pages`, those that layers have given up, or will."""
         return self.rotation.n_freed * self.layer_pages
 
@@ -195,7 +195,7 @@ class ModelView:
     def evictable_pages(self) -> int:
         """Pages its eviction, if resident, frees now, KV included: not what other models use."""
         alone = sum(s.pages for s in self.shared if s.holders == (self.name,))
-        return self.own_pages - self.lent_pages + alone + self.kv_pages
+        return self.own_pages - self.freed_pages + alone + self.kv_pages
 
     @property
     def fair_pages(self) -> float:

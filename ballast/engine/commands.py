@@ -28,7 +28,7 @@ from ballast.engine.life_rules import Membership
 from ballast.engine.model import ModelState
 from ballast.engine.sizing import check_room, largest_jobs
 from ballast.engine.state import DeviceState
-from ballast.engine.story_snapshot import model_told
+from ballast.engine.story_snapshot import model_entry
 from ballast.engine.views import device_view
 from ballast.weights.shared import SharedSegment
 
@@ -129,7 +129,7 @@ class CommandHandler:
         """All it takes is there, or nothing changes."""
         state, settings = self._state, self._state.settings
         m, shared = self.ready.pop(name)
-        self._story.record_join(model_told(m))
+        self._story.record_join(model_entry(m))
         for known in (name, *(a.name for a in m.spec.adapters)):
             if known in state.named or known in state.models:
                 return f"there is a model {known!r} already"

@@ -10,7 +10,7 @@ from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 
 
-def model_told(m: ModelState) -> ModelEntry:
+def model_entry(m: ModelState) -> ModelEntry:
     """One model of the device."""
     return ModelEntry(spec=m.spec, costs=m.costs, learned=m.estimator is not None)
 
@@ -24,7 +24,7 @@ def snapshot(state: DeviceState, preset: Preset, story: Story) -> Snapshot:
         preset=preset.name,
         options=dict(preset.options),
         link_bytes_per_second=state.link_bytes_per_second,
-        models=tuple(model_told(m) for m in models),
+        models=tuple(model_entry(m) for m in models),
         began=story.began,
         overhead=story.overhead,
         rotates=state.make_rotor is not None,

@@ -3,6 +3,7 @@
 Packages from `weights` up may import it; `weights`, `models`, `engine` and `cluster` do. It imports
 `memory` and `core`. A module `X_code` has the compiled part of module `X`.
 
+- `attention`: The protocol of paged attention, and the parameters of a layer's.
 - `attention_code`: Compiled part of paged attention: what one thread computes.
 - `attention_intrinsics`: Loops over vectors held in registers, for these steps.
 - `attention_steps_code`: Compiled steps of attention: scores, softmax, values, merging.

@@ -24,6 +24,7 @@ import torch
 from ballast.core.errors import BrokenPromise
 from ballast.kernels import attention_code, team
 from ballast.kernels import attention_table as fields
+from ballast.kernels.attention import AttentionParams
 from ballast.kernels.attention_table import NO_WINDOW as NO_WINDOW
 
 Array = np.ndarray[Any, Any]
@@ -129,10 +130,7 @@ class PagedBatch:
         self._write_code = _kernel(f"write_{_NAMES[kv.dtype]}")
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put new keys and values, each (T, kv_heads, head_dim), into the blocks of `layer`.
-
-        Of the KV's dtype; any strides, except that a head's elements lie side by side.
-        """
+        """As `Attention.write`."""
         self._check(key, self.kv.kv_heads)
         self._check(value, self.kv.kv_heads)
         table = self._write
@@ -145,24 +143,9 @@ class PagedBatch:
         team.run(self._write_code, self._write_at, min(self._writers, len(self._write_tiles)))
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, params: AttentionParams
     ) -> None:
-        """softmax(scale * query K^T) V into `out`, for query (T, heads, head_dim).
-
-        `out` has that shape and is contiguous; both are of the KV's dtype, or both float32. The new
-        tokens' keys and values have been written. A token at position p sees positions above
-        p - `window`: blocks before them are not read, and need not be there. With `softcap` a score
-        becomes softcap * tanh(score / softcap). With `sinks` (heads,) a head's rows have one score
-        more, that one, which takes its share of the weights and adds nothing.
-        """
+        """As `Attention.attend`; `query` and `out` are of the KV's dtype, or both float32."""
         self._check(query, self.heads, torch.float32)
         if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
             raise BrokenPromise("attention's output is not like its query, and contiguous")
@@ -172,10 +155,10 @@ class PagedBatch:
         table[fields.SOURCE] = query.data_ptr()
         table[fields.SOURCE_TOKEN], table[fields.SOURCE_HEAD] = query.stride()[:2]
         table[fields.TARGET] = out.data_ptr()
-        table[fields.WINDOW] = NO_WINDOW if window is None else window
-        self._attend_float64[fields.SCALE] = scale
-        self._attend_float64[fields.SOFTCAP] = softcap or 0.0
-        own = None if sinks is None else sinks.float().contiguous()
+        table[fields.WINDOW] = NO_WINDOW if params.window is None else params.window
+        self._attend_float64[fields.SCALE] = params.scale
+        self._attend_float64[fields.SOFTCAP] = params.softcap or 0.0
+        own = None if params.sinks is None else params.sinks.float().contiguous()
         if own is not None and own.shape != (self.heads,):
             raise BrokenPromise(f"{tuple(own.shape)} sinks for {self.heads} heads")
         table[fields.SINKS] = 0 if own is None else own.data_ptr()
@@ -199,7 +182,7 @@ class PagedBatch:
         has to live until then. `query` and `out`: addresses of (T, heads, head_dim) of `dtype`, the
         same for all layers; `strides`: elements from a token, and from a head, of the queries to
         the next; `out` is contiguous. `scale`, `window` (`NO_WINDOW`: everything) and `softcap`
-        (0: none) are as for `attend`, of all layers or one by one.
+        (0: none) are as in `AttentionParams`, of all layers or one by one.
         """
         kv = self.kv
         tables = np.empty((kv.n_layers, fields.N_FIELDS), np.int64)

@@ -123,7 +123,7 @@ class Slabs:
         slab._bucket.remove(slab, slab._level)
         del self.of[slab.index]
 
-    def take(self, n: int) -> list[int]:
+    def allocate(self, n: int) -> list[int]:
         """`n` free blocks, now used: of the fullest slabs in use first, then of the others."""
         blocks: list[int] = []
         while len(blocks) < n:

@@ -76,7 +76,7 @@ class BlockTables(BlockBooks):
             if fresh and not self._back(fresh):
                 return Short(self.pages_for(n), max(0, n - slabs.at_hand))
             self._forget(slabs.sacrifice(n - slabs.free))
-        new_blocks = slabs.take(n)
+        new_blocks = slabs.allocate(n)
         self._refs.update(dict.fromkeys(new_blocks, 1))
         blocks += new_blocks
         return None

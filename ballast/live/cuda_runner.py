@@ -15,7 +15,7 @@ from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.job import Job
 from ballast.kernels.gpu.attention import attention_kernels
-from ballast.kernels.gpu.batch import Attention, GpuBatch
+from ballast.kernels.gpu.batch import GpuAttention, GpuBatch
 from ballast.live.cuda_streams import Streams
 from ballast.live.runner import Executor, Keeper, LaneRunner, ModelActivating, Record
 from ballast.memory.cuda.allocator_cap import CudaAllocatorCap
@@ -59,7 +59,7 @@ class GpuCompute(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def attention(self) -> Callable[[GpuBatch], Attention]:
+    def attention(self) -> Callable[[GpuBatch], GpuAttention]:
         """The attention of its models' batches."""
 
     def on(self, stream: int) -> AbstractContextManager[object]:
@@ -137,7 +137,7 @@ class CudaRunner(LaneRunner):
     @contextmanager
     def running(self, job: Job) -> Iterator[None]:
         self._driver.set_current(self._context)
-        stream, events = self._streams.take(job), self._events[job.lane]
+        stream, events = self._streams.acquire(job), self._events[job.lane]
         try:
             with self._compute.on(stream), self._graphs_on(stream):
                 yield
@@ -149,7 +149,7 @@ class CudaRunner(LaneRunner):
                 self._driver.wait(event)
                 events.release(event)
             finally:
-                self._streams.give_back(job)
+                self._streams.release(job)
 
     def _graphs_on(self, stream: int) -> AbstractContextManager[None]:
         return nullcontext() if self._graphs is None else self._graphs.on(stream)

@@ -26,10 +26,10 @@ class Streams(Protocol):
     @property
     def all(self) -> Sequence[int]: ...
 
-    def take(self, job: Job) -> int:
+    def acquire(self, job: Job) -> int:
         """The stream that a job goes to, which no other job uses until it is given back."""
 
-    def give_back(self, job: Job) -> None:
+    def release(self, job: Job) -> None:
         """All its work has ended."""
 
     def twin(self, stream: int) -> int:
@@ -60,10 +60,10 @@ class PlainStreams:
         self.all = [driver.new_stream(priority) for priority in self._priorities]
         self._twins: list[int] = []
 
-    def take(self, job: Job) -> int:
+    def acquire(self, job: Job) -> int:
         return self.all[job.lane]
 
-    def give_back(self, job: Job) -> None:
+    def release(self, job: Job) -> None:
         """Its lane's next job takes it again."""
 
     def twin(self, stream: int) -> int:
@@ -108,7 +108,7 @@ class GreenStreams:
     def all(self) -> list[int]:
         return list(self._streams.values())
 
-    def take(self, job: Job) -> int:
+    def acquire(self, job: Job) -> int:
         """On as many groups as the job has parts; fewer where those free are not neighbours."""
         wanted = job.parts or self._groups
         with self._lock:
@@ -125,7 +125,7 @@ class GreenStreams:
             self._taken[job.lane] = range(first, first + n)
             return self._streams[first, n]
 
-    def give_back(self, job: Job) -> None:
+    def release(self, job: Job) -> None:
         with self._lock:
             del self._taken[job.lane]
 

@@ -12,34 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from ballast.kernels.attention import Attention, AttentionParams
 from ballast.kernels.paged_attention import PagedBatch
 
 NAME = "ballast"
 """The implementation's name in `transformers`."""
-
-
-class AttentionBatch(Protocol):
-    """The sequences of a job: `PagedBatch` on a CPU, `GpuBatch` on a GPU, which see."""
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None: ...
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        scale: float,
-        out: Tensor,
-        *,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +30,7 @@ class JobContext:
     """State of one job that all layers share. `out` (T, heads, head_dim) is re-used by every
     layer."""
 
-    batch: AttentionBatch
+    batch: Attention
     out: Tensor
 
     @classmethod
@@ -91,8 +74,7 @@ def attend(
     batch, out = job.batch, job.out
     batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     rows = query[0].transpose(0, 1)
-    how: Any = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
-    batch.attend(layer, rows, scaling, out, **how)
+    batch.attend(layer, rows, out, AttentionParams(scaling, sliding_window, softcap, s_aux))
     return out[None], None
 
 

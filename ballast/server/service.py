@@ -247,7 +247,7 @@ def _submissions(
             priority=priority,
             stop_token_ids=stops.tokens,
             ignore_eos=bool(request.ignore_eos),
-            prompt_logprobs=request.told_logprobs if _echoes(request) else None,
+            prompt_logprobs=request.requested_logprobs if _echoes(request) else None,
         )
         for choice in range(request.choices)
     ]
@@ -266,7 +266,7 @@ def _choice(
     """Build the choice that turns the tokens of one submission into text."""
     echo = None
     if _echoes(request):
-        scored = request.told_logprobs is not None
+        scored = request.requested_logprobs is not None
         echo = Echo(text, prompt, tokenizer.detokenizer(), scored=scored)
     return Choice(
         index,

@@ -130,7 +130,7 @@ class Cluster:
         served: DeviceSettings = SERVED,
         traffic: Mapping[str, Traffic] | None = None,
         watch: OnTurn | None = None,
-        told: OnMove = lambda at, action, refused: None,
+        on_move: OnMove = lambda at, action, refused: None,
         sink_of: Callable[[str], Sink | None] = lambda device: None,
         files: ClusterFiles = NO_FILES,
         busiest: Mapping[str, Traffic] | None = None,
@@ -138,7 +138,7 @@ class Cluster:
     ) -> None:
         """`served`: what devices have in common (its budget is each one's own); `traffic`: by
         model, what is expected, for a fleet policy that places by work, and `busiest`: what is
-        while the model is asked most, if that is known. `told` is called with how
+        while the model is asked most, if that is known. `on_move` is called with how
         models move; `sink_of` returns, by device, the sink of its story; `files`: which
         devices share links, serve which models, and lend to each other; `steps`: see `SimDevice`.
 
@@ -156,7 +156,7 @@ class Cluster:
             if not own and not policy.moves:
                 continue
             observe = None if watch is None else functools.partial(watch, name)
-            send = functools.partial(self._heard if prefilling else on_output, name)
+            send = functools.partial(self._on_prefill_output if prefilling else on_output, name)
             self.devices[name] = SimDevice(
                 site.settings,
                 own,
@@ -171,20 +171,20 @@ class Cluster:
             )
         placed = {name: (device, sites[name].place) for name, device in self.devices.items()}
         _schedule_lending(files, preset, placed, list(sites))
-        self._told_clients = on_output
+        self._on_output = on_output
         self.controller = SimController(
             self.devices,
             FleetBook(homes, needs, rooms, policy),
             specs,
             lambda device, spec: sites[device].kind.costs(spec),
-            told,
+            on_move,
             movers_of(placed) if policy.moves or prefilling else [],
         )
 
-    def _heard(self, device: str, at: float, output: Output) -> None:
+    def _on_prefill_output(self, device: str, at: float, output: Output) -> None:
         """Tell clients, and let requests that have been prefilled go on elsewhere."""
-        self._told_clients(device, at, output)
-        self.controller.handover.heard(device, output)
+        self._on_output(device, at, output)
+        self.controller.handover.on_output(device, output)
 
     @property
     def jobs(self) -> int:

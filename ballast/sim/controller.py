@@ -35,16 +35,16 @@ class SimController:
         book: FleetBook,
         specs: Sequence[ModelSpec],
         costs: CostsOn,
-        told: OnMove = lambda at, action, refused: None,
+        on_move: OnMove = lambda at, action, refused: None,
         movers: Sequence[Movers] = (),
     ) -> None:
-        """`told` hears of every action of the fleet's policy; `movers`: between which devices
-        running requests move, with a model that migrates."""
+        """`on_move` is called with every action of the fleet's policy; `movers`: between which
+        devices running requests move, with a model that migrates."""
         self.devices, self.book = devices, book
         self._specs = {spec.name: spec for spec in specs}
         self._bases = {served.name: spec.name for spec in specs for served in spec.served}
         """By model or adapter, the model."""
-        self._costs, self._told = costs, told
+        self._costs, self._on_move = costs, on_move
         self._movers = tuple(movers)
         self.handover = Handover(devices, movers, self._homes, book.policy)
 
@@ -68,7 +68,7 @@ class SimController:
             refused = self.book.objection(action) or self._do(now, action)
             if refused is None:
                 self.book.settle(action)
-            self._told(now, action, refused)
+            self._on_move(now, action, refused)
 
     def settle(self, now: float) -> float:
         """Go on until no request will move from one device to another any more; when that is."""

@@ -78,7 +78,7 @@ class Handover:
         """Whether requests may yet move to devices that decode."""
         return any(device.open_requests for device in self._prefilling)
 
-    def heard(self, name: str, output: Output) -> None:
+    def on_output(self, name: str, output: Output) -> None:
         """A device has produced an output, now by its clock."""
         device = self._devices[name]
         if role_of(device) is not Role.PREFILL or name not in self._movers:

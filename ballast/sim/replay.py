@@ -1,8 +1,8 @@
 """Does a story replay? Its events are fed to the loop and policies that it is of, and what these do
 is compared with what they did.
 
-Memory is `vm_null`; a job, a transfer and a turn end when the story says. What is told anew must be
-what was told, entry by entry.
+Memory is `vm_null`; a job, a transfer and a turn end when the story says. What is recorded anew
+must be what was recorded, entry by entry.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StoryDifference:
     index: int
     """Of the entry, within the life; its number where the story ends."""
     recorded: StoryEntry | None
-    """None: nothing more was told of this turn."""
+    """None: nothing more is recorded of this turn."""
     replayed: StoryEntry | None
     before: list[StoryEntry]
     """Of the story, up to there."""
@@ -109,25 +109,27 @@ class _Replay:
         self._reasons = reasons
         self._entries = life.entries
         self._over = life.over
-        told = life.snapshot
+        snapshot = life.snapshot
         self._clock = VirtualClock(life.at)
         self._lanes, self._script = StoryLanes(), _Script()
-        self._link = _Link(told.link_bytes_per_second)
-        self._told: list[StoryEntry] = []
+        self._link = _Link(snapshot.link_bytes_per_second)
+        self._replayed: list[StoryEntry] = []
         """By the turn that was replayed last."""
-        vm = NullVm(told.device.page_bytes, told.device.budget_bytes // told.device.page_bytes)
-        hosted = [hosted_nowhere(m.spec) for m in told.models]
-        costs = {m.spec.name: m.costs for m in told.models if not m.learned}
-        preset = resolve(told.preset, told.options, told.order)
+        vm = NullVm(
+            snapshot.device.page_bytes, snapshot.device.budget_bytes // snapshot.device.page_bytes
+        )
+        hosted = [hosted_nowhere(m.spec) for m in snapshot.models]
+        costs = {m.spec.name: m.costs for m in snapshot.models if not m.learned}
+        preset = resolve(snapshot.preset, snapshot.options, snapshot.order)
         state = build_state(
-            told.device,
+            snapshot.device,
             hosted,
             vm,
             self._link,
             self._clock,
             copy_nothing,
             costs,
-            (lambda spec, copies: StoryRotor()) if told.rotates else None,
+            (lambda spec, copies: StoryRotor()) if snapshot.rotates else None,
             make_swapper=carry_nothing if preset.requires.kv_swapping else None,
         )
         self._loop = Loop(
@@ -137,7 +139,7 @@ class _Replay:
             self._lanes,
             self._clock,
             lambda outputs: None,
-            Story(0, self._told.extend, began=told.began, overhead=told.overhead),
+            Story(0, self._replayed.extend, began=snapshot.began, overhead=snapshot.overhead),
         )
         self._made = StoryEvents(life, self._lanes, self._loop)
         self._at = 0
@@ -164,7 +166,7 @@ class _Replay:
 
     def _begin(self, turn: range) -> StoryDifference | None:
         self._loop.begin()
-        del self._told[0]  # the snapshot
+        del self._replayed[0]  # the snapshot
         return self._compare(turn)
 
     def _of(self, turn: range) -> list[StoryEntry]:
@@ -190,59 +192,59 @@ class _Replay:
         self._loop.turn()
         return self._compare(turn)
 
-    def _leap(self, told: StoryEntry, turn: range) -> StoryDifference | None:
-        """Take its steps one by one. When most of them ended, and how long they took, was not told,
-        and nothing depends on it: they are spread evenly."""
-        if "jobs" in told:
-            return self._leap_on_lanes(told, turn)
-        job = self._made.ended_job(told)
-        steps, ends = told["steps"], told["ends"]
-        seconds = told.get("seconds") or [0.0] * len(ends)
+    def _leap(self, leap: StoryEntry, turn: range) -> StoryDifference | None:
+        """Take its steps one by one. When most of them ended, and how long they took, was not
+        recorded, and nothing depends on it: they are spread evenly."""
+        if "jobs" in leap:
+            return self._leap_on_lanes(leap, turn)
+        job = self._made.ended_job(leap)
+        steps, ends = leap["steps"], leap["ends"]
+        seconds = leap.get("seconds") or [0.0] * len(ends)
         begun, free = self._clock.now(), steps - len(ends)
         pitch = (ends[0] - begun) / (free + 1)
         times = [*(begun + pitch * (i + 1) for i in range(free)), *ends]
         for at, took in zip(times, [*[0.0] * free, *seconds], strict=True):
             self._clock.advance_to(at)
             self._script.next.append(self._made.job_done(job, took, {}))
-            self._told.clear()
+            self._replayed.clear()
             self._loop.turn()
-            decided = [e for e in self._told if "event" not in e and "job" not in e]
+            decided = [e for e in self._replayed if "event" not in e and "job" not in e]
             flying = self._lanes.jobs
             if decided or len(flying) != 1:
                 said = decided[0] if decided else None
-                return self._difference(turn.start, told, said, "a leap only decodes")
+                return self._difference(turn.start, leap, said, "a leap only decodes")
             _, job = flying.popitem()
         self._lanes.start(job)
         self._events += steps
         self._jobs += steps - 1
-        self._told[:-1] = [told]
+        self._replayed[:-1] = [leap]
         return self._compare(turn)
 
-    def _leap_on_lanes(self, told: StoryEntry, turn: range) -> StoryDifference | None:
-        """Take its steps one by one; of each it was told when it ended, and how long it took."""
+    def _leap_on_lanes(self, leap: StoryEntry, turn: range) -> StoryDifference | None:
+        """Take its steps one by one; of each it is recorded when it ended, and how long it took."""
         begun: list[StoryEntry] = []
-        for id, at, took in zip(told["jobs"], told["ends"], told["seconds"], strict=True):
+        for id, at, took in zip(leap["jobs"], leap["ends"], leap["seconds"], strict=True):
             flying = self._lanes.jobs.get(id)
-            model = told["model"] if flying is None else flying.model
+            model = leap["model"] if flying is None else flying.model
             job = self._made.ended_job({"job": id, "model": model})
             self._clock.advance_to(at)
             self._script.next.append(self._made.job_done(job, took, {}))
-            self._told.clear()
+            self._replayed.clear()
             self._loop.turn()
-            decided = [e for e in self._told if "event" not in e and "job" not in e]
+            decided = [e for e in self._replayed if "event" not in e and "job" not in e]
             if decided:
-                return self._difference(turn.start, told, decided[0], "a leap only decodes")
-            begun += [e for e in self._told if "event" not in e]
-        self._events += told["steps"]
+                return self._difference(turn.start, leap, decided[0], "a leap only decodes")
+            begun += [e for e in self._replayed if "event" not in e]
+        self._events += leap["steps"]
         self._jobs += len(begun)
-        self._told[:] = [told, *(e for e in begun if e["job"] in self._lanes.jobs)]
-        self._jobs -= len(self._told) - 1  # which are counted with what is compared
+        self._replayed[:] = [leap, *(e for e in begun if e["job"] in self._lanes.jobs)]
+        self._jobs -= len(self._replayed) - 1  # which are counted with what is compared
         return self._compare(turn)
 
     def _compare(self, turn: range) -> StoryDifference | None:
-        """What the turn told anew, with what was told of it."""
-        again = [_plain(entry) for entry in self._told]
-        self._told.clear()
+        """Compare what the turn recorded anew with what is recorded of it."""
+        again = [_plain(entry) for entry in self._replayed]
+        self._replayed.clear()
         self._count(again)
         recorded = [{k: v for k, v in e.items() if k not in _PRIVATE} for e in self._of(turn)]
         for i, (a, b) in enumerate(itertools.zip_longest(recorded, again)):

@@ -14,6 +14,7 @@ from ballast.memory.copies import Copy
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.layer_passes import Pass
 from ballast.sim.link import SimLink
+from ballast.weights.rotation_slots import RotationSlots
 from ballast.weights.rotor import ArrivalPlan, Loads
 
 
@@ -56,11 +57,13 @@ class SimRotor:
         self._settling = False
         self._job: Pass | None = None
         """That began last."""
-        self._lay(WHOLE, ())
+        self._slots = RotationSlots()
+        self._order: tuple[int, ...] = ()
+        """Layers that share their slot, ascending."""
 
     @property
     def held(self) -> Sequence[int]:
-        return tuple(self._held)
+        return tuple(self._slots.held)
 
     def settle(self) -> None:
         self._settling = True
@@ -71,12 +74,12 @@ class SimRotor:
         self._begun(self)
         self._lay(rotation, held)
         self._absent = {*rotation.layers} - {*held}
-        firsts = {layer: slot for slot, layer in enumerate(rotation.layers[: rotation.slots])}
-        for layer in sorted({*firsts, *missing}):
-            slot = firsts.get(layer)
+        lacking = {layer: slot for slot, layer in self._slots.lacking()}
+        for layer in sorted({*lacking, *missing}):
+            slot = lacking.get(layer)
             if slot is None:
                 self._load(now, layer)
-            elif held[slot] != layer:
+            else:
                 self._replace(now, slot, layer)
 
     def forget(self) -> None:
@@ -109,13 +112,13 @@ class SimRotor:
 
     @property
     def stops(self) -> Sequence[int]:
-        if not self._arriving and self._flying <= self._sharing.keys():
+        if not self._arriving and self._flying <= self._slots.next_of.keys():
             return self._order
-        return sorted({*self._sharing, *self._flying, *self._arriving})
+        return sorted({*self._order, *self._flying, *self._arriving})
 
     @property
     def waits(self) -> bool:
-        return bool(self._sharing or self._flying or self._arriving)
+        return bool(self._order or self._flying or self._arriving)
 
     def begin(self, now: float, job: Pass, read: int, written: int) -> None:
         self._job = job
@@ -124,9 +127,9 @@ class SimRotor:
         return layer in self._absent or layer in self._arriving
 
     def used(self, now: float, layer: int) -> None:
-        following = self._sharing.get(layer)
+        following = self._slots.following(layer)
         if following is not None:
-            self._replace(now, self._slot_of[layer], following)
+            self._replace(now, *following)
 
     def waited(self, seconds: float) -> None:
         if not self._arrived:
@@ -136,20 +139,16 @@ class SimRotor:
 
     def _lay(self, rotation: Rotation, held: Sequence[int]) -> None:
         """`rotation` is in force, and no load on its way; `held`: as of `remap`."""
-        self._held = list(held)
-        self._slot_of = rotation.slot_of
-        self._sharing = {a: b for a, b in sorted(rotation.next_of.items()) if a != b}
-        """By layer that shares its slot, ascending: the one that follows it there."""
-        self._order = tuple(self._sharing)
+        self._slots.remap(rotation, held)
+        self._order = tuple(self._slots.next_of)
         self._absent = set()
         self._settling = False
 
     def _replace(self, now: float, slot: int, layer: int) -> None:
         """The slot is the layer's from now on."""
-        before = self._held[slot]
-        if before in self._slot_of:
+        before = self._slots.put(slot, layer)
+        if before in self._slots.slot_of:
             self._absent.add(before)
-        self._held[slot] = layer
         self._load(now, layer)
 
     def _load(self, now: float, layer: int) -> None:

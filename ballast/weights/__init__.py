@@ -29,6 +29,7 @@ cannot see `kv`.
 - `recipe_agreement`: Check that a module computes what its recipe says.
 - `recipe_search`: Find a decoder's recipe from its tensors and parts.
 - `residency`: The weights of one model on one device: absent, loading, resident.
+- `rotation_slots`: Which layer each slot of a rotation holds, and which follows it.
 - `rotor`: The protocol that brings rotating layers to their slots (MIRAGE, 4.1, 5.4).
 - `sealed`: A host-tier segment: a memfd that is filled, sealed, and mapped read only.
 - `segment`: Segments: tensors of one layer, packed one after the other.

@@ -14,7 +14,8 @@ from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
 from ballast.memory.cuda.calls import Driver
 from ballast.memory.cuda.fences import EventPool, StreamStalls
-from ballast.weights.rotor import NOBODY, ArrivalPlan, Loads
+from ballast.weights.rotation_slots import NOBODY, RotationSlots
+from ballast.weights.rotor import ArrivalPlan, Loads
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class EventRotor:
         """`context`: of the device, retained as long as this is used; `copies`: that bring each
         layer; `stream`: that the calling lane's work goes to; `settled`: called by any thread."""
         self.loads = Loads()
-        self.rotation = WHOLE
+        self._slots = RotationSlots()
         self._driver, self._context = driver, context
         self._copies, self._lane, self._settled = copies, stream, settled
         driver.set_current(context)
@@ -61,18 +62,18 @@ class EventRotor:
         self._past: list[int] = []
         """Events of lanes' streams that were not seen to be reached."""
         self._stalls = StreamStalls(self._timed)
-        self._held: list[int] = []
-        """By slot, the layer that was brought there last."""
-        self._next: dict[int, int] = {}
-        self._slot_of: dict[int, int] = {}
         self._lock = threading.Lock()
         """A pass and the loop's turn are never at the same time; reports may be."""
 
     # -- the loop's thread ------------------------------------------------------------------------
 
     @property
+    def rotation(self) -> Rotation:
+        return self._slots.rotation
+
+    @property
     def held(self) -> tuple[int, ...]:
-        return tuple(self._held)
+        return tuple(self._slots.held)
 
     def settle(self) -> None:
         threading.Thread(target=self._settle, name="settle", daemon=True).start()
@@ -80,14 +81,12 @@ class EventRotor:
     def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         with self._lock:
             self._driver.set_current(self._context)
-            self.rotation = rotation
-            self._slot_of, self._next = rotation.slot_of, rotation.next_of
             self._landing.clear()
-            self._held = list(held)
-            first = rotation.layers[: rotation.slots]
-            wanted = [layer for slot, layer in enumerate(first) if held[slot] != layer]
-            self._held[:] = first
-            for layer in sorted([*missing, *wanted]):
+            self._slots.remap(rotation, held)
+            lacking = self._slots.lacking()
+            for slot, layer in lacking:
+                self._slots.put(slot, layer)
+            for layer in sorted([*missing, *(layer for _, layer in lacking)]):
                 self._load(layer)
 
     def forget(self) -> None:
@@ -118,10 +117,9 @@ class EventRotor:
         what the first layers need: they are brought, as all that it launched has ended."""
         with self._lock:
             self._look()
-            for slot, first in enumerate(self.rotation.layers[: self.rotation.slots]):
-                if self._held[slot] != first:
-                    self._replace(slot, first)
-            return frozenset(self._slot_of) | frozenset(self._landing)
+            for slot, first in self._slots.lacking():
+                self._replace(slot, first)
+            return frozenset(self._slots.slot_of) | frozenset(self._landing)
 
     def wait(self, layer: int) -> None:
         """Kernels launched from here on run when it is there. Returns at once."""
@@ -132,15 +130,15 @@ class EventRotor:
 
     def used(self, layer: int) -> None:
         """Once what was launched so far has ended, the next of its slot takes its place."""
-        following = self._next.get(layer, layer)
-        if following == layer:
+        following = self._slots.following(layer)
+        if following is None:
             return
         with self._lock:
             event = self._events.acquire()
             self._driver.record(event, self._lane())
             self._driver.wait_for(self._stream, event)
             self._past.append(event)
-            self._replace(self._slot_of[layer], following)
+            self._replace(*following)
 
     def stalled(self) -> float:
         """Seconds that lanes' streams stood still for layers since this was last asked. What was
@@ -165,10 +163,10 @@ class EventRotor:
             self._settled()  # who waits for it will meet the same error
 
     def _replace(self, slot: int, layer: int) -> None:
-        self._landing.pop(self._held[slot], None)
-        self._held[slot] = NOBODY  # the next pass tries again where the copy cannot be launched
+        # The next pass tries again where the copy cannot be launched.
+        self._landing.pop(self._slots.put(slot, NOBODY), None)
         self._load(layer)
-        self._held[slot] = layer
+        self._slots.put(slot, layer)
 
     def _load(self, layer: int) -> None:
         copy, began, ended = self._copies[layer], self._timed.acquire(), self._timed.acquire()

@@ -13,7 +13,8 @@ from ballast.core.job import SequenceWork
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
-from ballast.weights.rotor import NOBODY, ArrivalPlan, Loads
+from ballast.weights.rotation_slots import NOBODY, RotationSlots
+from ballast.weights.rotor import ArrivalPlan, Loads
 
 
 class LinkRotor:
@@ -40,18 +41,13 @@ class LinkRotor:
         """`settled` and `opened`, called with the transfer, notify the loop; from any thread.
         Without `opened` jobs wait for whole loads of the model's weights."""
         self.loads = Loads()
-        self.rotation = WHOLE
+        self._slots = RotationSlots()
         self._stream = f"rotation:{model}"
         self._copies, self._link, self._clock = copies, link, clock
         self._settled, self._opened = settled, opened
         self._change = threading.Condition()
         self._ready = bytearray(b"\1") * len(copies)
         """By layer, whether its bytes are where it is read."""
-        self._slot_of: dict[int, int] = {}
-        self._next: dict[int, int] = {}
-        """By rotating layer, which follows it in its slot."""
-        self._held: list[int] = []
-        """By slot, the layer whose bytes are there or on their way."""
         self._flying: set[int] = set()
         """Layers on their way."""
         self._touched: set[int] = set()
@@ -69,9 +65,13 @@ class LinkRotor:
     # -- the loop's thread ------------------------------------------------------------------------
 
     @property
+    def rotation(self) -> Rotation:
+        return self._slots.rotation
+
+    @property
     def held(self) -> tuple[int, ...]:
         with self._change:
-            return tuple(i if i >= 0 and self._ready[i] else NOBODY for i in self._held)
+            return tuple(i if i >= 0 and self._ready[i] else NOBODY for i in self._slots.held)
 
     def settle(self) -> None:
         with self._change:
@@ -107,23 +107,21 @@ class LinkRotor:
     def _begin(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         with self._change:
             self._end_arrival()
-            self.rotation = rotation
             self._settling, self._busy = False, True
-            self._slot_of, self._next = rotation.slot_of, rotation.next_of
             # Nobody else knows of a layer with memory of its own that it is not there.
-            self._held = [NOBODY if layer in self._broken else layer for layer in held]
+            slots, broken = self._slots, set(self._broken)
+            slots.remap(rotation, [NOBODY if layer in broken else layer for layer in held])
             for layer in range(len(self._ready)):
-                self._ready[layer] = layer not in self._slot_of
-            for layer in self._held:
+                self._ready[layer] = layer not in slots.slot_of
+            for layer in slots.held:
                 if layer >= 0:
                     self._ready[layer] = True
             self._touched.clear()
-            wanted = {*missing, *(layer for layer in self._broken if layer not in self._slot_of)}
+            wanted = {*missing, *(broken - slots.slot_of.keys())}
             self._broken.clear()
-            for slot, layer in enumerate(rotation.layers[: rotation.slots]):
-                if self._held[slot] != layer:
-                    self._replace(slot, layer)
-                    wanted.add(layer)
+            for slot, layer in slots.lacking():
+                self._replace(slot, layer)
+                wanted.add(layer)
             for layer in sorted(wanted):
                 self._load(layer)
 
@@ -135,16 +133,15 @@ class LinkRotor:
         if not self._busy:
             return frozenset()
         with self._change:
-            for slot, first in enumerate(self.rotation.layers[: self.rotation.slots]):
-                if self._held[slot] == first:
-                    continue
-                while self._held[slot] in self._flying:
+            slots = self._slots
+            for slot, first in slots.lacking():
+                while slots.held[slot] in self._flying:
                     self._change.wait()
                 self._replace(slot, first)
                 self._load(first)
             for layer in sorted(self._broken):
                 self._load(layer)
-            stops = frozenset(self._slot_of) | self._flying | self._broken.keys()
+            stops = frozenset(slots.slot_of) | self._flying | self._broken.keys()
             if self._arrival is not None:
                 stops |= self._arrival.missing
             self._busy = bool(stops)
@@ -171,12 +168,12 @@ class LinkRotor:
 
     def used(self, layer: int) -> None:
         """The job is done with a layer: the next of its slot can take its place."""
-        following = self._next.get(layer, layer)
-        if following == layer:
+        following = self._slots.following(layer)
+        if following is None:
             return
         with self._change:
-            self._replace(self._slot_of[layer], following)
-            self._load(following)
+            self._replace(*following)
+            self._load(following[1])
 
     def stalled(self) -> float:
         """Seconds that jobs have waited for layers since this was last asked."""
@@ -236,11 +233,10 @@ class LinkRotor:
 
     def _replace(self, slot: int, layer: int) -> None:
         """The slot is the layer's from now on."""
-        before = self._held[slot]
+        before = self._slots.put(slot, layer)
         if before >= 0:
             self._ready[before] = False
             self._broken.pop(before, None)
-        self._held[slot] = layer
 
     def _load(self, layer: int) -> None:
         self._ready[layer] = False

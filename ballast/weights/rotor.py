@@ -10,9 +10,6 @@ from ballast.core.model import ModelSpec
 from ballast.core.rotation import Rotation
 from ballast.memory.copies import Copy
 
-NOBODY = -1
-"""In place of a layer's number: the slot holds no layer's bytes."""
-
 
 @dataclass(slots=True)
 class Loads:

@@ -121,8 +121,8 @@ class Workload:
 
     def describe(self) -> str:
         """Name, source and labels in one line."""
-        told = f"{self.name} ({self.source})" if self.source else self.name
-        return "; ".join((told, *self.labels))
+        description = f"{self.name} ({self.source})" if self.source else self.name
+        return "; ".join((description, *self.labels))
 
     def stats(self) -> WorkloadStats:
         """Rates, lengths and activity. Raises WorkloadError for an empty workload."""
@@ -175,10 +175,10 @@ class Workload:
                 block_tokens=size,
             )
 
-        told = f"lengths: prompt x{prompt_factor:g}, output x{output_factor:g}"
+        description = f"lengths: prompt x{prompt_factor:g}, output x{output_factor:g}"
         for what, most in (("prompt", max_prompt), ("output", max_output)):
-            told += "" if most is None else f", {what} at most {most}"
-        return self._changed(map(scaled, self.requests), told)
+            description += "" if most is None else f", {what} at most {most}"
+        return self._changed(map(scaled, self.requests), description)
 
     def map_models(self, names: Sequence[str], by: str = "popularity") -> Workload:
         """The workload's models replaced by `names`, the most popular by the first, and so on.
@@ -228,8 +228,8 @@ class Workload:
             return name if r.session is None else of_session.setdefault(r.session, name)
 
         spread = (replace(r, model=drawn(r)) for r in self.requests)
-        told = f"spread over {len(names)} models by a power law of {alpha:g}, seed {seed}"
-        return self._changed(spread, told)
+        description = f"spread over {len(names)} models by a power law of {alpha:g}, seed {seed}"
+        return self._changed(spread, description)
 
     def window(self, start: float, end: float) -> Workload:
         """The requests of [start, end) seconds, with `start` as the new zero."""

@@ -58,7 +58,7 @@ def serve(workload: Workload, preset: str) -> Report:
     def observe(now: float, state: DeviceState) -> None:
         memory.append(MemorySample(now, {"sim": DeviceSample.of(device_report(state, "sim"))}))
 
-    ran = simulate(fleet, specs, submissions, profile, recorder.told, observe=observe)
+    ran = simulate(fleet, specs, submissions, profile, recorder.record, observe=observe)
     slos = dict.fromkeys(NAMES, SLO)
     return Report.of(recorder.records(), slos, ran.seconds, memory, name=preset)
 

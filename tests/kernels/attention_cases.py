@@ -16,6 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ballast.core.settings import KvLayout
+from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.kernels.gpu.batch import GpuBatch, Scratch
 from ballast.kernels.gpu.kv import GpuKv
@@ -107,7 +108,7 @@ def run(
     batch.write(1, k, v)
     out = batch.out
     own = None if sinks is None else sinks.to(DEVICE)
-    batch.attend(1, q, q.shape[2] ** -0.5, out, window=window, softcap=softcap, sinks=own)
+    batch.attend(1, q, out, AttentionParams(q.shape[2] ** -0.5, window, softcap, own))
     return out[: len(qkv[0])].cpu().clone()
 
 

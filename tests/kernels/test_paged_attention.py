@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ballast.core.errors import BrokenPromise
 from ballast.kernels import team
+from ballast.kernels.attention import AttentionParams
 from ballast.kernels.paged_attention import (
     NO_WINDOW,
     KvArray,
@@ -93,7 +94,7 @@ def attend(
     batch.write(layer, k, v)
     out = torch.full((len(q), heads, q.shape[2]), float("nan"), dtype=q.dtype)
     scale = q.shape[2] ** -0.5
-    batch.attend(layer, q, scale, out, window=window, softcap=softcap, sinks=sinks)
+    batch.attend(layer, q, out, AttentionParams(scale, window, softcap, sinks))
     return out
 
 
@@ -297,7 +298,7 @@ def test_tables_of_all_layers_do_what_attend_does(rows: torch.dtype, dtype: torc
         batch.write(layer, k, v)
         team.run(kernel, tables[layer].ctypes.data, torch.get_num_threads())
         expected = torch.empty_like(out)
-        batch.attend(layer, q, 0.25, expected, window=window, softcap=softcap)
+        batch.attend(layer, q, expected, AttentionParams(0.25, window, softcap))
         assert torch.equal(out, expected)
 
 
@@ -313,7 +314,7 @@ def test_refuses_what_would_leave_its_blocks() -> None:
         batch.write(0, wrong, wrong)
     short = torch.zeros(15, 1, 16)
     with pytest.raises(BrokenPromise):
-        batch.attend(0, short, 1.0, torch.empty_like(short))
+        batch.attend(0, short, torch.empty_like(short), AttentionParams(1.0))
 
 
 def test_warm_up_compiles_all_and_scratch_is_small() -> None:

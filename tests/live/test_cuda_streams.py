@@ -35,14 +35,14 @@ def test_jobs_at_the_same_time_have_different_multiprocessors(n: int, data: st.D
     for id in range(30):
         if running and data.draw(st.booleans()):
             job, _ = running.pop(data.draw(st.sampled_from(sorted(running))))
-            streams.give_back(job)
+            streams.release(job)
             lanes.end(job)
         if not lanes.ready:
             continue
         lane, parts = lanes.place(data.draw(st.integers(0, 3)))
         job = Job(id, lane, "m", (), parts)
         lanes.begin(job)
-        groups = groups_of(driver, streams.take(job), n)
+        groups = groups_of(driver, streams.acquire(job), n)
         assert groups
         assert parts is None or len(groups) <= parts
         assert all(groups.isdisjoint(other) for _, other in running.values())

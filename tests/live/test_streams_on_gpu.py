@@ -56,17 +56,17 @@ def test_jobs_at_the_same_time_have_multiprocessors_of_their_own(driver: CudaDri
         pytest.skip("the driver has no green contexts")
     compute = TorchOnGpu(0)
     jobs = [Job(id=lane, lane=lane, model="m", work=(), parts=1) for lane in range(2)]
-    taken = [streams.take(job) for job in jobs]
+    taken = [streams.acquire(job) for job in jobs]
     halves = [multiprocessors(compute, stream) for stream in taken]
     twin = multiprocessors(compute, streams.twin(taken[0]))
     for job in jobs:
-        streams.give_back(job)
+        streams.release(job)
     whole = Job(id=9, lane=0, model="m", work=())
-    alone = multiprocessors(compute, streams.take(whole))
+    alone = multiprocessors(compute, streams.acquire(whole))
     assert halves[0].isdisjoint(halves[1])
     assert twin <= halves[0]
     assert len(alone) > max(map(len, halves))
-    streams.give_back(whole)
+    streams.release(whole)
     streams.close()
 
 

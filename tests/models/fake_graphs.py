@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.lora import GpuAdaptedRows
 from ballast.kernels.plain.attention import PlainAttention
 from ballast.kernels.plain.lora import PlainLora
@@ -200,20 +201,11 @@ class StaticAttention(PlainAttention):
                 kept = torch.where(live[:, None, None], new[row : row + 1], cache[where])
                 cache.index_put_(where, kept)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        scale: float,
-        out: Tensor,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> None:
+    def attend(self, layer: int, query: Tensor, out: Tensor, params: AttentionParams) -> None:
         batch, kv = self._batch, self._batch.kv
-        more = (window, softcap, sinks)
+        more = (params.window, params.softcap, params.sinks)
         if not batch.bucket.decodes or any(asked is not None for asked in more):
-            super().attend(layer, query, scale, out, *more)
+            super().attend(layer, query, out, params)
             return
         n, group, size = batch.bucket.sequences, batch.shape.group, kv.block_tokens
         # Table and keys of each row, from its items, of which a long sequence has several.
@@ -232,7 +224,7 @@ class StaticAttention(PlainAttention):
             torch.where(seen[..., None, None], x[blocks].flatten(1, 2), 0) for x in kv.layer(layer)
         )
         q = query[:n].reshape(n, kv.kv_heads, group, kv.head_dim)
-        scores = torch.einsum("nhgd,nchd->nhgc", q.float(), k.float()) * scale
+        scores = torch.einsum("nhgd,nchd->nhgc", q.float(), k.float()) * params.scale
         scores = scores.masked_fill(~seen[:, None, None], -1e30)
         attended = torch.einsum("nhgc,nchd->nhgd", scores.softmax(-1), v.float())
         out[:n].copy_(attended.reshape(n, batch.heads, kv.head_dim))

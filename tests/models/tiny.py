@@ -15,7 +15,7 @@ import transformers
 from ballast.core.job import SequenceWork
 from ballast.core.request import Sampling
 from ballast.core.settings import ModelSettings
-from ballast.kernels.gpu.batch import Attention, GpuBatch
+from ballast.kernels.gpu.batch import GpuAttention, GpuBatch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.models.fused.model import FusedModel
@@ -73,7 +73,7 @@ class Served:
         blocks: int = 64,
         shard: Shard = WHOLE,
         ranks: Mapping[str, Any] | None = None,
-        attention: Callable[[GpuBatch], Attention] | None = None,
+        attention: Callable[[GpuBatch], GpuAttention] | None = None,
         **settings: Any,
     ) -> None:
         """`shard`: what part of the model, `ranks`: what that takes besides. `attention`: served as

@@ -55,7 +55,7 @@ def serve(
             output_tokens=r.max_tokens,
         )
         recorder.sent(asked, r.id, r.arrival)
-    done = simulate(settings, specs, requests, profile, recorder.told, observe=observe)
+    done = simulate(settings, specs, requests, profile, recorder.record, observe=observe)
     done.state.pool.validate()
     by_model: dict[str, list[RequestRecord]] = {s.name: [] for s in specs}
     for record in recorder.records():

@@ -57,7 +57,7 @@ def serve(
         submission = submission_for(r, prompts(r))
         recorder.sent(r, submission.id, r.at)
         submissions.append(submission)
-    done = simulate(setting, specs, submissions, profile, recorder.told, observe=observe)
+    done = simulate(setting, specs, submissions, profile, recorder.record, observe=observe)
     done.state.pool.validate()
     records = recorder.records()
     assert [r.error for r in records if not r.answered] == []

@@ -395,7 +395,7 @@ class Watch:
         others = [o for o in view.models if o is not m and o.residency is Residency.RESIDENT]
         if self.comes_and_goes:
             gone = [o for o in others if o.idle and not o.spec.pinned]
-            idle = sum(o.own_pages - o.lent_pages + o.kv_pages - o.cached_pages for o in gone)
+            idle = sum(o.own_pages - o.freed_pages + o.kv_pages - o.cached_pages for o in gone)
         if self.undoes and view.now >= first.order.arrival + self.patience * m.spec.slo.ttft:
             younger = sum(self._undone_for(view, m, first, o) for o in view.models)
         there = free + caches + idle + younger

@@ -20,7 +20,8 @@ from ballast.transport.tensor_parallel.rank_messages import (
     SettleLayersMsg,
 )
 from ballast.weights.link_rotor import LinkRotor
-from ballast.weights.rotor import NOBODY, ArrivalPlan
+from ballast.weights.rotation_slots import NOBODY
+from ballast.weights.rotor import ArrivalPlan
 
 
 class GroupRotor(LinkRotor):

@@ -28,7 +28,7 @@ class OutgoingQueue:
         """Make `fd` readable, so that the main thread looks what has changed."""
         os.eventfd_write(self.fd, 1)
 
-    def take(self) -> list[ToServer]:
+    def drain(self) -> list[ToServer]:
         """Return all queued messages, in order; neighbouring outputs are joined in one message."""
         with contextlib.suppress(BlockingIOError):  # nothing was put in since the last time
             os.eventfd_read(self.fd)

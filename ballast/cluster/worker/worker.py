@@ -93,7 +93,7 @@ class Worker:
         return device.exit_code
 
     def _send_outgoing(self) -> None:
-        messages = self._outgoing.take()
+        messages = self._outgoing.drain()
         if any(isinstance(message, CommandDoneMsg) for message in messages):
             # Before the answer: whoever gets it finds the change in the device's state.
             self._reporter.report(at_once=True)

@@ -12,15 +12,15 @@ from importlib.util import find_spec
 
 import torch
 
-from ballast.kernels.gpu.batch import Attention, GpuBatch
+from ballast.kernels.gpu.batch import GpuAttention, GpuBatch
 
 
-def attention_kernels(device: torch.device) -> Callable[[GpuBatch], Attention]:
+def attention_kernels(device: torch.device) -> Callable[[GpuBatch], GpuAttention]:
     """Return the attention class for batches of `device`: Triton's on a GPU, where installed."""
     on_gpu = device.type == "cuda" and find_spec("triton") is not None
     names = ("triton.attention", "TritonAttention")
     module, kind = names if on_gpu else ("plain.attention", "PlainAttention")
-    made: Callable[[GpuBatch], Attention] = getattr(
+    made: Callable[[GpuBatch], GpuAttention] = getattr(
         importlib.import_module(f"ballast.kernels.{module}"), kind
     )
     return made

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ballast.core.errors import BrokenPromise
+from ballast.kernels.attention import Attention, AttentionParams
 from ballast.kernels.gpu.attention_plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -34,26 +35,12 @@ NOWHERE = -1
 """The slot of a row that is padding."""
 
 
-class Attention(Protocol):
-    """An implementation of attention, for the jobs of one bucket."""
+class GpuAttention(Attention, Protocol):
+    """An implementation of attention, for the jobs of one bucket; `GpuBatch` has checked what it is
+    given."""
 
     replayable: ClassVar[bool]
     """Whether `write` and `attend` of a bucket of decodes launch the same work for every job."""
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """As `GpuBatch.write`, whose checks have passed."""
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        scale: float,
-        out: Tensor,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> None:
-        """As `GpuBatch.attend`, whose checks have passed."""
 
 
 class Scratch:
@@ -95,7 +82,7 @@ class GpuBatch:
         kv: GpuKv,
         heads: int,
         bucket: Bucket,
-        attention: Callable[[GpuBatch], Attention],
+        attention: Callable[[GpuBatch], GpuAttention],
         scratch: Scratch | None = None,
     ) -> None:
         """`scratch`: that of the model, if it has other batches."""
@@ -173,38 +160,22 @@ class GpuBatch:
         self.plan, self.n_wanted = made, len(wanted)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Put new keys and values, each (T, kv_heads, head_dim), into the blocks of `layer`.
-
-        Of the KV's dtype; any strides, except that a head's elements lie side by side.
-        """
+        """As `Attention.write`."""
         self._like(key, self.kv.kv_heads)
         self._like(value, self.kv.kv_heads)
         self._attention.write(layer, key, value)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        scale: float,
-        out: Tensor,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """softmax(scale * query K^T) V into `out`, for query (T, heads, head_dim).
-
-        `out` is like it, and contiguous. As `PagedBatch.attend`; rows that are padding stay as they
-        were, or are anything.
-        """
+    def attend(self, layer: int, query: Tensor, out: Tensor, params: AttentionParams) -> None:
+        """As `Attention.attend`."""
         self._like(query, self.heads)
         if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
             raise BrokenPromise("attention's output is not like its query, and contiguous")
+        sinks = params.sinks
         if sinks is not None and (
             sinks.shape != (self.heads,) or sinks.dtype != query.dtype or sinks.stride(0) != 1
         ):
             raise BrokenPromise(f"attention got {sinks.dtype} {tuple(sinks.shape)} as sinks")
-        self._attention.attend(layer, query, scale, out, window, softcap, sinks)
+        self._attention.attend(layer, query, out, params)
 
     def _like(self, given: Tensor, heads: int) -> None:
         shape = (self.n_tokens, heads, self.kv.head_dim)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ballast.core.units import MiB
+from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.batch import GpuBatch
 
 SCORE_BYTES = 32 * MiB
@@ -19,7 +20,7 @@ SCORE_BYTES = 32 * MiB
 
 
 class PlainAttention:
-    """Implements `Attention`; what there is to do is read from the plan, on the host."""
+    """Implements `GpuAttention`; what there is to do is read from the plan, on the host."""
 
     replayable: ClassVar[bool] = False
 
@@ -34,16 +35,8 @@ class PlainAttention:
         for cache, new in zip(kv.layer(layer), (key, value), strict=True):
             cache[block, place] = new[:rows]
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        scale: float,
-        out: Tensor,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> None:
+    def attend(self, layer: int, query: Tensor, out: Tensor, params: AttentionParams) -> None:
+        window, softcap, sinks = params.window, params.softcap, params.sinks
         batch, kv = self._batch, self._batch.kv
         keys, values = kv.layer(layer)
         plan, group = batch.plan, batch.shape.group
@@ -65,7 +58,7 @@ class PlainAttention:
                 n = min(rows, count - begin)
                 part = slice(at + begin, at + begin + n)
                 q = query[part].float().reshape(n, kv.kv_heads, group, kv.head_dim)
-                scores = torch.einsum("nhgd,chd->hgnc", q, k) * scale
+                scores = torch.einsum("nhgd,chd->hgnc", q, k) * params.scale
                 if softcap is not None:
                     scores = softcap * (scores / softcap).tanh()
                 own = torch.arange(start + begin, start + begin + n, device=query.device)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.attention_plan import FEW_ROWS, ITEM_FIELDS, MANY_ROWS, MERGE_FIELDS
 from ballast.kernels.gpu.batch import GpuBatch
 from ballast.kernels.triton import attention_code as code
@@ -70,18 +71,9 @@ class TritonAttention:
             ALIGNED=self._aligned(layer),
         )
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        scale: float,
-        out: Tensor,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> None:
-        batch = self._batch
-        call = (layer, query, scale, out, window, softcap, sinks)
+    def attend(self, layer: int, query: Tensor, out: Tensor, params: AttentionParams) -> None:
+        batch, sinks = self._batch, params.sinks
+        call = (layer, query, out, params)
         self._attend(batch.few, batch.counts[0:], self._few, self._few_rows, *call)
         if not batch.bucket.decodes:
             # Not captured: as many programs as there are tiles.
@@ -111,12 +103,10 @@ class TritonAttention:
         rows: int,
         layer: int,
         query: Tensor,
-        scale: float,
         out: Tensor,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        params: AttentionParams,
     ) -> None:
+        window, softcap, sinks = params.window, params.softcap, params.sinks
         batch, kv = self._batch, self._batch.kv
         if programs == 0:
             return
@@ -134,7 +124,7 @@ class TritonAttention:
             *query.stride()[:2],
             keys.stride(0),
             self._partial.shape[2],
-            scale,
+            params.scale,
             window or 0,
             softcap or 0.0,
             HEADS=batch.heads,

@@ -48,7 +48,7 @@ class CudaVm:
         self._memory = CudaPages(driver, self.device, page_bytes)
         self._attached: dict[tuple[int, int], tuple[int, int]] = {}
         """Attached devices: identity -> number of its page 0 here, and its number of pages."""
-        self._told_as = (secrets.randbits(62), secrets.randbits(62))
+        self._identity = (secrets.randbits(62), secrets.randbits(62))
         self._events = EventPool(driver)
         self._lanes: list[int] = []
         self._open = True
@@ -110,7 +110,7 @@ class CudaVm:
     def open(self, exported: Exported) -> Exported:
         """The same pages, ready to be attached without a call of the driver; closes the
         descriptors. Raises DeviceError, also where this device cannot use them in place."""
-        check_attach(exported, self.page_bytes, self._told_as)
+        check_attach(exported, self.page_bytes, self._identity)
         if exported.page_fds is None or len(exported.page_fds) != len(exported.pages):
             raise DeviceError("attach", "these pages are no GPU's")
         self._enter()
@@ -202,7 +202,7 @@ class CudaVm:
                 os.close(fd)
             raise
         size, n = self.page_bytes, self.n_pages
-        return Exported(self._told_as, size, n, tuple(pages), None, tuple(fds))
+        return Exported(self._identity, size, n, tuple(pages), None, tuple(fds))
 
     def watch(self, stream: int) -> None:
         """Include a lane's stream in fences from now on."""

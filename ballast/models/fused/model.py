@@ -154,7 +154,7 @@ class FusedModel(ModelExecutor):
         adapted = self._adapters.of(work)
         planned = self._pass_of(by_library, adapted=adapted is not None)
         kernel, attending = self._attend(rows)
-        planned.attend(kernel, attending)
+        planned.set_attention(kernel, attending)
         stops = self._begin_pass(work)
         end = End.KV if not sampled else End.HEAD if head else End.NORM
         meet = partial(self._meet, n, sampled, adapted)

@@ -85,7 +85,7 @@ class PlannedPass:
         self._described.append((kernel, int(tables.ctypes.data + i * tables.strides[0])))
 
     def attention(self) -> None:
-        """Attention of the next layer: every job has tables of its own (`attend`)."""
+        """Attention of the next layer: every job has tables of its own (`set_attention`)."""
         self._attention.append(len(self._described))
         self._described.append(_ATTENDED_LATER)
 
@@ -99,7 +99,7 @@ class PlannedPass:
 
     # -- running it -------------------------------------------------------------------------------
 
-    def attend(self, kernel: int, tables: Array) -> None:
+    def set_attention(self, kernel: int, tables: Array) -> None:
         """Set attention's kernel and its tables (layers, fields), which the caller keeps, for the
         next run."""
         operations = self._laid_out()

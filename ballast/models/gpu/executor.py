@@ -24,7 +24,7 @@ from ballast.core.request import Sampling
 from ballast.kernels import sampling
 from ballast.kernels.gpu.attention import attention_kernels
 from ballast.kernels.gpu.attention_plan import Bucket
-from ballast.kernels.gpu.batch import Attention, GpuBatch, Scratch
+from ballast.kernels.gpu.batch import GpuAttention, GpuBatch, Scratch
 from ballast.kernels.gpu.kv import GpuKv
 from ballast.kernels.gpu.lora import GpuLoraGroup
 from ballast.kernels.gpu.sampling import GpuSampler
@@ -55,7 +55,7 @@ class GpuExecutor(ModelExecutor):
         layout: Layout,
         kv_bytes: int,
         device: torch.device,
-        make: Callable[[GpuBatch], Attention] | None = None,
+        make: Callable[[GpuBatch], GpuAttention] | None = None,
         graphs: GraphCache | None = None,
         common: Scratch | None = None,
     ) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ballast.core.errors import BrokenPromise
+from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.batch import GpuBatch
 from ballast.kernels.gpu.layer import HeadVectors, LayerKernels, layer_kernels
 from ballast.kernels.gpu.lora import GpuLoraGroup
@@ -76,7 +77,8 @@ class GpuFusedModel(GpuExecutor):
         self._layers = [_Layer.of(r) for r in roles[1 : 1 + n]]
         self._angles = _Angles(host.config, self.dtype, self._device)
         self._epsilon = float(host.config.get_text_config().rms_norm_eps)
-        self._scaling = self.spec.head_dim**-0.5
+        scale = self.spec.head_dim**-0.5
+        self._attention_params = [AttentionParams(scale, window) for window in host.windows]
 
     def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, GpuLoraGroup]:
         found = targets_by_role(host, addresses, interleaved=False)
@@ -115,8 +117,7 @@ class GpuFusedModel(GpuExecutor):
                 # Nobody wants more of it than its keys and values.
                 self._leave(i)
                 return hidden[:0]
-            window = self._host.windows[i]
-            batch.attend(i, query, self._scaling, batch.out, window=window)
+            batch.attend(i, query, batch.out, self._attention_params[i])
             more = self._multiply(batch, "o", layer.o, batch.out.flatten(1), i)
             x = k.add_norm(hidden, more, layer.o_bias, layer.post_norm, self._epsilon)
             gated = k.gate(self._multiply(batch, "gate_up", layer.gate_up, x, i))
@@ -140,8 +141,7 @@ class GpuFusedModel(GpuExecutor):
             self._reach(i)
             qkv = row(hidden, layer.qkv, norm=layer.input_norm)
             query = k.rotate(batch, i, qkv, layer.vectors, self._epsilon, cosine, sine)
-            window = self._host.windows[i]
-            batch.attend(i, query, self._scaling, batch.out, window=window)
+            batch.attend(i, query, batch.out, self._attention_params[i])
             hidden = row(batch.out.flatten(1), layer.o, bias=layer.o_bias, added=hidden)
             gated = row(hidden, layer.gate_up, norm=layer.post_norm, gated=True)
             hidden = row(gated, layer.down, added=hidden)

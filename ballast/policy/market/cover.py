@@ -65,7 +65,7 @@ def cover(
     parts: dict[str, int] = {}
     for claim in sorted(claims, key=attrgetter("precedence")):
         if claim.grain:
-            actions.take(_gather(view, claim, sources, budget))
+            actions.accept(_gather(view, claim, sources, budget))
             parts[claim.model] = pages = budget.use_part(claim)
             if pages >= claim.least and claim.then is not None:
                 actions.add(claim.then(pages))
@@ -80,7 +80,7 @@ def cover(
                     promises += _promised(claim, held)
                     budget.reserve(_offers(view, claim, sources), needs - held)
                 continue
-            actions.take(chosen)
+            actions.accept(chosen)
             needs = budget.needs(claim)
         elif needs == 0 and claim.overdue and not claim.may_preempt:
             own = [o for o in _offers(view, claim, sources) if o.at_hand and o.owner == claim.model]
@@ -113,7 +113,7 @@ class Actions:
         """Append actions."""
         self._actions += [(None, action) for action in actions]
 
-    def take(self, chosen: Iterable[AcceptedOffer]) -> None:
+    def accept(self, chosen: Iterable[AcceptedOffer]) -> None:
         """Append the actions that free what was taken."""
         for accepted in chosen:
             key = accepted.offer.key if accepted.offer.cumulative else None
@@ -146,9 +146,11 @@ def _may_take(claim: Claim, offer: Offer) -> bool:
     return offer.undoes is None or (claim.may_preempt and claim.order < offer.undoes)
 
 
-def _take(budget: PageBudget, claim: Claim, offer: Offer, pages: int) -> tuple[int, AcceptedOffer]:
+def _accept(
+    budget: PageBudget, claim: Claim, offer: Offer, pages: int
+) -> tuple[int, AcceptedOffer]:
     """Take a part of an offer for a claim; the pages gained, and what does it."""
-    gained = budget.take(offer, pages)
+    gained = budget.accept(offer, pages)
     n = budget.taken(offer.key) if offer.cumulative else pages
     return gained, AcceptedOffer(offer, pages, offer.act(n, claim))
 
@@ -164,7 +166,7 @@ def _gather(
             break
         if not budget.used_up(offer) and _may_take(claim, offer):
             pages = budget.left(offer, lacked)
-            gained, accepted = _take(budget, claim, offer, pages)
+            gained, accepted = _accept(budget, claim, offer, pages)
             if gained:
                 found.append(accepted)
     return found
@@ -219,7 +221,7 @@ def _try(
         if budget.used_up(offer) or not _may_take(claim, offer):
             continue
         pages = budget.left(offer, lacked)
-        _, accepted = _take(budget, claim, offer, pages)
+        _, accepted = _accept(budget, claim, offer, pages)
         lacks = budget.lacks(claim, budget.needs(claim))
         gained, lacked = lacks < lacked, lacks
         for_itself = offer.blocks > 0 and offer.owner == claim.model
@@ -253,7 +255,7 @@ def _needed(
     def lacks_with(kept: Sequence[AcceptedOffer]) -> int:
         budget.undo(before)
         for accepted in kept:
-            budget.take(accepted.offer, accepted.pages)
+            budget.accept(accepted.offer, accepted.pages)
         return budget.lacks(claim, budget.needs(claim))
 
     kept = list(chosen)

@@ -199,7 +199,7 @@ def _evicting(
     return Offer(
         ("model", m.name),
         m.name,
-        m.own_pages - m.lent_pages + m.kv_pages,
+        m.own_pages - m.freed_pages + m.kv_pages,
         price,
         act,
         undoes=undoes,

@@ -137,7 +137,7 @@ class PageBudget:
         alone = (s.pages for s in offer.releases if self._holders[s.owner] == {offer.owner})
         return max(0, pages - self._taken_of.get(offer.owner, 0) + sum(alone))
 
-    def take(self, offer: Offer, pages: int) -> int:
+    def accept(self, offer: Offer, pages: int) -> int:
         """Take `pages` of an offer, as `left` has it; return how many come by that which would not
         have come before."""
         gained, owner = self.gives(offer, pages), offer.owner

@@ -178,18 +178,18 @@ class KvSwap(MemoryPolicy):
             first = own.get(claim.model)
             others = (s for s in swappable if s is not first)
             for s in others if first is None else chain((first,), others):
-                lent = s.layers_for(max(claim.pages, round(self.ahead * s.m.kv_pages)))
-                if lent not in s.known:
-                    s.known[lent] = self._offer(view, s.m, lent)
-                offer = s.known[lent]
+                freed = s.layers_for(max(claim.pages, round(self.ahead * s.m.kv_pages)))
+                if freed not in s.known:
+                    s.known[freed] = self._offer(view, s.m, freed)
+                offer = s.known[freed]
                 if offer is not None:
                     yield offer
 
         return offers
 
-    def _offer(self, view: DeviceView, m: ModelView, lent: int) -> Offer | None:
+    def _offer(self, view: DeviceView, m: ModelView, freed: int) -> Offer | None:
         """What `lent` layers give that give up their pages, or as many as can; None: no more do."""
-        plan = self._more(view, m, lent)
+        plan = self._more(view, m, freed)
         if plan is None:
             return None
         assert m.kv_rotation is not None, "its KV can rotate"
@@ -199,20 +199,20 @@ class KvSwap(MemoryPolicy):
         act = partial(_swap, m.name, plan.rotation)
         return Offer(("kv layers", m.name), m.name, pages, price, act)
 
-    def plan(self, view: DeviceView, m: ModelView, lent: int, least: int) -> SwapPlan | None:
+    def plan(self, view: DeviceView, m: ModelView, freed: int, least: int) -> SwapPlan | None:
         """The shortest step with `lent` layers' pages given up, of at least `least` that rotate.
 
         It is reckoned with as much KV as there is room for then.
         """
         n = m.spec.n_layers
         assert m.kv_rotation is not None, "its KV can rotate"
-        more = _tokens(m) * (lent - m.kv_rotation.n_freed) // (n - lent)
+        more = _tokens(m) * (freed - m.kv_rotation.n_freed) // (n - freed)
         alone = step_seconds(m) + more * m.costs.per_context
         found: SwapPlan | None = None
         for slots in SLOTS:
-            if not least <= lent + slots <= n:
+            if not least <= freed + slots <= n:
                 continue
-            rotation = Rotation(spread(n, lent + slots), slots)
+            rotation = Rotation(spread(n, freed + slots), slots)
             seconds = self._step(view, m, rotation, alone, more)
             if found is None or seconds < found.seconds:
                 found = SwapPlan(rotation, seconds, seconds <= alone * (1 + self.slack))
@@ -236,18 +236,18 @@ class KvSwap(MemoryPolicy):
         can than do now."""
         now = m.kv_rotation
         assert now is not None, "its KV can rotate"
-        lents = range(now.n_freed + 1, wanted + 1)
+        counts = range(now.n_freed + 1, wanted + 1)
 
-        def over(lent: int) -> bool:
-            plan = self.plan(view, m, lent, len(now.layers) + 1)
+        def over(freed: int) -> bool:
+            plan = self.plan(view, m, freed, len(now.layers) + 1)
             return plan is None or (bool(self.cap) and not plan.hidden)
 
         # The most that is not over: first the one wanted, as it nearly always is.
-        if lents and not over(wanted):
-            lent = wanted
+        if counts and not over(wanted):
+            freed = wanted
         else:
-            lent = now.n_freed + bisect_left(lents, True, key=over)
-        return self.plan(view, m, lent, len(now.layers) + 1) if lent > now.n_freed else None
+            freed = now.n_freed + bisect_left(counts, True, key=over)
+        return self.plan(view, m, freed, len(now.layers) + 1) if freed > now.n_freed else None
 
     def _give_back(self, view: DeviceView, budget: PageBudget) -> list[Action]:
         """Let layers have pages of their own again as far as a reserve stays free, from what is

@@ -103,7 +103,7 @@ class LayerOffers:
 
     def bound(self, m: ModelView) -> int:
         """Most layers that a model may ever lend."""
-        return lendable(m, self.portion, self.slots)
+        return most_freeable(m, self.portion, self.slots)
 
     def most(self, view: DeviceView, m: ModelView) -> int:
         """Most layers that a model lends so that a pass can hide their loads."""
@@ -119,11 +119,11 @@ class LayerOffers:
         n = m.spec.n_layers
         return min(bound, most(n, m.rotatable, 1.0, n * self._ratio(view, m), self.slots))
 
-    def lent(self, m: ModelView, budget: PageBudget) -> int:
+    def freed(self, m: ModelView, budget: PageBudget) -> int:
         """Layers that a model lends once a decision, as far as it is made, is done."""
         return m.rotation.n_freed + budget.taken(layers_of(m)) // max(1, m.layer_pages)
 
-    def lending(self, m: ModelView, alpha: int, why: str) -> Remap:
+    def remap(self, m: ModelView, alpha: int, why: str) -> Remap:
         """So many layers, whichever; `settled` chooses, once it is known how many in the end."""
         if alpha <= 0:
             return Remap(m.name, WHOLE, why)
@@ -146,18 +146,18 @@ class LayerOffers:
 
     def _offers(self, view: DeviceView, m: ModelView, top: int) -> Iterator[Offer]:
         """Its layers up to `top`, as one offer of which any number can be taken."""
-        lent = m.rotation.n_freed
+        freed = m.rotation.n_freed
 
         def act(pages: int, claim: Claim) -> Remap:
-            alpha = lent + pages // m.layer_pages
-            return self.lending(m, alpha, f"{claim.model} needs pages")
+            alpha = freed + pages // m.layer_pages
+            return self.remap(m, alpha, f"{claim.model} needs pages")
 
-        if top > lent:
+        if top > freed:
             yield Offer(
                 layers_of(m),
                 m.name,
-                (top - lent) * m.layer_pages,
-                lambda: self._harm(view, m, top) - self._harm(view, m, lent),
+                (top - freed) * m.layer_pages,
+                lambda: self._harm(view, m, top) - self._harm(view, m, freed),
                 act,
                 grain=m.layer_pages,
                 cumulative=True,
@@ -222,6 +222,6 @@ def _oldest(models: Iterable[ModelView]) -> Precedence | None:
     return min((m.running[0].order for m in models if m.running), default=None)
 
 
-def lendable(m: ModelView, portion: float = 1.0, slots: int | None = None) -> int:
+def most_freeable(m: ModelView, portion: float = 1.0, slots: int | None = None) -> int:
     """Layers that a model could lend if nothing hid their loads: one slot is left at least."""
     return max(0, min(int(portion * len(m.rotatable)), len(m.rotatable) - (slots or 1)))

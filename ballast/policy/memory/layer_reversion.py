@@ -45,14 +45,14 @@ def to_active(
     actions: list[Action] = []
     waiting = set()
     for m in view.models:
-        lent = layers.lent(m, budget)
-        if m.name not in returning or not lent or m.residency is not Residency.RESIDENT:
+        freed = layers.freed(m, budget)
+        if m.name not in returning or not freed or m.residency is not Residency.RESIDENT:
             continue
-        excess = max(0, lent - layers.most(view, m))
+        excess = max(0, freed - layers.most(view, m))
         if not excess:  # as an active model it may be better off with other layers
-            actions.append(layers.lending(m, lent, "it has become active"))
+            actions.append(layers.remap(m, freed, "it has become active"))
             continue
-        claim = _layers_claim(view, layers, m, lent, excess, "it has become active")
+        claim = _layers_claim(view, layers, m, freed, excess, "it has become active")
         covered = cover(view, [claim], sources, budget)
         actions += covered.actions
         if covered.parts[m.name] < claim.pages:
@@ -63,20 +63,20 @@ def to_active(
 def off_peak(view: DeviceView, budget: PageBudget, layers: LayerOffers) -> list[Claim]:
     """Claims of all layers that are lent: those of active models first, then those of the models
     that are used next (7.6.1, dynamic reversion)."""
-    lenders = [
+    models = [
         m for active in (True, False) for m in reversed(layers.order(view.models, active=active))
     ]
-    lent = ((m, layers.lent(m, budget)) for m in lenders)
-    return [_layers_claim(view, layers, m, n, n, "the peak is over") for m, n in lent if n > 0]
+    freed = ((m, layers.freed(m, budget)) for m in models)
+    return [_layers_claim(view, layers, m, n, n, "the peak is over") for m, n in freed if n > 0]
 
 
 def _layers_claim(
-    view: DeviceView, layers: LayerOffers, m: ModelView, lent: int, n: int, why: str
+    view: DeviceView, layers: LayerOffers, m: ModelView, freed: int, n: int, why: str
 ) -> Claim:
     """The claim of a model that lends `lent` layers for the pages of `n` of them."""
 
     def back(pages: int) -> Sequence[Action]:
-        return (layers.lending(m, lent - pages // m.layer_pages, why),)
+        return (layers.remap(m, freed - pages // m.layer_pages, why),)
 
     return Claim(
         m.name,

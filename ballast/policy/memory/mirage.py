@@ -21,7 +21,7 @@ from ballast.policy.market.offers import (
     own_younger_requests,
 )
 from ballast.policy.market.page_budget import PageBudget
-from ballast.policy.memory.layer_offers import LayerOffers, last_remaps, lendable
+from ballast.policy.memory.layer_offers import LayerOffers, last_remaps, most_freeable
 from ballast.policy.memory.layer_reversion import give_back, off_peak, to_active
 from ballast.policy.memory.recompute import PATIENCE, Standing, hold, served, stand, turns_of
 from ballast.policy.memory.static import (
@@ -214,10 +214,12 @@ class Mirage(MemoryPolicy):
         """For each model that has a place: what the pool can hold once all lend what they can."""
         slots = int(self.beta) or None
         models, room = placed(view)
-        lent = sum(
-            lendable(m, self.portion, slots) * m.layer_pages for m in models if not m.spec.pinned
+        freed = sum(
+            most_freeable(m, self.portion, slots) * m.layer_pages
+            for m in models
+            if not m.spec.pinned
         )
-        return {m.name: room + lent for m in models}
+        return {m.name: room + freed for m in models}
 
     def _cover_within(
         self,
@@ -234,9 +236,9 @@ class Mirage(MemoryPolicy):
             own = [claim for claim in claims if claim.model == name]
             sources = _of(layers, own_younger_requests)
             done = cover(view, own, sources, PageBudget(within(view, m, more))).actions
-            before = sum(o.lent_pages for o in view.models)
+            before = sum(o.freed_pages for o in view.models)
             view = _with(view, done)
-            more += sum(o.lent_pages for o in view.models) - before
+            more += sum(o.freed_pages for o in view.models) - before
             if more > 0 and m.limit is not None:
                 done.append(Limit(name, m.limit + more, why="layers give up pages for it"))
                 view = _with(view, done[-1:])
@@ -284,8 +286,8 @@ def _before_its_layers_lend(view: DeviceView, layers: LayerOffers, claim: Claim)
 
 def surplus(view: DeviceView, pages: Mapping[str, int]) -> int:
     """Of what layers have given up: pages by which no model's share has grown."""
-    lent = sum(m.lent_pages for m in view.models)
-    return lent - sum(
+    freed = sum(m.freed_pages for m in view.models)
+    return freed - sum(
         max(0, m.limit - pages[m.name])
         for m in view.models
         if m.limit is not None and m.name in pages

@@ -109,11 +109,11 @@ def warn_of_keys(server: ServerSettings, known: Iterable[str]) -> None:
 
 def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """The key that a request shows: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
-    told = dict(headers)
-    scheme, _, key = told.get(b"authorization", b"").partition(b" ")
+    by_name = dict(headers)
+    scheme, _, key = by_name.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer" and key.strip():
         return key.strip()
-    return told.get(b"x-api-key")
+    return by_name.get(b"x-api-key")
 
 
 def _digest(key: bytes) -> bytes:

@@ -77,9 +77,9 @@ class KeyQuotas:
 
     def headers(self, key: KeySettings | None) -> list[tuple[bytes, bytes]]:
         """OpenAI's headers about what is left."""
-        told: list[tuple[bytes, bytes]] = []
+        headers: list[tuple[bytes, bytes]] = []
         if key is None:
-            return told
+            return headers
         now = self._clock.now()
         for kind, limit in _limits(key).items():
             if limit is not None:
@@ -91,8 +91,8 @@ class KeyQuotas:
                     ("remaining", left),
                     ("reset", f"{reset:.3f}s"),
                 ):
-                    told.append((f"x-ratelimit-{what}-{kind}".encode(), str(value).encode()))
-        return told
+                    headers.append((f"x-ratelimit-{what}-{kind}".encode(), str(value).encode()))
+        return headers
 
     def _spend(self, key: KeySettings, kind: str, n: int) -> None:
         limit = _limits(key)[kind]

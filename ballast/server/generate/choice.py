@@ -76,7 +76,7 @@ class Choice:
         self._said = len(piece.text)
         return piece
 
-    def take(self, output: TokenOutput) -> OutputPiece:
+    def add_token(self, output: TokenOutput) -> OutputPiece:
         """One more token. It ends the choice if it completes a stop string."""
         if self._silent:
             return OutputPiece(self.index, "")

@@ -45,7 +45,7 @@ class Generation(RequestAnswer):
         while any(c.finish_reason is None for c in self._choices.values()):
             outputs = await self._next_outputs(patience)
             pieces: list[OutputPiece] = []
-            fault = self._take(outputs, pieces)
+            fault = self._add_outputs(outputs, pieces)
             if pieces or not outputs:
                 yield pieces
             if fault is not None:
@@ -85,7 +85,7 @@ class Generation(RequestAnswer):
             sum(c.cached_tokens for c in prompts),
         )
 
-    def _take(self, outputs: Iterable[Output], pieces: list[OutputPiece]) -> Fault | None:
+    def _add_outputs(self, outputs: Iterable[Output], pieces: list[OutputPiece]) -> Fault | None:
         """Append what outputs that came together add; the end of a choice joins its last token."""
         now = self._clock.now()
         last: dict[int, int] = {}
@@ -114,7 +114,7 @@ class Generation(RequestAnswer):
         return None
 
     def _token(self, output: TokenOutput, choice: Choice, now: float) -> OutputPiece:
-        piece = choice.take(output)
+        piece = choice.add_token(output)
         timing = self._timings[output.request_id]
         self._metrics.token(self.model, timing, choice.prompt_tokens, now, output.queued)
         if piece.finish_reason is not None:

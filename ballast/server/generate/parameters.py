@@ -57,7 +57,7 @@ def sampling_of(request: GenerateRequest, spec: ModelSpec, stops: StopConditions
         banned=stops.banned,
         min_tokens=stops.min_tokens,
         seed=secrets.randbits(63) if request.seed is None else request.seed,
-        logprobs=request.told_logprobs,
+        logprobs=request.requested_logprobs,
     )
 
 

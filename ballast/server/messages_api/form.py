@@ -62,7 +62,7 @@ class MessageForm:
 
     def events(self, pieces: Iterable[OutputPiece]) -> bytes:
         return b"".join(
-            _event(made) for step in self._take(pieces) if (made := _of_step(step)) is not None
+            _event(made) for step in self._push(pieces) if (made := _of_step(step)) is not None
         )
 
     def closing(self, usage: Usage) -> bytes:
@@ -73,11 +73,11 @@ class MessageForm:
         return event(fault.messages_body(self._head.request_id), "error")
 
     def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> Message:
-        for _ in self._take(pieces):
+        for _ in self._push(pieces):
             pass
         return self._message([_content(block) for block in self._blocks.blocks], usage)
 
-    def _take(self, pieces: Iterable[OutputPiece]) -> Iterator[Step]:
+    def _push(self, pieces: Iterable[OutputPiece]) -> Iterator[Step]:
         for piece in pieces:
             if piece.finish_reason is not None:
                 self._last = piece

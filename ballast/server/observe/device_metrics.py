@@ -293,11 +293,11 @@ def _served(report: DeviceReport, specs: Mapping[str, ModelSpec], now: float) ->
         m.name: [a.name for a in specs[m.name].adapters] for m in report.models if m.name in specs
     }
     names = {m: [m, *own] for m, own in adapters.items()}
-    told = (
+    gauges = (
         ("vllm:lora_requests_info", "Adapters whose base is resident, or waited for", adapters),
         ("ballast:lora_requests_info", "The same, of models as well", names),
     )
-    for name, help, by_model in told:
+    for name, help, by_model in gauges:
         most = sum(map(len, by_model.values()))
         if most == 0:
             continue

@@ -89,8 +89,8 @@ class Watch:
             listener(context)
 
 
-def request_id(told: bytes | None) -> str:
+def request_id(given: bytes | None) -> str:
     """The client's, if it can stand in a header and a log line; else a new one."""
-    if told is not None and _SANE.fullmatch(told):
-        return told.decode()
+    if given is not None and _SANE.fullmatch(given):
+        return given.decode()
     return f"req-{secrets.token_hex(12)}"

@@ -31,7 +31,7 @@ class Tokens:
         self._gaps[bisect_left(self._bounds, seconds)] += 1
         self._seconds += seconds
 
-    def told(self) -> tuple[list[tuple[str, float]], float]:
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Gaps as Prometheus has them: by upper bound all that are not longer, and their sum."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(bounds, map(float, accumulate(self._gaps)), strict=True)), self._seconds
@@ -63,5 +63,5 @@ class TokenCollector(Collector):
         for name, help in self._histograms:
             family = HistogramMetricFamily(name, help, labels=_LABELS)
             for model, tokens in models:
-                family.add_metric([model], *tokens.told())
+                family.add_metric([model], *tokens.buckets())
             yield family

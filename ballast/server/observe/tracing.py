@@ -118,29 +118,29 @@ def provider(exporter: SpanExporter) -> TracerProvider:
 
 def attributes(context: RequestContext) -> dict[str, Value]:
     """What a span says of a request."""
-    told: dict[str, Value] = {
+    found: dict[str, Value] = {
         "http.request.method": context.method,
         "url.path": context.path[:_LONGEST],
         "http.response.status_code": context.status,
     }
     if context.caller.name:
-        told["ballast.key"] = context.caller.name
+        found["ballast.key"] = context.caller.name
     if context.route is not None:
-        told["http.route"] = context.route
+        found["http.route"] = context.route
     if context.code is not None:
-        told["error.type"] = context.code
+        found["error.type"] = context.code
     elif context.status >= 499:
-        told["error.type"] = "client_gone" if context.status == 499 else str(context.status)
+        found["error.type"] = "client_gone" if context.status == 499 else str(context.status)
     operation = _OPERATIONS.get(context.route or context.path)
     if operation is not None:
-        told |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": "ballast"}
+        found |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": "ballast"}
     if context.answer_id is not None:
-        told["gen_ai.response.id"] = context.answer_id
+        found["gen_ai.response.id"] = context.answer_id
     if context.request is not None:
-        told |= _asked(context)
+        found |= _asked(context)
     if context.answer is not None:
-        told |= _answered(context.answer, context.began)
-    return told
+        found |= _answered(context.answer, context.began)
+    return found
 
 
 def _asked(context: RequestContext) -> dict[str, Value]:
@@ -161,7 +161,7 @@ def _asked(context: RequestContext) -> dict[str, Value]:
 
 def _answered(answer: ObservedAnswer, began: float) -> dict[str, Value]:
     usage = answer.usage
-    told: dict[str, Value] = {
+    found: dict[str, Value] = {
         "gen_ai.response.model": answer.model,
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
@@ -173,14 +173,16 @@ def _answered(answer: ObservedAnswer, began: float) -> dict[str, Value]:
     lasts = [t.last for t in timings if t.last is not None]
     queued = [t.queued for t in timings if t.queued is not None]
     if firsts and lasts:
-        told["gen_ai.latency.time_to_first_token"] = min(firsts) - began
-        told["gen_ai.latency.time_in_model_decode"] = max(lasts) - min(firsts)
-        told["gen_ai.latency.e2e"] = max(lasts) - began
+        found["gen_ai.latency.time_to_first_token"] = min(firsts) - began
+        found["gen_ai.latency.time_in_model_decode"] = max(lasts) - min(firsts)
+        found["gen_ai.latency.e2e"] = max(lasts) - began
     if queued and firsts:
-        told["gen_ai.latency.time_in_queue"] = min(queued)
+        found["gen_ai.latency.time_in_queue"] = min(queued)
         arrived = min(t.arrived for t in timings)
-        told["gen_ai.latency.time_in_model_prefill"] = max(0.0, min(firsts) - arrived - min(queued))
-    return told
+        found["gen_ai.latency.time_in_model_prefill"] = max(
+            0.0, min(firsts) - arrived - min(queued)
+        )
+    return found
 
 
 def _name(context: RequestContext, found: Mapping[str, Value]) -> str:

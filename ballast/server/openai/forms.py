@@ -96,8 +96,8 @@ class _Chunks:
         self._tokenizer = head.tokenizer
         self._include_usage = request.include_usage
         self._usage: _Usage = None if request.stream and request.include_usage else UNSET
-        self._alternatives = request.told_logprobs
-        """How many are told with each token's log-probability; None: there are none."""
+        self._alternatives = request.requested_logprobs
+        """How many go with each token's log-probability; None: there are none."""
         self._around: dict[int, tuple[bytes, bytes]] = {}
         """By choice, what is around the text in chunks that tell nothing else."""
 
@@ -222,7 +222,7 @@ class TextForm(_Chunks):
         scored = [s for piece in pieces for s in piece.scored]
         return TextLogprobs(
             [self._token(s.token) for s in scored],
-            [None if s.logprob is None else _told(s.logprob) for s in scored],
+            [None if s.logprob is None else _finite(s.logprob) for s in scored],
             [self._top(s) for s in scored] if self._alternatives else None,
             [s.at for s in scored],
         )
@@ -231,11 +231,11 @@ class TextForm(_Chunks):
         """Alternatives and the token itself; of tokens with equal texts, the likeliest."""
         if scored.logprob is None:
             return None
-        told: dict[str, float] = {}
+        top: dict[str, float] = {}
         for token, logprob in scored.top[: self._alternatives]:
-            told.setdefault(self._token(token), _told(logprob))
-        told.setdefault(self._token(scored.token), _told(scored.logprob))
-        return told
+            top.setdefault(self._token(token), _finite(logprob))
+        top.setdefault(self._token(scored.token), _finite(scored.logprob))
+        return top
 
 
 def token_logprobs(
@@ -249,22 +249,22 @@ def token_logprobs(
         top = []
         for token, logprob in s.top[:alternatives]:
             other, other_raw = tokenizer.token_text(token)
-            top.append(TopLogprob(other, _told(logprob), list(other_raw)))
-        found.append(TokenLogprob(text, _told(s.logprob), list(raw), top))
+            top.append(TopLogprob(other, _finite(logprob), list(other_raw)))
+        found.append(TokenLogprob(text, _finite(s.logprob), list(raw), top))
     return found
 
 
 def _call_deltas(piece: OutputPiece) -> list[ToolCallDelta]:
     """One for each call: clients that gather deltas expect no call twice in a chunk."""
-    told: dict[int, ToolCallDelta] = {}
+    deltas: dict[int, ToolCallDelta] = {}
     for c in piece.calls:
         if isinstance(c, Began):
-            told[c.index] = ToolCallDelta(c.index, c.id, "function", CalledFunction(c.name, ""))
-        elif c.index not in told:
-            told[c.index] = ToolCallDelta(c.index, function=CalledFunction(arguments=c.fragment))
-        elif (function := told[c.index].function) is not None:
+            deltas[c.index] = ToolCallDelta(c.index, c.id, "function", CalledFunction(c.name, ""))
+        elif c.index not in deltas:
+            deltas[c.index] = ToolCallDelta(c.index, function=CalledFunction(arguments=c.fragment))
+        elif (function := deltas[c.index].function) is not None:
             function.arguments = (function.arguments or "") + c.fragment
-    return list(told.values())
+    return list(deltas.values())
 
 
 def _message(pieces: Iterable[OutputPiece]) -> ChatMessage:
@@ -280,7 +280,7 @@ def _message(pieces: Iterable[OutputPiece]) -> ChatMessage:
     return ChatMessage(text or None, tool_calls=calls)
 
 
-def _told(logprob: float | None) -> float:
+def _finite(logprob: float | None) -> float:
     """JSON has no infinities."""
     return _LEAST if logprob is None else max(logprob, _LEAST)
 

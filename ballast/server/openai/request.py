@@ -86,7 +86,7 @@ class _Generate(Sampled):
         return False
 
     @property
-    def told_logprobs(self) -> int | None:
+    def requested_logprobs(self) -> int | None:
         """Alternatives to tell with the log-probability of each token; None: tell none at all."""
         raise NotImplementedError
 
@@ -118,7 +118,7 @@ class ChatRequest(_Generate, Conversation):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def told_logprobs(self) -> int | None:
+    def requested_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
@@ -146,7 +146,7 @@ class CompletionRequest(_Generate):
         return one_by_one(self.prompt)
 
     @property
-    def told_logprobs(self) -> int | None:
+    def requested_logprobs(self) -> int | None:
         return self.logprobs
 
     def check(self) -> None:

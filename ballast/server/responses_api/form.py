@@ -48,7 +48,7 @@ class ResponseForm:
         """`repeated`: fields of a `ResponseRecord` that the request decides."""
         self._head = head
         self._repeated = repeated
-        self._alternatives = request.told_logprobs
+        self._alternatives = request.requested_logprobs
         """How many are given with each token's log-probability; None: there are none."""
         self._blocks = OutputBlocks()
         self._ids: list[str] = []
@@ -66,7 +66,7 @@ class ResponseForm:
         )
 
     def events(self, pieces: Iterable[OutputPiece]) -> bytes:
-        return b"".join(self._of_step(step) for step in self._take(pieces))
+        return b"".join(self._of_step(step) for step in self._push(pieces))
 
     def closing(self, usage: Usage) -> bytes:
         return self._end(self._whole(usage))
@@ -77,11 +77,11 @@ class ResponseForm:
         return self._end(self._record("failed", error=error))
 
     def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> ResponseRecord:
-        for _ in self._take(pieces):
+        for _ in self._push(pieces):
             pass
         return self._whole(usage)
 
-    def _take(self, pieces: Iterable[OutputPiece]) -> Iterator[Step]:
+    def _push(self, pieces: Iterable[OutputPiece]) -> Iterator[Step]:
         for piece in pieces:
             self._cut = piece.finish_reason == "length"
             yield from self._blocks.push(piece)

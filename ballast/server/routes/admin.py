@@ -87,8 +87,8 @@ def _add_model_routes(app: FastAPI, service: Service, admin: AdminService) -> No
     async def models() -> Response:
         kept = admin.changes.model_dump(mode="json", exclude_unset=True)
         now = await asyncio.to_thread(models_now, service)
-        told = {"models": now, "failed": controller.devices.failed, "changes": kept}
-        return answered(told)
+        content = {"models": now, "failed": controller.devices.failed, "changes": kept}
+        return answered(content)
 
     @app.post("/admin/models", status_code=201, **CHECKED)
     async def add(entry: NamedModelKeys) -> Response:

@@ -24,20 +24,20 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
     @app.head("/live", include_in_schema=False)
     @app.get("/live")
     async def live() -> Response:
-        return _told(200, status="live")
+        return _answer(200, status="live")
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"description": "Not now", "content": _ANY}})
     async def health(request: Request) -> Response:
-        told: dict[str, Any] = {"status": status(service.controller, gate)}
+        content: dict[str, Any] = {"status": status(service.controller, gate)}
         if service.controller.devices.down is not None:
-            told["reason"] = service.controller.devices.down
+            content["reason"] = service.controller.devices.down
         elif service.controller.devices.missing:
-            told["missing"] = service.controller.devices.missing
+            content["missing"] = service.controller.devices.missing
         caller = context_of(request.scope).caller
         if caller.known:
-            told["failed"] = service.models.failed(caller)
-        return _told(200 if told["status"] == "ok" else 503, **told)
+            content["failed"] = service.models.failed(caller)
+        return _answer(200 if content["status"] == "ok" else 503, **content)
 
 
 def status(controller: Controller, gate: Gate) -> Status:
@@ -47,5 +47,5 @@ def status(controller: Controller, gate: Gate) -> Status:
     return "draining" if gate.draining else "ok"
 
 
-def _told(status_code: int, **content: Any) -> Response:
+def _answer(status_code: int, **content: Any) -> Response:
     return Response(encode(content), status_code, media_type="application/json")

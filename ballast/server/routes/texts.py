@@ -51,10 +51,10 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         shown = None
         if body.return_token_strs:
             shown = await off_loop(len(tokens) > LONG_TEXT, lambda: tokenizer.spelled(tokens))
-        told = Tokenized(
+        tokenized = Tokenized(
             count=len(tokens), max_model_len=spec.max_model_len, tokens=tokens, token_strs=shown
         )
-        return answered(told)
+        return answered(tokenized)
 
     @app.post("/detokenize", responses=responses_of(Detokenized))
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:

@@ -121,7 +121,7 @@ class TemplateRenderer:
         await self._end()  # and with it all that still render
 
     async def _ask(self, question: bytes) -> bytes:
-        child = await self._take()
+        child = await self._acquire()
         try:
             async with asyncio.timeout(WALL_SECONDS):
                 reply = await child.ask(question)
@@ -138,7 +138,7 @@ class TemplateRenderer:
             self._idle.append(child)
         return reply
 
-    async def _take(self) -> _Child:
+    async def _acquire(self) -> _Child:
         """A child that waits, or a new one."""
         while self._idle:
             child = self._idle.pop()

@@ -58,7 +58,7 @@ class Sink:
         else:
             self._deltas.append(Arguments(index, fragment))
 
-    def take(self) -> list[Delta]:
+    def drain(self) -> list[Delta]:
         """What was gathered since the last time."""
         taken, self._deltas = self._deltas, []
         return taken

@@ -34,13 +34,13 @@ class ToolParser:
         """What more text says. What may yet become a call is held back."""
         for character in text:
             self._run.send(character)
-        return self._reader.sink.take()
+        return self._reader.sink.drain()
 
     def flush(self) -> list[Delta]:
         """What was held back. The output is over."""
         with suppress(StopIteration):
             self._run.send(END)
-        return self._reader.sink.take()
+        return self._reader.sink.drain()
 
     def _read(self) -> Reading[None]:
         reader, syntax = self._reader, self._syntax

@@ -7,6 +7,7 @@ import torch
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.settings import KvLayout
+from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.kernels.gpu.batch import NOWHERE, GpuBatch, Scratch
 from ballast.kernels.gpu.kv import GpuKv
@@ -24,8 +25,10 @@ class Recorded:
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.asked.append(("write", layer))
 
-    def attend(self, layer: int, *given: object) -> None:
-        self.asked.append(("attend", layer, *given[3:]))
+    def attend(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, params: AttentionParams
+    ) -> None:
+        self.asked.append(("attend", layer, params))
 
 
 def kv(layout: KvLayout = KvLayout.BLOCK_MAJOR) -> GpuKv:
@@ -90,16 +93,17 @@ def test_all_goes_to_the_implementation_once_it_was_checked() -> None:
     batch.fill([1], [0], [1], [[2]], [0])
     q, k = torch.zeros(16, 4, 8), torch.zeros(16, 2, 8)
     batch.write(1, k, k)
-    batch.attend(2, q, 0.5, batch.out, window=3)
-    assert made[0].asked == [("write", 1), ("attend", 2, 3, None, None)]
+    params = AttentionParams(0.5, window=3)
+    batch.attend(2, q, batch.out, params)
+    assert made[0].asked == [("write", 1), ("attend", 2, params)]
     for wrong in (q[:15], q.half(), torch.zeros(16, 8, 4).transpose(1, 2)):
         with pytest.raises(BrokenPromise):
-            batch.attend(0, wrong, 0.5, torch.empty_like(wrong))
+            batch.attend(0, wrong, torch.empty_like(wrong), AttentionParams(0.5))
     with pytest.raises(BrokenPromise):
-        batch.attend(0, q, 0.5, batch.out.double())
+        batch.attend(0, q, batch.out.double(), AttentionParams(0.5))
     for sinks in (torch.zeros(2), torch.zeros(4).half(), torch.zeros(8)[::2]):
         with pytest.raises(BrokenPromise, match="sinks"):
-            batch.attend(0, q, 0.5, batch.out, sinks=sinks)
+            batch.attend(0, q, batch.out, AttentionParams(0.5, sinks=sinks))
     with pytest.raises(BrokenPromise):
         batch.write(0, k, q)
 

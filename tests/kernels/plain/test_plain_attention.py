@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballast.core.settings import KvLayout
+from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.kernels.gpu.batch import GpuBatch
 from ballast.kernels.gpu.kv import GpuKv
@@ -60,7 +61,7 @@ class Case:
         )
         self.batch.write(1, *map(self.padded, new))
         out = torch.zeros_like(self.query)
-        self.batch.attend(1, self.query, 0.3, out, window=window, softcap=softcap, sinks=sinks)
+        self.batch.attend(1, self.query, out, AttentionParams(0.3, window, softcap, sinks))
         return out
 
 

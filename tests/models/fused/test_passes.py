@@ -39,9 +39,9 @@ class Steps:
         self.tables[:, layer_code.NEXT] = 0
         self.met.clear()
         places = [3 + 4 * i for i in range(LAYERS)]
-        planned.attend(layer.kernel("add", torch.float32), self.tables[places])
+        planned.set_attention(layer.kernel("add", torch.float32), self.tables[places])
         self._attending = self.tables[places]
-        planned.attend(layer.kernel("add", torch.float32), self._attending)
+        planned.set_attention(layer.kernel("add", torch.float32), self._attending)
         planned.run(end, 2, heeded, self.meet)
         done = int(self.marks.sum())
         assert self.marks[:done].tolist() == [1.0] * done
