@@ -65,7 +65,7 @@ def random_adapter(
         deltas[module_path] = delta.t() if transposed else delta
         tensors[f"base_model.model.{module_path}.lora_A.weight"] = a
         tensors[f"base_model.model.{module_path}.lora_B.weight"] = b
-    told = {
+    result = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,
@@ -79,7 +79,7 @@ def random_adapter(
         **config,
     }
     path.mkdir(parents=True, exist_ok=True)
-    (path / "adapter_config.json").write_text(json.dumps(told))
+    (path / "adapter_config.json").write_text(json.dumps(result))
     save_file(tensors, path / "adapter_model.safetensors")
     return RandomAdapter(path, deltas)
 

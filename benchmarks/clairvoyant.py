@@ -83,8 +83,8 @@ class Clairvoyant(Deadline):
     def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
         assert self.future is not None
         future, work_of = self.future, view.work_of
-        told = replace(view, work_of=lambda name: future.revealed(work_of(name)))
-        return Deadline.__call__(self, told, memo)
+        result = replace(view, work_of=lambda name: future.revealed(work_of(name)))
+        return Deadline.__call__(self, result, memo)
 
 
 def orders(future: Future) -> list[Deadline]:

@@ -85,9 +85,9 @@ class Stream:
             self.ended = True
         elif line.startswith("data: "):
             for choice in json.loads(line[6:]).get("choices", ()):
-                told = (choice["logprobs"] or {"tokens": []})["tokens"]
-                self.tokens += told
-                self.times += [time.perf_counter()] * len(told)
+                outcome = (choice["logprobs"] or {"tokens": []})["tokens"]
+                self.tokens += outcome
+                self.times += [time.perf_counter()] * len(outcome)
                 self.begun.set()
 
     def resumed(self, killed: float) -> float:
@@ -146,13 +146,13 @@ class Round:
     async def _evict(self, client: httpx.AsyncClient) -> None:
         key = {"Authorization": f"Bearer {ADMIN}"}
         for model in self.models:
-            told = await client.post(f"/admin/models/{model}/evict", headers=key)
-            told.raise_for_status()
+            outcome = await client.post(f"/admin/models/{model}/evict", headers=key)
+            outcome.raise_for_status()
 
     async def _until_loading(self, client: httpx.AsyncClient) -> None:
         while True:
-            told = (await client.get("/v1/models")).json()["data"]
-            if any(model["status"]["value"] == "loading" for model in told):
+            outcome = (await client.get("/v1/models")).json()["data"]
+            if any(model["status"]["value"] == "loading" for model in outcome):
                 return
 
     def compared(self, undisturbed: Round) -> dict[str, int]:
@@ -185,18 +185,18 @@ def measure(file: Path, new_tokens: int, kills: int) -> dict[str, Any]:
         asyncio.run(poisoned.run(running, poison=True))
         poison_kills = _restarts(running) - before
     assert all(s.ended and len(s.tokens) == new_tokens for s in undisturbed.streams)
-    told = [each.compared(undisturbed) for _, each in rounds]
+    outcome = [each.compared(undisturbed) for _, each in rounds]
     return {
         "streams": STREAMS,
         "output_tokens": new_tokens,
         "kills": kills,
-        "lost": sum(t["lost"] for t in told),
-        "changed": sum(t["changed"] for t in told),
+        "lost": sum(t["lost"] for t in outcome),
+        "changed": sum(t["changed"] for t in outcome),
         "recovery_s": Samples(tuple(each.recovery_s for _, each in rounds)).to_json(),
         "ready_s": Samples(tuple(each.ready_s for _, each in rounds)).to_json(),
         "rounds": [
             {"moment": moment, "begun": each.open, "recovery_s": each.recovery_s, **t}
-            for (moment, each), t in zip(rounds, told, strict=True)
+            for (moment, each), t in zip(rounds, outcome, strict=True)
         ],
         "poison": {
             **poisoned.compared(undisturbed),

@@ -104,7 +104,7 @@ class Bench:
         """What is attained on this machine."""
         work = self.setting.workload.scale_rate(rate)
         ran = asyncio.run(run_servers(servers, work, self.slos, name=name))
-        self.runs.append({"variant": name, "rate": rate, **_told(ran)})
+        self.runs.append({"variant": name, "rate": rate, **_counts(ran)})
         self.console.print(self.runs[-1])
         return ran.report.total.attainment
 
@@ -114,7 +114,7 @@ def ratio(a: float, b: float) -> float | None:
     return a / b if b else None
 
 
-def _told(ran: ServersRun) -> dict[str, Any]:
+def _counts(ran: ServersRun) -> dict[str, Any]:
     report, total = ran.report, ran.report.total
     assert total.requests
     return {

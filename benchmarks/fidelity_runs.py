@@ -51,7 +51,7 @@ AROUND = 3
 """Halvings of the interval between a rate and its double or half: a highest rate is known to 2 to
 the power of 1/8, 9 %."""
 
-Told = dict[str, Any]
+Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def attainment(ran: DeviceRun) -> float:
     return ran.report.total.attained / ran.report.total.answered
 
 
-def summary(ran: DeviceRun) -> Told:
+def summary(ran: DeviceRun) -> Document:
     """What is kept of a run."""
     total = ran.report.total
     return {
@@ -179,32 +179,32 @@ class Runs:
         counts = {what: cluster.total(what) for what in COUNTED}
         return DeviceRun(cluster.report, [], {"jobs": cluster.jobs, **counts})
 
-    def live(self, point: Point, turn: int) -> Told:
+    def live(self, point: Point, turn: int) -> Document:
         """What came of that run; the machine is profiled before it, unless it has run already."""
-        told = self.told(point, turn)
-        if told is None:
+        result = self.recorded(point, turn)
+        if result is None:
             self.measured(f"{point}-{turn}", point.devices)
             with OtherLoad() as others:
                 ran = self._live(point, f"{point}-{turn}")
-            told = {**summary(ran), "others_cpu": others.cores}
-            write_json(self._file(point, turn), told)
+            result = {**summary(ran), "others_cpu": others.cores}
+            write_json(self._file(point, turn), result)
             if ran.story:
                 write_story(self.folder / "stories", f"{point}-{turn}", ran)
-        return told
+        return result
 
-    def told(self, point: Point, turn: int) -> Told | None:
+    def recorded(self, point: Point, turn: int) -> Document | None:
         """The same if it has run."""
         file = self._file(point, turn)
-        told: Told | None = json.loads(file.read_text()) if file.is_file() else None
-        return told
+        result: Document | None = json.loads(file.read_text()) if file.is_file() else None
+        return result
 
-    def capacity(self, preset: str, devices: int) -> Told:
+    def capacity(self, preset: str, devices: int) -> Document:
         """The highest rate live, and in virtual time with the profiles taken before and after.
 
         Both searches go the same ways: from what the first profile says.
         """
         file = self.folder / f"capacity-{on(preset, devices)}-{self.seconds:g}s.json"
-        found: Told = json.loads(file.read_text()) if file.is_file() else {}
+        found: Document = json.loads(file.read_text()) if file.is_file() else {}
         if "live" in found:
             return found
         tried: list[tuple[float, float]] = [(r, a) for r, a in found.get("tried", [])]

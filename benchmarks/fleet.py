@@ -314,8 +314,8 @@ def live_windows(setting: Setting, windows: Sequence[Case], console: Console) ->
                 if (rate := climb.next_rate) is not None:
                     seen = share(setting.live, better[preset], case, rate)
                     climb.saw(seen)
-                    told = f"live {case.name}, {better[preset]}, rate {rate:.2f}: {seen:.3f}"
-                    console.print(f"{told}; virtual {virtual[preset][case.name].attained}")
+                    outcome = f"live {case.name}, {better[preset]}, rate {rate:.2f}: {seen:.3f}"
+                    console.print(f"{outcome}; virtual {virtual[preset][case.name].attained}")
         for preset, climb in climbs.items():
             live[preset][case.name] = Curve(climb.attained)
     curves = {"live": live, "virtual": virtual}
@@ -429,8 +429,8 @@ def main() -> None:
             windows = [case for case in found if case.window]
             live = live_windows(setting, [windows[i] for i in LIVE_WINDOWS], console)
         swept = sweeps(world, found[0]) if args.sweeps else {}
-    told = {f"{target:g}": summary(curves, target) for target in TARGETS} if curves else {}
-    at_target = {name: r.to_json() for name, r in told.get(f"{TARGET:g}", {}).items()}
+    outcome = {f"{target:g}": summary(curves, target) for target in TARGETS} if curves else {}
+    at_target = {name: r.to_json() for name, r in outcome.get(f"{TARGET:g}", {}).items()}
     bound = at_target.pop("of_bound", {})
     figures = {
         **{f"{name}.{key}": of[key] for name, of in at_target.items() for key in ("mean", "worst")},
@@ -454,7 +454,7 @@ def main() -> None:
             for target in TARGETS
         },
         "ratios": {
-            target: {name: r.to_json() for name, r in of.items()} for target, of in told.items()
+            target: {name: r.to_json() for name, r in of.items()} for target, of in outcome.items()
         },
         "attained": {
             row: _plain({case: c.attained for case, c in by_case.items()})

@@ -60,8 +60,8 @@ def attempted(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         return dict(work())
     except Exception as error:  # noqa: BLE001 - told, and the next one is tried
         traceback.print_exc()
-        told = f"{type(error).__name__}: {error}"[:TAIL]
-        return {"broke_off": told, "where": traceback.format_exc()[-TAIL:]}
+        result = f"{type(error).__name__}: {error}"[:TAIL]
+        return {"broke_off": result, "where": traceback.format_exc()[-TAIL:]}
 
 
 def apart(
@@ -88,12 +88,12 @@ def apart(
             log.write(f"== {part.name}\n")
             log.flush()
             ended = _run(command(part.name, file), limit, log)
-            found[part.name] = told = json.loads(file.read_text()) if file.exists() else {}
+            found[part.name] = result = json.loads(file.read_text()) if file.exists() else {}
             if ended is None:
-                told["broke_off"] = f"killed after {limit:.0f} seconds"
-            elif ended != 0 and "broke_off" not in told:
-                told["broke_off"] = f"its process ended with {ended}"
-            told["took_seconds"] = time.monotonic() - begun
+                result["broke_off"] = f"killed after {limit:.0f} seconds"
+            elif ended != 0 and "broke_off" not in result:
+                result["broke_off"] = f"its process ended with {ended}"
+            result["took_seconds"] = time.monotonic() - begun
         save(found)
     return found
 

@@ -98,12 +98,12 @@ def machine(gpu: Gpu, found: Findings) -> None:
 
 def exactness(gpu: Gpu, found: Findings) -> None:
     for name, case in CASES.items():
-        told = attempted(partial(proved, torch_device=gpu.device, **case))
+        result = attempted(partial(proved, torch_device=gpu.device, **case))
         exact = case["dtype"] == "float32"
-        if "broke_off" not in told:
-            moved = sum(told[key] for key in MOVES) > 0
-            told["passed"] = moved and told["wrong"] == 0 if exact else None
-        found[name] = {**told, "must_be_exact": exact}
+        if "broke_off" not in result:
+            moved = sum(result[key] for key in MOVES) > 0
+            result["passed"] = moved and result["wrong"] == 0 if exact else None
+        found[name] = {**result, "must_be_exact": exact}
 
 
 def elastic_overhead(found: Findings) -> None:
@@ -111,7 +111,7 @@ def elastic_overhead(found: Findings) -> None:
         file = Path(scratch) / "found.json"
         command = [sys.executable, "-m", "benchmarks.elastic_overhead", "--quick"]
         subprocess.run([*command, "--device", "cuda:0", "--json", str(file)], check=True, cwd=ROOT)
-        told: dict[str, Any] = json.loads(file.read_text())
+        result: dict[str, Any] = json.loads(file.read_text())
     for key in (
         "throughput_ratio",
         "p99_tpot_ratio",
@@ -119,7 +119,7 @@ def elastic_overhead(found: Findings) -> None:
         "tokens_per_second",
         "goal_met",
     ):
-        found[key] = told[key]
+        found[key] = result[key]
 
 
 def tests(found: Findings) -> None:
@@ -133,25 +133,25 @@ def tests(found: Findings) -> None:
         found[file.stem] = _tested(file)
     rest = [file for file in files if file not in first]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for file, told in zip(rest, pool.map(_tested, rest), strict=True):
-            found[file.stem] = told
+        for file, result in zip(rest, pool.map(_tested, rest), strict=True):
+            found[file.stem] = result
     found["passed"] = all(t["passed"] for t in found.values())
 
 
 def _tested(file: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short", str(file)]
     # What libraries warn of on a GPU is no failure here.
-    told = subprocess.run(
+    result = subprocess.run(
         command,
         env={**os.environ, "PYTEST_ADDOPTS": "-W default", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
-    print(told.stdout, told.stderr, sep="\n", flush=True)
-    good = told.returncode == 0
-    last = told.stdout.strip().splitlines()[-1:]
-    return {"passed": good, "told": last, **({} if good else {"tail": told.stdout[-TAIL:]})}
+    print(result.stdout, result.stderr, sep="\n", flush=True)
+    good = result.returncode == 0
+    last = result.stdout.strip().splitlines()[-1:]
+    return {"passed": good, "told": last, **({} if good else {"tail": result.stdout[-TAIL:]})}
 
 
 def sanitizer(found: Findings) -> None:
@@ -163,14 +163,14 @@ def sanitizer(found: Findings) -> None:
     # whose a pointer is) is none.
     command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "86"]
     fleet = [sys.executable, "-m", "benchmarks.gpu_fleet"]
-    told = subprocess.run([*command, *fleet], capture_output=True, text=True, cwd=ROOT)
-    print(told.stdout, told.stderr, sep="\n", flush=True)
-    counts = _ERRORS.findall(told.stdout + told.stderr)
+    result = subprocess.run([*command, *fleet], capture_output=True, text=True, cwd=ROOT)
+    print(result.stdout, result.stderr, sep="\n", flush=True)
+    counts = _ERRORS.findall(result.stdout + result.stderr)
     if counts:
         found["errors"] = sum(map(int, counts))
-    found["passed"] = told.returncode == 0 and bool(counts)
+    found["passed"] = result.returncode == 0 and bool(counts)
     if not found["passed"]:
-        found["tail"] = (told.stdout + told.stderr)[-TAIL:]
+        found["tail"] = (result.stdout + result.stderr)[-TAIL:]
 
 
 def _speed(name: str) -> Callable[[Gpu, Findings], None]:
@@ -237,9 +237,9 @@ def check(parts: Sequence[Part], file: Path, seconds: float) -> dict[str, Any]:
 
     def save(found: Mapping[str, Any]) -> None:
         file.write_text(json.dumps(found, indent=2) + "\n")
-        name, told = list(found.items())[-1]
-        ended = next((f": {told[k]}" for k in ("broke_off", "not_run") if k in told), "")
-        print(f"{name}{ended} ({told.get('took_seconds', 0):.0f} s)", file=sys.stderr, flush=True)
+        name, result = list(found.items())[-1]
+        ended = next((f": {result[k]}" for k in ("broke_off", "not_run") if k in result), "")
+        print(f"{name}{ended} ({result.get('took_seconds', 0):.0f} s)", file=sys.stderr, flush=True)
 
     def command(name: str, file: Path) -> list[str]:
         return [sys.executable, "-m", "benchmarks.gpu_check", "--part", name, str(file)]

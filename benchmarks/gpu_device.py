@@ -55,13 +55,13 @@ class Gpu:
 
     def facts(self) -> dict[str, Any]:
         """All that a figure depends on, but the code."""
-        told = torch.cuda.get_device_properties(0)
+        result = torch.cuda.get_device_properties(0)
         return {
-            "gpu": told.name,
-            "memory_bytes": told.total_memory,
-            "multiprocessors": told.multi_processor_count,
-            "capability": f"{told.major}.{told.minor}",
-            "peak_bytes_per_second": _peak(told),
+            "gpu": result.name,
+            "memory_bytes": result.total_memory,
+            "multiprocessors": result.multi_processor_count,
+            "capability": f"{result.major}.{result.minor}",
+            "peak_bytes_per_second": _peak(result),
             "nvidia_driver": nvidia_driver(),
             "cuda_driver": ".".join(map(str, self.driver.version())),
             "torch": torch.__version__,
@@ -181,9 +181,9 @@ def wall_seconds(work: Callable[[], object], times: int) -> float:
     return statistics.median(found[2:])
 
 
-def _peak(told: Any) -> float | None:
+def _peak(result: Any) -> float | None:
     """Of its memory, by clock (kHz) and width (bits), twice a cycle; where PyTorch tells them."""
-    clock, width = (getattr(told, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    clock, width = (getattr(result, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
     return 2e3 * clock * width / 8 if clock and width else None
 
 

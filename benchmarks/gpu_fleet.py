@@ -109,7 +109,7 @@ def served(
             _let_it_record(server)
         server.drain()
         report = device.snapshot()
-        told = {
+        result = {
             "evictions": sum(m.evictions for m in report.models),
             "preemptions": sum(m.preemptions for m in report.models),
             "graphs": 0 if report.graphs is None else report.graphs.graphs,
@@ -121,7 +121,7 @@ def served(
             ),
         }
         device.state.pool.validate()
-    return rounds, told
+    return rounds, result
 
 
 def compared(
@@ -131,7 +131,7 @@ def compared(
     device: torch.device,
 ) -> dict[str, int]:
     """Our tokens, each against the reference's choice after the same tokens."""
-    told = dict.fromkeys(
+    result = dict.fromkeys(
         ("tokens", "wrong", "ties", "reference_differs_from_itself_in_a_batch_of_two"), 0
     )
     for m in models:
@@ -148,12 +148,12 @@ def compared(
                 top = logits.topk(2, dim=-1)
                 differs = top.indices[:, 0] != torch.tensor(answer.tokens, device=device)
                 tie = top.values[:, 0] - top.values[:, 1] < MARGIN
-                told["tokens"] += len(answer.tokens)
-                told["wrong"] += int((differs & ~tie).sum())
-                told["ties"] += int((differs & tie).sum())
+                result["tokens"] += len(answer.tokens)
+                result["wrong"] += int((differs & ~tie).sum())
+                result["ties"] += int((differs & tie).sum())
                 again = top.indices[:, 0] != twice.argmax(-1)
-                told["reference_differs_from_itself_in_a_batch_of_two"] += int(again.sum())
-    return told
+                result["reference_differs_from_itself_in_a_batch_of_two"] += int(again.sum())
+    return result
 
 
 def proved(
@@ -174,10 +174,10 @@ def proved(
         models = make_models(Path(home), dtype, hidden, impl)
         requests = requests_for(models, each, tokens)
         fleet = tight(models, device, make)
-        rounds, told = served(fleet, requests, make, rotating)
+        rounds, result = served(fleet, requests, make, rotating)
         if torch_device.type == "cuda":
             _forget()
-        return {**compared(models, requests, rounds, torch_device), **told}
+        return {**compared(models, requests, rounds, torch_device), **result}
 
 
 def _forget() -> None:
@@ -193,10 +193,10 @@ def _forget() -> None:
 def _let_it_record(server: InProcess, seconds: float = 5.0) -> None:
     """Until no further graph comes."""
     ends, before = time.monotonic() + seconds, -1
-    while (told := server.device.machine.graphs) is not None and time.monotonic() < ends:
-        if told.graphs == before or told.cap_bytes == 0:
+    while (result := server.device.machine.graphs) is not None and time.monotonic() < ends:
+        if result.graphs == before or result.cap_bytes == 0:
             return
-        before = told.graphs
+        before = result.graphs
         time.sleep(0.3)
 
 

@@ -49,10 +49,10 @@ def layer(
     """Microseconds of each launch in a decode of a layer as an 8B model has, in bfloat16, and what
     of weights it reads in a second; in a CUDA graph, so that the host does not count."""
     for n in batches:
-        told: dict[str, dict[str, Any]] = {}
+        result: dict[str, dict[str, Any]] = {}
         for name, n_bytes, launch in _launches(gpu.device, sizes, n, context, make):
-            told[name] = attempted(partial(_timed, gpu, launch, sizes.layers, n_bytes))
-        found[f"batch_{n}"] = told
+            result[name] = attempted(partial(_timed, gpu, launch, sizes.layers, n_bytes))
+        found[f"batch_{n}"] = result
         gpu.give_back()
 
 

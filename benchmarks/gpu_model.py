@@ -75,8 +75,8 @@ def reference(config: Any, batch: int, context: int, device: torch.device) -> Ca
 
     def step() -> None:
         with torch.inference_mode():
-            told = model(ids[:, :1], past_key_values=cache, use_cache=True)
-            told.logits[:, -1].argmax(-1).tolist()
+            result = model(ids[:, :1], past_key_values=cache, use_cache=True)
+            result.logits[:, -1].argmax(-1).tolist()
             cache.crop(-1)
 
     return step

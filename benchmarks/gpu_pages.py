@@ -81,19 +81,19 @@ def one_call_unmaps_many(driver: Driver, n: int = 64) -> str | float:
     for i, handle in enumerate(handles):
         driver.map(base + i * PAGE, PAGE, handle)
     driver.set_access(base, n * PAGE, 0)
-    told: str | float
+    result: str | float
     try:
         begun = time.perf_counter()
         driver.unmap(base, n * PAGE)
-        told = 1e6 * (time.perf_counter() - begun) / n
+        result = 1e6 * (time.perf_counter() - begun) / n
     except DeviceError as error:
-        told = str(error)
+        result = str(error)
         for i in range(n):
             driver.unmap(base + i * PAGE, PAGE)
     for handle in handles:
         driver.release(handle)
     driver.free(base, n * PAGE)
-    return told
+    return result
 
 
 @contextmanager
@@ -117,8 +117,8 @@ def activation(gpu: Gpu, found: Findings, configs: Configs = CONFIGS, page: int 
     gpu.give_back()
     specs = {size: spec_of(config) for size, config in configs.items()}
     largest = max(n for spec in specs.values() for n in spec.segment_bytes)
-    pins, told = PinnedMemory(gpu.driver, 0), queue.SimpleQueue[TransferDoneEvent]()
-    link = CudaLink(gpu.driver, 0, MonotonicClock(), told.put)
+    pins, result = PinnedMemory(gpu.driver, 0), queue.SimpleQueue[TransferDoneEvent]()
+    link = CudaLink(gpu.driver, 0, MonotonicClock(), result.put)
     try:
         with host_bytes(ceil_div(largest, PAGE) * PAGE, not pins.reads_only) as address:
             found["pins_read_only"] = pins.reads_only
@@ -130,9 +130,9 @@ def activation(gpu: Gpu, found: Findings, configs: Configs = CONFIGS, page: int 
                     if sum(spec.segment_bytes) + GiB > gpu.free:
                         found[size] = {"not_run": "it does not fit"}
                         continue
-                    found[size] = activated(gpu.driver, spec, link, told, address, rate, page)
+                    found[size] = activated(gpu.driver, spec, link, result, address, rate, page)
                 if size in found and "bytes" in found[size]:
-                    large = activated(gpu.driver, spec, link, told, address, rate, 16 * page)
+                    large = activated(gpu.driver, spec, link, result, address, rate, 16 * page)
                     found[f"{size}_in_pages_of_{16 * page // KiB}_KiB"] = large
             finally:
                 pins.unpin(address)
@@ -145,7 +145,7 @@ def activated(
     driver: Driver,
     spec: Any,
     link: CudaLink,
-    told: queue.SimpleQueue[TransferDoneEvent],
+    result: queue.SimpleQueue[TransferDoneEvent],
     address: int,
     rate: float,
     page: int,
@@ -163,7 +163,7 @@ def activated(
             mapped = time.perf_counter()
             if short is not None:
                 raise MemoryError(f"{short.pages} of {n} pages are not to be had")
-            done = told.get()
+            done = result.get()
             ended = time.perf_counter()
             if done.error is not None:
                 raise RuntimeError(done.error)

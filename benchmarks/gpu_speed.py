@@ -53,10 +53,10 @@ def single_model(
             steps = attempted(partial(decode_steps, gpu, config, bandwidth, impl, make))
             if "broke_off" in steps:
                 steps = {"steps": steps}
-            for key, told in steps.items():
+            for key, result in steps.items():
                 if (size, impl) == ("8B", "fused") and key in GOALS:
-                    told["goal_met"] = told["of_roofline"] >= GOALS[key]
-                found[f"{size}_{impl}_{key}"] = told
+                    result["goal_met"] = result["of_roofline"] >= GOALS[key]
+                found[f"{size}_{impl}_{key}"] = result
             gpu.give_back()
         for batch in BATCHES:
             theirs = attempted(partial(_of_transformers, gpu, config, batch))
@@ -94,14 +94,14 @@ def decode_steps(
                 with compute.on(stream):
                     return tokens_of(model.served.run(work))
 
-            told = with_and_without(step, cache, stream, gpu.held, TIMES)
+            result = with_and_without(step, cache, stream, gpu.held, TIMES)
             least = (model.weight_bytes + batch * CONTEXT * model.kv_bytes) / bandwidth
-            seconds = min(v for k, v in told.items() if k in ("seconds_with_graph", WITHOUT))
+            seconds = min(v for k, v in result.items() if k in ("seconds_with_graph", WITHOUT))
             found[f"batch_{batch}"] = {
                 "seconds": seconds,
                 "tokens_per_second": batch / seconds,
                 "of_roofline": least / seconds,
-                **told,
+                **result,
             }
         cache.close()
     for made_stream in (stream, twin):
@@ -110,7 +110,7 @@ def decode_steps(
 
 
 def tokens_of(results: Sequence[object]) -> list[int]:
-    return [told.token for told in results if isinstance(told, SampledToken)]
+    return [result.token for result in results if isinstance(result, SampledToken)]
 
 
 def with_and_without(

@@ -31,13 +31,13 @@ def lines(found: Found) -> Iterator[Line]:
     figures = (_pages, _decodes, _overhead, _activations, _layouts, _layer, _sampling)
     for make in (_proofs, *figures):
         yield from make(found)
-    for name, told in found.items():
-        if not isinstance(told, Mapping):
+    for name, result in found.items():
+        if not isinstance(result, Mapping):
             continue
         for key in ("not_run", "broke_off"):
-            if key in told:
-                yield Line(f"`{name}`", f"{key.replace('_', ' ')}: {told[key]}", met=False)
-        for key, case in told.items():
+            if key in result:
+                yield Line(f"`{name}`", f"{key.replace('_', ' ')}: {result[key]}", met=False)
+        for key, case in result.items():
             if isinstance(case, Mapping) and "broke_off" in case:
                 yield Line(f"`{name}`, {key}", f"broke off: {case['broke_off']}", met=False)
 
@@ -59,8 +59,8 @@ def _mark(met: bool | None) -> str:
 
 
 def _part(found: Found, name: str) -> Found:
-    told: Found = found.get(name, {})
-    return told
+    result: Found = found.get(name, {})
+    return result
 
 
 def _proofs(found: Found) -> Iterator[Line]:
@@ -68,62 +68,66 @@ def _proofs(found: Found) -> Iterator[Line]:
     if tests:
         passed = sum(1 for t in tests.values() if t["passed"])
         yield Line("`gpu` tests, by file", f"{passed} of {len(tests)}", "all", passed == len(tests))
-    for case, told in _part(found, "exactness").items():
-        if isinstance(told, Mapping) and "wrong" in told:
-            goal = "0; moves" if told["must_be_exact"] else ""
-            moves = told["evictions"], told["preemptions"], told["layers_loaded"]
-            figure = f"{told['wrong']} of {told['tokens']}; moves {moves[0]}/{moves[1]}/{moves[2]}"
-            yield Line(f"tokens that differ, {case}", figure, goal, told["passed"])
-    told = _part(found, "sanitizer")
-    if "passed" in told:
+    for case, result in _part(found, "exactness").items():
+        if isinstance(result, Mapping) and "wrong" in result:
+            goal = "0; moves" if result["must_be_exact"] else ""
+            moves = result["evictions"], result["preemptions"], result["layers_loaded"]
+            figure = (
+                f"{result['wrong']} of {result['tokens']}; moves {moves[0]}/{moves[1]}/{moves[2]}"
+            )
+            yield Line(f"tokens that differ, {case}", figure, goal, result["passed"])
+    result = _part(found, "sanitizer")
+    if "passed" in result:
         # Not passed without errors: the fleet or the tool failed.
-        figure = f"{told.get('errors', 'none counted')}" + ("" if told["passed"] else ", failed")
-        yield Line("errors under memcheck", figure, "0", told["passed"])
+        figure = f"{result.get('errors', 'none counted')}" + (
+            "" if result["passed"] else ", failed"
+        )
+        yield Line("errors under memcheck", figure, "0", result["passed"])
 
 
 def _pages(found: Found) -> Iterator[Line]:
-    told = _part(found, "pool")
-    if "microseconds" in told:
-        us = told["microseconds"]
+    result = _part(found, "pool")
+    if "microseconds" in result:
+        us = result["microseconds"]
         figure = f"{us['both']:.1f} us: {us['map']:.1f} + {us['unmap']:.1f}"
-        yield Line("map + unmap of a recycled page", figure, "<= 70 us", told["goal_met"])
-    for key, us in told.items():
+        yield Line("map + unmap of a recycled page", figure, "<= 70 us", result["goal_met"])
+    for key, us in result.items():
         if key.startswith("microseconds_"):
             what = key.removeprefix("microseconds_").replace("_", " ")
             longest = f"longest call {max(us['longest_map'], us['longest_unmap']):.0f} us"
             yield Line(f"the same, {what}", f"{us['both']:.1f} us a page, {longest}")
-    if "calls_wait_for_kernels" in told:
-        waits = "yes" if told["calls_wait_for_kernels"] else "no"
-        part = 100 * told["longest_of_kernel"]
+    if "calls_wait_for_kernels" in result:
+        waits = "yes" if result["calls_wait_for_kernels"] else "no"
+        part = 100 * result["longest_of_kernel"]
         figure = f"{waits}: the longest to map or unmap took {part:.1f} % of one"
         yield Line("calls for memory wait for kernels", figure)
-    if "one_call_unmaps_many" in told:
-        many = told["one_call_unmaps_many"]
+    if "one_call_unmaps_many" in result:
+        many = result["one_call_unmaps_many"]
         figure = f"{many:.1f} us a page" if isinstance(many, float) else f"no: {many}"
         yield Line("one call unmaps 64 pages", figure)
 
 
 def _decodes(found: Found) -> Iterator[Line]:
-    for key, told in _part(found, "single_model").items():
+    for key, result in _part(found, "single_model").items():
         what = key.replace("_", " ")
-        if isinstance(told, float) and "over" in key:
-            yield Line(f"decode, {what}", f"{told:.2f}")
-        if not isinstance(told, Mapping) or "seconds" not in told:
+        if isinstance(result, float) and "over" in key:
+            yield Line(f"decode, {what}", f"{result:.2f}")
+        if not isinstance(result, Mapping) or "seconds" not in result:
             continue
         goal = {"8B_fused_batch_1": ">= 85 %", "8B_fused_batch_32": ">= 70 %"}.get(key, "")
-        figure = f"{1e3 * told['seconds']:.2f} ms"
-        if "of_roofline" in told:
-            figure += f", {100 * told['of_roofline']:.0f} % of the roofline"
-        yield Line(f"decode, {what}", figure, goal, told.get("goal_met"))
-        if told.get("same_tokens") is False:
+        figure = f"{1e3 * result['seconds']:.2f} ms"
+        if "of_roofline" in result:
+            figure += f", {100 * result['of_roofline']:.0f} % of the roofline"
+        yield Line(f"decode, {what}", figure, goal, result.get("goal_met"))
+        if result.get("same_tokens") is False:
             yield Line(f"tokens by graph, {what}", "others than without", "the same", False)
 
 
 def _overhead(found: Found) -> Iterator[Line]:
-    told = _part(found, "elastic_overhead")
-    if "throughput_ratio" in told:
+    result = _part(found, "elastic_overhead")
+    if "throughput_ratio" in result:
         yield Line(
-            "`elastic_overhead`", f"{told['throughput_ratio']:.3f}", ">= 0.98", told["goal_met"]
+            "`elastic_overhead`", f"{result['throughput_ratio']:.3f}", ">= 0.98", result["goal_met"]
         )
 
 
@@ -131,37 +135,39 @@ def _activations(found: Found) -> Iterator[Line]:
     part = _part(found, "activation")
     if "link_bytes_per_second" in part:
         yield Line("link, one plain copy", f"{part['link_bytes_per_second'] / 1e9:.1f} GB/s")
-    for size, told in part.items():
-        if isinstance(told, Mapping) and "of_link" in told:
-            figure = f"{1e3 * told['seconds']:.1f} ms, {100 * told['of_link']:.0f} % of the link"
-            figure += f" ({1e3 * told['mapping_seconds']:.1f} ms to map)"
+    for size, result in part.items():
+        if isinstance(result, Mapping) and "of_link" in result:
+            figure = (
+                f"{1e3 * result['seconds']:.1f} ms, {100 * result['of_link']:.0f} % of the link"
+            )
+            figure += f" ({1e3 * result['mapping_seconds']:.1f} ms to map)"
             usual = "pages" not in size
             yield Line(
                 f"activation, {size.replace('_', ' ')}",
                 figure,
                 ">= 90 %" if usual else "",
-                told["goal_met"] if usual else None,
+                result["goal_met"] if usual else None,
             )
 
 
 def _layouts(found: Found) -> Iterator[Line]:
-    for key, told in _part(found, "layouts").items():
-        if isinstance(told, float) and key != "took_seconds":
-            yield Line(f"attention of a step, {key.replace('_', ' ')}", f"{told:.0f} us")
+    for key, result in _part(found, "layouts").items():
+        if isinstance(result, float) and key != "took_seconds":
+            yield Line(f"attention of a step, {key.replace('_', ' ')}", f"{result:.0f} us")
 
 
 def _layer(found: Found) -> Iterator[Line]:
     for batch, launches in _part(found, "layer").items():
         if not isinstance(launches, Mapping):
             continue
-        for name, told in launches.items():
+        for name, result in launches.items():
             what = f"layer, {batch.replace('_', ' ')}: {name}"
-            if "broke_off" in told:
-                yield Line(what, f"broke off: {told['broke_off']}", met=False)
+            if "broke_off" in result:
+                yield Line(what, f"broke off: {result['broke_off']}", met=False)
                 continue
-            figure = f"{told['microseconds']:.1f} us"
-            if "bytes_per_second" in told:
-                figure += f", {told['bytes_per_second'] / 1e9:.0f} GB/s"
+            figure = f"{result['microseconds']:.1f} us"
+            if "bytes_per_second" in result:
+                figure += f", {result['bytes_per_second'] / 1e9:.0f} GB/s"
             yield Line(what, figure)
 
 

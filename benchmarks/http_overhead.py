@@ -241,23 +241,23 @@ def show(result: dict[str, Any]) -> Table:
     """For people."""
     table = Table("", "median", "quartiles", "goal", title="http_overhead")
 
-    def row(name: str, told: dict[str, Any], digits: int, goal: str = "") -> None:
-        low, high = told["low"], told["high"]
-        shown = f"{told['median']:.{digits}f}", f"{low:.{digits}f}-{high:.{digits}f}"
+    def row(name: str, outcome: dict[str, Any], digits: int, goal: str = "") -> None:
+        low, high = outcome["low"], outcome["high"]
+        shown = f"{outcome['median']:.{digits}f}", f"{low:.{digits}f}-{high:.{digits}f}"
         table.add_row(name, *shown, goal)
 
     for model, of in result["models"].items():
         goal = f">= {THROUGHPUT_GOAL}" if model == LARGEST else ""
         row(f"{model}: throughput_ratio", of["throughput_ratio"], 3, goal)
-        for name, told in of["tokens_per_second"].items():
-            row(f"{model}: tokens/s, {name}", told, 0)
-        for name, told in of["cores"].items():
-            row(f"{model}: cores of the {name}", told, 2)
-    for name, told in result["ttft_ms"].items():
-        row(f"{SMALLEST}: TTFT ms, {name}", told, 2)
+        for name, outcome in of["tokens_per_second"].items():
+            row(f"{model}: tokens/s, {name}", outcome, 0)
+        for name, outcome in of["cores"].items():
+            row(f"{model}: cores of the {name}", outcome, 2)
+    for name, outcome in result["ttft_ms"].items():
+        row(f"{SMALLEST}: TTFT ms, {name}", outcome, 2)
     row("ttft_added_ms", result["ttft_added_ms"], 2, f"<= {TTFT_GOAL_MS:g}")
-    for name, told in result["gaps_s"].items():
-        row(f"{LARGEST}: longest gap s, {name}", told, 3)
+    for name, outcome in result["gaps_s"].items():
+        row(f"{LARGEST}: longest gap s, {name}", outcome, 3)
     return table
 
 

@@ -162,13 +162,13 @@ def compare(
         }
         for name in ("one", "two")
     }
-    told: dict[str, Any] = {
+    outcome: dict[str, Any] = {
         name: {key: s.to_json() for key, s in found.items()} for name, found in measured.items()
     }
-    told["ratio"] = {
+    outcome["ratio"] = {
         key: measured["two"][key].over(measured["one"][key]).to_json() for key in measured["one"]
     }
-    return told
+    return outcome
 
 
 def _values(
@@ -208,10 +208,10 @@ def main() -> None:
         for threads in counts:
             served = {"one": Served(paths, threads, 1), "two": Served(paths, threads, 2)}
             for case, streams in CASES.items():
-                told = compare(served, streams, seconds, rounds)
-                result[f"{case}, {threads} threads".replace(" ", "_")] = told
-                for key, ratio in told["ratio"].items():
-                    row = (f"{told[n][key]['median']:.4g}" for n in ("one", "two"))
+                outcome = compare(served, streams, seconds, rounds)
+                result[f"{case}, {threads} threads".replace(" ", "_")] = outcome
+                for key, ratio in outcome["ratio"].items():
+                    row = (f"{outcome[n][key]['median']:.4g}" for n in ("one", "two"))
                     spread = f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
                     table.add_row(str(threads), case, key, *row, spread)
             for one in served.values():

@@ -135,14 +135,14 @@ class Pair:
 
     def deliver(self, to: str, data: bytes) -> str | None:
         """With all that it leads to; why it was refused."""
-        heard = self.workers[to].ask("hear", data)
+        received = self.workers[to].ask("hear", data)
         message = decode(data)
-        if isinstance(message, PagesReturnedEvent) and heard["refused"] is None:
+        if isinstance(message, PagesReturnedEvent) and received["refused"] is None:
             for page in message.lease.pages:
                 self.stamps[to].pop(page, None)
-        for answer in heard["answers"]:
+        for answer in received["answers"]:
             self.deliver(self.other(to), answer)
-        refused: str | None = heard["refused"]
+        refused: str | None = received["refused"]
         return refused
 
     def replace(self, name: str) -> int:
@@ -252,7 +252,7 @@ class Cycles:
                 assert survivor.ask("overdue", self._now) == [[borrower, self._pair.epoch]]
         else:
             # What it said last arrives when it is dead; what it was to be told reaches its heir.
-            self._late = [(lender, told) for told in victim.ask("offer_back", lender, 4)]
+            self._late = [(lender, outcome) for outcome in victim.ask("offer_back", lender, 4)]
             lent = survivor.ask("lend", borrower, 1)
             self._late += [] if lent is None else [(borrower, lent)]
             lent = victim.ask("lend", lender, 1)
@@ -261,10 +261,12 @@ class Cycles:
         freed = self._pair.replace(borrower)
         self.kill_seconds.append(time.perf_counter() - start)
         self.counts["pages_of_the_killed"] += freed
-        told = survivor.ask("check", [])
-        self.counts["leaked"] += self._pair.n_pages - told["free"] - told["own"] + told["borrowed"]
-        mine = dict(survivor.ask("own", told["free"], self._stamp))
-        self._stamp += told["free"]
+        outcome = survivor.ask("check", [])
+        self.counts["leaked"] += (
+            self._pair.n_pages - outcome["free"] - outcome["own"] + outcome["borrowed"]
+        )
+        mine = dict(survivor.ask("own", outcome["free"], self._stamp))
+        self._stamp += outcome["free"]
         self._pair.stamps[lender] = {
             page: stamp for page, stamp in self._pair.stamps[lender].items() if page not in mine
         } | mine
@@ -280,11 +282,11 @@ class Cycles:
         for name, worker in self._pair.workers.items():
             worker.tell("check", list(self._pair.stamps[name].items()))
         for worker in self._pair.workers.values():
-            told = worker.hear()
+            outcome = worker.hear()
             self.counts["checks"] += 1
-            self.counts["corrupted"] += told["corrupted"]
-            self.counts["disagreements"] += told["disagreements"]
-            self.counts["memories"] = max(self.counts["memories"], told["strangers"])
+            self.counts["corrupted"] += outcome["corrupted"]
+            self.counts["disagreements"] += outcome["disagreements"]
+            self.counts["memories"] = max(self.counts["memories"], outcome["strangers"])
 
     def _clean_up(self) -> None:
         """Everything is asked back, everything is given back: all pages are free, or leaked."""
@@ -294,8 +296,8 @@ class Cycles:
             self._pair.workers[name].ask("disown", self._pair.n_pages)
             self._pair.stamps[name].clear()
         for worker in self._pair.workers.values():
-            told = worker.ask("check", [])
-            self.counts["leaked"] += self._pair.n_pages - told["free"] + told["borrowed"]
+            outcome = worker.ask("check", [])
+            self.counts["leaked"] += self._pair.n_pages - outcome["free"] + outcome["borrowed"]
 
 
 def costs(pair: Pair, rounds: int) -> dict[str, dict[str, float]]:

@@ -54,7 +54,7 @@ class Worker:
         self._vm, self._torch = vm, torch_device
         self._pool = Pool(self._vm, n_pages)
         self._condemned: list[tuple[str, int]] = []
-        self._lender = Lender(self._pool, name, lambda *told: self._condemned.append(told))
+        self._lender = Lender(self._pool, name, lambda *result: self._condemned.append(result))
         self._borrower = Borrower(self._pool, self._vm, name)
         span = SPAN * n_pages * vm.page_bytes
         self._range = BackedRange(self._pool, self._vm, f"kv:{name}", span)
@@ -186,8 +186,8 @@ class Worker:
     def overdue(self, now: float) -> list[tuple[str, int]]:
         """Whom the lender wants killed."""
         self._lender.check(now)
-        told, self._condemned = self._condemned, []
-        return told
+        result, self._condemned = self._condemned, []
+        return result
 
     def gone(self, peer: str, epoch: int) -> int:
         """The peer's process has ended: pages it had, and wrong stamps on those it had lent."""
@@ -204,14 +204,14 @@ class Worker:
         for book in (self._pool, self._lender, self._borrower, self._range):
             book.validate()
         shown = self._vm.os_pages(self._range.range)
-        told = {at: self._range.pages(at, 1)[0] for at in self._stamps}
+        result = {at: self._range.pages(at, 1)[0] for at in self._stamps}
         lent = sum(self._pool.ledger.owner_of(page) == OWNER for page in shown.values())
         wrong = sum(not self._right(at) for at in self._stamps)
         wrong += sum(not self._filled(page, stamp) for page, stamp in expected)
         budget = self._pool.total * self._vm.page_bytes
         return {
             "corrupted": wrong,
-            "disagreements": (shown != told) + lent + (self._vm.physical_bytes() > budget),
+            "disagreements": (shown != result) + lent + (self._vm.physical_bytes() > budget),
             "strangers": self._strangers(),
             "free": self._pool.free,
             "lent": self._pool.ledger.owned(OWNER),

@@ -65,8 +65,8 @@ def ttfts(
     with patch("ballast.sim.device.SimLink", link):
         fleet = setting.under(preset, budget, pace / slowdown)
         ran = setting.virtual(fleet, workload, no_levels(setting))
-    told = [r.ttft for r in ran.report.records if r.ttft is not None]
-    return [float(np.mean(told)), float(np.percentile(told, 99))]
+    outcome = [r.ttft for r in ran.report.records if r.ttft is not None]
+    return [float(np.mean(outcome)), float(np.percentile(outcome, 99))]
 
 
 def compared(setting: Setting, preset: str, seeds: int, slowdown: int) -> dict[str, float]:

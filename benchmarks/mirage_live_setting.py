@@ -83,7 +83,7 @@ class Setting:
 
     def to_json(self) -> dict[str, float]:
         """Times in milliseconds."""
-        told = {
+        result = {
             "step_ms": 1e3 * self.step,
             "layer_ms": 1e3 * self.step / self.spec.n_layers,
             "layer_bytes": self.layer_bytes,
@@ -94,9 +94,9 @@ class Setting:
             "copying": self.copying,
         }
         for name, kind in LINKS.items():
-            told[f"ratio {name}"] = ratio_of(kind)
-            told[f"bytes_per_second {name}"] = self.pace(ratio_of(kind)).bytes_per_second or 0.0
-        return told
+            result[f"ratio {name}"] = ratio_of(kind)
+            result[f"bytes_per_second {name}"] = self.pace(ratio_of(kind)).bytes_per_second or 0.0
+        return result
 
     def under(self, preset: str, options: Mapping[str, float], ratio: float) -> FleetSettings:
         return replace(self.fleet, preset=preset, options=dict(options), link=self.pace(ratio))

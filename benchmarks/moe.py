@@ -194,7 +194,7 @@ def more_options(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     args = options(__doc__, extra=more_options)
     phases: list[Phase] = []
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     leave_out = [args.without]
     with tempfile.TemporaryDirectory() as scratch:
         reader = Reader()
@@ -203,7 +203,7 @@ def main() -> None:
             phases += taken
             leave_out = [n for n in (GENERATE, CONTINUOUS) if n != taken[0].better()]
             matrices = taken[0].gemms.matrices
-            told[mixture.name] = {
+            outcome[mixture.name] = {
                 **about,
                 "experts_read": sum(m.count for m in matrices if m.name.startswith("gate_up")),
                 "experts": mixture.layers * mixture.experts,
@@ -214,7 +214,7 @@ def main() -> None:
         "over_gemm": max(p.over_gemm().median for p in phases),
         "reader": reader.best(),
         "kernels": list(kernels()),
-        "models": told,
+        "models": outcome,
     }
     finish(args, "moe", result, table(phases, "moe"))
 

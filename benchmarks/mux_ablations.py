@@ -12,13 +12,16 @@ first come first served, fixed shares of KV (`static+fcfs`); `compute`: prefills
 
 Which sizes and rates the paper had is not stated. `throughput` and attainment are as in
 `mux_cluster`; `placement_over_greedy`, `compute_over_neither`, `memory_over_compute`: by setting or
-exponent, the largest over the rates, and `at_rate`, the rate.
+exponent, the largest over the rates, and `at_rate`, the rate. `attainment_over_compute`: the
+largest ratio of attainments over the rates. `--unit` has other sizes on the unit, which leaves more
+or less memory for KV.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -36,7 +39,8 @@ from benchmarks.contenders import Comparison, Contender
 from benchmarks.mux_cluster import PER_HOST, Cluster, Meshes, Result, over_rates, serve, together
 from benchmarks.mux_sim import LANES, TERMS
 
-UNIT = Cluster({"LLaMA-7b": 2, "LLaMA-13b": 1, "LLaMA-30b": 1}, 4)
+UNIT = "7b,7b,13b,30b"
+"""LLaMA's sizes on one unit of 4 A100s."""
 PLACEMENTS = {
     "4 on 8": Cluster({"LLaMA-7b": 2, "LLaMA-13b": 1, "LLaMA-30b": 1}, 8),
     "7 on 16": Cluster({"LLaMA-7b": 3, "LLaMA-13b": 2, "LLaMA-30b": 1, "LLaMA-65b": 1}, 16),
@@ -103,15 +107,33 @@ def placed(name: str, row: str, rate: float, seconds: float) -> Result:
     return serve(cluster, meshes, work, seconds, PLACED, row, LANES)
 
 
-def managed(alpha: float, row: str, rate: float, seconds: float) -> Result:
-    """The unit with some parts of the resource manager."""
-    work = UNIT.workload(rate, power_law(len(UNIT.models), alpha), seconds, seed=1)
-    meshes = [(UNIT.devices, list(UNIT.models))]
-    return serve(UNIT, meshes, work, seconds, PARTS, row, 1 if row == "neither" else LANES)
+def unit_of(sizes: str) -> Cluster:
+    """Models of these sizes on one unit, as `7b,13b`."""
+    return Cluster(Counter(f"LLaMA-{size}" for size in sizes.split(",")), 4)
+
+
+def managed(case: tuple[str, float], row: str, rate: float, seconds: float) -> Result:
+    """Serve a unit's (sizes, exponent of popularity) with some parts of the resource manager."""
+    sizes, alpha = case
+    unit = unit_of(sizes)
+    work = unit.workload(rate, power_law(len(unit.models), alpha), seconds, seed=1)
+    meshes = [(unit.devices, list(unit.models))]
+    return serve(unit, meshes, work, seconds, PARTS, row, 1 if row == "neither" else LANES)
 
 
 Rows = Mapping[str, Mapping[float, Result]]
 """Results by row and rate."""
+
+
+def most_attained(of: str, over: str, rows: Rows) -> dict[str, float]:
+    """The largest ratio of attainments over the rates, and the ratio of throughputs there."""
+    ratios = {r: x.attainment / max(1e-9, rows[over][r].attainment) for r, x in rows[of].items()}
+    at = max(ratios, key=lambda r: ratios[r])
+    return {
+        "ratio": rows[of][at].throughput / rows[over][at].throughput,
+        "at_rate": at,
+        "attainment_ratio": ratios[at],
+    }
 
 
 def most(of: str, over: str, rows: Rows) -> dict[str, float]:
@@ -127,10 +149,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--seconds", type=float, help="of arrivals; default 60, quick 30")
         parser.add_argument("--rates", default=",".join(map(str, RATES)), help="by model, mean")
         parser.add_argument("--processes", type=int, default=2)
+        parser.add_argument("--unit", default=UNIT, help="LLaMA's sizes on the unit of 4 devices")
+        parser.add_argument("--parts", default="placement,resources", help="of these two")
 
     args = options(__doc__, argv, extra)
     seconds = args.seconds or (30.0 if args.quick else 60.0)
     rates = [float(r) for r in args.rates.split(",")]
+    placements = PLACEMENTS if "placement" in args.parts else {}
+    alphas = {f"{alpha:g}": alpha for alpha in ALPHAS if "resources" in args.parts}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, context) as pool:
 
@@ -140,31 +166,33 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for row in compared.rows
             }
 
-        coming = {name: submit(placed, name, PLACED) for name in PLACEMENTS}
-        coming |= {f"{alpha:g}": submit(managed, alpha, PARTS) for alpha in ALPHAS}
+        coming = {name: submit(placed, name, PLACED) for name in placements}
+        coming |= {a: submit(managed, (args.unit, alpha), PARTS) for a, alpha in alphas.items()}
         results: dict[str, Rows] = {
             case: {row: {r: c.result() for r, c in by.items()} for row, by in rows.items()}
             for case, rows in coming.items()
         }
-    alphas = [f"{alpha:g}" for alpha in ALPHAS]
-    told = {
-        "placement_over_greedy": {n: most("muxserve", "greedy", results[n]) for n in PLACEMENTS},
+    outcome = {
+        "placement_over_greedy": {n: most("muxserve", "greedy", results[n]) for n in placements},
         "compute_over_neither": {a: most("compute", "neither", results[a]) for a in alphas},
         "memory_over_compute": {a: most("both", "compute", results[a]) for a in alphas},
+        "attainment_over_compute": {
+            a: most_attained("both", "compute", results[a]) for a in alphas
+        },
     }
     rows = {
         case: {row: {f"{r:g}": asdict(x) for r, x in by.items()} for row, by in found.items()}
         for case, found in results.items()
     }
     what = "req/s by rate; in SLO; worst"
-    shown = [over_rates(f"placement, {name}: {what}", results[name]) for name in PLACEMENTS]
+    shown = [over_rates(f"placement, {name}: {what}", results[name]) for name in placements]
     shown += [over_rates(f"resource manager, power law {a}: {what}", results[a]) for a in alphas]
     ratios = Table("", "case", "ratio", "at rate", "attainment", title="mux_ablations")
-    for key, by in told.items():
+    for key, by in outcome.items():
         for case, of in by.items():
             cells = (f"{of['ratio']:.2f}", f"{of['at_rate']:g}", f"{of['attainment_ratio']:.2f}")
             ratios.add_row(key, case, *cells)
-    result = {**told, "seconds": seconds, "rows": rows}
+    result = {**outcome, "unit": args.unit, "seconds": seconds, "rows": rows}
     finish(args, "mux_ablations", result, Group(*shown, ratios))
 
 

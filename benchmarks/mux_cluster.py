@@ -294,8 +294,8 @@ def over_rates(title: str, results: Mapping[str, Mapping[float, Result]]) -> Tab
 
 def table_of(title: str, results: Mapping[str, Mapping[float, Result]]) -> Table:
     table = over_rates(title, results)
-    told = summary(results)
-    shown = {k: v for k, v in told.items() if not k.startswith("rate_at")}
+    outcome = summary(results)
+    shown = {k: v for k, v in outcome.items() if not k.startswith("rate_at")}
     table.caption = ", ".join(
         f"{k} {v:.2f}" if v is not None else f"{k} not stated" for k, v in shown.items()
     )

@@ -174,9 +174,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for r in results:
         rates = (f"{x:.2f}" for x in (r.asked, r.estimated, r.simulated))
         table.add_row(r.unit, f"{r.factor:g} x", r.model, *rates, f"{r.error:+.0%}")
-    told = summary(results)
-    table.caption = f"median {told['estimator_error_median_pct']:.0f} %"
-    result = {**told, "seconds": seconds, "rows": [asdict(r) for r in results]}
+    outcome = summary(results)
+    table.caption = f"median {outcome['estimator_error_median_pct']:.0f} %"
+    result = {**outcome, "seconds": seconds, "rows": [asdict(r) for r in results]}
     finish(args, "mux_estimator", result, table)
 
 

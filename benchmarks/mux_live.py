@@ -360,7 +360,7 @@ def _means(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(one[name] for one in of) for name in of[0]}
 
 
-def table_of(count: int, told: Mapping[str, Any]) -> Table:
+def table_of(count: int, outcome: Mapping[str, Any]) -> Table:
     columns = (
         "",
         "load",
@@ -371,7 +371,7 @@ def table_of(count: int, told: Mapping[str, Any]) -> Table:
         "preempted",
     )
     table = Table(*columns, title=f"mux_live: {count} models")
-    for row, by in told["rows"].items():
+    for row, by in outcome["rows"].items():
         for load, of in by.items():
             t = of["throughput"]
             table.add_row(
@@ -383,15 +383,15 @@ def table_of(count: int, told: Mapping[str, Any]) -> Table:
                 f"{of['fairness_gap']:.2f}",
                 f"{of['preemptions']:.0f}",
             )
-    over = (f"{key} {told[key]['median']:.2f}" for key in told if key.startswith("over_"))
+    over = (f"{key} {outcome[key]['median']:.2f}" for key in outcome if key.startswith("over_"))
     table.caption = ", ".join(over)
     return table
 
 
-def interference_table(told: Mapping[str, Mapping[str, Any]]) -> Table:
+def interference_table(outcome: Mapping[str, Mapping[str, Any]]) -> Table:
     columns = ("", "beside / apart", "beside, ms", "apart, ms", "longest, ms", "prefill, ms")
     table = Table(*columns, title="a prefill beside decodes")
-    for row, of in told.items():
+    for row, of in outcome.items():
         ratio = of["ratio"]
         milliseconds = (f"{1e3 * of[key]:.1f}" for key in ("beside", "apart", "longest", "prefill"))
         spread = f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
@@ -446,11 +446,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 slos = levels_of(setting)
                 rate = capacity(setting, args.alpha)
                 rates = {load: load * rate for load in LOADS}
-                told = summary(measure(setting, slos, rates, rounds, seconds, args.alpha))
+                outcome = summary(measure(setting, slos, rates, rounds, seconds, args.alpha))
                 facts = {"budget": setting.budget, "kv_bytes": setting.kv_bytes, "capacity": rate}
                 levels = {name: asdict(slo) for name, slo in slos.items()}
-                result[f"models_{count}"] = {**facts, "slos": levels, **told}
-                shown.append(table_of(count, told))
+                result[f"models_{count}"] = {**facts, "slos": levels, **outcome}
+                shown.append(table_of(count, outcome))
             if wanted[1]:
                 result["interference"] = interferences(setting, rounds, seconds)
                 shown.append(interference_table(result["interference"]))

@@ -211,7 +211,7 @@ def _result(ran: ClusterRun, specs: Sequence[ModelSpec], seconds: float) -> Resu
 
 def summary(results: Mapping[str, Mapping[str, Mapping[float, Result]]]) -> dict[str, Any]:
     """`results` by setting, row and factor; ratios at the figure's rates."""
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     for base in ("fcfs", "round-robin"):
         ours, paper = {}, {}
         for name, rows in results.items():
@@ -219,14 +219,14 @@ def summary(results: Mapping[str, Mapping[str, Mapping[float, Result]]]) -> dict
             ours[name] = rows["muxserve"][1.0].throughput / rows[base][1.0].throughput
             paper[name] = stated["muxserve"] / stated[base]
         key = f"throughput_over_{base.replace('-', '_')}"
-        told |= {key: ours, f"{key}_paper": paper}
+        outcome |= {key: ours, f"{key}_paper": paper}
         off = [n for n in ours if abs(ours[n] / paper[n] - 1) > THIRD]
-        told.setdefault("off_by_a_third", {})[base] = off
-    told["fairness_gap"] = {
+        outcome.setdefault("off_by_a_third", {})[base] = off
+    outcome["fairness_gap"] = {
         name: {row: by[1.0].fairness_gap for row, by in rows.items()}
         for name, rows in results.items()
     }
-    return told
+    return outcome
 
 
 def table_of(name: str, rows: Mapping[str, Mapping[float, Result]]) -> Table:
@@ -277,9 +277,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console(width=150)
     for name, rows in results.items():
         console.print(table_of(name, rows))
-    told = summary(results)
+    outcome = summary(results)
     result = {
-        **told,
+        **outcome,
         "device": DEVICE,
         "engine": args.engine,
         "length": args.length,
@@ -294,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shown = Table("", *results, title="mux_sim")
     for key in ("throughput_over_fcfs", "throughput_over_round_robin"):
         for k in (key, f"{key}_paper"):
-            shown.add_row(k, *(f"{told[k][name]:.2f}" for name in results))
+            shown.add_row(k, *(f"{outcome[k][name]:.2f}" for name in results))
     finish(args, "mux_sim", result, shown)
 
 

@@ -55,8 +55,8 @@ class Exchange:
 
     def _read_head(self, head: bytes) -> None:
         self.status = int(head.split(b" ", 2)[1])
-        told = _header(head, b"retry-after")
-        self.retry_after = None if told is None else told.decode()
+        result = _header(head, b"retry-after")
+        self.retry_after = None if result is None else result.decode()
 
 
 class OpenLoop:

@@ -145,9 +145,9 @@ class RandomRun:
         """Ledger against the operating system, per owner; and each owner's own list."""
         for r in self._ranges:
             r.validate()
-            told = self._pool.ledger.owned(r.owner) + self._pool.ledger.reclaiming_of(r.owner)
-            told += self._pool.ledger.held(r.owner)
-            self._compare(told, r.os_backed())
+            result = self._pool.ledger.owned(r.owner) + self._pool.ledger.reclaiming_of(r.owner)
+            result += self._pool.ledger.held(r.owner)
+            self._compare(result, r.os_backed())
         try:
             self._peer.validate()
         except BrokenPromise as broken:

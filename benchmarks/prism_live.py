@@ -146,7 +146,7 @@ def measure(
     first = setting.workload.window(0.0, seconds)
     alone = run(setting, "static", 2 * ROOMY, first, no_levels(setting)).report
     slos = service_levels(alone)
-    told = setting.with_levels(slos)
+    levelled = setting.with_levels(slos)
     moves = 0
     rows: dict[str, dict[str, Any]] = {row: {} for row in COMPARED.rows}
     over: dict[str, Any] = {}
@@ -155,7 +155,7 @@ def measure(
 
         def once(row: str, work: Workload = work) -> float:
             nonlocal moves
-            ran = run(told, row, budget, work, slos)
+            ran = run(levelled, row, budget, work, slos)
             moves += sum(m["action"] == "Withdraw" and "refused" not in m for m in ran.moves)
             return attained(ran.report)
 

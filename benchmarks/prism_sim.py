@@ -115,7 +115,7 @@ SEARCHES = {
 }
 
 
-def told_of(found: Sequence[int | None]) -> dict[str, Any]:
+def summary_of(found: Sequence[int | None]) -> dict[str, Any]:
     """Of one row, over seeds."""
     known = [n for n in found if n is not None]
     if len(known) < len(found):
@@ -133,22 +133,22 @@ def searched(
     over = f"over {most}"
     columns = ("GPUs for 99 %", "from - to", "the paper's", f"TTFT, TPOT with {most}", "tried")
     table = Table("", *columns, title=search.title)
-    devices = {row: told_of([n for n, _ in of]) for row, of in found.items()}
+    devices = {row: summary_of([n for n, _ in of]) for row, of in found.items()}
     for row, of in found.items():
-        told = devices[row]
+        outcome = devices[row]
         at_most = [tried[most] for _, tried in of]
         shown = ", ".join(f"{fmean(getattr(r, w) for r in at_most):.1%}" for w in ("ttft", "tpot"))
         table.add_row(
             row,
-            over if told["mean"] is None else f"{told['mean']:.1f}",
-            f"{told['least'] or over} - {told['most'] or over}",
+            over if outcome["mean"] is None else f"{outcome['mean']:.1f}",
+            f"{outcome['least'] or over} - {outcome['most'] or over}",
             search.stated.get(row, ""),
             shown,
             "; ".join(" ".join(f"{n}:{_share(r)}" for n, r in sorted(t.items())) for _, t in of),
         )
     prefix = "" if name == "eighteen" else f"{name}_"
     result = {
-        **{f"{prefix}devices_{row}": told["mean"] for row, told in devices.items()},
+        **{f"{prefix}devices_{row}": outcome["mean"] for row, outcome in devices.items()},
         name: {
             "devices": devices,
             "setting": asdict(search.setting),

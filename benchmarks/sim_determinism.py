@@ -93,9 +93,9 @@ def _written(
         asking = (asked.specs, kinds, asked.workload, asked.presets, PLACED)
         runs = list(simulate_presets(fleet, *asking, story=story, files=files))
         stories = b"".join(file.read_bytes() for file in sorted(story.parent.iterdir()))
-    told = dumps(simulation_json(kinds, asked.specs, asked.workload, runs))
-    told += page("a page", [asked.described()], [run.report for run in runs], runs)
-    return told.encode() + stories
+    outcome = dumps(simulation_json(kinds, asked.specs, asked.workload, runs))
+    outcome += page("a page", [asked.described()], [run.report for run in runs], runs)
+    return outcome.encode() + stories
 
 
 def apart(seed: int, seconds: float, hash_seed: str) -> str:

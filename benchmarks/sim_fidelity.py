@@ -47,7 +47,7 @@ from ballast.policy.presets import PRESETS
 from benchmarks.common import MET, NOT_STATED, finish, options, verdict
 from benchmarks.contenders import defaults
 from benchmarks.devices import capacity_errors
-from benchmarks.fidelity_runs import FIRST, Point, Runs, Told, figures, on, summary
+from benchmarks.fidelity_runs import FIRST, Document, Point, Runs, figures, on, summary
 from benchmarks.setting import trace_option
 
 SHARE = 0.8
@@ -86,7 +86,7 @@ class Cell:
     def verdict(self) -> str:
         return verdict(abs(self.error), at_most=GOALS[self.metric])
 
-    def to_json(self) -> Told:
+    def to_json(self) -> Document:
         return {
             "live": list(self.live),
             "virtual": list(self.virtual),
@@ -115,8 +115,8 @@ class Fidelity:
         yield f"max rates {self.rates}"
         for turn in range(turns):
             for point in self.points[:: 1 if turn % 2 == 0 else -1]:
-                told = self.runs.live(point, turn)
-                values = (f"{key} {value:.4g}" for key, value in told["figures"].items())
+                outcome = self.runs.live(point, turn)
+                values = (f"{key} {value:.4g}" for key, value in outcome["figures"].items())
                 yield f"turn {turn + 1} {point}: {', '.join(values)}"
         for preset in COMPARED.rows if capacity else ():
             yield f"{on(preset, self.devices)}: {self.runs.capacity(preset, self.devices)}"
@@ -140,8 +140,8 @@ class Fidelity:
         """Of the points that have run in every turn."""
         cells = []
         for point in self.points:
-            ran = [self.runs.told(point, turn) for turn in range(turns)]
-            live = [told["figures"] for told in ran if told is not None]
+            ran = [self.runs.recorded(point, turn) for turn in range(turns)]
+            live = [outcome["figures"] for outcome in ran if outcome is not None]
             if len(live) < turns:
                 continue
             profiles = [f"{point}-{turn}" for turn in range(turns)]
@@ -158,23 +158,26 @@ class Fidelity:
         return cells
 
     @property
-    def capacities(self) -> dict[str, Told]:
+    def capacities(self) -> dict[str, Document]:
         """By preset, as `Runs.capacity` found it, with the median of virtual time."""
         found = {}
         for preset in COMPARED.rows:
-            told = self.runs.capacity(preset, self.devices)
+            outcome = self.runs.capacity(preset, self.devices)
             found[on(preset, self.devices)] = {
-                **told,
-                "virtual_median": statistics.median(told["virtual"]),
+                **outcome,
+                "virtual_median": statistics.median(outcome["virtual"]),
             }
         return found
 
-    def live_runs(self, turns: int) -> dict[str, list[Told]]:
+    def live_runs(self, turns: int) -> dict[str, list[Document]]:
         """What else came of the live runs, by point."""
-        runs = {str(p): [self.runs.told(p, turn) for turn in range(turns)] for p in self.points}
-        return {point: [told for told in ran if told is not None] for point, ran in runs.items()}
+        runs = {str(p): [self.runs.recorded(p, turn) for turn in range(turns)] for p in self.points}
+        return {
+            point: [outcome for outcome in ran if outcome is not None]
+            for point, ran in runs.items()
+        }
 
-    def simulated(self) -> dict[str, Told]:
+    def simulated(self) -> dict[str, Document]:
         """The same of each point's first simulation."""
         return {str(p): summary(self.runs.virtual(p, f"{p}-0")) for p in self.points}
 
@@ -216,8 +219,8 @@ def table_of(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def summary_of(cells: Sequence[Cell], common: Sequence[float]) -> Told:
-    summary: Told = {}
+def summary_of(cells: Sequence[Cell], common: Sequence[float]) -> Document:
+    summary: Document = {}
     for name, tail in (("median", False), ("p99", True)):
         of = [c for c in cells if c.metric.endswith("p99") == tail]
         goal = max(GOALS[c.metric] for c in of)
@@ -239,22 +242,22 @@ def summary_of(cells: Sequence[Cell], common: Sequence[float]) -> Told:
     }
 
 
-def by_point(cells: Sequence[Cell]) -> Mapping[str, Mapping[str, Told]]:
-    told: dict[str, dict[str, Told]] = {}
+def by_point(cells: Sequence[Cell]) -> Mapping[str, Mapping[str, Document]]:
+    outcome: dict[str, dict[str, Document]] = {}
     for c in cells:
-        told.setdefault(str(c.point), {})[c.metric] = c.to_json()
-    return told
+        outcome.setdefault(str(c.point), {})[c.metric] = c.to_json()
+    return outcome
 
 
-def capacity_table(capacities: Mapping[str, Told], errors: Mapping[str, float]) -> Table:
+def capacity_table(capacities: Mapping[str, Document], errors: Mapping[str, float]) -> Table:
     columns = ("preset", "live", "virtual", "error", "goal", "")
     table = Table(*columns, title="highest rate at 99 %", padding=(0, 0))
-    for name, told in capacities.items():
+    for name, outcome in capacities.items():
         error = errors.get(name)
         table.add_row(
             name,
-            f"{told['live']:.3g}",
-            ", ".join(f"{rate:.3g}" for rate in told["virtual"]),
+            f"{outcome['live']:.3g}",
+            ", ".join(f"{rate:.3g}" for rate in outcome["virtual"]),
             "-" if error is None else f"{error:+.0%}",
             f"{CAPACITY_GOAL:.0%}",
             "" if error is None else verdict(abs(error), at_most=CAPACITY_GOAL),
@@ -297,13 +300,13 @@ def main() -> None:
         cells = [cell for part in parts for cell in part.cells(turns)]
         found = {k: v for part in parts for k, v in part.capacities.items()} if capacity else {}
         capacities = capacity_errors(
-            {name: told["live"] for name, told in found.items()},
-            {name: told["virtual_median"] for name, told in found.items()},
+            {name: outcome["live"] for name, outcome in found.items()},
+            {name: outcome["virtual_median"] for name, outcome in found.items()},
             CAPACITY_GOAL,
         )
-        told = {**summary_of(cells, [part.common for part in parts]), **capacities}
+        outcome = {**summary_of(cells, [part.common for part in parts]), **capacities}
         result = {
-            **told,
+            **outcome,
             "workload": runs.trace.describe(),
             "seconds": runs.seconds,
             "turns": turns,
@@ -315,7 +318,7 @@ def main() -> None:
             "virtual": {k: v for part in parts for k, v in part.simulated().items()},
         }
     tables = [table_of(cells), capacity_table(found, capacities["capacity_error"])]
-    for key, value in told.items():
+    for key, value in outcome.items():
         console.print(key, f"{value:.3g}" if isinstance(value, float) else value, highlight=False)
     finish(args, "sim_fidelity", result, Group(*tables))
 

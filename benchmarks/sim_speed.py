@@ -106,8 +106,8 @@ def apart(**what: Any) -> dict[str, Any]:
         text=True,
         preexec_fn=lambda: os.sched_setaffinity(0, {core}),
     )
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return outcome
 
 
 def exponent(more: Sequence[dict[str, Any]], less: Sequence[dict[str, Any]], times: float) -> float:

@@ -364,12 +364,12 @@ def against_vllm(phases: Sequence[Phase]) -> dict[str, float]:
 
 def table(phases: Sequence[Phase], title: str = "single_model") -> Table:
     """Per model and streams: the engines, then the yardsticks of our decode step."""
-    told = Table("", "tokens/s", "ours is", "prefill tok/s", "step, ms", title=title)
+    outcome = Table("", "tokens/s", "ours is", "prefill tok/s", "step, ms", title=title)
     for phase in phases:
-        told.add_section()
-        told.add_row(f"[bold]{phase.size.name}, {phase.streams} streams[/bold]")
+        outcome.add_section()
+        outcome.add_row(f"[bold]{phase.size.name}, {phase.streams} streams[/bold]")
         for name in phase.runs:
-            told.add_row(
+            outcome.add_row(
                 name,
                 f"{phase.rate(name):.1f}",
                 f"{phase.rate(OURS) / phase.rate(name):.2f} x",
@@ -377,14 +377,14 @@ def table(phases: Sequence[Phase], title: str = "single_model") -> Table:
                 f"{phase.step(name) * 1e3:.1f}",
             )
         gemm = statistics.median(phase.gemms.sums())
-        told.add_row(
+        outcome.add_row(
             "matrices alone", "", f"{phase.over_gemm().median:.2f} x", "", f"{gemm * 1e3:.1f}"
         )
         speed = statistics.median(phase.bandwidths())
-        told.add_row(
+        outcome.add_row(
             f"memory, {speed / 1e9:.1f} GB/s", "", f"{phase.of_bandwidth().median:.2f} of it"
         )
-    return told
+    return outcome
 
 
 def more_options(parser: argparse.ArgumentParser) -> None:
@@ -405,7 +405,7 @@ def main() -> None:
     wanted = args.size or (SIZES[0].name if args.quick else None)
     sizes = [s for s in SIZES if wanted in (None, s.name)]
     phases: list[Phase] = []
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     leave_out = [args.without]
     with tempfile.TemporaryDirectory() as scratch:
         reader = Reader()
@@ -414,7 +414,7 @@ def main() -> None:
             phases += taken
             many = next(p for p in taken if p.streams > 1)
             leave_out = [n for n in (GENERATE, CONTINUOUS) if n != many.better()]
-            told[size.name] = {
+            outcome[size.name] = {
                 **about,
                 "weight_bytes_read": size.weight_bytes_read,
                 "float32_gemm_seconds": {str(n): float32_gemms(size, n) for n in STREAMS},
@@ -428,7 +428,7 @@ def main() -> None:
     }
     if all(VLLM in p.runs for p in phases):
         result |= against_vllm(phases)
-    result |= {"reader": reader.best(), "kernels": list(kernels()), "sizes": told}
+    result |= {"reader": reader.best(), "kernels": list(kernels()), "sizes": outcome}
     finish(args, "single_model", result, table(phases))
 
 

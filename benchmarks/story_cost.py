@@ -66,14 +66,14 @@ def main() -> None:
     with TemporaryDirectory() as scratch:
         path = Path(scratch) / "story"
         for n in SEQUENCES:
-            without, told = [], []
+            without, outcome = [], []
             for _ in range(rounds):
                 without.append(turn_seconds(n, None))
                 path.write_bytes(b"")
                 file = StoryFile(path, "cpu:0")
-                told.append(turn_seconds(n, file.write))
+                outcome.append(turn_seconds(n, file.write))
                 file.close()
-            result["us_per_turn"][n] = 1e6 * (min(told) - min(without))
+            result["us_per_turn"][n] = 1e6 * (min(outcome) - min(without))
             result["bytes_per_job"][n] = path.stat().st_size / (OUTPUT + 1)
     result["us_per_prompt_of_2000"] = 1e6 * min(digest_seconds() for _ in range(50))
     finish(args, "story_cost", result)

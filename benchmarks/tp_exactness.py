@@ -135,8 +135,8 @@ def table(result: Mapping[str, Any]) -> Table:
         "sampling", str(s["ok"]), f"{len(s['differing'])} of {s['requests']} requests differ"
     )
     for batch, found in result["speed"].items():
-        told = (f"{way} {of['median']:.0f}" for way, of in found.items())
-        shown.add_row(f"speed, {batch}", "", f"tokens/s: {', '.join(told)}")
+        outcome = (f"{way} {of['median']:.0f}" for way, of in found.items())
+        shown.add_row(f"speed, {batch}", "", f"tokens/s: {', '.join(outcome)}")
     return shown
 
 

@@ -123,12 +123,12 @@ def test_a_measured_profile_drives_a_simulation(tmp_path: Path) -> None:
 def test_what_serves_is_shown(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(KNOWN)
-    work = ("--rate", 1, "--seconds", 5, "--most-tokens", 64, "--json", tmp_path / "told.json")
+    work = ("--rate", 1, "--seconds", 5, "--most-tokens", 64, "--json", tmp_path / "simulated.json")
     shown = invoke("simulate", file, "--devices", "H100-80G,L4@graphs", "--engine", "eager", *work)
     assert "H100-80G, engine eager: engines that launch every kernel from the host" in shown
     assert "L4, engine graphs: engines of today" in shown
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert [kind["engine"] for kind in told["devices"]] == ["eager", "graphs"]
+    result = json.loads((tmp_path / "simulated.json").read_text())
+    assert [kind["engine"] for kind in result["devices"]] == ["eager", "graphs"]
 
 
 KNOWN = """
@@ -151,9 +151,9 @@ def test_simulate_compares_presets_on_devices_that_are_not_here(tmp_path: Path) 
     devices = ("--devices", "1xL4,L4")
     shown = invoke("simulate", fleet, *devices, *work, "--preset", "swap,balloon", *files)
     assert "in SLO, code" in shown
-    told = json.loads((out / "a.json").read_text())
-    assert [run["name"] for run in told["presets"]] == ["swap", "balloon"]
-    assert list(told["presets"][0]["devices"]) == ["L4:0", "L4:1"]
+    result = json.loads((out / "a.json").read_text())
+    assert [run["name"] for run in result["presets"]] == ["swap", "balloon"]
+    assert list(result["presets"][0]["devices"]) == ["L4:0", "L4:1"]
     assert "fleet.yaml on 1xL4,L4" in (out / "a.html").read_text()
     stories = [out / f"a-{preset}.story" for preset in ("swap", "balloon")]
     for story in stories:
@@ -161,11 +161,11 @@ def test_simulate_compares_presets_on_devices_that_are_not_here(tmp_path: Path) 
     assert "lanes busy" in invoke("story", "compare", *stories)
 
     shown = invoke("plan", fleet, "--devices", "L4", *work, "--json", out / "plan.json")
-    told = json.loads((out / "plan.json").read_text())
-    assert told["device"] == "L4"
-    assert told["presets"][0]["name"] == "static"
-    assert told["presets"][0]["devices"] == 2
-    assert 4 <= len(told["presets"][0]["draws"]) <= told["seeds"] == 8
+    result = json.loads((out / "plan.json").read_text())
+    assert result["device"] == "L4"
+    assert result["presets"][0]["name"] == "static"
+    assert result["presets"][0]["devices"] == 2
+    assert 4 <= len(result["presets"][0]["draws"]) <= result["seeds"] == 8
     assert "fewest devices" in shown
     assert "for a further draw they do with" in " ".join(shown.split())
     links = tmp_path / "links.toml"

@@ -30,8 +30,8 @@ def test_variants_take_turns_in_both_orders() -> None:
 
 def test_samples_tell_median_and_quartiles() -> None:
     assert Samples((3.0, 1.0, 2.0)).spread == (1.0, 3.0)
-    told = Samples(tuple(float(n) for n in range(1, 8))).to_json()
-    assert (told["median"], told["low"], told["high"]) == (4.0, 2.0, 6.0)
+    result = Samples(tuple(float(n) for n in range(1, 8))).to_json()
+    assert (result["median"], result["low"], result["high"]) == (4.0, 2.0, 6.0)
     drift = Samples((1.0, 2.0, 4.0)).over(Samples((2.0, 4.0, 8.0)))
     assert drift.spread == (0.5, 0.5)
 
@@ -42,12 +42,12 @@ def test_finish_writes_results_at_top_level(
     path = tmp_path / "deep" / "r.json"
     args = options("A title.\n\nMore.", ["--json", str(path), "--quick"])
     finish(args, "thing", {"max_rate": {"static": np.float64(1.5)}, "ok": np.bool_(True)})
-    told = json.loads(path.read_text())
-    assert told["benchmark"] == "thing"
-    assert told["quick"] is True
-    assert told["max_rate"]["static"] == 1.5
-    assert told["ok"] is True
-    assert told["machine"]["cores"] >= 1
+    result = json.loads(path.read_text())
+    assert result["benchmark"] == "thing"
+    assert result["quick"] is True
+    assert result["max_rate"]["static"] == 1.5
+    assert result["ok"] is True
+    assert result["machine"]["cores"] >= 1
     assert "max_rate.static" in capsys.readouterr().out
 
 

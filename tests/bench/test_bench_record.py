@@ -22,7 +22,7 @@ def recorded(*tokens: float, start: float = 101.5) -> RequestRecorder:
     book = RequestRecorder(origin=100.0)
     book.sent(request(), "x", start)
     for n, when in enumerate(tokens):
-        book.told(when, TokenOutput("x", 9, n))
+        book.record(when, TokenOutput("x", 9, n))
     return book
 
 
@@ -33,7 +33,7 @@ def only(book: RequestRecorder) -> RequestRecord:
 
 def test_latencies_count_from_the_wanted_moment() -> None:
     book = recorded(102.0, 102.5, 104.0)
-    book.told(104.0, FinishedOutput("x", "length", 4, 3, 2, 1))
+    book.record(104.0, FinishedOutput("x", "length", 4, 3, 2, 1))
     r = only(book)
     assert (r.at, r.sent, r.first_token, r.end) == (1.0, 1.5, 2.0, 4.0)
     assert (r.ttft, r.tpot, r.e2e) == (1.0, 1.0, 3.0)
@@ -50,7 +50,7 @@ def test_tokens_of_several_requests_at_once_are_those_told_one_by_one() -> None:
         book.failed("z", 102.0, "gone")
     for when in (103.0, 103.25):
         for name in ("x", "y", "z"):
-            one.told(when, TokenOutput(name, 9, 1))
+            one.record(when, TokenOutput(name, 9, 1))
     many.tokens(["x", "y", "z"], [103.0, 103.25])
     assert many.records() == one.records()
     times = [r.token_times for r in many.records()]
@@ -90,7 +90,7 @@ def test_failures_keep_their_reason_and_tokens(
     output: FailedOutput | CancelledOutput, reason: str
 ) -> None:
     book = recorded(102.0)
-    book.told(103.0, output)
+    book.record(103.0, output)
     r = only(book)
     assert (r.error, r.output_tokens, r.end, r.e2e) == (reason, 1, 3.0, None)
     assert not book.answered("x")
@@ -99,8 +99,8 @@ def test_failures_keep_their_reason_and_tokens(
 def test_the_first_end_counts() -> None:
     book = recorded(102.0)
     book.failed("x", 103.0, "timed out")
-    book.told(104.0, TokenOutput("x", 9, 1))
-    book.told(105.0, FinishedOutput("x", "stop", 4, 2, 0, 0))
+    book.record(104.0, TokenOutput("x", 9, 1))
+    book.record(105.0, FinishedOutput("x", "stop", 4, 2, 0, 0))
     book.failed("x", 106.0, "late")
     r = only(book)
     assert (r.error, r.end, tuple(r.token_times)) == ("timed out", 3.0, (2.0,))

@@ -104,26 +104,26 @@ def test_reports_need_levels_and_time() -> None:
 def test_json_has_stable_keys(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     report().write_json(path)
-    told = json.loads(path.read_text())
-    assert list(told) == [
+    result = json.loads(path.read_text())
+    assert list(result) == [
         "name", "workload", "wall_seconds", "requests_per_second", "output_tokens_per_second",
         "rate_weighted_requests_per_second", "worst_attainment", "latest_send", "total", "models",
         "errors", "memory", "decisions",
     ]  # fmt: skip
-    assert set(told["total"]) == {
+    assert set(result["total"]) == {
         "attainment", "requests", "answered", "failed", "attained", "attained_ttft",
         "attained_tpot", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions",
         "ttft", "tpot", "e2e",
     }  # fmt: skip
-    assert set(told["total"]["ttft"]) == {"mean", "p50", "p90", "p99"}
-    assert told["models"]["a"]["slo"] == {"ttft": 1.0, "tpot": 0.1}
-    assert told["models"]["quiet"]["ttft"] is None
-    assert told["memory"]["at"] == [0.0, 1.0]
-    assert told["memory"]["bytes"]["kv:a"] == [0, 5 * MiB]
-    assert told["memory"]["peak"]["free"] == 6 * MiB
-    assert told["memory"]["uses"]["weights"] == [4 * MiB, 4 * MiB]
-    assert told["memory"]["waiting"] == {"a": [0, 2]}
-    assert told["decisions"] == {"Activate": 1}
+    assert set(result["total"]["ttft"]) == {"mean", "p50", "p90", "p99"}
+    assert result["models"]["a"]["slo"] == {"ttft": 1.0, "tpot": 0.1}
+    assert result["models"]["quiet"]["ttft"] is None
+    assert result["memory"]["at"] == [0.0, 1.0]
+    assert result["memory"]["bytes"]["kv:a"] == [0, 5 * MiB]
+    assert result["memory"]["peak"]["free"] == 6 * MiB
+    assert result["memory"]["uses"]["weights"] == [4 * MiB, 4 * MiB]
+    assert result["memory"]["waiting"] == {"a": [0, 2]}
+    assert result["decisions"] == {"Activate": 1}
 
 
 def test_an_empty_run_has_a_report(tmp_path: Path) -> None:

@@ -21,22 +21,22 @@ NAMES = [f"m{i}" for i in range(5)]
 
 def test_a_run_is_reported_by_model_and_by_device() -> None:
     work = workload_of("bursty", NAMES, rate=3.0, seconds=40.0, most_tokens=1024, seed=3)
-    heard: list[int] = []
+    received: list[int] = []
     ran = run_cluster(
         resolve("balloon"),
         parse_kinds("1xH100-80G,1xA100-80G"),
         [spec(name) for name in NAMES],
         work,
         dict.fromkeys(NAMES, Slo()),
-        progress=heard.append,
+        progress=received.append,
     )
-    assert ran.report.total.answered == len(work.requests) == heard[-1]
+    assert ran.report.total.answered == len(work.requests) == received[-1]
     assert sorted(m for d in ran.devices.values() for m in d["models"]) == NAMES
     assert set(ran.devices) == {"H100-80G:0", "A100-80G:1"}
     assert ran.jobs == sum(d["jobs"] for d in ran.devices.values()) > 0
-    told = json.loads(json.dumps(ran.to_json()))
-    assert told["devices"]["H100-80G:0"]["activations"] > 0
-    assert told["total"]["answered"] == len(work.requests)
+    result = json.loads(json.dumps(ran.to_json()))
+    assert result["devices"]["H100-80G:0"]["activations"] > 0
+    assert result["total"]["answered"] == len(work.requests)
 
 
 def test_what_is_sure_to_miss_is_heard_at_once() -> None:

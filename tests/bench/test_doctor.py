@@ -87,8 +87,8 @@ def test_kernels_that_were_chosen_are_told(tmp_path: Path, monkeypatch: pytest.M
     file.keep("bfloat16 640x64", KernelChoice(from_rows=None, ratios={}))
     (finding,) = doctor_machine.kernels()
     assert finding.verdict is Verdict.OK
-    told = "bfloat16 by oneDNN from 8 to 32 rows on, 2 of 3 shapes; float32 by ours"
-    assert finding.found.endswith(f" threads: {told}")
+    result = "bfloat16 by oneDNN from 8 to 32 rows on, 2 of 3 shapes; float32 by ours"
+    assert finding.found.endswith(f" threads: {result}")
 
 
 def test_a_fleet_that_fits(made: MadeFleet) -> None:

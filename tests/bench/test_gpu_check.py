@@ -45,9 +45,9 @@ def test_without_a_gpu_it_says_what_it_would_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert gpu_check.main(["--json", str(tmp_path / "found.json")]) == 2
-    told = capsys.readouterr().err
-    assert "no GPU" in told
-    assert all(part.name in told for part in gpu_check.PARTS)
+    result = capsys.readouterr().err
+    assert "no GPU" in result
+    assert all(part.name in result for part in gpu_check.PARTS)
     assert not (tmp_path / "found.json").exists()
     assert max(part.seconds for part in gpu_check.PARTS) < gpu_check.SECONDS < 600
 
@@ -62,8 +62,8 @@ def test_the_script_needs_no_server() -> None:
         "import benchmarks.gpu_layer, benchmarks.elastic_overhead\n"
     )
     command = [sys.executable, "-c", code]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_part_that_hangs_or_dies_costs_only_itself(tmp_path: Path) -> None:
@@ -203,18 +203,18 @@ def test_a_driver_whose_first_unmapping_waits_for_a_kernel_is_found_out(
     assert beside["unmap"] == pytest.approx(10.0), "which its median hides"
     assert beside["longest_unmap"] == pytest.approx(0.5e6 if waits else 10.0)
     assert found["longest_of_kernel"] == pytest.approx(1.0 if waits else 2e-5)
-    told = {line.what: line.figure for line in lines({"pool": dict(found.items())})}
-    assert told["calls for memory wait for kernels"].startswith("yes" if waits else "no")
+    result = {line.what: line.figure for line in lines({"pool": dict(found.items())})}
+    assert result["calls for memory wait for kernels"].startswith("yes" if waits else "no")
     assert gpu.clean()
 
 
 def test_activations_of_every_size_are_timed(found: Findings) -> None:
     gpu = StandIn()
     gpu_pages.activation(cast(Gpu, gpu), found, {"tiny": small()}, page=PAGE)
-    told = found["tiny"]
-    assert told["bytes"] == sum(spec_of(small()).segment_bytes)
-    assert told["seconds"] > told["mapping_seconds"] > 0
-    assert found["tiny_in_pages_of_1024_KiB"]["bytes"] == told["bytes"]
+    result = found["tiny"]
+    assert result["bytes"] == sum(spec_of(small()).segment_bytes)
+    assert result["seconds"] > result["mapping_seconds"] > 0
+    assert found["tiny_in_pages_of_1024_KiB"]["bytes"] == result["bytes"]
     assert found["pinned"]
     assert gpu.clean()
 
@@ -256,12 +256,12 @@ def test_a_path_that_fails_leaves_the_others_their_figures(
 def test_exactness_is_shown_where_something_moved(
     found: Findings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"wrong": 0, "tokens": 9, "evictions": 1, "preemptions": 0, "layers_loaded": 0}
+    result = {"wrong": 0, "tokens": 9, "evictions": 1, "preemptions": 0, "layers_loaded": 0}
 
     def proved(torch_device: torch.device, dtype: str, **case: Any) -> dict[str, Any]:
         if "impl" in case:
             raise RuntimeError("it is hot")
-        return {**told, "evictions": 0} if "lanes" in case else told
+        return {**result, "evictions": 0} if "lanes" in case else result
 
     monkeypatch.setattr(gpu_check, "proved", proved)
     gpu_check.exactness(cast(Gpu, StandIn()), found)
@@ -292,9 +292,9 @@ def test_each_launch_of_a_layer_is_timed(found: Findings, monkeypatch: pytest.Mo
     }
     # 192 outputs of 64 inputs, in half a millisecond for each of two layers.
     assert two["gate and up, GEMM"]["bytes_per_second"] == pytest.approx(2 * 192 * 64 / 5e-4)
-    told = list(lines({"layer": found}))
-    assert len(told) == len(alone) + len(two)
-    assert [line.what for line in told if line.met is False] == [
+    result = list(lines({"layer": found}))
+    assert len(result) == len(alone) + len(two)
+    assert [line.what for line in result if line.met is False] == [
         "layer, batch 1: rotate, write K and V",
         "layer, batch 2: rotate, write K and V",
     ]
@@ -316,17 +316,17 @@ def test_a_step_is_timed_with_a_graph_and_without() -> None:
     made = Random(*shape, sequences=3, context=40, make=StaticAttention, graphs=cache)
     with made as model:
         work = model.decodes(3, 33)
-        told = gpu_speed.with_and_without(
+        result = gpu_speed.with_and_without(
             lambda: gpu_speed.tokens_of(model.served.run(work)), cache, 1, lambda: (0, 0), 2
         )
-        assert told["same_tokens"]
+        assert result["same_tokens"]
         assert cache.report().replays == 4
         cache.cap_bytes = 0
-        told = gpu_speed.with_and_without(
+        result = gpu_speed.with_and_without(
             lambda: gpu_speed.tokens_of(model.served.run(work[:1])), cache, 1, lambda: (0, 0), 2
         )
-        assert told["seconds_without"] > 0
-        assert "nothing could be recorded" in told["broke_off"]
+        assert result["seconds_without"] > 0
+        assert "nothing could be recorded" in result["broke_off"]
         cache.close()
     assert driver.is_clean()
 
@@ -363,7 +363,7 @@ def test_the_small_fleet_is_exact_under_pressure(case: str) -> None:
     device = DeviceSettings(
         name="cuda:0", budget_bytes=1 << 30, page_bytes=PAGE, step_tokens=64, graphs=16 * MiB
     )
-    told = proved(
+    result = proved(
         torch_device=torch.device("cpu"),
         device=device,
         make=on_stand_in(driver, StaticAttention),
@@ -372,11 +372,11 @@ def test_the_small_fleet_is_exact_under_pressure(case: str) -> None:
         tokens=6,
         **gpu_check.CASES[case],
     )
-    assert told["wrong"] == 0
-    assert told["tokens"] == 3 * 2 * 6 * 2
+    assert result["wrong"] == 0
+    assert result["tokens"] == 3 * 2 * 6 * 2
     # Room that layers lend may be room enough.
     moved = ("layers_loaded",) if "rotate" in case else ("evictions", "preemptions")
-    assert sum(told[key] for key in moved) > 0
+    assert sum(result[key] for key in moved) > 0
     assert driver.is_clean()
 
 
@@ -421,16 +421,16 @@ def test_results_are_a_table() -> None:
         "activation": {"broke_off": "killed after 9 seconds", "took_seconds": 9.0},
         "layouts": {"blocks_of_16_per-layer": 120.0, "took_seconds": 3.0},
     }
-    told = {line.what: line for line in lines(found)}
-    assert told["map + unmap of a recycled page"].met
-    assert told["tokens that differ, float32"].met is False
-    assert told["decode, 8B fused batch 1"].met is False
-    assert told["`activation`"].figure == "broke off: killed after 9 seconds"
-    assert told["`exactness`, bfloat16"].met is False
-    assert told["errors under memcheck"].met is False
-    assert told["one call unmaps 64 pages"].figure.startswith("no: cuMemUnmap")
-    assert len(told) == 9
+    result = {line.what: line for line in lines(found)}
+    assert result["map + unmap of a recycled page"].met
+    assert result["tokens that differ, float32"].met is False
+    assert result["decode, 8B fused batch 1"].met is False
+    assert result["`activation`"].figure == "broke off: killed after 9 seconds"
+    assert result["`exactness`, bfloat16"].met is False
+    assert result["errors under memcheck"].met is False
+    assert result["one call unmaps 64 pages"].figure.startswith("no: cuMemUnmap")
+    assert len(result) == 9
     text = markdown(found)
     assert text.startswith("H7, NVIDIA driver 1.2.3")
-    assert text.count("\n|") == 2 + len(told)
+    assert text.count("\n|") == 2 + len(result)
     assert "missed" in plain(found)

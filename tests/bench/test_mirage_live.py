@@ -142,15 +142,15 @@ def test_each_variant_is_compared_on_its_own_terms() -> None:
     }
     seconds = {"recompute": 1.0, "mirage": 0.5, "uncapped": 1.0, "recompute, shares": 4.0}
     rounds = {name: [run(seconds.get(name, 1.0))] for name in variants}
-    told = summary(variants, rounds)
-    assert told["compared_with"] == {
+    result = summary(variants, rounds)
+    assert result["compared_with"] == {
         "recompute": "recompute, shares",
         "mirage": "recompute",
         "uncapped": "mirage",
         "recompute, shares": None,
         "mirage, shares": "recompute, shares",
     }
-    medians = {name: of["p99_ttft"]["median"] for name, of in told["over"].items()}
+    medians = {name: of["p99_ttft"]["median"] for name, of in result["over"].items()}
     assert medians == {"recompute": 0.25, "mirage": 0.5, "uncapped": 2.0, "mirage, shares": 0.25}
     # A variant that a device refused leaves nothing to compare with.
     assert base_of("mirage", {"mirage": Variant("mirage")}) is None
@@ -170,8 +170,8 @@ def test_what_is_not_there_is_null_and_nothing_copied_hides_nothing() -> None:
 
 def test_the_live_table_has_its_place_in_the_page() -> None:
     seen = {"recompute": [run(1.0)], "mirage": [run(0.5, copying=4.0, stalled=1.0)]}
-    told = summary({name: Variant(name) for name in seen}, seen)
-    made = live({"spatial": told, "temporal": told})
+    result = summary({name: Variant(name) for name in seen}, seen)
+    made = live({"spatial": result, "temporal": result})
     assert (
         "| side by side: `mirage` | `recompute` | 2.00 | 0.50 | 0.50 | 0 | 0.0 | 0.75 |"
         in (made["mirage_live"])

@@ -56,5 +56,5 @@ def test_what_the_catalogue_has_not(change: dict[str, object], says: str) -> Non
 def test_checkpoints_are_sized_as_they_are_served(tmp_path: Path) -> None:
     made = make_fleet(tmp_path, n_models=2, size="tiny", steps=0, budget="32MiB")
     loaded = load_fleet(made.file, presets=PRESETS)
-    for told, served in zip(sizes_of(loaded), specs_of(loaded), strict=True):
-        assert (told.name, told.segment_bytes) == (served.name, served.segment_bytes)
+    for result, served in zip(sizes_of(loaded), specs_of(loaded), strict=True):
+        assert (result.name, result.segment_bytes) == (served.name, served.segment_bytes)

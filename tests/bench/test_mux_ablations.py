@@ -6,7 +6,16 @@ import pytest
 
 from ballast.policy.presets import resolve
 from benchmarks import mux_ablations
-from benchmarks.mux_ablations import PARTS, PLACED, PLACEMENTS, Result, greedy, half_popular, most
+from benchmarks.mux_ablations import (
+    PARTS,
+    PLACED,
+    PLACEMENTS,
+    Result,
+    greedy,
+    half_popular,
+    most,
+    most_attained,
+)
 from benchmarks.mux_cluster import together
 
 
@@ -39,12 +48,16 @@ def test_the_ratio_told_is_the_largest_and_says_at_which_rate() -> None:
         "a": {1.0: result(2.0, 1.0), 2.0: result(6.0, 0.9)},
         "b": {1.0: result(2.0, 1.0), 2.0: result(3.0, 0.3)},
     }
-    told = most("a", "b", rows)
-    assert told == {"ratio": 2.0, "at_rate": 2.0, "attainment_ratio": pytest.approx(3.0)}
+    outcome = most("a", "b", rows)
+    assert outcome == {"ratio": 2.0, "at_rate": 2.0, "attainment_ratio": pytest.approx(3.0)}
+    rows["b"][1.0] = result(8.0, 0.25)
+    outcome = most_attained("a", "b", rows)
+    assert outcome == {"ratio": 0.25, "at_rate": 1.0, "attainment_ratio": pytest.approx(4.0)}
 
 
 def test_a_row_runs_from_end_to_end() -> None:
-    found = mux_ablations.managed(0.9, "compute", 1.0, 6.0)
-    assert found == mux_ablations.managed(0.9, "compute", 1.0, 6.0)
+    case = ("7b,7b,13b", 0.9)
+    found = mux_ablations.managed(case, "compute", 1.0, 6.0)
+    assert found == mux_ablations.managed(case, "compute", 1.0, 6.0)
     assert found.requests > 10
     assert 0 <= found.worst <= found.attainment <= 1

@@ -57,11 +57,11 @@ def test_ratios_are_of_the_highest_rate_and_of_the_better_baseline() -> None:
         "temporal": {1.0: result(1.0, 0.5), 2.0: result(1.0, 0.1)},
         "muxserve": {1.0: result(1.0, 1.0), 2.0: result(3.0, 0.98)},
     }
-    told = summary(rows)
-    assert told["throughput_over_spatial"] == pytest.approx(1.5)
-    assert told["throughput_over_spatial_by_size"] == pytest.approx(2.0)
-    assert told["throughput_over_temporal"] == pytest.approx(3.0)
-    assert told["requests_at_99_over_best"] == pytest.approx(2**0.5 / 2**0.1)
+    outcome = summary(rows)
+    assert outcome["throughput_over_spatial"] == pytest.approx(1.5)
+    assert outcome["throughput_over_spatial_by_size"] == pytest.approx(2.0)
+    assert outcome["throughput_over_temporal"] == pytest.approx(3.0)
+    assert outcome["requests_at_99_over_best"] == pytest.approx(2**0.5 / 2**0.1)
     rows["muxserve"][2.0] = result(3.0, 1.0)
     assert summary(rows)["requests_at_99_over_best"] is None, "it was not seen to end"
 

@@ -40,10 +40,10 @@ def test_an_estimate_is_no_more_than_what_is_asked() -> None:
 def test_errors_are_of_all_models_and_rates() -> None:
     rows = [("a", 1.1, 1.0), ("b", 0.8, 1.0), ("c", 1.0, 1.0)]
     results = [Result("u", f, m, 2.0, e, s) for f in mux_estimator.FACTORS for m, e, s in rows]
-    told = summary(results)
-    assert told["estimator_error_median_pct"] == pytest.approx(10.0)
-    assert told["estimator_error_worst_pct"] == pytest.approx(20.0)
-    assert set(told["by_factor"]) == {"0.5", "1", "2"}
+    result = summary(results)
+    assert result["estimator_error_median_pct"] == pytest.approx(10.0)
+    assert result["estimator_error_worst_pct"] == pytest.approx(20.0)
+    assert set(result["by_factor"]) == {"0.5", "1", "2"}
 
 
 def test_a_unit_is_estimated_and_simulated() -> None:

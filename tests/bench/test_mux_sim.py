@@ -52,11 +52,11 @@ def test_a_ratio_that_is_off_by_more_than_a_third_is_named() -> None:
         return Result(throughput, {"a": 1.0}, 0.1, 9, 0, {"a": 1.0})
 
     rows = {"fcfs": 3.8, "round-robin": 6.2, "muxserve": 6.2}
-    told = summary({"10a": {row: {1.0: result(t)} for row, t in rows.items()}})
-    assert told["throughput_over_fcfs"] == {"10a": pytest.approx(6.2 / 3.8)}
-    assert told["throughput_over_fcfs"] == told["throughput_over_fcfs_paper"]
-    assert told["off_by_a_third"] == {"fcfs": [], "round-robin": ["10a"]}
-    assert told["fairness_gap"]["10a"]["muxserve"] == 0.1
+    outcome = summary({"10a": {row: {1.0: result(t)} for row, t in rows.items()}})
+    assert outcome["throughput_over_fcfs"] == {"10a": pytest.approx(6.2 / 3.8)}
+    assert outcome["throughput_over_fcfs"] == outcome["throughput_over_fcfs_paper"]
+    assert outcome["off_by_a_third"] == {"fcfs": [], "round-robin": ["10a"]}
+    assert outcome["fairness_gap"]["10a"]["muxserve"] == 0.1
 
 
 def test_a_row_runs_from_end_to_end() -> None:

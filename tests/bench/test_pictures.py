@@ -234,11 +234,11 @@ def test_data_of_a_page_adds_up() -> None:
     data = page_data("t", three())
     assert [m["name"] for m in data["models"]] == list(MODELS)
     assert data["devices"] == ["cpu:0", "cpu:1"]
-    for run, told in zip(data["runs"], three(), strict=True):
+    for run, result in zip(data["runs"], three(), strict=True):
         for name, own in run["devices"].items():
             assert own["budget"] == BUDGET
             held = np.sum([values for _, _, values in own["bands"]], axis=0)
-            free = [s.devices[name].owners["free"] / MiB for s in told.memory]
+            free = [s.devices[name].owners["free"] / MiB for s in result.memory]
             assert np.allclose(held + free, BUDGET, atol=0.05)
     static = data["runs"][0]
     assert [m["at"] for m in static["marks"]] == sorted(m["at"] for m in static["marks"])

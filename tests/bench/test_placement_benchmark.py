@@ -31,9 +31,9 @@ def test_the_published_score_of_algorithm_1_is_that_of_the_pressure_before() -> 
 def test_what_is_told_of_a_problem_is_true() -> None:
     solved = solve(small(1))
     assert 0 <= solved.ours <= solved.greedy
-    told = placement.summary("small", [solved, solved])
-    assert told["small_gap"] == solved.ours
-    assert told["greedy_small_gap"] == solved.greedy
-    assert told["small_seconds_max"] == solved.seconds
+    result = placement.summary("small", [solved, solved])
+    assert result["small_gap"] == solved.ours
+    assert result["greedy_small_gap"] == solved.greedy
+    assert result["small_seconds_max"] == solved.seconds
     scored = placement.scores(published(4))
     assert scored["published_score"] >= scored["published_score_greedy"]

@@ -124,8 +124,8 @@ def test_a_search_finds_the_fewest_and_runs_the_most_to_the_end() -> None:
 
 
 def test_a_row_that_the_most_devices_do_not_serve_has_no_number() -> None:
-    assert prism_sim.told_of([3, 4]) == {"mean": 3.5, "least": 3, "most": 4}
-    assert prism_sim.told_of([3, None]) == {"mean": None, "least": 3, "most": None}
+    assert prism_sim.summary_of([3, 4]) == {"mean": 3.5, "least": 3, "most": 4}
+    assert prism_sim.summary_of([3, None]) == {"mean": None, "least": 3, "most": None}
 
 
 def test_settings_of_the_sensitivity_change_what_they_name() -> None:

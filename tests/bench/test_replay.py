@@ -190,9 +190,9 @@ def test_an_unconnected_engine_is_a_bug_not_a_failed_request() -> None:
 
 def test_progress_is_told_how_many_requests_have_ended() -> None:
     engine = ThreadedEngine()
-    told: list[tuple[object, ...]] = []
+    outcome: list[tuple[object, ...]] = []
     work = workload(0.0, 0.0)
     asyncio.run(
-        replay(work, engine.target, PROMPTS, progress=lambda *at: told.append(at), name="swap")
+        replay(work, engine.target, PROMPTS, progress=lambda *at: outcome.append(at), name="swap")
     )
-    assert told == [("swap", n, 2, "") for n in range(3)]
+    assert outcome == [("swap", n, 2, "") for n in range(3)]

@@ -69,15 +69,15 @@ def text(what: object) -> str:
 
 
 def test_presets_side_by_side() -> None:
-    it, heard = asked(), {}
+    it, received = asked(), {}
     kinds = parse_kinds("1xH100-80G,1xL4,1xA100-80G")
     runs = list(
         simulate_presets(
-            it.fleet, it.specs, kinds, it.workload, it.presets, PLACED, heard.__setitem__
+            it.fleet, it.specs, kinds, it.workload, it.presets, PLACED, received.__setitem__
         )
     )
     n = len(it.workload.requests)
-    assert heard == {"static": n, "balloon": n}
+    assert received == {"static": n, "balloon": n}
     assert [r.report.name for r in runs] == ["static", "balloon"]
     assert all(set(r.devices) == {"H100-80G:0", "A100-80G:2"} for r in runs)  # an L4 holds none
     shown = text(runs_table(runs))
@@ -85,13 +85,13 @@ def test_presets_side_by_side() -> None:
     for row in ("in SLO, m0", "TTFT p90", "evictions", "weights in memory, most", "preemptions"):
         assert row in shown
 
-    told = json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, runs)))
-    assert told["requests"] == n
-    assert [preset["placement"] for preset in told["presets"]] == [PLACED, PLACED]
+    result = json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, runs)))
+    assert result["requests"] == n
+    assert [preset["placement"] for preset in result["presets"]] == [PLACED, PLACED]
     l4 = {"device": "L4", "engine": "graphs", "number": 1, "lanes": 1}
-    assert told["devices"][1] == l4
+    assert result["devices"][1] == l4
     again = list(simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets, PLACED))
-    assert told == json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, again)))
+    assert result == json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, again)))
 
 
 def test_devices_have_the_lanes_that_are_asked_for() -> None:
@@ -171,8 +171,8 @@ def test_the_fewest_devices(each: bool, target: float, fewest: int) -> None:
     (kind,) = parse_kinds("H100-80G", modelled=CostSwitches(without=("mapping",)))
     plan = planned(it, kind, target, each=each)
     assert plan.found.number == fewest
-    told = plan.to_json()
-    assert [row["devices"] for row in told["tried"]] == [*range(1, fewest + 2)]
+    result = plan.to_json()
+    assert [row["devices"] for row in result["tried"]] == [*range(1, fewest + 2)]
     # Too few devices were given up before the run's end.
     assert {fewest - 1, fewest, fewest + 1} <= set(plan.rows) < {*range(1, fewest + 2)}
     of = "worst_attainment" if each else "attainment"
@@ -202,9 +202,9 @@ def test_requests_that_miss_on_a_device_of_their_own_are_said() -> None:
     )
     plan = planned(it, kind, 0.99)
     assert (plan.number, plan.alone) == (None, 0.0)
-    told = text(plans_table([plan], 0.99, False))
+    result = text(plans_table([plan], 0.99, False))
     assert "0.0 % of requests would be in time on an idle device of their own" in " ".join(
-        told.split()
+        result.split()
     )
 
 
@@ -224,9 +224,9 @@ def test_a_plan_says_how_sure_it_is() -> None:
     assert plan.sure.at_least == pytest.approx(0.05 ** (1 / len(numbers)))
     assert (plan.number or 0) > 1
     assert (plan.with_fewer or 0) < 0.9
-    told = plan.to_json()
-    assert told["interval"] == [plan.sure.least, plan.sure.most]
-    assert told["draws"] == numbers
+    result = plan.to_json()
+    assert result["interval"] == [plan.sure.least, plan.sure.most]
+    assert result["draws"] == numbers
     assert f"all of {len(numbers)} draws" in " ".join(text(plans_table([plan], 0.9, False)).split())
     assert planned(it, kind, 0.9, seeds=6) == plan
 

@@ -61,13 +61,13 @@ def same(a: RequestStats, b: RequestStats) -> bool:
 def test_a_story_reports_what_its_run_did(preset: str, tmp_path: Path) -> None:
     run = ran(tmp_path / "story", preset)
     lives = read_device_stories(tmp_path / "story")
-    told = report_story(lives, preset)
-    assert same(told.report.total, run.report.total)
+    result = report_story(lives, preset)
+    assert same(result.report.total, run.report.total)
     for name, served in run.report.models.items():
-        assert same(told.report.models[name], served)
-    assert told.prefills.number + told.decodes.number == run.jobs
-    assert told.counts.get("Activate", 0) == run.total("activations")
-    assert 0 < told.busy < 1
+        assert same(result.report.models[name], served)
+    assert result.prefills.number + result.decodes.number == run.jobs
+    assert result.counts.get("Activate", 0) == run.total("activations")
+    assert 0 < result.busy < 1
     assert sorted(life.device for life in lives) == sorted(run.devices)
     for life in lives:
         found = replay(life)
@@ -85,9 +85,9 @@ def test_two_stories_are_compared(tmp_path: Path) -> None:
     assert "the same decisions in the same order, " in done.output
     assert " of them; then:" in done.output
     found = json.loads((tmp_path / "out.json").read_text())
-    for told, it in ((found["a"], balloon), (found["b"], swap)):
-        assert told["total"]["attained"] == it.report.total.attained
-        assert told["decisions"].get("Evict", 0) >= it.total("evictions")
+    for result, it in ((found["a"], balloon), (found["b"], swap)):
+        assert result["total"]["attained"] == it.report.total.attained
+        assert result["decisions"].get("Evict", 0) >= it.total("evictions")
     one, other = found["first_difference"]["a"], found["first_difference"]["b"]
     assert (one["action"], one["model"]) != (other["action"], other["model"])
 
@@ -120,10 +120,10 @@ def story_of(
 ) -> list[int]:
     """Append the story of one request, without leaps; its tokens."""
     file = StoryFile(path, "d")
-    told, _ = run(fleet, specs, [request], leaps=False, sink=file.write)
+    result, _ = run(fleet, specs, [request], leaps=False, sink=file.write)
     file.close()
-    assert not any(isinstance(o, FailedOutput) for _, o in told)
-    return [o.token for _, o in told if hasattr(o, "token")]
+    assert not any(isinstance(o, FailedOutput) for _, o in result)
+    return [o.token for _, o in result if hasattr(o, "token")]
 
 
 def test_a_story_without_answers_is_not_compared(tmp_path: Path) -> None:

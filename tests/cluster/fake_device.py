@@ -222,8 +222,8 @@ class EchoDevice:
         return outputs
 
     def decisions(self) -> tuple[dict[str, Any], ...]:
-        told, self._decided = tuple(self._decided), []
-        return told
+        result, self._decided = tuple(self._decided), []
+        return result
 
     def busy(self) -> tuple[float, float]:
         return (0.0, 1e6 if self._stuck else 0.0)

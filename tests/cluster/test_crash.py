@@ -42,11 +42,11 @@ async def until_down(controller: Controller) -> None:
 
 def whole(outputs: list[Output]) -> bool:
     """Whether these are the six tokens of an undisturbed run, each once, and their end."""
-    told = [o.index for o in outputs if isinstance(o, TokenOutput)]
+    result = [o.index for o in outputs if isinstance(o, TokenOutput)]
     end = outputs[-1]
     return (
         tokens(outputs) == ECHO
-        and told == list(range(6))
+        and result == list(range(6))
         and isinstance(end, FinishedOutput)
         and end.output_tokens == 6
     )
@@ -118,8 +118,8 @@ def test_poison_fails_and_its_companions_do_not_notice() -> None:
             poison = controller.router.submit([submission("poison", DIE)])
             await until_down(controller)
             later = controller.router.submit([submission("later", max_tokens=6)])
-            told = await all_of(poison)
-            assert [o.code for o in told if isinstance(o, FailedOutput)] == [POISON]
+            result = await all_of(poison)
+            assert [o.code for o in result if isinstance(o, FailedOutput)] == [POISON]
             assert whole(await all_of(later))
             assert controller.devices.restarts == 3
             assert tokens(found) == [10, 11]

@@ -48,7 +48,7 @@ def policy_runner(controller: Controller, policy: FleetPolicy) -> FleetPolicyRun
     return FleetPolicyRunner(controller.devices, controller.commands, controller.relocation, policy)
 
 
-def told(controller: Controller) -> list[dict[str, object]]:
+def fleet_decisions(controller: Controller) -> list[dict[str, object]]:
     """What was decided about devices."""
     return [
         what for _, what in controller.devices.decisions if what.get("by") == "the fleet's policy"
@@ -72,7 +72,7 @@ def test_a_model_moves_and_its_open_requests_end_where_they_are() -> None:
             assert [m.model for m in script.views[0].needs] == ["a", "b"]
             assert homes(controller, "a") == ["cpu:0", "cpu:1"]
             fields = ("action", "device", "epoch", "refused")
-            assert [tuple(map(what.get, fields)) for what in told(controller)] == [
+            assert [tuple(map(what.get, fields)) for what in fleet_decisions(controller)] == [
                 ("Place", new, 0, None),
                 ("Withdraw", old, 1, None),
             ]
@@ -104,7 +104,7 @@ def test_what_cannot_be_done_comes_back_with_the_reason() -> None:
                 Place("fixed", "cpu:1"),
             )
             await policy_runner(controller, Script(actions)).decide(1.0)
-            assert [what["refused"] for what in told(controller)] == [
+            assert [what["refused"] for what in fleet_decisions(controller)] == [
                 f"{there} serves a already",
                 f"a is served by {there}",
                 f"a is served by {there}",
@@ -113,7 +113,7 @@ def test_what_cannot_be_done_comes_back_with_the_reason() -> None:
             kill(controller, elsewhere)
             await until(lambda: elsewhere in controller.devices.missing)
             await policy_runner(controller, Script([Place("a", elsewhere)])).decide(1.0)
-            assert "the worker is gone" in str(told(controller)[-1]["refused"])
+            assert "the worker is gone" in str(fleet_decisions(controller)[-1]["refused"])
             assert homes(controller, "a") == [there]
 
     asyncio.run(scenario())
@@ -133,7 +133,7 @@ def test_an_action_decided_before_an_operators_order_is_refused() -> None:
                 )
                 assert removed.code is None
             await deciding
-            (decision,) = told(controller)
+            (decision,) = fleet_decisions(controller)
             assert decision["refused"] == "it was decided in epoch 0, and this is 1"
             assert homes(controller, "a") == [old]
 

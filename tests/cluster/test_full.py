@@ -33,13 +33,13 @@ def test_what_the_device_reports_counts_while_as_many_wait_here() -> None:
             model = replace(controller.devices.specs["a"], max_waiting=2, max_running=9)
             report = controller.devices.report
             assert report is not None
-            (told,) = report.models
+            (result,) = report.models
             waiting = [controller.router.submit([submission(f"{i}", SILENT)]) for i in range(2)]
-            device(controller).report = replace(report, models=(replace(told, waiting=2),))
+            device(controller).report = replace(report, models=(replace(result, waiting=2),))
             assert controller.devices.full(model)
-            device(controller).report = replace(report, models=(replace(told, waiting=1),))
+            device(controller).report = replace(report, models=(replace(result, waiting=1),))
             assert not controller.devices.full(model)
-            device(controller).report = replace(report, models=(replace(told, waiting=2),))
+            device(controller).report = replace(report, models=(replace(result, waiting=2),))
             waiting[0].close()  # the report is older than that
             assert not controller.devices.full(model)
             waiting[1].close()

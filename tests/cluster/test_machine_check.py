@@ -76,8 +76,8 @@ def test_a_gpu_that_is_not_there_says_what_to_do() -> None:
 
 def test_what_is_used_by_others_now_is_warned_of() -> None:
     assert memory_warning(fleet(cpu(8 * GiB)), machine(8 * GiB)) is None
-    told = memory_warning(fleet(cpu(8 * GiB)), machine(6 * GiB))
-    assert told == "budgets of 8GiB exceed the memory that is available now, 6GiB"
+    result = memory_warning(fleet(cpu(8 * GiB)), machine(6 * GiB))
+    assert result == "budgets of 8GiB exceed the memory that is available now, 6GiB"
 
 
 def test_the_driver_is_asked_in_a_process_of_its_own() -> None:
@@ -154,6 +154,6 @@ def test_a_server_refuses_before_it_imports_what_takes_seconds(
     file.write_text(f"models: [{{name: a, path: .}}]\ndevices: [{device}]\n")
     command = [sys.executable, "-c", REFUSED, str(file)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    *_, told, heavy = ran.stdout.splitlines()
-    assert says in told
+    *_, result, heavy = ran.stdout.splitlines()
+    assert says in result
     assert heavy == "[]"

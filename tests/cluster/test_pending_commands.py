@@ -143,7 +143,7 @@ def test_decisions_outlive_the_worker_that_they_are_of() -> None:
                     await until_restarted(controller)
             moments = [moment for moment, _ in controller.devices.decisions]
             assert before <= moments[0] < moments[1] <= asyncio.get_running_loop().time()
-            told = {"action": "Activate", "model": "a", "why": "a test"}
-            assert [what for _, what in controller.devices.decisions] == [told, told]
+            result = {"action": "Activate", "model": "a", "why": "a test"}
+            assert [what for _, what in controller.devices.decisions] == [result, result]
 
     asyncio.run(scenario())

@@ -138,10 +138,10 @@ def test_decisions_are_taken_once() -> None:
     for pages in (1, 2, 3):
         story.record_decision(0.5, DropCache("m", pages, "why"), "refused" if pages == 3 else None)
     story.record_event(0.6, CancelEvent("r"))
-    told = {"at": 0.5, "action": "DropCache", "model": "m", "why": "why"}
+    result = {"at": 0.5, "action": "DropCache", "model": "m", "why": "why"}
     assert story.take_decisions() == (
-        {**told, "pages": 2},
-        {**told, "pages": 3, "refused": "refused"},
+        {**result, "pages": 2},
+        {**result, "pages": 3, "refused": "refused"},
     )
     assert story.take_decisions() == ()
 

@@ -36,7 +36,7 @@ def reading(*models: ModelNow, **more: Any) -> ServerNow:
     for m in models:
         owners[f"weights:{m.report.name}"] = m.report.weight_pages
         owners[f"kv:{m.report.name}"] = m.report.kv_pages
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "version": "1.2",
         "time": 1000.0,
         "uptime": 100.0,
@@ -57,4 +57,4 @@ def reading(*models: ModelNow, **more: Any) -> ServerNow:
         "decisions": [],
         "devices": [],
     }
-    return ServerNow(**(told | more))
+    return ServerNow(**(result | more))

@@ -18,8 +18,8 @@ from ballast.dashboard.formatting import (
 
 def test_times_and_rates_are_short() -> None:
     seconds = (0.0012, 0.0123, 0.9994, 0.9996, 12.34, 123.4)
-    told = ["1.2ms", "12ms", "999ms", "1.0s", "12.3s", "123s"]
-    assert [seconds_of(s) for s in seconds] == told
+    result = ["1.2ms", "12ms", "999ms", "1.0s", "12.3s", "123s"]
+    assert [seconds_of(s) for s in seconds] == result
     spans = (-1.0, 9.9, 61.0, 3600.0, 11_520.0, 200_000.0)
     assert [span_of(s) for s in spans] == ["0s", "9s", "1m01s", "1h00m", "3h12m", "2d07h"]
     assert [rate_of(r) for r in (0.0, 0.25, 99.94, 99.95, 1234.0)] == [
@@ -83,8 +83,8 @@ def test_decisions_are_told_newest_first_and_rows_of_like_ones_once() -> None:
     pinned = {"time": 6.0, "action": "Change", "model": "a", "why": "by an operator"}
     joined = {"time": 7.0, "action": "Join", "model": "c", "why": "", "by": "operator"}
     by = {**pinned, "by": "operator"}
-    told = decided([first, again, refused, limit, released, by, joined], 10)
-    assert told == [
+    result = decided([first, again, refused, limit, released, by, joined], 10)
+    assert result == [
         Decided(7.0, "join", "c", "by an operator", ""),
         Decided(6.0, "change", "a", "by an operator", ""),
         Decided(5.0, "release", "a", "nobody waits", ""),

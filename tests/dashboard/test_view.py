@@ -90,8 +90,8 @@ def test_pages_of_the_pool_add_up() -> None:
     lines = shown(now, 200)
     assert line(lines, "pool").endswith("400KiB, 100 pages")
     legend = lines[2]
-    for told in ("weights 20 80KiB 20%", "KV 20", "activations 10", "reclaiming 5", "free 35"):
-        assert told in legend
+    for result in ("weights 20 80KiB 20%", "KV 20", "activations 10", "reclaiming 5", "free 35"):
+        assert result in legend
     assert "shared" not in legend
     assert "slots" not in legend
     assert "shared weights 7" in shown(reading(owners={"shared:abc": 7}))[2]

@@ -208,12 +208,12 @@ def test_an_adapter_has_a_queue_of_its_own(world: World) -> None:
     base = replace(base, max_waiting=3, adapters=(short, *base.adapters[1:]))
     device = LiveDevice(replace(settings, models=(base,)), lambda outputs: None)
     try:
-        told = [
+        result = [
             handle(device.state, ArrivalEvent(asked(name, i)))
             for i, name in enumerate(["x", "x", "y", "base", "base"])
         ]
     finally:
         device.close()
-    reasons = [[o.reason for o in outputs if isinstance(o, FailedOutput)] for outputs in told]
+    reasons = [[o.reason for o in outputs if isinstance(o, FailedOutput)] for outputs in result]
     one, three = ["1 requests of 'x' wait already"], ["3 requests of 'base' wait already"]
     assert reasons == [[], one, [], [], three]

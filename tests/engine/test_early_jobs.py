@@ -70,7 +70,7 @@ class Stepwise:
     def __call__(
         self, settings: FleetSettings, clock: Clock, post: Callable[[Event], None]
     ) -> CpuMachine:
-        def told(event: Event) -> None:
+        def forward(event: Event) -> None:
             waits = None
             if isinstance(event, FirstJobReadyEvent):
                 self.opened.append(event.transfer_id)
@@ -86,11 +86,11 @@ class Stepwise:
             copies_beside_jobs = True
 
             def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
-                return super().make_rotor(clock, told)
+                return super().make_rotor(clock, forward)
 
-        machine = Machine(settings, clock, told)
+        machine = Machine(settings, clock, forward)
         machine.link.close()
-        machine.link = HostLink(clock, told, threads=1, chunk_bytes=CHUNK)
+        machine.link = HostLink(clock, forward, threads=1, chunk_bytes=CHUNK)
         return machine
 
     def watch(self, server: InProcess) -> None:

@@ -58,16 +58,16 @@ def test_tokens_are_the_same_while_pages_move(paths: dict[str, Path]) -> None:  
             if recorder is not None:
                 recorder.recorded.wait(0.01)
         second = server.generate([replace(r, id=f"{r.id}-again") for r in requests])
-        told = server.device.snapshot()
-        assert told.graphs is not None
-        assert told.owners["arena:graphs"] == held
-        assert sum(m.evictions for m in told.models) > 0
+        outcome = server.device.snapshot()
+        assert outcome.graphs is not None
+        assert outcome.owners["arena:graphs"] == held
+        assert sum(m.evictions for m in outcome.models) > 0
         server.drain()
         state.pool.validate()
         physical = server.device.machine.vm.physical_bytes()
         assert physical <= budget - (state.arena.pages + held) * device.page_bytes
-        assert told.graphs.replays > 0
-        assert 0 < told.graphs.n_bytes <= GRAPHS == cache.cap_bytes
+        assert outcome.graphs.replays > 0
+        assert 0 < outcome.graphs.n_bytes <= GRAPHS == cache.cap_bytes
         streams = set(driver.streams)
         assert set(recorders.made) <= streams - set(server.device.machine._streams.all)  # type: ignore[attr-defined]
     for id, answer in alone.items():
@@ -97,10 +97,10 @@ def test_a_model_that_is_removed_leaves_no_graph(paths: dict[str, Path]) -> None
             threading.Event().wait(0.01)
         assert recorders.graphs
         streams = len(driver.streams)
-        told: list[CommandOutcome] = []
-        server.device.command(Remove("a", patience=5.0), told.append)
+        outcome: list[CommandOutcome] = []
+        server.device.command(Remove("a", patience=5.0), outcome.append)
         server.device._command_executor._thread.submit(lambda: None).result()
-        assert [o.code for o in told] == [None]
+        assert [o.code for o in outcome] == [None]
         assert not recorders.graphs
         assert len(driver.streams) == streams - 1, "its rotor's is gone, too"
 
@@ -208,8 +208,8 @@ def test_under_a_load_that_never_pauses_jobs_wait_for_a_recording(lanes: Lanes) 
         lanes.start(0, "a")
     for _ in range(RUNS + 1):
         lanes.end()
-    told = lanes.graphs.report()
-    assert (told.eager, told.replays, told.graphs) == (RUNS, 1, 1)
+    outcome = lanes.graphs.report()
+    assert (outcome.eager, outcome.replays, outcome.graphs) == (RUNS, 1, 1)
 
 
 def test_a_recording_waits_for_the_jobs_that_run(lanes: Lanes) -> None:

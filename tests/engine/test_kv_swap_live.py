@@ -106,8 +106,8 @@ def test_where_kv_is_short_it_is_swapped_and_nobody_starts_again(paths: dict[str
         answers = server.generate(requests)
         server.drain()
         state = server.device.state
-        told = [d for d in server.device.decisions() if d["action"] == "SwapKv"]
-        assert told
+        result = [d for d in server.device.decisions() if d["action"] == "SwapKv"]
+        assert result
         m = state.models[NAMES[0]]
         m.kv.validate([])
         state.pool.validate()

@@ -82,9 +82,9 @@ def test_lanes_change_no_token_and_replay(
     found = replay(life)
     assert found.difference is None, found.difference
     assert found.stray is None
-    told = report_story([life], "it")
-    assert 0 < told.busy <= 1
-    assert told.report.total.requests == len(requests)
+    result = report_story([life], "it")
+    assert 0 < result.busy <= 1
+    assert result.report.total.requests == len(requests)
     flying: set[int] = set()
     together = 0
     for entry in life.entries:

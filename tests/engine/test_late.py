@@ -63,7 +63,7 @@ def test_the_lane_is_a_models_while_its_jobs_run() -> None:
     settings = fleet("balloon", [model], 400)
     leapt = simulate(settings, [model], arrivals, profile, lambda at, output: None)
     stepped = simulate(settings, [model], arrivals, profile, lambda at, output: None, leaps=False)
-    told = [e["seconds"] for e in stepped.story.entries if e.get("event") == "JobDone"]
-    assert len(told) == 9
-    assert stepped.state.models["m"].lane_seconds == sum(told)
-    assert leapt.state.models["m"].lane_seconds == sum(told)
+    result = [e["seconds"] for e in stepped.story.entries if e.get("event") == "JobDone"]
+    assert len(result) == 9
+    assert stepped.state.models["m"].lane_seconds == sum(result)
+    assert leapt.state.models["m"].lane_seconds == sum(result)

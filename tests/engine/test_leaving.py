@@ -24,13 +24,13 @@ def asked(name: str, model: str, arrival: float) -> Submission:
 def test_a_client_that_vanishes_while_its_model_loads(preset: str, another: bool) -> None:
     models = [spec("m"), spec("n")]
     settings = fleet(preset, models, 60)
-    told: list[tuple[float, Output]] = []
+    result: list[tuple[float, Output]] = []
     # 20 pages of 64 KiB take 1.3 s.
     profile = MachineProfile(
         costs=dict.fromkeys(("m", "n"), COSTS), link=LinkRates.even(1e6), overhead=0.0
     )
     device = SimDevice(
-        settings.device, models, resolve(preset), profile, lambda at, o: told.append((at, o))
+        settings.device, models, resolve(preset), profile, lambda at, o: result.append((at, o))
     )
     device.submit(asked("gone", "m", 0.0))
     device.advance(0.5)
@@ -38,10 +38,10 @@ def test_a_client_that_vanishes_while_its_model_loads(preset: str, another: bool
     device._heap.schedule(0.5, CancelEvent("gone"))
     device.submit(asked("other", "m" if another else "n", 0.6))
     device.advance(0.55)
-    assert told == [(0.5, CancelledOutput("gone"))]
+    assert result == [(0.5, CancelledOutput("gone"))]
     assert device.open_requests == 0
     device.finish(1.0)
-    ends = [o for _, o in told if not isinstance(o, CancelledOutput)]
+    ends = [o for _, o in result if not isinstance(o, CancelledOutput)]
     assert isinstance(ends[-1], FinishedOutput)
     device.state.pool.validate()
     for m in device.state.models.values():

@@ -77,8 +77,8 @@ def expected(fleet: FleetSettings) -> dict[str, list[int]]:
     """By request, with memory for all of them."""
     roomy = replace(fleet, device=replace(fleet.device, budget_bytes=64 * MiB))
     with InProcess(roomy) as server:
-        told = server.generate(asked(10))
-    return {id: answer.tokens for id, answer in told.items()}
+        result = server.generate(asked(10))
+    return {id: answer.tokens for id, answer in result.items()}
 
 
 class Pair:
@@ -160,8 +160,8 @@ class Pair:
             state = server.device.state
             state.pool.validate()
             state.lending.validate()
-            told = server.device.snapshot()
-            assert {o: n for o, n in told.owners.items() if n} == {
+            result = server.device.snapshot()
+            assert {o: n for o, n in result.owners.items() if n} == {
                 (o if o != OWNER else f"{OWNER}:{self.names[1]}"): n
                 for o, n in state.pool.ledger.owners().items()
             }
@@ -282,8 +282,10 @@ def test_a_lender_that_is_short_itself_recalls_what_it_lacks(
         lender = made.servers[LENDER]
         free = lender.device.snapshot().free
         assert made.order(Lend(BORROWER, free))().code is None
-        told = lender.generate(asked(2))
-        assert {id: a.tokens for id, a in told.items()} == {id: expected[id] for id in ("r0", "r1")}
+        result = lender.generate(asked(2))
+        assert {id: a.tokens for id, a in result.items()} == {
+            id: expected[id] for id in ("r0", "r1")
+        }
         settle(made)
         lent = lender.device.state.lending.lent[BORROWER]
         assert 0 < lent < free

@@ -96,9 +96,9 @@ class Two:
         self, server: InProcess, order: ExportKvEvent | DepartEvent | ImportKvEvent
     ) -> MigrationAnswer:
         server.device.migrate(order)
-        return self.heard()
+        return self.received()
 
-    def heard(self) -> MigrationAnswer:
+    def received(self) -> MigrationAnswer:
         return self.words.get(timeout=DEADLINE)
 
     def copied(self, s: Submission) -> KvExportedAnswer:
@@ -189,7 +189,7 @@ def test_a_request_goes_on_with_its_kv(
             exported = made.copied(s)
             assert exported.tokens == (PROMPT + 30) // BLOCK * BLOCK
             made.source.device.migrate(DepartEvent("r"))
-        departed = made.heard()
+        departed = made.received()
         made.source.wait()
         assert isinstance(departed, DepartedAnswer)
         assert departed.intact
@@ -282,7 +282,7 @@ def test_a_request_that_ends_does_not_depart(path: Path, tmp_path: Path) -> None
             # 41 tokens of prompt and 39 more are five blocks: it has ended by then.
             made.source.device.migrate(DepartEvent("r"))
             made.source.cancel("r")
-        assert made.heard() == DepartedAnswer("r", intact=False)
+        assert made.received() == DepartedAnswer("r", intact=False)
         made.source.wait()
         made.target.device.migrate(DropKvEvent("r"))
         made.target.generate([replace(asked("last"), max_tokens=1)])

@@ -29,7 +29,7 @@ from ballast.policy.presets import resolve
 from ballast.sim.device import MachineProfile, SimDevice
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories
-from tests.sim.test_simulate import COSTS, KEEP_PLACES, Heard, fleet, spec, watch
+from tests.sim.test_simulate import COSTS, KEEP_PLACES, OutputLog, fleet, spec, watch
 
 PRESETS = ("balloon", "swap", "static", "mirage", "recompute")
 picks = st.integers(0, 1000)
@@ -62,7 +62,7 @@ class Pausing(RuleBasedStateMachine):
         specs = [spec("a", max_running=4, **changes), spec("b", max_running=3)]
         self.keeps_places = preset in KEEP_PLACES
         self.store = Store()
-        self.heard = Heard()
+        self.received = OutputLog()
         self.n = 0
         self.sleeping: dict[str, int] = {}
         """Paused requests that nobody has resumed since, and how many tokens they had."""
@@ -187,7 +187,7 @@ class Pausing(RuleBasedStateMachine):
         for id, request in expected.items():
             if request.cancelled:
                 continue
-            end = self.heard.ended[id]
+            end = self.received.ended[id]
             if self.keeps_places and isinstance(end, FailedOutput):
                 assert end.code == "insufficient_memory"
                 assert "has no place" in end.reason
@@ -214,7 +214,7 @@ class Pausing(RuleBasedStateMachine):
 
     def listen(self, now: float, output: Output) -> None:
         if not isinstance(output, PromptScoresOutput):
-            self.heard(now, output)
+            self.received(now, output)
 
     def picked(self, pick: int) -> Request:
         requests = [*self.state.requests.values()]
@@ -243,7 +243,7 @@ def test_a_request_that_fails_while_it_waits_for_its_grammar_says_why() -> None:
     machine.go_on(1.0)
     assert machine.state.requests["r1"].state is RequestState.PAUSED
     machine.happens(GrammarReadyEvent("r1", "queue_full", "64 grammars of this key wait already"))
-    end = machine.heard.ended["r1"]
+    end = machine.received.ended["r1"]
     assert end == FailedOutput("r1", "queue_full", "64 grammars of this key wait already")
     machine.teardown()
 
@@ -266,7 +266,7 @@ def test_who_is_paused_before_it_is_admitted_counts_as_waiting_and_later_not() -
     machine.begin("balloon", 400, True, 1, max_waiting=1)
     machine.arrive("a", 100, 40, True, False)
     machine.arrive("a", 100, 40, True, False)
-    refused = machine.heard.ended["r2"]
+    refused = machine.received.ended["r2"]
     assert isinstance(refused, FailedOutput)
     assert refused.code == "queue_full"
     machine.wake(machine.state.requests["r1"], GrammarReadyEvent)

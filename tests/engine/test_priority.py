@@ -29,10 +29,12 @@ def ends(
     model: ModelSpec, pages: int, arrivals: list[Submission], preset: str = "balloon"
 ) -> list[FinishedOutput]:
     """The requests' ends, as they came."""
-    told: list[Output] = []
+    result: list[Output] = []
     profile = MachineProfile(costs={model.name: COSTS}, link=LinkRates.even(1e8), overhead=0.0)
-    simulate(fleet(preset, [model], pages), [model], arrivals, profile, lambda _, o: told.append(o))
-    return [o for o in told if isinstance(o, FinishedOutput)]
+    simulate(
+        fleet(preset, [model], pages), [model], arrivals, profile, lambda _, o: result.append(o)
+    )
+    return [o for o in result if isinstance(o, FinishedOutput)]
 
 
 @pytest.mark.parametrize("preset", ["static", "swap", "balloon"])

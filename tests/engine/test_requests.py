@@ -179,11 +179,11 @@ def test_a_paused_request_goes_on_with_the_tokens_it_would_have_had(
 
 def test_the_index_of_a_resumed_output_goes_on(server: InProcess) -> None:
     whole = answer(server, asked("counted"))
-    told: list[Output] = []
-    server.listen = lambda now, output: told.append(output)
+    result: list[Output] = []
+    server.listen = lambda now, output: result.append(output)
     answer(server, replace(asked("counted on"), resumed=tuple(whole.tokens[:30])))
     server.listen = None
-    assert [o.index for o in told if isinstance(o, TokenOutput)] == list(range(30, 40))
+    assert [o.index for o in result if isinstance(o, TokenOutput)] == list(range(30, 40))
 
 
 def test_an_output_that_was_complete_ends_at_once(server: InProcess) -> None:
@@ -282,15 +282,15 @@ def test_prompt_scores_come_once_and_are_those_of_transformers(
     plain = asked(f"cached {top}", n=6, prompt=75)
     answer(server, plain)
     asking = replace(plain, id=f"scored {top}", prompt_logprobs=top)
-    told = answer(server, asking)
-    assert told.tokens == answer(server, replace(plain, id=f"unscored {top}")).tokens
+    result = answer(server, asking)
+    assert result.tokens == answer(server, replace(plain, id=f"unscored {top}")).tokens
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         exact = reference(torch.tensor([asking.prompt])).logits[0].log_softmax(-1)
     expected = [float(exact[i, t]) for i, t in enumerate(asking.prompt[1:])]
-    assert scored(told, 75) == pytest.approx(expected, abs=1e-4)
-    assert len(told.prompt) > 5, "a job has eight logits at most"
-    likeliest = [t for part in told.prompt for t in part.top]
+    assert scored(result, 75) == pytest.approx(expected, abs=1e-4)
+    assert len(result.prompt) > 5, "a job has eight logits at most"
+    likeliest = [t for part in result.prompt for t in part.top]
     if top:
         assert [[t for t, _ in at] for at in likeliest] == exact[:-1].topk(2).indices.tolist()
     else:
@@ -306,13 +306,17 @@ def test_prompt_scores_come_once_and_are_those_of_transformers(
     server.listen = None
     assert again.finished.preemptions > 0
     assert scored(again, 75) == pytest.approx(expected, abs=1e-4)
-    assert again.tokens == told.tokens
+    assert again.tokens == result.tokens
 
 
 def test_a_prompt_may_be_scored_without_an_answer(server: InProcess) -> None:
-    told = answer(server, replace(asked("only scored", n=0, prompt=40), prompt_logprobs=0))
-    assert (told.tokens, told.finished.reason, told.finished.output_tokens) == ([], "length", 0)
-    assert len(scored(told, 40)) == 39
+    result = answer(server, replace(asked("only scored", n=0, prompt=40), prompt_logprobs=0))
+    assert (result.tokens, result.finished.reason, result.finished.output_tokens) == (
+        [],
+        "length",
+        0,
+    )
+    assert len(scored(result, 40)) == 39
     short = answer(server, replace(asked("one token", n=0, prompt=1), prompt_logprobs=0))
     assert (short.prompt, short.finished.output_tokens) == ([], 0)
 
@@ -360,10 +364,10 @@ def test_an_embedding_model_embeds(path: Path, tmp_path: Path) -> None:
         again = answer(server, replace(asking[2], id="cached"))
     assert answers["text"].finished.output_tokens == 5
     assert again.finished.cached_tokens > 0
-    for prompt, told in [*((s, answers[s.id]) for s in asking), (asking[2], again)]:
+    for prompt, result in [*((s, answers[s.id]) for s in asking), (asking[2], again)]:
         with torch.inference_mode():
             hidden = reference(torch.tensor([prompt.prompt])).last_hidden_state[0, -1]
-        assert told.embedding is not None
-        values = torch.frombuffer(bytearray(told.embedding), dtype=torch.float32)
+        assert result.embedding is not None
+        values = torch.frombuffer(bytearray(result.embedding), dtype=torch.float32)
         torch.testing.assert_close(values, hidden / hidden.norm(), atol=1e-5, rtol=0)
-        assert (told.finished.reason, told.finished.output_tokens) == ("stop", 0)
+        assert (result.finished.reason, result.finished.output_tokens) == ("stop", 0)

@@ -69,10 +69,10 @@ def validate(state: DeviceState, view: DeviceView) -> None:
     state.pool.validate()
     for m in state.models.values():
         m.weights.validate()
-    told = report(state, "cpu")
-    held = {owner: n for owner, n in told.owners.items() if n}
+    result = report(state, "cpu")
+    held = {owner: n for owner, n in result.owners.items() if n}
     assert held == state.pool.ledger.owners()
-    assert sum(held.values()) == told.total - told.free - told.reclaiming
+    assert sum(held.values()) == result.total - result.free - result.reclaiming
     assert view.coming == state.pool.free + sum(
         PAGES[p]
         for p in {
@@ -189,8 +189,8 @@ def asked(model: str, tokens: int = 30) -> Submission:
 
 def validate_live(server: InProcess) -> None:
     state = server.device.state
-    told = server.device.snapshot().owners
-    assert {o: n for o, n in told.items() if n} == state.pool.ledger.owners()
+    result = server.device.snapshot().owners
+    assert {o: n for o, n in result.items() if n} == state.pool.ledger.owners()
     state.pool.validate()
     for m in state.models.values():
         m.weights.validate()
@@ -274,6 +274,6 @@ def test_a_pool_too_small_for_two_copies_serves_all_names(
     with InProcess(replace(settings, device=device, models=two)) as server:
         answers = server.generate([asked(m.name) for m in two])
         assert {n: a.tokens for n, a in answers.items()} == {m.name: alone[m.name] for m in two}
-        told = [e for e in server.device.story.entries if e.get("event") == "TransferDone"]
-        assert sum(e["n_bytes"] for e in told) == server.device.specs["base"].weight_bytes
+        result = [e for e in server.device.story.entries if e.get("event") == "TransferDone"]
+        assert sum(e["n_bytes"] for e in result) == server.device.specs["base"].weight_bytes
         validate_live(server)

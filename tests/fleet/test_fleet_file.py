@@ -502,9 +502,9 @@ def test_a_hub_id_without_network_is_a_clear_fault(
 
 def test_models_of_the_catalogue_are_for_simulations_and_these_need_no_devices(home: Path) -> None:
     text = 'models: [{name: a, path: "catalogue:Llama-2-7b"}, {name: b, path: m}]\n'
-    told = fault(home, text + "devices: [{budget: 64MiB}]")
-    assert (told.key, told.value) == ("models[0].path", "catalogue:Llama-2-7b")
-    assert "for simulations" in told.allowed
+    result = fault(home, text + "devices: [{budget: 64MiB}]")
+    assert (result.key, result.value) == ("models[0].path", "catalogue:Llama-2-7b")
+    assert "for simulations" in result.allowed
     assert fault(home, text).key == "devices"
     fleet = load_fleet(home / "fleet.yaml", presets=PRESETS, simulated=True)
     assert [m.path for m in fleet.models] == ["catalogue:Llama-2-7b", str(home / "m")]

@@ -140,10 +140,10 @@ made.close()
 print(model.masks)
 """
     free = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_P", "GOMP_"))}
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], env=free, capture_output=True, text=True, check=False
     )
-    assert told.stdout.strip() == str([{CPUS[0]}, {CPUS[-1]}]), told.stderr
+    assert result.stdout.strip() == str([{CPUS[0]}, {CPUS[-1]}]), result.stderr
 
 
 def test_a_bound_thread_computes_what_an_unbound_one_does() -> None:

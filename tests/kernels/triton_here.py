@@ -47,10 +47,10 @@ def compiled(
     from triton.compiler import ASTSource
 
     names = list(kernel.arg_names)
-    told = {**dict.fromkeys(names, "i32"), **types, **dict.fromkeys(constants, "constexpr")}
+    result = {**dict.fromkeys(names, "i32"), **types, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(
         kernel,
-        told,
+        result,
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )

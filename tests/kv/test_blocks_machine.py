@@ -347,12 +347,12 @@ class Machine(RuleBasedStateMachine):
                 for s in [s for s in self.open if users & set(s.blocks)]:
                     self.end(self.open.index(s), True)
         self.settle()
-        assert lease.id not in [told.id for told in self.leases]
+        assert lease.id not in [result.id for result in self.leases]
 
     def settle(self) -> None:
-        for told in self.borrower.settle():
-            (lease,) = [known for known in self.leases if known.id == told.id]
-            left = tuple(page for page in lease.pages if page not in told.pages)
+        for result in self.borrower.settle():
+            (lease,) = [known for known in self.leases if known.id == result.id]
+            left = tuple(page for page in lease.pages if page not in result.pages)
             self.leases.remove(lease)
             if left:
                 self.leases.append(lease.part(left))

@@ -75,8 +75,8 @@ def ordering(server: InProcess, order: ModelCommand) -> Callable[[], CommandOutc
 
     def outcome() -> CommandOutcome:
         assert ended.wait(DEADLINE)
-        (told,) = outcomes
-        return told
+        (result,) = outcomes
+        return result
 
     server.device.command(order, done)
     return outcome
@@ -85,8 +85,8 @@ def ordering(server: InProcess, order: ModelCommand) -> Callable[[], CommandOutc
 def validate(server: InProcess) -> None:
     """Ledger, ranges, operating system and report agree."""
     state = server.device.state
-    told = server.device.snapshot().owners
-    assert {o: n for o, n in told.items() if n} == state.pool.ledger.owners()
+    result = server.device.snapshot().owners
+    assert {o: n for o, n in result.items() if n} == state.pool.ledger.owners()
     state.pool.validate()
     state.arena.validate()
     for m in state.models.values():

@@ -99,10 +99,10 @@ def test_a_model_comes_and_goes(paths: dict[str, Path], driver: FakeDriver) -> N
     budget = first.device.budget_bytes + GPU_LANE_BYTES
     settings = on_gpu(replace(first, device=replace(first.device, budget_bytes=budget)))
     with serving(settings, driver) as server:
-        told: list[CommandOutcome] = []
+        outcome: list[CommandOutcome] = []
 
         def carry_out(order: Add | Remove) -> None:
-            server.device.command(order, told.append)
+            server.device.command(order, outcome.append)
             server.device._command_executor._thread.submit(lambda: None).result()
 
         before = len(driver.pinned)
@@ -111,7 +111,7 @@ def test_a_model_comes_and_goes(paths: dict[str, Path], driver: FakeDriver) -> N
         assert all(a.finished for a in server.generate(asked(2, models=("a", "b"))).values())
         carry_out(Remove("b", patience=5.0))
         assert len(driver.pinned) == before
-        assert [o.code for o in told] == [None, None]
+        assert [o.code for o in outcome] == [None, None]
         assert isinstance(server.generate(asked(1, models=("a",)))["a0"].end, FinishedOutput)
 
 

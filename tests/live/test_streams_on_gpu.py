@@ -119,7 +119,7 @@ def test_host_memory_of_the_tier_is_page_locked(driver: CudaDriver) -> None:
 
 
 def test_a_small_fleet_under_pressure_keeps_its_tokens() -> None:
-    told = proved("float32", GPU, each=2, tokens=16, lanes=2)
-    assert told["wrong"] == 0
-    assert told["evictions"] + told["preemptions"] > 0
-    assert told["replays"] > 0
+    result = proved("float32", GPU, each=2, tokens=16, lanes=2)
+    assert result["wrong"] == 0
+    assert result["evictions"] + result["preemptions"] > 0
+    assert result["replays"] > 0

@@ -173,8 +173,8 @@ class FakeDriver:
     def fail(self, *calls: str, after: int = 0, error: DeviceError | None = None) -> None:
         """Have the call of those names (any, if none is given) that comes after `after` others
         fail; with a DeviceLost, all calls from then on."""
-        told = error or DeviceError("/".join(calls), "CUDA_ERROR_UNKNOWN: asked for")
-        self._failures.append(_Failure(calls, after, told))
+        result = error or DeviceError("/".join(calls), "CUDA_ERROR_UNKNOWN: asked for")
+        self._failures.append(_Failure(calls, after, result))
 
     def launch(
         self, stream: int, address: int, n_bytes: int, value: int, seconds: float = 0.0

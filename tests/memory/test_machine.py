@@ -185,12 +185,12 @@ class Memory(RuleBasedStateMachine):
     def the_system_agrees(self) -> None:
         for owner, r in self.ranges.items():
             r.validate()
-            told = (
+            result = (
                 self.pool.ledger.owned(owner)
                 + self.pool.ledger.reclaiming_of(owner)
                 + self.pool.ledger.held(owner)
             )
-            assert r.os_backed() == told
+            assert r.os_backed() == result
             assert (r.backed, r.aliased) == (len(self.held[owner]), len(self._aliased(owner)))
         assert self.pool.ledger.owned("arena") == self.arena.pages
         self.arena.validate()

@@ -147,8 +147,8 @@ def test_a_fence_waits_for_the_lane(vm: CudaVm) -> None:
 
 
 def test_copies_both_ways_from_pinned_memory(real: CudaDriver, vm: CudaVm) -> None:
-    told: queue.Queue[TransferDoneEvent] = queue.Queue()
-    link, pins = CudaLink(real, 0, VirtualClock(), told.put), PinnedMemory(real, 0)
+    result: queue.Queue[TransferDoneEvent] = queue.Queue()
+    link, pins = CudaLink(real, 0, VirtualClock(), result.put), PinnedMemory(real, 0)
     r = vm.reserve(4 * PAGE)
     vm.map(r, 0, [3, 1, 4, 15])
     source = torch.randint(0, 255, (4 * PAGE + 8192,), dtype=torch.uint8)
@@ -156,9 +156,9 @@ def test_copies_both_ways_from_pinned_memory(real: CudaDriver, vm: CudaVm) -> No
     assert pins.pin(address, 4 * PAGE, read_only=False)
     back = np.zeros(4 * PAGE, dtype=np.uint8)
     link.start(1, [Copy(r.base, address, 4 * PAGE)])
-    assert told.get(timeout=60).error is None
+    assert result.get(timeout=60).error is None
     link.start(2, [Copy(back.ctypes.data, r.base, 4 * PAGE)], direction=Direction.TO_HOST)
-    assert told.get(timeout=60).error is None
+    assert result.get(timeout=60).error is None
     start = address - source.data_ptr()
     assert (back == source.numpy()[start : start + 4 * PAGE]).all()
     link.close()
@@ -225,6 +225,6 @@ def test_pytorch_stays_within_its_cap() -> None:
 def test_nvml_and_cuda_speak_of_the_same_device(real: CudaDriver) -> None:
     pytest.importorskip("pynvml")
     [gpu] = [gpu for gpu in find_gpus(real) if gpu.ordinal == 0]
-    told = torch.cuda.get_device_properties(0)
-    assert gpu.multiprocessors == told.multi_processor_count
-    assert abs(gpu.memory_bytes - told.total_memory) < 0.1 * told.total_memory
+    result = torch.cuda.get_device_properties(0)
+    assert gpu.multiprocessors == result.multi_processor_count
+    assert abs(gpu.memory_bytes - result.total_memory) < 0.1 * result.total_memory

@@ -49,16 +49,16 @@ def test_a_lease_comes_in_one_run_where_there_is_one(vm: Vm) -> None:
 def test_reclaiming_until_the_fence_is_done(vm: Vm) -> None:
     pool = Pool(vm, 4)
     pages = _lease(pool, "a", 3)
-    fence, told = Latch(), []
-    pool.give_back("a", pages[:2], fence, lambda: told.append("released"))
+    fence, result = Latch(), []
+    pool.give_back("a", pages[:2], fence, lambda: result.append("released"))
     assert _counts(pool) == (1, 2, 0, {"a": 1})
     assert pool.allocate("b", 2) == Short(1)
     assert pool.reap() == 0
-    assert told == []
+    assert result == []
     fence.set()
     assert pool.ledger.reclaiming == 2
     assert pool.reap() == 2
-    assert told == ["released"]
+    assert result == ["released"]
     assert _counts(pool) == (3, 0, 0, {"a": 1})
     pool.give_back("a", pages[2:], fence)
     assert pool.free == 4
@@ -185,12 +185,12 @@ def test_a_pool_no_larger_than_its_device() -> None:
 def test_the_same_calls_lease_the_same_pages() -> None:
     def run() -> list[object]:
         pool = Pool(NullVm(PAGE, 64), 64)
-        told: list[object] = []
+        result: list[object] = []
         for i in range(40):
             pages = pool.allocate(f"m{i % 3}", i % 7)
-            told.append(pages)
+            result.append(pages)
             if i % 2 and isinstance(pages, tuple):
                 pool.give_back(f"m{i % 3}", pages[::2])
-        return told
+        return result
 
     assert run() == run()

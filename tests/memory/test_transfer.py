@@ -32,7 +32,7 @@ class Stepping:
         return self.step * self.looks
 
 
-class Told:
+class DoneEvents:
     """Collects what a link tells."""
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def done_events() -> DoneEvents:
+    return DoneEvents()
 
 
 @pytest.fixture(params=[1, 3])
-def link(request: pytest.FixtureRequest, told: Told) -> Iterator[HostLink]:
-    made = HostLink(Stepping(1e-3), told, threads=request.param, chunk_bytes=10_000)
+def link(request: pytest.FixtureRequest, done_events: DoneEvents) -> Iterator[HostLink]:
+    made = HostLink(Stepping(1e-3), done_events, threads=request.param, chunk_bytes=10_000)
     yield made
     made.close()
 
@@ -62,32 +62,35 @@ def _pair(n: int) -> tuple[np.ndarray, np.ndarray]:
     return source, np.zeros(n, dtype=np.uint8)
 
 
-def test_all_copies_land_before_the_end_is_told(link: HostLink, told: Told) -> None:
+def test_all_copies_land_before_the_end_is_told(link: HostLink, done_events: DoneEvents) -> None:
     source, target = _pair(123_457)
     base, to = source.ctypes.data, target.ctypes.data
     cuts = [0, 1, 500, 30_000, 30_001, 123_457]
     link.start(9, [Copy(to + a, base + a, b - a) for a, b in pairwise(cuts)])
-    done = told.next()
+    done = done_events.next()
     assert (done.transfer_id, done.n_bytes, done.error) == (9, 123_457, None)
     assert done.seconds > 0
     assert (source == target).all()
 
 
-def test_first_come_first_served(link: HostLink, told: Told) -> None:
+def test_first_come_first_served(link: HostLink, done_events: DoneEvents) -> None:
     source, target = _pair(50_000)
     for i in range(20):
         link.start(i, [Copy(target.ctypes.data, source.ctypes.data, 50_000 - 1_000 * i)])
-    assert [told.next().transfer_id for _ in range(20)] == list(range(20))
+    assert [done_events.next().transfer_id for _ in range(20)] == list(range(20))
 
 
-def test_nothing_to_copy(link: HostLink, told: Told) -> None:
+def test_nothing_to_copy(link: HostLink, done_events: DoneEvents) -> None:
     link.start(1, [])
     link.start(2, [Copy(8, 8, 0)])
-    assert [(d.n_bytes, d.error) for d in (told.next(), told.next())] == [(0, None), (0, None)]
+    assert [(d.n_bytes, d.error) for d in (done_events.next(), done_events.next())] == [
+        (0, None),
+        (0, None),
+    ]
 
 
 def test_a_target_that_is_gone_is_an_error_not_a_signal(
-    link: HostLink, told: Told, memfd: MemfdVm
+    link: HostLink, done_events: DoneEvents, memfd: MemfdVm
 ) -> None:
     source, target = _pair(PAGE)
     r = memfd.reserve(2 * PAGE)
@@ -97,7 +100,7 @@ def test_a_target_that_is_gone_is_an_error_not_a_signal(
     link.start(2, [Copy(target.ctypes.data, source.ctypes.data, -5)])
     link.start(3, [Copy(0, source.ctypes.data, 5)])
     link.start(4, [copy])
-    first, second, third, fourth = (told.next() for _ in range(4))
+    first, second, third, fourth = (done_events.next() for _ in range(4))
     assert first.error is not None
     assert "madvise" in first.error
     assert second.error is not None
@@ -105,15 +108,15 @@ def test_a_target_that_is_gone_is_an_error_not_a_signal(
     assert (fourth.n_bytes, fourth.error) == (PAGE, None)
 
 
-def test_the_pace_is_kept_over_chunks_and_transfers(told: Told) -> None:
+def test_the_pace_is_kept_over_chunks_and_transfers(done_events: DoneEvents) -> None:
     """Against a clock that runs by being looked at: the link looks until the time is up."""
     clock = Stepping(1e-4)
-    link = HostLink(clock, told, pace=LinkRates.even(1e6), chunk_bytes=1000)
+    link = HostLink(clock, done_events, pace=LinkRates.even(1e6), chunk_bytes=1000)
     source, target = _pair(20_000)
     assert link.bytes_per_second == 1e6
     for i in range(3):
         link.start(i, [Copy(target.ctypes.data, source.ctypes.data, 20_000)])
-    seconds = [told.next().seconds for _ in range(3)]
+    seconds = [done_events.next().seconds for _ in range(3)]
     link.close()
     # 20,000 bytes at 1e6 a second, and a few looks at 1e-4 s each around them.
     assert sum(seconds) == pytest.approx(0.06, rel=0.1)
@@ -138,24 +141,24 @@ class Held:
 
 
 def _shared(
-    told: Told, pace: LinkRates, wanted: list[tuple[int, str, Direction]]
+    done_events: DoneEvents, pace: LinkRates, wanted: list[tuple[int, str, Direction]]
 ) -> tuple[list[TransferDoneEvent], float]:
     """All of `wanted` (bytes, stream, direction) at once; their ends, and how long it took."""
     clock = Held(5e-8)
-    link = HostLink(clock, told, pace=pace, chunk_bytes=1000)
+    link = HostLink(clock, done_events, pace=pace, chunk_bytes=1000)
     source, target = _pair(max(n for n, _, _ in wanted))
     for i, (n, stream, direction) in enumerate(wanted):
         link.start(i, [Copy(target.ctypes.data, source.ctypes.data, n)], stream, direction)
     clock.go.set()
-    ends = [told.next() for _ in wanted]
+    ends = [done_events.next() for _ in wanted]
     link.close()
     return ends, clock.step * clock.looks
 
 
-def test_streams_share_by_bytes(told: Told) -> None:
+def test_streams_share_by_bytes(done_events: DoneEvents) -> None:
     """A short transfer ends after twice its bytes, whatever pieces the long one comes in."""
     ends, took = _shared(
-        told,
+        done_events,
         LinkRates.even(1e9),
         [(40_000, "long", Direction.TO_DEVICE), (4_300, "short", Direction.TO_DEVICE)],
     )
@@ -164,58 +167,58 @@ def test_streams_share_by_bytes(told: Told) -> None:
     assert took == pytest.approx(44_300e-9, rel=0.02)
 
 
-def test_both_directions_keep_the_pace_together(told: Told) -> None:
+def test_both_directions_keep_the_pace_together(done_events: DoneEvents) -> None:
     both = [(20_000, "s", direction) for direction in Direction]
-    ends, took = _shared(told, LinkRates.even(1e9), both)
+    ends, took = _shared(done_events, LinkRates.even(1e9), both)
     assert took == pytest.approx(40e-6, rel=0.02)
     assert [e.seconds for e in ends] == pytest.approx([40e-6, 40e-6], rel=0.06)
 
 
-def test_mixed_traffic_has_a_pace_of_its_own(told: Told) -> None:
+def test_mixed_traffic_has_a_pace_of_its_own(done_events: DoneEvents) -> None:
     """To the host three quarters of it: that one ends first, then the other has its full rate."""
     both = [(30_000, "s", direction) for direction in Direction]
-    ends, took = _shared(told, LinkRates(2e9, 2e9, 0.5e9, 1.5e9), both)
+    ends, took = _shared(done_events, LinkRates(2e9, 2e9, 0.5e9, 1.5e9), both)
     assert [e.transfer_id for e in ends] == [1, 0]
     assert ends[0].seconds == pytest.approx(20e-6, rel=0.1)
     assert took == pytest.approx(20e-6 + 20_000 / 2e9, rel=0.05)
 
 
-def test_a_failure_in_one_stream_leaves_the_others_alone(told: Told) -> None:
+def test_a_failure_in_one_stream_leaves_the_others_alone(done_events: DoneEvents) -> None:
     clock = Held(1e-6)
-    link = HostLink(clock, told, chunk_bytes=1000)
+    link = HostLink(clock, done_events, chunk_bytes=1000)
     source, target = _pair(5_000)
     link.start(1, [Copy(target.ctypes.data, source.ctypes.data, 5_000)], "good")
     link.start(2, [Copy(0, source.ctypes.data, 5_000)], "bad")
     link.start(3, [Copy(target.ctypes.data, source.ctypes.data, 2_000)], "bad")
     clock.go.set()
-    ends = {e.transfer_id: e for e in (told.next() for _ in range(3))}
+    ends = {e.transfer_id: e for e in (done_events.next() for _ in range(3))}
     link.close()
     assert ends[2].error is not None
     assert [(ends[i].n_bytes, ends[i].error) for i in (1, 3)] == [(5_000, None), (2_000, None)]
     assert (source == target).all()
 
 
-def test_an_unpaced_link_measures_itself(told: Told) -> None:
+def test_an_unpaced_link_measures_itself(done_events: DoneEvents) -> None:
     clock = Stepping(0.5)
-    link = HostLink(clock, told, chunk_bytes=MiB)
+    link = HostLink(clock, done_events, chunk_bytes=MiB)
     assert link.bytes_per_second == PRIOR_BYTES_PER_SECOND
     source, target = _pair(MiB)
     for _ in range(30):
         link.start(0, [Copy(target.ctypes.data, source.ctypes.data, MiB)])
     for _ in range(30):
-        told.next()
+        done_events.next()
     assert link.bytes_per_second < 0.1 * PRIOR_BYTES_PER_SECOND
     link.close()
 
 
-def test_closing_tells_what_was_not_finished(told: Told) -> None:
+def test_closing_tells_what_was_not_finished(done_events: DoneEvents) -> None:
     source, target = _pair(10_000)
-    link = HostLink(Stepping(1e-9), told, pace=LinkRates.even(1.0), chunk_bytes=1000)
+    link = HostLink(Stepping(1e-9), done_events, pace=LinkRates.even(1.0), chunk_bytes=1000)
     link.start(1, [Copy(target.ctypes.data, source.ctypes.data, 10_000)])
     link.start(2, [Copy(target.ctypes.data, source.ctypes.data, 10_000)])
     link.close()
     link.close()
-    done = [told.next(), told.next()]
+    done = [done_events.next(), done_events.next()]
     assert [d.transfer_id for d in done] == [1, 2]
     assert all(d.error and "closed" in d.error for d in done)
     assert all(d.n_bytes < 10_000 for d in done)
@@ -223,10 +226,10 @@ def test_closing_tells_what_was_not_finished(told: Told) -> None:
         link.start(3, [])
 
 
-def test_senseless_settings_and_copies(told: Told) -> None:
+def test_senseless_settings_and_copies(done_events: DoneEvents) -> None:
     for bad in ({"threads": 0}, {"chunk_bytes": 0}, {"pace": LinkRates.even(0.0)}):
         with pytest.raises(DeviceError):
-            HostLink(Stepping(1.0), told, **bad)  # type: ignore[arg-type]
+            HostLink(Stepping(1.0), done_events, **bad)  # type: ignore[arg-type]
     with pytest.raises(DeviceError):
         copy_now(0, 1, 1)
 
@@ -246,7 +249,7 @@ def test_cpus_make_threads() -> None:
 
 
 def test_nothing_of_a_failed_batch_is_written_after_its_end(
-    told: Told, monkeypatch: pytest.MonkeyPatch
+    done_events: DoneEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread's copy fails at once, the other's is held up: the end waits for it."""
     failed, written = threading.Event(), threading.Event()
@@ -263,12 +266,12 @@ def test_nothing_of_a_failed_batch_is_written_after_its_end(
 
     def on_done(done: TransferDoneEvent) -> None:
         seen.append(written.is_set())
-        told(done)
+        done_events(done)
 
     link = HostLink(Stepping(1e-3), on_done, threads=2, chunk_bytes=10)
     # Each thread takes one: whoever has the second waits for the first.
     link.start(1, [Copy(1, 1, 10), Copy(2, 2, 10)])
-    assert "the host is gone" in str(told.next().error)
+    assert "the host is gone" in str(done_events.next().error)
     link.close()
     assert seen == [True]
 
@@ -276,35 +279,35 @@ def test_nothing_of_a_failed_batch_is_written_after_its_end(
 class Followed:
     """A watch that writes down what it is told, and what else was told by then."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, done_events: DoneEvents) -> None:
         self.landed_bytes: list[int] = []
         self.end: list[tuple[str | None, bool]] = []
         self.over = threading.Event()
-        self._told = told
+        self._done_events = done_events
 
     def landed(self, n_bytes: int) -> None:
         self.landed_bytes.append(n_bytes)
 
     def ended(self, error: str | None) -> None:
-        self.end.append((error, not self._told.queue.empty()))
+        self.end.append((error, not self._done_events.queue.empty()))
         self.over.set()
 
 
-def test_a_transfer_is_followed_batch_by_batch(told: Told) -> None:
+def test_a_transfer_is_followed_batch_by_batch(done_events: DoneEvents) -> None:
     """But for the last, of which the end tells first."""
     source, target = _pair(35_000)
-    link = HostLink(Stepping(1e-3), told, threads=1, chunk_bytes=10_000)
-    watch = Followed(told)
+    link = HostLink(Stepping(1e-3), done_events, threads=1, chunk_bytes=10_000)
+    watch = Followed(done_events)
     copies = [Copy(target.ctypes.data, source.ctypes.data, 35_000)]
     link.start(1, copies, watch=watch)
     assert watch.over.wait(60)
-    broken = Followed(told)
+    broken = Followed(done_events)
     link.start(2, [*copies, Copy(0, source.ctypes.data, 5)], watch=broken)
     assert broken.over.wait(60)
     link.close()
     assert watch.landed_bytes == [10_000, 20_000, 30_000]
     assert watch.end == [(None, True)]
     assert broken.landed_bytes == [10_000, 20_000, 30_000]
-    ((error, told_before),) = broken.end
+    ((error, ended_before),) = broken.end
     assert error is not None
-    assert told_before
+    assert ended_before

@@ -71,11 +71,11 @@ class Group:
     def each(self, do: Callable[[int, Any], Any]) -> list[Any]:
         """What `do` returns of each rank's number and model, on all of them at the same time."""
         models = [rank.model for rank in (self.first, *self.others)]
-        told = [
+        outcome = [
             thread.submit(do, rank, model)
             for rank, (thread, model) in enumerate(zip(self._threads, models, strict=True))
         ]
-        return [t.result() for t in told]
+        return [t.result() for t in outcome]
 
     def close(self) -> None:
         for rank in (self.first, *self.others):

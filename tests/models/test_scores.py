@@ -55,8 +55,8 @@ def test_scores_are_those_of_transformers(served: Served, checkpoint: tuple[Path
         ("a", 1, 17),
         ("a", 18, 12),
     ]
-    told = [v for p in parts for v in p.logprobs]
-    assert told == pytest.approx([float(exact[i, t]) for i, t in enumerate(a[1:])], abs=1e-4)
+    result = [v for p in parts for v in p.logprobs]
+    assert result == pytest.approx([float(exact[i, t]) for i, t in enumerate(a[1:])], abs=1e-4)
     tops = [top for p in parts for top in p.top]
     for i, top in enumerate(tops):
         order = exact[i].topk(3)

@@ -53,7 +53,7 @@ def main() -> None:
         refused = ""
     except openai.NotFoundError as error:
         refused = str(error)
-    told = {
+    result = {
         "chat": whole.content,
         "end": whole.response_metadata["finish_reason"],
         "tokens": whole.usage_metadata["output_tokens"],
@@ -70,7 +70,7 @@ def main() -> None:
         "vectors": [len(v) for v in vectors],
         "refused": refused,
     }
-    print(json.dumps(told))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

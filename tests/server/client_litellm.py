@@ -142,7 +142,7 @@ def main() -> None:
         refused = ""
     except litellm.NotFoundError as error:
         refused = str(error)
-    told = {
+    result = {
         "chat": whole.choices[0].message.content,
         "end": whole.choices[0].finish_reason,
         "tokens": whole.usage.completion_tokens,
@@ -160,7 +160,7 @@ def main() -> None:
         "messages": by_messages(real, name),
         "responses": by_responses(real, name),
     }
-    print(json.dumps(told))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

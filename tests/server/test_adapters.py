@@ -33,14 +33,14 @@ class Fleet:
             for seed, name in enumerate(("pirate", "poet"))
         }
         random_adapter(self.model, directory / "dora", 3, use_dora=True)
-        told = yaml.safe_load(made.read_text())
-        for model in told["models"]:
+        result = yaml.safe_load(made.read_text())
+        for model in result["models"]:
             model["path"] = str(made.parent / model["path"])
-        told["models"] += [
+        result["models"] += [
             {"name": name, "adapter": name, "base": BASE} for name in ("pirate", "poet", "dora")
         ]
         self.file = directory / "fleet.yaml"
-        self.file.write_text(yaml.safe_dump(told))
+        self.file.write_text(yaml.safe_dump(result))
 
     def text(self, name: str) -> str:
         """The greedy answer to `MESSAGES`."""
@@ -75,8 +75,8 @@ def client(running: ServerProcess) -> OpenAI:
 def test_adapters_are_models_with_a_parent(client: OpenAI, running: ServerProcess) -> None:
     listed = running.http.get("/v1/models").json()["data"]
     assert {m["id"] for m in listed if m["status"]["value"] == "failed"} == {"dora"}
-    told = {m["id"]: (m["root"], m["parent"]) for m in listed if m["id"] != "dora"}
-    assert told == {
+    result = {m["id"]: (m["root"], m["parent"]) for m in listed if m["id"] != "dora"}
+    assert result == {
         BASE: (BASE, None),
         "pirate": (BASE, BASE),
         "poet": (BASE, BASE),

@@ -72,9 +72,9 @@ def test_a_model_is_added_answers_and_is_removed(ruled: ServerProcess) -> None:
 def test_entries_that_cannot_be_are_refused(
     ruled: ServerProcess, entry: dict[str, object], param: str | None
 ) -> None:
-    told = add(ruled, **entry)
-    assert told.status_code == 400
-    assert told.json()["error"]["param"] == param
+    result = add(ruled, **entry)
+    assert result.status_code == 400
+    assert result.json()["error"]["param"] == param
     assert ask(ruled, "x").status_code == 404
 
 
@@ -95,9 +95,9 @@ def test_models_are_pinned_evicted_and_activated(ruled: ServerProcess) -> None:
 
 
 def test_the_story_tells_decisions(ruled: ServerProcess) -> None:
-    told = order(ruled, "GET", f"story?last=1&model={MODEL}").json()["decisions"]
-    assert [(d["action"], d["model"], d["why"]) for d in told] == [("Activate", MODEL, "a test")]
-    assert abs(told[0]["time"] - time.time()) < 3600
+    result = order(ruled, "GET", f"story?last=1&model={MODEL}").json()["decisions"]
+    assert [(d["action"], d["model"], d["why"]) for d in result] == [("Activate", MODEL, "a test")]
+    assert abs(result[0]["time"] - time.time()) < 3600
     assert MODEL in [d["model"] for d in order(ruled, "GET", "state").json()["decisions"]]
     assert order(ruled, "GET", "story?last=0").json()["decisions"] == []
     assert order(ruled, "GET", "story?last=many").status_code == 400
@@ -124,8 +124,8 @@ def test_levels_are_changed(ruled: ServerProcess) -> None:
         ({"priority": 1000}, "priority"),
         ({"slo": {"ttft": 0}}, "slo"),
     ):
-        told = order(ruled, "PATCH", path, json=wrong)
-        assert (told.status_code, told.json()["error"]["param"]) == (400, param)
+        result = order(ruled, "PATCH", path, json=wrong)
+        assert (result.status_code, result.json()["error"]["param"]) == (400, param)
     for wrong, says in (
         ({"slo": {"tfft": 1}}, "slo.tfft: there is no such key; did you mean 'ttft'?"),
         ({"max_num_seqs": 3}, "max_num_seqs: there is no such key; what it sets is `models[i].lim"),

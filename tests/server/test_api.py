@@ -37,14 +37,14 @@ def usage(answer: Any) -> Any:
 def test_models_are_those_that_serve_and_those_that_failed(
     client: OpenAI, echo: ServerProcess
 ) -> None:
-    told = {m.id: m.to_dict() for m in client.models.list()}
-    assert list(told)[:2] == [MODEL, "wren-mini"]
-    assert set(list(told)[2:]) == {"broken", "mute"}
-    assert told[MODEL]["status"] == {"value": "loaded"}
-    assert told[MODEL]["max_model_len"] == 256
-    assert told["broken"]["status"] == {"value": "failed", "reason": "it is broken"}
+    result = {m.id: m.to_dict() for m in client.models.list()}
+    assert list(result)[:2] == [MODEL, "wren-mini"]
+    assert set(list(result)[2:]) == {"broken", "mute"}
+    assert result[MODEL]["status"] == {"value": "loaded"}
+    assert result[MODEL]["max_model_len"] == 256
+    assert result["broken"]["status"] == {"value": "failed", "reason": "it is broken"}
     for name in (MODEL, "broken"):
-        assert client.models.retrieve(name).to_dict() == told[name]
+        assert client.models.retrieve(name).to_dict() == result[name]
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
     assert "broken is not served" in echo.output
@@ -58,8 +58,8 @@ def test_completion(client: OpenAI) -> None:
     assert answer.object == "text_completion"
     assert answer.choices[0].text == TEXT
     assert answer.choices[0].finish_reason == "length"
-    told = usage(answer)
-    assert (told.prompt_tokens, told.completion_tokens, told.total_tokens) == (n, n, 2 * n)
+    result = usage(answer)
+    assert (result.prompt_tokens, result.completion_tokens, result.total_tokens) == (n, n, 2 * n)
 
 
 def test_completion_defaults_to_sixteen_tokens(client: OpenAI) -> None:
@@ -98,12 +98,12 @@ def test_long_prompts_are_tokenised_beside_the_event_loop(client: OpenAI) -> Non
 
 def test_log_probabilities_of_chosen_tokens(client: OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="abc é", max_tokens=4, logprobs=0)
-    told = answer.choices[0].logprobs
-    assert told is not None
-    assert told.token_logprobs == [-0.5] * 4
-    assert told.tokens is not None
-    assert told.text_offset is not None
-    assert len(told.tokens) == len(told.text_offset) == 4
+    result = answer.choices[0].logprobs
+    assert result is not None
+    assert result.token_logprobs == [-0.5] * 4
+    assert result.tokens is not None
+    assert result.text_offset is not None
+    assert len(result.tokens) == len(result.text_offset) == 4
     chat = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "é"}], max_tokens=4, logprobs=True
     )

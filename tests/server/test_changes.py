@@ -66,14 +66,14 @@ def test_changes_survive_a_kill(file: Path) -> None:
         first.signal(signal.SIGKILL)
         first.wait()
     with server(file, "--echo", "--changes", str(kept(file))) as second:
-        told = order(second, "GET", "models").json()["changes"]
-        assert (told["removed"], [e["name"] for e in told["added"]]) == ([OTHER], ["new"])
+        result = order(second, "GET", "models").json()["changes"]
+        assert (result["removed"], [e["name"] for e in result["added"]]) == ([OTHER], ["new"])
         assert models(second) == [MODEL, "new"]
-        told = {m["report"]["name"]: m for m in order(second, "GET", "models").json()["models"]}
+        result = {m["report"]["name"]: m for m in order(second, "GET", "models").json()["models"]}
         assert "wren" not in second.output
         assert ask(second, "new").status_code == 200
         assert ask(second, OTHER).status_code == 404
-        assert set(told) == {MODEL, "new"}
+        assert set(result) == {MODEL, "new"}
         assert order(second, "DELETE", "models/new?patience=1").status_code == 200
         again = {"name": OTHER, "path": OTHER, "pinned": True}
         assert add(second, **again).status_code == 201
@@ -149,8 +149,8 @@ def test_where_operators_put_models_survives_a_kill_unless_the_policy_moves_them
         assert homes(second)[OTHER] == ["cpu:1"]
         kept(file).write_text(record)
         assert moved(second, "place", OTHER, "cpu:0") == 200
-        told = order(second, "GET", "models").json()["changes"]["homes"]
-        assert told.keys() == ({MODEL} if placement == "weights" else set())
+        result = order(second, "GET", "models").json()["changes"]["homes"]
+        assert result.keys() == ({MODEL} if placement == "weights" else set())
 
 
 def test_a_damaged_file_of_changes_is_named(file: Path) -> None:

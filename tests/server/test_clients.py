@@ -33,7 +33,7 @@ class Forecast(BaseModel):
 
 
 @cache
-def told(client: str, real: ServerProcess, echo: ServerProcess) -> Any:
+def printed(client: str, real: ServerProcess, echo: ServerProcess) -> Any:
     """What a client's script prints last."""
     script = Path(__file__).with_name(f"client_{client}.py")
     # LiteLLM would fetch a list of prices.
@@ -53,7 +53,7 @@ def told(client: str, real: ServerProcess, echo: ServerProcess) -> Any:
 def test_a_client_is_told_what_openais_is(
     client: str, real: ServerProcess, echo: ServerProcess
 ) -> None:
-    got = told(client, real, echo)
+    got = printed(client, real, echo)
     same: dict[str, Any] = {"model": MODEL, "max_tokens": 9, "seed": 3}
     chat = real.client.chat.completions.create(messages=SAID, **same)
     text = real.client.completions.create(prompt="A ship", **same)
@@ -96,7 +96,7 @@ def test_openais_helpers_read_our_answers_and_streams(real: ServerProcess) -> No
 def test_litellm_reads_the_messages_and_responses_apis(
     real: ServerProcess, echo: ServerProcess
 ) -> None:
-    got = told("litellm", real, echo)
+    got = printed("litellm", real, echo)
     for api, tokens in ((got["messages"], 9), (got["responses"], 18)):
         chat = real.client.chat.completions.create(
             model=MODEL, messages=SAID, max_tokens=tokens, temperature=0
@@ -115,7 +115,7 @@ def test_litellm_reads_the_messages_and_responses_apis(
 
 
 def test_agents_call_functions_and_go_on(real: ServerProcess, echo: ServerProcess) -> None:
-    got = told("agents", real, echo)
+    got = printed("agents", real, echo)
     assert got["items"] == ["tool_call_item", "tool_call_output_item", "message_output_item"]
     [city] = got["called"]
     assert city in ("Rom", "Ulm")

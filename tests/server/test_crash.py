@@ -43,7 +43,7 @@ class Stream:
                 self.begun.set()
 
 
-async def told_amid(
+async def streamed_amid(
     running: ServerProcess,
     streams: Sequence[Stream],
     amid: Callable[[], None] | None = None,
@@ -69,7 +69,7 @@ async def told_amid(
 def test_no_token_changes_when_the_worker_is_killed(real: ServerProcess) -> None:
     async def all_of(kill: bool) -> list[list[str]]:
         streams = [Stream(model, *kind) for model in MODELS for kind in KINDS]
-        return await told_amid(real, streams, real.kill_worker if kill else None)
+        return await streamed_amid(real, streams, real.kill_worker if kill else None)
 
     undisturbed = asyncio.run(all_of(kill=False))
     worker = real.worker_pid

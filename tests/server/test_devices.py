@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from ballast.cli import app
 from tests.server.process import ServerProcess, server
-from tests.server.test_crash import KINDS, MODELS, Stream, told_amid
+from tests.server.test_crash import KINDS, MODELS, Stream, streamed_amid
 from tests.server.test_lifetime import until
 
 ADMIN = {"Authorization": "Bearer sk-admin"}
@@ -41,7 +41,7 @@ def two(fleet_file: Path) -> Iterator[ServerProcess]:
 
 async def tokens_of(running: ServerProcess, kill: bool) -> list[list[str]]:
     streams = [Stream(model, *kind) for model in MODELS for kind in (*KINDS, *KINDS)]
-    return await told_amid(running, streams, running.kill_worker if kill else None)
+    return await streamed_amid(running, streams, running.kill_worker if kill else None)
 
 
 def test_the_tokens_are_those_of_one_device_also_when_a_worker_is_killed(
@@ -89,8 +89,11 @@ def test_operators_are_told_of_each_device(two: ServerProcess) -> None:
     assert state["total"] == first["total"] + second["total"]
     ways = [(c["lender"], c["borrower"], c["means"]) for c in state["lending"]]
     assert ways == [("cpu:0", "cpu:1", "map"), ("cpu:1", "cpu:0", "map")]
-    for told in (state, first, second):
-        assert sum(told["owners"].values()) + told["free"] + told["reclaiming"] == told["total"]
+    for result in (state, first, second):
+        assert (
+            sum(result["owners"].values()) + result["free"] + result["reclaiming"]
+            == result["total"]
+        )
     homes = {m["report"]["name"]: m["devices"] for m in state["models"]}
     assert homes == {"atlas-chat": ["cpu:0", "cpu:1"], "wren-mini": ["cpu:1"]}
     metrics = two.http.get("/metrics", headers=ADMIN).text
@@ -117,9 +120,9 @@ def test_streams_take_their_kv_along(real: ServerProcess, two: ServerProcess) ->
         time.sleep(1.0)  # what the source is told then takes it a moment to hear
 
     streams = [[Stream("wren-mini", *kind) for kind in KINDS] for _ in range(2)]
-    expected = asyncio.run(told_amid(real, streams[0]))
+    expected = asyncio.run(streamed_amid(real, streams[0]))
     try:
-        assert asyncio.run(told_amid(two, streams[1], drain, draining.join)) == expected
+        assert asyncio.run(streamed_amid(two, streams[1], drain, draining.join)) == expected
         assert here()["moved_in"] > 0
     finally:
         assert order("uncordon") == 200
@@ -132,8 +135,8 @@ def test_operators_move_models(two: ServerProcess) -> None:
         answer = two.http.post(
             f"/admin/models/{model}/{verb}", params={"device": device}, headers=ADMIN
         )
-        told = answer.json()
-        return answer.status_code, told.get("status") or told["error"]["message"]
+        result = answer.json()
+        return answer.status_code, result.get("status") or result["error"]["message"]
 
     def homes() -> list[str]:
         (found,) = (
@@ -185,7 +188,7 @@ def test_streams_go_on_elsewhere_when_their_device_is_drained(
 
     streams = [Stream(model, *kind) for model in MODELS for kind in (*KINDS, *KINDS)]
     try:
-        assert asyncio.run(told_amid(two, streams, drain, and_wait)) == expected
+        assert asyncio.run(streamed_amid(two, streams, drain, and_wait)) == expected
         assert answers == [200]
         assert order("drain", "cpu:0") == 409
         assert asyncio.run(tokens_of(two, kill=False)) == expected

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.server.process import ServerProcess, server
-from tests.server.test_crash import KINDS, MODELS, TOKENS, Stream, told_amid
+from tests.server.test_crash import KINDS, MODELS, TOKENS, Stream, streamed_amid
 from tests.server.test_devices import ADMIN
 from tests.server.test_lifetime import until
 
@@ -52,8 +52,8 @@ def test_requests_decode_where_they_did_not_prefill(
     prefills, decodes = devices(apart)
     for device in (prefills, decodes):
         assert [m["name"] for m in device["models"]] == list(MODELS)
-    expected = asyncio.run(told_amid(real, streams()))
-    assert asyncio.run(told_amid(apart, streams(), until_kv_is_there)) == expected
+    expected = asyncio.run(streamed_amid(real, streams()))
+    assert asyncio.run(streamed_amid(apart, streams(), until_kv_is_there)) == expected
     assert all(len(tokens) == TOKENS for tokens in expected)
     prefills, decodes = devices(apart)
     assert prefills["moved_in"] == 0
@@ -63,7 +63,7 @@ def test_requests_decode_where_they_did_not_prefill(
 def test_a_worker_that_dies_is_no_end_of_it(real: ServerProcess, apart: ServerProcess) -> None:
     async def tokens_of(running: ServerProcess, kill: bool) -> list[list[str]]:
         streams = [Stream(model, *kind) for model in MODELS for kind in (*KINDS, *KINDS)]
-        return await told_amid(running, streams, running.kill_worker if kill else None)
+        return await streamed_amid(running, streams, running.kill_worker if kill else None)
 
     expected = asyncio.run(tokens_of(real, kill=False))
     assert asyncio.run(tokens_of(apart, kill=True)) == expected

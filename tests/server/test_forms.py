@@ -46,11 +46,11 @@ def test_alternatives_of_chat(client: OpenAI, echo: ServerProcess) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=messages, logprobs=True, top_logprobs=2, max_tokens=3
     )
-    told = answer.choices[0].logprobs
-    assert told is not None
-    assert told.content is not None
-    assert len(told.content) == 3
-    for token, one in zip(ids, told.content, strict=False):
+    result = answer.choices[0].logprobs
+    assert result is not None
+    assert result.content is not None
+    assert len(result.content) == 3
+    for token, one in zip(ids, result.content, strict=False):
         assert one.logprob == -0.5
         assert [t.logprob for t in one.top_logprobs] == [-0.5, -1.5]
         assert one.top_logprobs[0].token == one.token
@@ -65,13 +65,13 @@ def echo_text(echo: ServerProcess, token: int) -> str:
 def test_alternatives_of_completions(client: OpenAI, echo: ServerProcess) -> None:
     ids = tokenize(echo, prompt="a b c")["tokens"]
     answer = client.completions.create(model=MODEL, prompt=ids, logprobs=2, max_tokens=3)
-    told = answer.choices[0].logprobs
-    assert told is not None
-    assert told.tokens == ["a", " b", " c"]
-    assert told.text_offset == [0, 1, 3]
-    assert told.top_logprobs is not None
-    assert [list(t.values()) for t in told.top_logprobs] == [[-0.5, -1.5]] * 3
-    assert [next(iter(t)) for t in told.top_logprobs] == told.tokens
+    result = answer.choices[0].logprobs
+    assert result is not None
+    assert result.tokens == ["a", " b", " c"]
+    assert result.text_offset == [0, 1, 3]
+    assert result.top_logprobs is not None
+    assert [list(t.values()) for t in result.top_logprobs] == [[-0.5, -1.5]] * 3
+    assert [next(iter(t)) for t in result.top_logprobs] == result.tokens
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -84,14 +84,14 @@ def test_an_echoed_prompt_is_scored(client: OpenAI, echo: ServerProcess, as_ids:
     )
     choice = answer.choices[0]
     assert choice.text == "a b ca"
-    told = choice.logprobs
-    assert told is not None
-    assert told.tokens == ["a", " b", " c", "a"]
-    assert told.token_logprobs == [None, -1.0, -2.0, -0.5]
-    assert told.text_offset == [0, 1, 3, 5]
-    assert told.top_logprobs is not None
-    assert told.top_logprobs[0] is None
-    assert told.top_logprobs[1:] == [{" b": -1.0}, {" c": -2.0}, {"a": -0.5}]
+    result = choice.logprobs
+    assert result is not None
+    assert result.tokens == ["a", " b", " c", "a"]
+    assert result.token_logprobs == [None, -1.0, -2.0, -0.5]
+    assert result.text_offset == [0, 1, 3, 5]
+    assert result.top_logprobs is not None
+    assert result.top_logprobs[0] is None
+    assert result.top_logprobs[1:] == [{" b": -1.0}, {" c": -2.0}, {"a": -0.5}]
 
 
 def test_a_prompt_can_be_scored_without_any_output(client: OpenAI) -> None:
@@ -128,8 +128,8 @@ def test_the_last_token_tells_why_it_is_the_last(echo: ServerProcess) -> None:
 def test_text_held_back_comes_with_the_end(echo: ServerProcess) -> None:
     arguments: Any = {"prompt": "a b c", "max_tokens": 3, "stop": " c d"}
     chunks = events(echo, "/v1/completions", **arguments)
-    told = [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in chunks]
-    assert told == [("a", None), (" b", None), (" c", "length")]
+    result = [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in chunks]
+    assert result == [("a", None), (" b", None), (" c", "length")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -184,23 +184,23 @@ def test_silence_is_filled_with_pings(impatient: ServerProcess, seed: int, token
 
 def test_tokens_of_a_text_and_back(echo: ServerProcess) -> None:
     text = "The 猫 sat — on the 👩‍👩‍👧 mat."
-    told = tokenize(echo, prompt=text, return_token_strs=True)
-    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
-    assert told["max_model_len"] == 256
-    back = echo.http.post("/detokenize", json={"model": MODEL, "tokens": told["tokens"]})
+    result = tokenize(echo, prompt=text, return_token_strs=True)
+    assert result["count"] == len(result["tokens"]) == len(result["token_strs"])
+    assert result["max_model_len"] == 256
+    back = echo.http.post("/detokenize", json={"model": MODEL, "tokens": result["tokens"]})
     assert back.json() == {"prompt": text}
     assert tokenize(echo, prompt="")["tokens"] == []
 
 
 def test_tokens_of_a_conversation(echo: ServerProcess, client: OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "a b"}]
-    told = tokenize(echo, messages=messages)
+    result = tokenize(echo, messages=messages)
     answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
     assert answer.usage is not None
-    assert answer.usage.prompt_tokens == told["count"]
+    assert answer.usage.prompt_tokens == result["count"]
     shorter = tokenize(echo, messages=messages, add_generation_prompt=False)["tokens"]
-    assert told["tokens"][: len(shorter)] == shorter
-    assert len(shorter) < told["count"]
+    assert result["tokens"][: len(shorter)] == shorter
+    assert len(shorter) < result["count"]
 
 
 def test_an_answer_can_go_on_with_the_last_message(echo: ServerProcess) -> None:
@@ -223,16 +223,16 @@ def test_special_tokens_are_shown_where_asked(echo: ServerProcess) -> None:
 @pytest.mark.parametrize("form", ["float", "base64"])
 def test_embeddings(echo: ServerProcess, form: str) -> None:
     body = {"model": EMBEDDER, "input": [[5, 6], [7, 8, 9]], "encoding_format": form}
-    told = echo.http.post("/v1/embeddings", json=body).json()
-    assert [d["index"] for d in told["data"]] == [0, 1]
-    values = [d["embedding"] for d in told["data"]]
+    result = echo.http.post("/v1/embeddings", json=body).json()
+    assert [d["index"] for d in result["data"]] == [0, 1]
+    values = [d["embedding"] for d in result["data"]]
     if form == "base64":
         values = [list(struct.unpack("<8f", base64.b64decode(v))) for v in values]
     assert values == [[2, 5, 6, 0, 0, 0, 0, 0], [3, 7, 8, 9, 0, 0, 0, 0]]
-    assert told["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+    assert result["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
 
 
 def test_embeddings_by_the_official_client(client: OpenAI) -> None:
-    told = client.embeddings.create(model=EMBEDDER, input=["a", "a"], dimensions=8)
-    assert told.data[0].embedding == told.data[1].embedding
-    assert told.data[0].embedding[0] == 1.0
+    result = client.embeddings.create(model=EMBEDDER, input=["a", "a"], dimensions=8)
+    assert result.data[0].embedding == result.data[1].embedding
+    assert result.data[0].embedding[0] == 1.0

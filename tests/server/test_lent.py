@@ -21,7 +21,7 @@ from ballast.models.profile_run import measured
 from ballast.policy.presets import PRESETS
 from ballast.weights.checkpoint import load_host_model
 from tests.server.process import ServerProcess, server
-from tests.server.test_crash import TOKENS, Stream, told_amid
+from tests.server.test_crash import TOKENS, Stream, streamed_amid
 from tests.server.test_devices import ADMIN
 from tests.server.test_lifetime import until
 
@@ -66,8 +66,8 @@ def order(running: ServerProcess, verb: str, **keys: Any) -> tuple[int, str]:
     answer = running.http.post(
         f"/admin/devices/{LENDER}/{verb}", json={"to": BORROWER, **keys}, headers=ADMIN
     )
-    told = answer.json()
-    return answer.status_code, told.get("status") or told["error"]["message"]
+    result = answer.json()
+    return answer.status_code, result.get("status") or result["error"]["message"]
 
 
 def devices(running: ServerProcess) -> dict[str, dict[str, Any]]:
@@ -77,10 +77,10 @@ def devices(running: ServerProcess) -> dict[str, dict[str, Any]]:
 
 def lent(running: ServerProcess) -> tuple[float, float]:
     """MiB, as either side has them in its books."""
-    told = devices(running)
-    out = told[LENDER]["owners"].get(f"lent:{BORROWER}", 0)
-    back = told[BORROWER]["borrowed"].get(LENDER, 0)
-    mib = told[LENDER]["page_bytes"] / MiB
+    result = devices(running)
+    out = result[LENDER]["owners"].get(f"lent:{BORROWER}", 0)
+    back = result[BORROWER]["borrowed"].get(LENDER, 0)
+    mib = result[LENDER]["page_bytes"] / MiB
     return out * mib, back * mib
 
 
@@ -115,8 +115,8 @@ async def tokens_of(
         amid()
 
     streams = [Stream(MODEL, seed, 0.7) for seed in range(24)]
-    tokens = await told_amid(running, streams, None if amid is None else lying, then)
-    assert all(len(told) == TOKENS for told in tokens)
+    tokens = await streamed_amid(running, streams, None if amid is None else lying, then)
+    assert all(len(result) == TOKENS for result in tokens)
     return tokens
 
 
@@ -158,8 +158,8 @@ def test_a_borrower_that_does_not_answer_is_killed_and_its_requests_go_on(
         assert order(two, "recall", seconds=0.5) == (200, "recalled")
 
     assert asyncio.run(tokens_of(two, stop, recall)) == expected
-    told = devices(two)
-    assert (told[BORROWER]["restarts"], told[LENDER]["restarts"]) == (1, 0)
+    result = devices(two)
+    assert (result[BORROWER]["restarts"], result[LENDER]["restarts"]) == (1, 0)
     until(lambda: lent(two) == (0, 0))
     lender = devices(two)[LENDER]
     held = sum(lender["owners"].values()) + lender["free"] + lender["reclaiming"]

@@ -119,8 +119,8 @@ def test_streams_go_on_when_the_worker_is_killed(own: ServerProcess) -> None:
     undisturbed = own.http.post("/v1/completions", json=body(False, seed=0)).json()
     assert json.loads(whole.text)["choices"] == undisturbed["choices"]
     events = [json.loads(line.removeprefix("data: ")) for line in stream.lines if "{" in line]
-    told = "".join(choice["text"] for e in events for choice in e["choices"])
-    assert told == undisturbed["choices"][0]["text"]
+    result = "".join(choice["text"] for e in events for choice in e["choices"])
+    assert result == undisturbed["choices"][0]["text"]
     assert stream.lines[-2:] == ["data: [DONE]", ""]
 
 

@@ -54,13 +54,13 @@ def ask(to: ServerProcess, key: str, **more: Any) -> httpx.Response:
 
 
 def message(response: httpx.Response) -> str:
-    told: str = response.json()["error"]["message"]
-    return told
+    result: str = response.json()["error"]["message"]
+    return result
 
 
 def code(response: httpx.Response) -> str:
-    told: str = response.json()["error"]["code"]
-    return told
+    result: str = response.json()["error"]["code"]
+    return result
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_a_key_opens_what_it_may(guarded: ServerProcess) -> None:
 
 
 def test_keys_share_no_prefixes_unless_they_say_so(guarded: ServerProcess) -> None:
-    told = {key: json.loads(message(ask(guarded, key, seed=TELL))) for key in KEYS}
-    assert {key: submission["salt"] for key, submission in told.items()} == KEYS
+    result = {key: json.loads(message(ask(guarded, key, seed=TELL))) for key in KEYS}
+    assert {key: submission["salt"] for key, submission in result.items()} == KEYS
 
 
 def test_the_admin_key_reads_and_administers_but_does_not_generate(
@@ -160,16 +160,16 @@ def test_a_long_body_is_refused_whether_announced_or_not(guarded: ServerProcess)
         assert (refused.status_code, code(refused)) == (413, "body_too_large")
 
 
-@pytest.mark.parametrize("told", ["mine-1", "a" * 128])
-def test_a_request_id_comes_back(guarded: ServerProcess, told: str) -> None:
+@pytest.mark.parametrize("result", ["mine-1", "a" * 128])
+def test_a_request_id_comes_back(guarded: ServerProcess, result: str) -> None:
     for path in ("/live", "/v1/models"):
-        answer = guarded.http.get(path, headers={"x-request-id": told})
-        assert answer.headers["x-request-id"] == told
+        answer = guarded.http.get(path, headers={"x-request-id": result})
+        assert answer.headers["x-request-id"] == result
 
 
-@pytest.mark.parametrize("told", ["", "a b", "a" * 129])
-def test_a_request_id_that_is_none_is_replaced(guarded: ServerProcess, told: str) -> None:
-    made = guarded.http.get("/live", headers={"x-request-id": told}).headers["x-request-id"]
+@pytest.mark.parametrize("result", ["", "a b", "a" * 129])
+def test_a_request_id_that_is_none_is_replaced(guarded: ServerProcess, result: str) -> None:
+    made = guarded.http.get("/live", headers={"x-request-id": result}).headers["x-request-id"]
     assert made.startswith("req-")
 
 

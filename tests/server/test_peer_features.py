@@ -94,10 +94,10 @@ def test_every_route_takes_an_alias_and_answers_name_what_was_asked_for(
     peers: ServerProcess,
 ) -> None:
     with OpenAI(base_url=peers.url, api_key="sk-user") as client:
-        told = client.chat.completions.create(
+        result = client.chat.completions.create(
             model=ALIAS, messages=[{"role": "user", "content": "abc"}], max_tokens=2
         )
-        assert told.model == ALIAS
+        assert result.model == ALIAS
         chunks = client.completions.create(model=ALIAS, prompt="abc", max_tokens=2, stream=True)
         assert {chunk.model for chunk in chunks} == {ALIAS}
     assert complete(peers, MODEL).json()["model"] == MODEL
@@ -191,11 +191,11 @@ def test_running_models_are_listed_and_all_can_be_evicted(peers: ServerProcess) 
     assert isinstance(found["memory"], int)
     assert found["memory"] > 0
     assert admin(peers, "POST", f"models/{MODEL}/pin").status_code == 200
-    told = admin(peers, "POST", "models/evict").json()
-    assert told["refused"] == {MODEL: f"{MODEL} is pinned"}
+    result = admin(peers, "POST", "models/evict").json()
+    assert result["refused"] == {MODEL: f"{MODEL} is pinned"}
     assert admin(peers, "POST", f"models/{MODEL}/unpin").status_code == 200
-    told = admin(peers, "POST", "models/evict").json()
-    assert (set(told["evicted"]), told["refused"]) == ({MODEL, "wren-mini"}, {})
+    result = admin(peers, "POST", "models/evict").json()
+    assert (set(result["evicted"]), result["refused"]) == ({MODEL, "wren-mini"}, {})
     until(lambda: not running(peers))
     assert complete(peers, MODEL).status_code == 200
 

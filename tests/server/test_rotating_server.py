@@ -15,7 +15,7 @@ from ballast.core.units import KiB
 from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
 from tests.server.process import ServerProcess, server
-from tests.server.test_crash import TOKENS, Stream, told_amid
+from tests.server.test_crash import TOKENS, Stream, streamed_amid
 from tests.server.test_lifetime import until
 from tests.server.test_top import top
 
@@ -54,7 +54,7 @@ def turned(running: ServerProcess) -> bool:
 
 async def tokens_of(running: ServerProcess, kill: bool) -> list[list[str]]:
     streams = [Stream(BUSY, seed, float(seed % 2)) for seed in range(8)]
-    return await told_amid(running, streams, running.kill_worker if kill else None)
+    return await streamed_amid(running, streams, running.kill_worker if kill else None)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +67,13 @@ def undisturbed(rotating: ServerProcess) -> list[list[str]]:
 @pytest.mark.usefixtures("undisturbed")
 def test_operators_see_what_layers_do(rotating: ServerProcess) -> None:
     until(lambda: turned(rotating))
-    told = metrics_of_layers(rotating)
-    layers, absent = told["ballast:layers"], told["ballast:absent_layers"]
-    assert 0 < absent < told["ballast:rotating_layers"] <= layers
-    assert told["ballast:resident_layers"] == layers - told["ballast:rotating_layers"]
-    assert told["ballast:layers_lent_bytes"] > 0
+    result = metrics_of_layers(rotating)
+    layers, absent = result["ballast:layers"], result["ballast:absent_layers"]
+    assert 0 < absent < result["ballast:rotating_layers"] <= layers
+    assert result["ballast:resident_layers"] == layers - result["ballast:rotating_layers"]
+    assert result["ballast:layers_lent_bytes"] > 0
     for name in ("loads", "loaded_bytes", "copy_seconds", "stall_seconds"):
-        assert told[f"ballast:layer_{name}_total"] > 0
+        assert result[f"ballast:layer_{name}_total"] > 0
     until(lambda: shows_layers(rotating))
 
 
@@ -88,8 +88,8 @@ def metrics_of_layers(running: ServerProcess) -> dict[str, float]:
 
 def shows_layers(running: ServerProcess) -> bool:
     """Whether `ballast top` says the same as `/metrics`, which is asked at another moment."""
-    told = metrics_of_layers(running)
-    layers, absent = told["ballast:layers"], told["ballast:absent_layers"]
+    result = metrics_of_layers(running)
+    layers, absent = result["ballast:layers"], result["ballast:absent_layers"]
     frame = top("--url", running.url, "--once").stdout
     assert "slots of layers" in frame
     assert "rotate through" in frame

@@ -15,9 +15,9 @@ from tests.server.test_crash import KINDS, MODELS, TOKENS, Stream
 
 def test_the_lives_before_and_after_a_crash_replay(fleet_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "story.jsonl"
-    told = fleet_file.with_name("told.yaml")
-    told.write_text(f"story: {path}\n{fleet_file.read_text()}")
-    with server(told) as running:
+    result = fleet_file.with_name("told.yaml")
+    result.write_text(f"story: {path}\n{fleet_file.read_text()}")
+    with server(result) as running:
 
         async def ask() -> None:
             streams = [Stream(model, *kind) for model in MODELS for kind in KINDS]

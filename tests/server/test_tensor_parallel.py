@@ -21,7 +21,7 @@ from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
 from tests.cluster.tensor_parallel.test_group_machine import specs_of_ranks
 from tests.server.process import ServerProcess, server
-from tests.server.test_crash import KINDS, MODELS, Stream, told_amid
+from tests.server.test_crash import KINDS, MODELS, Stream, streamed_amid
 from tests.server.test_devices import ADMIN
 from tests.server.test_lifetime import until
 
@@ -31,7 +31,7 @@ Tokens = list[list[str]]
 async def tokens_of(running: ServerProcess, kill: Callable[[], None] | None = None) -> Tokens:
     """`kill` is called in the midst of it."""
     streams = [Stream(model, *kind) for model in MODELS for kind in KINDS]
-    return await told_amid(running, streams, kill)
+    return await streamed_amid(running, streams, kill)
 
 
 def fleet_of(fleet_file: Path, name: str, **device: Any) -> Path:

@@ -50,9 +50,9 @@ def gathered(stream: Any) -> dict[int, tuple[str, list[list[str]], str | None]]:
         for choice in chunk.choices:
             content, calls, reason = found.get(choice.index, ("", [], None))
             assert reason is None
-            told = choice.delta.tool_calls or ()
-            assert len({call.index for call in told}) == len(told), "one call twice in a chunk"
-            for call in told:
+            result = choice.delta.tool_calls or ()
+            assert len({call.index for call in result}) == len(result), "one call twice in a chunk"
+            for call in result:
                 if call.id is not None:
                     assert call.type == "function"
                     assert call.index == len(calls)
@@ -109,10 +109,10 @@ def test_structured_completions(real: ServerProcess) -> None:
 def test_calls_are_read_back(echo: ServerProcess) -> None:
     """An echo says what it was told: content, a call, and a call that is none."""
     said = f"I look.{CALL}\n<tool_call>rain</tool_call>"
-    told: Any = [{"role": "user", "content": said}]
+    result: Any = [{"role": "user", "content": said}]
     # As many tokens as the prompt has: each once.
-    tokens = echo.http.post("/tokenize", json={"model": MODEL, "messages": told}).json()["count"]
-    asked: dict[str, Any] = {"messages": told, "tools": TOOLS, "max_tokens": tokens}
+    tokens = echo.http.post("/tokenize", json={"model": MODEL, "messages": result}).json()["count"]
+    asked: dict[str, Any] = {"messages": result, "tools": TOOLS, "max_tokens": tokens}
     [whole] = ask(echo.client, **asked).choices
     [call] = whole.message.tool_calls
     assert call.function.name == "forecast"

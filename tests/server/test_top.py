@@ -46,38 +46,38 @@ def test_a_reading_of_a_running_server(echo: ServerProcess) -> None:
 def test_one_frame_of_a_running_server(echo: ServerProcess) -> None:
     body = {"model": "atlas-chat", "prompt": "abc", "max_tokens": 6}
     assert echo.http.post("/v1/completions", json=body).status_code == 200
-    told = top("--url", echo.url, "--once")
-    assert (told.returncode, told.stderr) == (0, "")
-    assert "● serving" in told.stdout
-    assert "0 tokens/s" in told.stdout
-    assert "✗ failed" in told.stdout
-    assert "a test" in told.stdout
+    result = top("--url", echo.url, "--once")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "● serving" in result.stdout
+    assert "0 tokens/s" in result.stdout
+    assert "✗ failed" in result.stdout
+    assert "a test" in result.stdout
 
 
 def test_a_list_of_what_a_server_serves(echo: ServerProcess) -> None:
-    told = CliRunner().invoke(app, ["ps", "--url", echo.base])
-    assert told.exit_code == 0
-    assert "● serving" in told.stdout
+    result = CliRunner().invoke(app, ["ps", "--url", echo.base])
+    assert result.exit_code == 0
+    assert "● serving" in result.stdout
     for name in ("atlas-chat", "wren-mini", "✗ mute is not served"):
-        assert name in told.stdout
-    told = CliRunner().invoke(app, ["ps", "--url", echo.base, "--json"])
-    assert json.loads(told.stdout)["preset"] == "balloon"
+        assert name in result.stdout
+    result = CliRunner().invoke(app, ["ps", "--url", echo.base, "--json"])
+    assert json.loads(result.stdout)["preset"] == "balloon"
     gone = CliRunner().invoke(app, ["ps", "--url", "http://127.0.0.1:9"])
     assert gone.exit_code == 1
     assert gone.stderr.startswith("ballast: http://127.0.0.1:9: the server cannot be reached")
 
 
 def test_one_reading_as_json(echo: ServerProcess) -> None:
-    told = top("--url", echo.base, "--once", "--json")
-    assert json.loads(told.stdout)["preset"] == "balloon"
-    assert told.stdout.count("\n") == 1
+    result = top("--url", echo.base, "--once", "--json")
+    assert json.loads(result.stdout)["preset"] == "balloon"
+    assert result.stdout.count("\n") == 1
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_without_a_server_it_says_so(form: list[str]) -> None:
-    told = top("--url", "http://127.0.0.1:9", "--once", *form)
-    assert (told.returncode, told.stdout) == (1, "")
-    assert told.stderr.startswith("ballast: http://127.0.0.1:9: the server cannot be reached")
+    result = top("--url", "http://127.0.0.1:9", "--once", *form)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("ballast: http://127.0.0.1:9: the server cannot be reached")
 
 
 class Terminal:

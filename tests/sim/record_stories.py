@@ -255,8 +255,8 @@ def main(names: list[str]) -> None:
             print(f"{name}: not recorded")
         elif name in names or not names:
             seen = sum(map(events_of, read(path)), Counter[str]())
-            told = " ".join(f"{what}={n}" for what, n in sorted(seen.items()))
-            print(f"{name}: {path.stat().st_size} B, {told}")
+            result = " ".join(f"{what}={n}" for what, n in sorted(seen.items()))
+            print(f"{name}: {path.stat().st_size} B, {result}")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ class Restless(MemoryPolicy):
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         inner, asked = memo if isinstance(memo, tuple) else (None, 0)
         decision = presets.resolve(BASES[int(self.base)]).memory(view, inner)
-        told = [(m.decode_seconds, m.prefill_seconds) for m in view.models]
-        rng = random.Random(repr((asked, told)))
+        result = [(m.decode_seconds, m.prefill_seconds) for m in view.models]
+        rng = random.Random(repr((asked, result)))
         there = [m for m in view.models if m.residency is Residency.RESIDENT and m.rotatable]
         remaps: list[Action] = []
         if there and rng.random() < 0.5:

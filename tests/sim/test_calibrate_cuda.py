@@ -27,6 +27,6 @@ def test_a_gpu_is_measured(tmp_path: Path) -> None:
     assert measured.costs["m"].prefill_seconds(32) > 0
     assert "copy_to_host" in driver.calls
     assert driver.is_clean()
-    told = profile_of("here", measured, fleet.device)
-    assert isinstance(told, DeviceProfile)
-    assert "[link]" in as_toml(told, "A test's.")
+    result = profile_of("here", measured, fleet.device)
+    assert isinstance(result, DeviceProfile)
+    assert "[link]" in as_toml(result, "A test's.")

@@ -84,14 +84,16 @@ def test_everything_is_answered_by_the_models_device(preset: str) -> None:
     tokens: Counter[str] = Counter()
     where: dict[str, set[str]] = {}
 
-    def heard(device: str, at: float, output: Output) -> None:
+    def received(device: str, at: float, output: Output) -> None:
         if isinstance(output, TokenOutput):
             tokens[output.request_id] += 1
         if isinstance(output, FinishedOutput | FailedOutput):
             ends[type(output).__name__] += 1
             where.setdefault(output.request_id, set()).add(device)
 
-    cluster = Cluster(parse_kinds("2xH100-80G"), [spec(n) for n in names], resolve(preset), heard)
+    cluster = Cluster(
+        parse_kinds("2xH100-80G"), [spec(n) for n in names], resolve(preset), received
+    )
     asked = arrivals(names, 140)
     assert cluster.run(asked) > asked[-1].arrival
     assert ends == Counter(FinishedOutput=140)
@@ -131,12 +133,12 @@ def served(kinds: str, specs: list[ModelSpec], n: int = 30, **how: Any) -> tuple
     ends: Counter[str] = Counter()
     last = 0.0
 
-    def heard(device: str, at: float, output: Output) -> None:
+    def received(device: str, at: float, output: Output) -> None:
         nonlocal last
         ends[type(output).__name__] += 1
         last = at
 
-    cluster = Cluster(parse_kinds(kinds), specs, resolve("balloon"), heard, **how)
+    cluster = Cluster(parse_kinds(kinds), specs, resolve("balloon"), received, **how)
     cluster.run(arrivals([s.name for s in specs], n))
     assert ends["FinishedOutput"] == n
     for device in cluster.devices.values():

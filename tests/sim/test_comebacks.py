@@ -15,7 +15,7 @@ from ballast.core.request import Submission
 from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.sim.scenarios import Seeded, scenario
-from tests.sim.test_simulate import COSTS, Heard, fleet, spec, watch
+from tests.sim.test_simulate import COSTS, OutputLog, fleet, spec, watch
 from tests.sim.watching import Run
 
 SPECS = [spec("first"), spec("second")]
@@ -23,7 +23,7 @@ PAGES = 60
 """Weights take 40; the six requests for `second` that come at once need 48 of KV."""
 
 
-class Timed(Heard):
+class Timed(OutputLog):
     """When each request's first token came, in seconds."""
 
     def __init__(self) -> None:
@@ -42,18 +42,18 @@ def ask(id: str, model: str, at: float, n: int = 20, output: int = 2) -> Submiss
 
 
 def run(arrivals: list[Submission], **options: float) -> tuple[Timed, Counter[str]]:
-    heard = Timed()
+    received = Timed()
     profile = MachineProfile(
         costs={s.name: COSTS for s in SPECS}, link=LinkRates.even(1e7), overhead=1e-4
     )
     settings = replace(fleet("balloon", SPECS, PAGES), options=options)
     entries: list[dict[str, Any]] = []
-    result = simulate(settings, SPECS, arrivals, profile, heard, entries.extend, observe=watch)
-    assert all(isinstance(heard.ended[s.id], FinishedOutput) for s in arrivals)
+    result = simulate(settings, SPECS, arrivals, profile, received, entries.extend, observe=watch)
+    assert all(isinstance(received.ended[s.id], FinishedOutput) for s in arrivals)
     acts = Counter(f"{e['action']} {e['model']}" for e in entries if e.get("action"))
     acts["preempted"] = sum(m.preemptions for m in result.state.models.values())
     result.state.validate()
-    return heard, acts
+    return received, acts
 
 
 def test_a_model_is_there_again_when_it_is_asked_for() -> None:

@@ -37,7 +37,7 @@ JOB = StepCosts(8e-3, 4e-5, 1.1e-5, 3e-8, 1e-9, per_tile=1e-3)
 PAGES = PageCosts(map=3e-4, unmap=2e-4, beside=1e-4)
 NOISY = JobSpread(quantiles=lognormal(0.3), drift=0.1, seed=3)
 LINK = LinkRates.even(1e8)
-Told = list[tuple[float, Output]]
+TimedOutputs = list[tuple[float, Output]]
 World = tuple[FleetSettings, list[ModelSpec], list[Submission]]
 
 
@@ -47,16 +47,18 @@ def profile_for(specs: list[ModelSpec], **more: Any) -> MachineProfile:
     return MachineProfile(costs=costs, link=LINK, **known | more)
 
 
-def run(of: World, profile: MachineProfile, *, leaps: bool = True) -> tuple[Told, Simulated]:
+def run(
+    of: World, profile: MachineProfile, *, leaps: bool = True
+) -> tuple[TimedOutputs, Simulated]:
     fleet, specs, requests = of
-    told: Told = []
+    result: TimedOutputs = []
 
     def said(at: float, output: Output) -> None:
-        told.append((at, output))
+        result.append((at, output))
 
     done = simulate(fleet, specs, requests, profile, said, leaps=leaps)
     done.state.pool.validate()
-    return told, done
+    return result, done
 
 
 @pytest.mark.parametrize("preset", ["static", "swap", "balloon", "balloon+round-robin", "mirage"])
@@ -67,14 +69,14 @@ def test_leaps_change_nothing_whatever_counts(preset: str, ahead: int) -> None:
         of = world(seed, preset, 1 + seed % 2)
         more = {"pages": PAGES, "copies_slow": 0.2, "spread": NOISY, "ahead": ahead}
         profile = profile_for(of[1], **more)
-        (told, one), (leapt, done) = (run(of, profile, leaps=leaps) for leaps in (False, True))
-        assert leapt == told, f"seed {seed}"
+        (result, one), (leapt, done) = (run(of, profile, leaps=leaps) for leaps in (False, True))
+        assert leapt == result, f"seed {seed}"
         assert books(done) == books(one), f"seed {seed}"
         seen["steps"] += sum(e["steps"] for e in done.story.entries if e.get("event") == "Leap")
         again, _ = run(of, profile)
-        assert again == told
+        assert again == result
         other = replace(profile, spread=replace(NOISY, seed=4))
-        assert run(of, other)[0] != told
+        assert run(of, other)[0] != result
     assert seen["steps"] > 50, seen
 
 
@@ -83,14 +85,14 @@ def test_leaps_change_nothing_where_layers_rotate(monkeypatch: pytest.MonkeyPatc
     for seed in range(6):
         of = restless_world(seed, 1)
         profile = profile_for(of[1], pages=PAGES, copies_slow=0.2, spread=NOISY, ahead=seed % 2)
-        (told, one), (leapt, done) = (run(of, profile, leaps=leaps) for leaps in (False, True))
-        assert leapt == told, f"seed {seed}"
+        (result, one), (leapt, done) = (run(of, profile, leaps=leaps) for leaps in (False, True))
+        assert leapt == result, f"seed {seed}"
         assert books(done) == books(one), f"seed {seed}"
 
 
 def test_leaps_change_nothing_where_devices_share_a_link() -> None:
-    def both(leaps: bool) -> list[Told]:
-        told: list[Told] = [[], []]
+    def both(leaps: bool) -> list[TimedOutputs]:
+        result: list[TimedOutputs] = [[], []]
         devices = []
         joints = ClusterLinks(per_host=2, host=LinkRates.even(1.2e8))
         for i, place in enumerate(places(joints, [(LINK, 1)] * 2)):
@@ -100,7 +102,7 @@ def test_leaps_change_nothing_where_devices_share_a_link() -> None:
                 specs,
                 resolve(fleet.preset, fleet.options),
                 profile_for(specs, pages=PAGES, copies_slow=0.2, spread=NOISY),
-                lambda at, output, i=i: told[i].append((at, output)),  # type: ignore[misc]
+                lambda at, output, i=i: result[i].append((at, output)),  # type: ignore[misc]
                 leaps=leaps,
                 world=place.host.world,
                 path=place.path,
@@ -111,7 +113,7 @@ def test_leaps_change_nothing_where_devices_share_a_link() -> None:
             devices.append(device)
         for device in devices:
             device.end()
-        return told
+        return result
 
     assert both(True) == both(False)
 
@@ -138,8 +140,8 @@ def test_an_activation_takes_its_calls_and_its_copy_once() -> None:
     pages = weight_pages([spec], fleet.device.page_bytes)
 
     def answered(profile: MachineProfile) -> float:
-        told, _ = run((fleet, [spec], [first]), profile)
-        return told[0][0]
+        result, _ = run((fleet, [spec], [first]), profile)
+        return result[0][0]
 
     plain = profile_for([spec], page_seconds=0.0)
     calls = PageCosts(map=2e-3, unmap=0.0, kv=False)

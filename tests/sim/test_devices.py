@@ -57,17 +57,19 @@ def controller(devices: dict[str, SimDevice], book: FleetBook) -> SimController:
 def test_devices_without_common_models_run_as_if_alone(preset: str) -> None:
     settings = fleet(preset, SPECS, 100)
     arrivals = submissions(NAMES, 60, seed=3)
-    told: dict[str, list[tuple[float, Output]]] = {"one": [], "two": [], "alone": []}
+    outputs: dict[str, list[tuple[float, Output]]] = {"one": [], "two": [], "alone": []}
     devices = {
-        "one": device(settings, ["a", "b"], lambda at, o: told["one"].append((at, o))),
-        "two": device(settings, ["c"], lambda at, o: told["two"].append((at, o))),
+        "one": device(settings, ["a", "b"], lambda at, o: outputs["one"].append((at, o))),
+        "two": device(settings, ["c"], lambda at, o: outputs["two"].append((at, o))),
     }
     homes = {"a": ["one"], "b": ["one"], "c": ["two"]}
     last = simulate_devices(controller(devices, FleetBook(homes)), arrivals)
     own = [s for s in arrivals if s.model != "c"]
-    alone = simulate(settings, SPECS[:2], own, PROFILE, lambda at, o: told["alone"].append((at, o)))
-    assert told["one"] == told["alone"]
-    assert last >= max(at for at, _ in told["two"])
+    alone = simulate(
+        settings, SPECS[:2], own, PROFILE, lambda at, o: outputs["alone"].append((at, o))
+    )
+    assert outputs["one"] == outputs["alone"]
+    assert last >= max(at for at, _ in outputs["two"])
     assert alone.state.jobs == devices["one"].state.jobs
 
 
@@ -97,11 +99,11 @@ def test_replicas_share_the_requests_by_what_is_open() -> None:
     assert min(sent.values()) > 20
 
 
-def run(told: list[tuple[float, str, Output]]) -> None:
+def run(outputs: list[tuple[float, str, Output]]) -> None:
     settings = fleet("balloon", SPECS, 60)
 
     def said_by(name: str) -> SendOutput:
-        return lambda at, output: told.append((at, name, output))
+        return lambda at, output: outputs.append((at, name, output))
 
     devices = {name: device(settings, NAMES, said_by(name)) for name in ("x", "y")}
     book = FleetBook({m: ["x", "y"] for m in NAMES})
@@ -110,8 +112,8 @@ def run(told: list[tuple[float, str, Output]]) -> None:
 
 def test_the_same_again_is_the_same() -> None:
     runs: tuple[list[tuple[float, str, Output]], ...] = ([], [])
-    for told in runs:
-        run(told)
+    for outputs in runs:
+        run(outputs)
     assert runs[0] == runs[1] != []
 
 
@@ -159,7 +161,7 @@ def moved_about(preset: str, seed: int) -> Counter[str]:
     devices = {name: device(settings, list(on), said_by(name)) for name, on in HOMES}
     moved: list[str] = []
 
-    def told(at: float, action: FleetAction, refused: str | None) -> None:
+    def on_move(at: float, action: FleetAction, refused: str | None) -> None:
         moved.append("refused" if refused else type(action).__name__)
 
     book = FleetBook(
@@ -173,7 +175,7 @@ def moved_about(preset: str, seed: int) -> Counter[str]:
     def sent(submission: Submission, name: str) -> None:
         where[submission.id] = name
 
-    there = SimController(devices, book, SPECS, lambda device, spec: COSTS, told)
+    there = SimController(devices, book, SPECS, lambda device, spec: COSTS, on_move)
     simulate_devices(there, arrivals, sent)
     assert {o.request_id: name for name, o in ends} == where
     assert len(ends) == len(arrivals) == len(where)

@@ -19,7 +19,7 @@ from ballast.sim.device import MachineProfile, SimDevice
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
 from ballast.sim.story_reader import read_device_stories
-from tests.sim.test_simulate import COSTS, PAGE, Heard, fleet, spec, submissions, watch
+from tests.sim.test_simulate import COSTS, PAGE, OutputLog, fleet, spec, submissions, watch
 
 RATE = 1e7
 """Of the link, in bytes a second."""
@@ -39,15 +39,15 @@ def layered(name: str, layers: int = 4, pages: int = 4) -> ModelSpec:
 def first_tokens(
     profile: MachineProfile, asked: list[Submission], specs: list[ModelSpec]
 ) -> tuple[dict[str, list[float]], list[StoryEntry]]:
-    told: dict[str, list[float]] = {s.id: [] for s in asked}
+    outcome: dict[str, list[float]] = {s.id: [] for s in asked}
     entries: list[StoryEntry] = []
 
     def said(now: float, output: Output) -> None:
         if isinstance(output, TokenOutput):
-            told[output.request_id].append(now)
+            outcome[output.request_id].append(now)
 
     simulate(fleet("balloon", specs, 400), specs, asked, profile, said, entries.extend, watch)
-    return told, entries
+    return outcome, entries
 
 
 @pytest.mark.parametrize("step", [STEP, 10.0])
@@ -80,13 +80,13 @@ def test_no_lane_is_kept_from_others_for_a_whole_load() -> None:
         Submission(id="a", model="a", prompt=(1,) * 20, max_tokens=200, ignore_eos=True),
         Submission(id="b", model="b", prompt=(1,) * 20, max_tokens=1, arrival=1.0),
     ]
-    told, entries = first_tokens(profile, asked, specs)
+    outcome, entries = first_tokens(profile, asked, specs)
     load = 40 * PAGE / RATE
     assert 6 * load > 1.5
-    gaps = [b - a for a, b in zip(told["a"], told["a"][1:], strict=False)]
+    gaps = [b - a for a, b in zip(outcome["a"], outcome["a"][1:], strict=False)]
     assert max(gaps) <= 3 * STEP
     # The other's job may have to wait for the step in flight.
-    assert 1.0 + 6 * load + STEP / 4 - 1e-9 <= told["b"][0] <= 1.0 + 6 * load + 2 * STEP
+    assert 1.0 + 6 * load + STEP / 4 - 1e-9 <= outcome["b"][0] <= 1.0 + 6 * load + 2 * STEP
     assert any(e.get("event") == "FirstJobReady" for e in entries)
 
 
@@ -100,11 +100,11 @@ def test_every_preset_serves_twice_the_same_and_with_leaps_as_without(preset: st
     stories: list[list[StoryEntry]] = []
     for leaps in (True, True, False):
         entries: list[StoryEntry] = []
-        heard = Heard()
+        received = OutputLog()
         result = simulate(
-            fleet(preset, specs, 60), specs, asked, profile, heard, entries.extend, watch, leaps
+            fleet(preset, specs, 60), specs, asked, profile, received, entries.extend, watch, leaps
         )
-        assert heard.ended.keys() == {s.id for s in asked}
+        assert received.ended.keys() == {s.id for s in asked}
         assert not result.state.requests
         stories.append(entries)
     assert stories[0] == stories[1]

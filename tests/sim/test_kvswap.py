@@ -35,7 +35,7 @@ from ballast.sim.simulate import Simulated, simulate
 from ballast.sim.story_reader import read_device_stories
 from ballast.sim.swapper import SimSwapper
 from tests.policy import worlds
-from tests.sim.test_simulate import COSTS, Heard, fleet, submissions, watch
+from tests.sim.test_simulate import COSTS, OutputLog, fleet, submissions, watch
 
 LAYERS = 8
 SPEC = replace(
@@ -49,22 +49,22 @@ def run(
     preset: str, rates: LinkRates = FAST, leaps: bool = True, sink: Any = None, **options: float
 ) -> tuple[Simulated, list[dict[str, Any]]]:
     entries: list[dict[str, Any]] = []
-    heard = Heard()
+    received = OutputLog()
     profile = MachineProfile(costs={"a": COSTS}, link=rates, overhead=1e-4)
     settings = replace(fleet(preset, [SPEC], 110), options=options)
     result = simulate(
-        settings, [SPEC], ARRIVALS, profile, heard, sink or entries.extend, watch, leaps=leaps
+        settings, [SPEC], ARRIVALS, profile, received, sink or entries.extend, watch, leaps=leaps
     )
     for s in ARRIVALS:
-        assert isinstance(heard.ended[s.id], FinishedOutput)
-        assert heard.tokens[s.id] == s.max_tokens
+        assert isinstance(received.ended[s.id], FinishedOutput)
+        assert received.tokens[s.id] == s.max_tokens
     return result, entries
 
 
 def swaps(entries: list[dict[str, Any]]) -> list[Rotation]:
-    told = [e for e in entries if e.get("action") == "SwapKv"]
-    assert not any("refused" in e for e in told)
-    return [Rotation(tuple(e["rotation"]["layers"]), e["rotation"]["slots"]) for e in told]
+    outcome = [e for e in entries if e.get("action") == "SwapKv"]
+    assert not any("refused" in e for e in outcome)
+    return [Rotation(tuple(e["rotation"]["layers"]), e["rotation"]["slots"]) for e in outcome]
 
 
 @pytest.mark.parametrize("pooled", [0, 1])
@@ -93,13 +93,13 @@ def test_nothing_is_swapped_that_would_not_hide_unless_it_may() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"cap": 0, "dirty": 1}, {"temporal": 1}])
 def test_leaps_change_nothing(options: dict[str, float]) -> None:
-    told = []
+    outcome = []
     for leaps in (True, False):
         result, entries = run("kvswap", leaps=leaps, **options)
         actions = [e for e in entries if "action" in e]
         m = result.state.models["a"]
-        told.append((result.state.now, actions, m.lane_seconds, m.output_tokens))
-    assert told[0] == told[1]
+        outcome.append((result.state.now, actions, m.lane_seconds, m.output_tokens))
+    assert outcome[0] == outcome[1]
 
 
 def test_stories_replay(tmp_path: Path) -> None:
@@ -149,13 +149,13 @@ TWO = [replace(SPEC, name=name, fingerprint=name) for name in "ab"]
 def on_two_lanes(rates: LinkRates, **options: float) -> tuple[Simulated, list[dict[str, Any]]]:
     """Two models beside each other, of which each is short of memory."""
     entries: list[dict[str, Any]] = []
-    heard = Heard()
+    received = OutputLog()
     profile = MachineProfile(costs={m.name: COSTS for m in TWO}, link=rates, overhead=1e-4)
     several = replace(fleet("kvswap", TWO, 140, lanes=2, threads=2), options=options)
     arrivals = submissions(["a", "b"], 40, 1, rate=60.0)
-    result = simulate(several, TWO, arrivals, profile, heard, entries.extend, watch)
-    assert {type(heard.ended[s.id]) for s in arrivals} == {FinishedOutput}
-    assert all(heard.tokens[s.id] == s.max_tokens for s in arrivals)
+    result = simulate(several, TWO, arrivals, profile, received, entries.extend, watch)
+    assert {type(received.ended[s.id]) for s in arrivals} == {FinishedOutput}
+    assert all(received.tokens[s.id] == s.max_tokens for s in arrivals)
     result.state.validate()
     return result, entries
 

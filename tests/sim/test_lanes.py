@@ -34,9 +34,9 @@ def test_together_they_use_no_more_than_there_is(
     jobs: list[tuple[float, float]], reach: float
 ) -> None:
     share = 1 / len(jobs)
-    told = rates([guessed(share, c, m, reach) for c, m in jobs])
-    assert sum(r * m for r, (_, m) in zip(told, jobs, strict=True)) <= 1 + 1e-6
-    for rate, (c, m) in zip(told, jobs, strict=True):
+    result = rates([guessed(share, c, m, reach) for c, m in jobs])
+    assert sum(r * m for r, (_, m) in zip(result, jobs, strict=True)) <= 1 + 1e-6
+    for rate, (c, m) in zip(result, jobs, strict=True):
         assert 0 < rate <= 1 / (c / share + m) + 1e-6, "no faster than with all the bandwidth"
 
 
@@ -104,15 +104,15 @@ def served(lanes: int, reach: float, on_parts: OnParts = unmeasured) -> dict[str
             for i in range(3)
         ),
     ]
-    told: dict[str, list[float]] = defaultdict(list)
+    result: dict[str, list[float]] = defaultdict(list)
 
     def said(at: float, output: Output) -> None:
         if isinstance(output, TokenOutput):
-            told[output.request_id[0]].append(at)
+            result[output.request_id[0]].append(at)
 
     done = simulate(fleet, specs, requests, profile, said)
     done.state.pool.validate()
-    return told
+    return result
 
 
 def test_decodes_go_on_beside_a_prefill() -> None:

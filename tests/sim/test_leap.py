@@ -24,7 +24,7 @@ from tests.sim.restless import LENDING, lending_world, register, restless_world
 from tests.sim.test_enough_memory import world
 
 COSTS = StepCosts(8e-3, 4e-5, 1.1e-5, 3e-8, 1e-9, per_tile=1e-3)
-Told = list[tuple[float, Output]]
+TimedOutputs = list[tuple[float, Output]]
 
 
 def run(
@@ -35,8 +35,8 @@ def run(
     leaps: bool,
     sink: Sink | None = None,
     observe: OnDeviceTurn | None = None,
-) -> tuple[Told, Simulated]:
-    told: Told = []
+) -> tuple[TimedOutputs, Simulated]:
+    result: TimedOutputs = []
     costs = {s.name: COSTS for s in specs}
     profile = MachineProfile(
         costs=costs, link=LinkRates.even(1e8), overhead=3e-4, wake=7e-4, answer=1e-4
@@ -46,7 +46,7 @@ def run(
         specs,
         requests,
         profile,
-        lambda at, o: told.append((at, o)),
+        lambda at, o: result.append((at, o)),
         sink,
         observe,
         leaps=leaps,
@@ -54,7 +54,7 @@ def run(
     done.state.pool.validate()
     for m in done.state.models.values():
         m.weights.validate()
-    return told, done
+    return result, done
 
 
 def books(done: Simulated) -> dict[str, Any]:
@@ -118,8 +118,8 @@ def test_runs_with_and_without_leaps_are_the_same(preset: str, first: int, lanes
             for r in requests
         ]
         single, one = run(fleet, specs, requests, leaps=False)
-        told, done = run(fleet, specs, requests, leaps=True)
-        assert told == single, f"seed {seed}"
+        result, done = run(fleet, specs, requests, leaps=True)
+        assert result == single, f"seed {seed}"
         assert books(done) == books(one), f"seed {seed}"
         leaps = [e for e in done.story.entries if e.get("event") == "Leap"]
         seen["leaps"] += len(leaps)
@@ -139,8 +139,8 @@ def test_leaps_change_nothing_where_layers_rotate(
         fleet, specs, requests = restless_world(seed, lanes)
         requests = [replace(r, max_tokens=r.max_tokens * (1 + seed % 4)) for r in requests]
         single, one = run(fleet, specs, requests, leaps=False)
-        told, done = run(fleet, specs, requests, leaps=True)
-        assert told == single, f"seed {seed}"
+        result, done = run(fleet, specs, requests, leaps=True)
+        assert result == single, f"seed {seed}"
         assert books(done) == books(one), f"seed {seed}"
         assert decisions(done) == decisions(one), f"seed {seed}"
         entries = done.story.entries
@@ -161,8 +161,8 @@ def test_leaps_change_nothing_where_layers_lend_their_memory() -> None:
     for seed in LENDING:
         fleet, specs, requests = lending_world(seed)
         single, one = run(fleet, specs, requests, leaps=False)
-        told, done = run(fleet, specs, requests, leaps=True)
-        assert told == single, f"seed {seed}"
+        result, done = run(fleet, specs, requests, leaps=True)
+        assert result == single, f"seed {seed}"
         assert books(done) == books(one), f"seed {seed}"
         assert decisions(done) == decisions(one), f"seed {seed}"
         seen["remaps"] += sum(e["action"] == "Remap" for e in decisions(done))
@@ -238,10 +238,10 @@ def test_leaps_go_on_where_cached_prefixes_make_room() -> None:
         full.append(state.pool.free)
 
     for leaps in (False, True):
-        told, done = run(fleet, [spec], requests, leaps=leaps, observe=turned)
+        result, done = run(fleet, [spec], requests, leaps=leaps, observe=turned)
         if not leaps:
-            single, one_by_one = told, done
-    assert told == single
+            single, one_by_one = result, done
+    assert result == single
     assert books(done) == books(one_by_one)
     assert min(full) < Layout.of(spec, page).slab_pages, "memory is full"
     prefills = ceil_div(prompt, fleet.device.step_tokens)

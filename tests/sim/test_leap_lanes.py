@@ -25,7 +25,7 @@ from ballast.sim.device import MachineProfile
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
 from ballast.sim.story_reader import DeviceStory, read_device_stories
-from tests.sim.test_leap import COSTS, Told, books, decisions, run
+from tests.sim.test_leap import COSTS, TimedOutputs, books, decisions, run
 from tests.sim.test_orders import request
 from tests.sim.test_simulate import fleet, spec
 
@@ -70,8 +70,8 @@ def test_runs_with_and_without_leaps_are_the_same(preset: str, lanes: int) -> No
         setting, specs, requests = busy(seed, preset, lanes)
         single, one = run(setting, specs, requests, leaps=False)
         entries: list[dict[str, Any]] = []
-        told, done = run(setting, specs, requests, leaps=True, sink=entries.extend)
-        assert told == single, f"seed {seed}"
+        result, done = run(setting, specs, requests, leaps=True, sink=entries.extend)
+        assert result == single, f"seed {seed}"
         assert books(done) == books(one), f"seed {seed}"
         assert decisions(done) == decisions(one), f"seed {seed}"
         seen["jobs"] += done.state.jobs
@@ -86,7 +86,7 @@ def test_runs_with_and_without_leaps_are_the_same(preset: str, lanes: int) -> No
 def test_tokens_that_leaps_pass_over_can_be_heard_all_at_once(lanes: int) -> None:
     setting, specs, requests = busy(3, "balloon", lanes)
     single, _ = run(setting, specs, requests, leaps=False)
-    told: Told = []
+    result: TimedOutputs = []
     passed: list[tuple[str, float]] = []
 
     def steps(ids: Sequence[str], times: Sequence[float]) -> None:
@@ -99,14 +99,14 @@ def test_tokens_that_leaps_pass_over_can_be_heard_all_at_once(lanes: int) -> Non
         wake=7e-4,
         answer=1e-4,
     )
-    simulate(setting, specs, requests, profile, lambda at, o: told.append((at, o)), steps=steps)
-    here = [(o.request_id, at) for at, o in told if isinstance(o, TokenOutput)]
+    simulate(setting, specs, requests, profile, lambda at, o: result.append((at, o)), steps=steps)
+    here = [(o.request_id, at) for at, o in result if isinstance(o, TokenOutput)]
     assert passed
     assert sorted(here + passed) == sorted(
         (o.request_id, at) for at, o in single if isinstance(o, TokenOutput)
     )
     rest = [(at, o) for at, o in single if not isinstance(o, TokenOutput)]
-    assert [(at, o) for at, o in told if not isinstance(o, TokenOutput)] == rest
+    assert [(at, o) for at, o in result if not isinstance(o, TokenOutput)] == rest
 
 
 @pytest.mark.parametrize("preset", OPTIONS)
@@ -115,7 +115,7 @@ def test_leaps_on_lanes_replay(preset: str, tmp_path: Path) -> None:
     asked = 0
     for seed in range(8):
         setting, specs, requests = busy(seed, preset, 1 + seed % 4)
-        life = told(tmp_path / f"{seed}", setting, specs, requests, leaps=True)
+        life = result(tmp_path / f"{seed}", setting, specs, requests, leaps=True)
         found = replay(life)
         assert (found.difference, found.stray) == (None, None), f"seed {seed}: {found.difference}"
         asked += sum("jobs" in e for e in life.entries)
@@ -127,7 +127,7 @@ def test_leaps_on_lanes_are_retold_as_the_jobs_that_they_are(tmp_path: Path) -> 
         setting, specs, requests = busy(seed, "balloon", 1 + seed)
         one, many = (
             report_story(
-                [told(tmp_path / f"{seed}{leaps}", setting, specs, requests, leaps)], "a story"
+                [result(tmp_path / f"{seed}{leaps}", setting, specs, requests, leaps)], "a story"
             )
             for leaps in (False, True)
         )
@@ -137,7 +137,7 @@ def test_leaps_on_lanes_are_retold_as_the_jobs_that_they_are(tmp_path: Path) -> 
         assert many.report.total == one.report.total
 
 
-def told(
+def result(
     path: Path,
     setting: FleetSettings,
     specs: list[ModelSpec],
@@ -160,11 +160,11 @@ def test_leaps_change_nothing_on_groups(lanes: int) -> None:
     specs = [spec(f"m{i}") for i in range(3)]
     prompts = prompts_of({s.name: s.vocab for s in specs})
     asked = [request(i, f"m{i % 3}", 2e-3 * i, 40 + i, 100 - i) for i in range(12)]
-    told: dict[bool, list[tuple[str, float, Output]]] = {True: [], False: []}
-    for leaps, heard in told.items():
+    result: dict[bool, list[tuple[str, float, Output]]] = {True: [], False: []}
+    for leaps, received in result.items():
 
-        def say(device: str, at: float, output: Output, heard: Any = heard) -> None:
-            heard.append((device, at, output))
+        def say(device: str, at: float, output: Output, received: Any = received) -> None:
+            received.append((device, at, output))
 
         entries: list[dict[str, Any]] = []
         cluster = Cluster(
@@ -179,4 +179,4 @@ def test_leaps_change_nothing_on_groups(lanes: int) -> None:
         cluster.run([submission_for(r, prompts(r)) for r in asked])
         steps = sum(e["steps"] for e in entries if e.get("event") == "Leap")
         assert (steps > 0.5 * cluster.jobs) == leaps, (steps, cluster.jobs)
-    assert told[True] == told[False]
+    assert result[True] == result[False]

@@ -34,7 +34,7 @@ class Pair:
     def __init__(
         self, seed: int, joints: ClusterLinks, *, leaps: bool, recall: float = 60.0
     ) -> None:
-        self.told: list[tuple[str, float, Output]] = []
+        self.recorded: list[tuple[str, float, Output]] = []
         self.entries: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
         self.seen: Counter[str] = Counter()
         fleet, specs, requests = conversations(seed, "swap")
@@ -47,7 +47,7 @@ class Pair:
                 specs,
                 resolve("swap"),
                 profile,
-                lambda now, output, name=name: self.told.append((name, now, output)),  # type: ignore[misc]
+                lambda now, output, name=name: self.recorded.append((name, now, output)),  # type: ignore[misc]
                 self.entries[name].extend,
                 self._observe,
                 leaps=leaps,
@@ -69,7 +69,9 @@ class Pair:
             device.drain(last + 1.0)
         for device in self.devices.values():
             device.end()
-        ended = sum(isinstance(output, FinishedOutput | FailedOutput) for _, _, output in self.told)
+        ended = sum(
+            isinstance(output, FinishedOutput | FailedOutput) for _, _, output in self.recorded
+        )
         assert ended == len(asked) + 4
         for device in self.devices.values():
             device.state.validate()
@@ -93,7 +95,7 @@ class Pair:
 
 
 def by_device(pair: Pair) -> list[list[tuple[float, Output]]]:
-    return [[(at, o) for d, at, o in pair.told if d == name] for name in NAMES]
+    return [[(at, o) for d, at, o in pair.recorded if d == name] for name in NAMES]
 
 
 @pytest.mark.parametrize("joints", [MEMORY, PORTS])

@@ -34,14 +34,14 @@ def ends(asked: list[Asked], rates: LinkRates = RATES) -> list[tuple[float, Tran
     clock = VirtualClock()
     heap = EventHeap(clock)
     link = SimLink(heap, clock, rates)
-    told: list[tuple[float, TransferDoneEvent]] = []
+    result: list[tuple[float, TransferDoneEvent]] = []
 
     def drain(until: float | None) -> None:
         last = inf if until is None else until
         while (due := min(heap.agenda.next, inf if heap.next is None else heap.next)) <= last:
             if due == inf:
                 break
-            told.extend(
+            result.extend(
                 (clock.now(), e) for e in heap.take(due) if isinstance(e, TransferDoneEvent)
             )
         clock.advance_to(until or 0.0)
@@ -51,11 +51,11 @@ def ends(asked: list[Asked], rates: LinkRates = RATES) -> list[tuple[float, Tran
         link.start(i, [Copy(0, 0, a.n_bytes)], a.stream, a.direction)
     drain(None)
     assert heap.next is None
-    return told
+    return result
 
 
-def by_id(told: list[tuple[float, TransferDoneEvent]]) -> dict[int, float]:
-    return {done.transfer_id: at for at, done in told}
+def by_id(result: list[tuple[float, TransferDoneEvent]]) -> dict[int, float]:
+    return {done.transfer_id: at for at, done in result}
 
 
 transfers = st.lists(
@@ -73,10 +73,10 @@ transfers = st.lists(
 
 @given(transfers)
 def test_every_transfer_ends_once_and_none_is_quicker_than_alone(asked: list[Asked]) -> None:
-    told = ends(asked)
-    assert sorted(done.transfer_id for _, done in told) == list(range(len(asked)))
-    assert [at for at, _ in told] == sorted(at for at, _ in told)
-    for at, done in told:
+    result = ends(asked)
+    assert sorted(done.transfer_id for _, done in result) == list(range(len(asked)))
+    assert [at for at, _ in result] == sorted(at for at, _ in result)
+    for at, done in result:
         a = asked[done.transfer_id]
         assert done.n_bytes == a.n_bytes
         alone = a.n_bytes / RATES.of(a.direction, mixed=False)
@@ -109,8 +109,8 @@ def test_bytes_are_conserved(asked: list[Asked]) -> None:
 @given(transfers)
 def test_both_directions_together_are_bounded(asked: list[Asked]) -> None:
     """Never more than what is mixed; never later than if they had gone one after the other."""
-    told = ends([Asked(0.0, a.n_bytes, a.stream, a.direction) for a in asked])
-    last = max(at for at, _ in told)
+    result = ends([Asked(0.0, a.n_bytes, a.stream, a.direction) for a in asked])
+    last = max(at for at, _ in result)
     moved = {d: sum(a.n_bytes for a in asked if a.direction is d) for d in Direction}
     alone = {d: moved[d] / RATES.of(d, mixed=False) for d in Direction}
     assert last >= sum(moved.values()) / RATES.mixed * (1 - 1e-9)
@@ -119,15 +119,15 @@ def test_both_directions_together_are_bounded(asked: list[Asked]) -> None:
 
 @given(st.integers(1, 20), st.integers(1, 10**12))
 def test_equal_transfers_begun_together_end_together(n: int, n_bytes: int) -> None:
-    told = ends([Asked(0.0, n_bytes, f"s{i}") for i in range(n)], ONE)
-    assert len({at for at, _ in told}) == 1
-    assert told[0][0] == pytest.approx(n * n_bytes / 100)
-    assert [done.transfer_id for _, done in told] == list(range(n))
+    result = ends([Asked(0.0, n_bytes, f"s{i}") for i in range(n)], ONE)
+    assert len({at for at, _ in result}) == 1
+    assert result[0][0] == pytest.approx(n * n_bytes / 100)
+    assert [done.transfer_id for _, done in result] == list(range(n))
 
 
 def test_one_stream_is_first_in_first_out_at_full_bandwidth() -> None:
-    told = ends([Asked(0.0, 100), Asked(0.5, 50), Asked(9.0, 30)], ONE)
-    assert [(at, done.seconds) for at, done in told] == [(1.0, 1.0), (1.5, 0.5), (9.3, 9.3 - 9.0)]
+    result = ends([Asked(0.0, 100), Asked(0.5, 50), Asked(9.0, 30)], ONE)
+    assert [(at, done.seconds) for at, done in result] == [(1.0, 1.0), (1.5, 0.5), (9.3, 9.3 - 9.0)]
 
 
 def test_a_short_transfer_overtakes_a_long_one_of_another_stream() -> None:

@@ -84,9 +84,9 @@ def follow(server: InProcess, requests: list[Submission]) -> None:
             server.cancel(output.request_id)
 
     server.listen = leave
-    told = server.generate(requests)
+    result = server.generate(requests)
     later = [
-        replace(r, id=f"{r.id}-again", prompt=(*r.prompt, *told[r.id].tokens, 1, 2))
+        replace(r, id=f"{r.id}-again", prompt=(*r.prompt, *result[r.id].tokens, 1, 2))
         for r in requests
     ]
     twins = [replace(r, id=f"{r.id}-twin") for r in requests[:4]]
@@ -123,10 +123,10 @@ def test_a_live_run_replays_to_the_same_actions(
         assert sum(m.evictions for m in report.models) > 0
     if preset == "balloon":
         assert sum(m.preemptions for m in report.models) > 0
-    told = report_story([life], preset)
-    assert told.report.total.answered == ends["length"] + ends["stop"]
-    assert told.prefills.number + told.decodes.number == report.jobs
-    assert told.report.total.preemptions <= sum(m.preemptions for m in report.models)
+    result = report_story([life], preset)
+    assert result.report.total.answered == ends["length"] + ends["stop"]
+    assert result.prefills.number + result.decodes.number == report.jobs
+    assert result.report.total.preemptions <= sum(m.preemptions for m in report.models)
     # A story says nothing of what was said: nobody's tokens are in it, as lists or as text.
     text = path.read_text()
     for entry in map(json.loads, text.splitlines()):

@@ -47,7 +47,7 @@ def test_a_model_on_the_device_is_copied_both_ways(tmp_path: Path) -> None:
         assert found.positive
         assert found.to_device_mixed <= found.to_device
         assert found.to_host_mixed <= found.to_host
-        moved = {d: [e.n_bytes for e in told] for d, told in meter.alone.items()}
+        moved = {d: [e.n_bytes for e in result] for d, result in meter.alone.items()}
         assert moved == {key: [m.spec.weight_bytes] for key in Direction}
         m.weights.validate()
         device.state.pool.validate()

@@ -121,7 +121,7 @@ class Run:
     def longest(self) -> float:
         """Between two tokens of a request that had them from several devices."""
         several = [self.tokens[i] for i, at in self.where.items() if len(at) > 1]
-        return max(b - a for told in several for (_, a), (_, b) in pairwise(told))
+        return max(b - a for result in several for (_, a), (_, b) in pairwise(result))
 
 
 JOINED = {
@@ -136,8 +136,8 @@ JOINED = {
 def test_every_request_is_told_whole_and_once(preset: str, joints: str, tmp_path: Path) -> None:
     ran = Run(preset, JOINED[joints], tmp_path / "story")
     assert ran.cluster.controller.moved > 10
-    for told in ran.tokens.values():
-        assert [index for index, _ in told] == list(range(OUTPUT))
+    for result in ran.tokens.values():
+        assert [index for index, _ in result] == list(range(OUTPUT))
     assert len(ran.ends) == 40
     assert all(isinstance(end, FinishedOutput) for end in ran.ends.values())
     assert sum(len(at) > 1 for at in ran.where.values()) > 10

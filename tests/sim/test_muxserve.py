@@ -139,9 +139,9 @@ def test_leaps_change_nothing(lanes: int) -> None:
     for seed in range(6):
         settings, specs, requests = world(seed, "muxserve", lanes)
         settings = replace(settings, options={"adapt": 0.2})
-        told, done = run(settings, specs, requests, leaps=True)
+        result, done = run(settings, specs, requests, leaps=True)
         single, one = run(settings, specs, requests, leaps=False)
-        assert told == single
+        assert result == single
         assert books(done) == books(one)
 
 

@@ -127,9 +127,9 @@ def test_old_stories_replay_to_the_same_decisions(name: str) -> None:
 
 def _with_options(life: DeviceStory) -> DeviceStory:
     """A life whose preset does without the options that came after it was recorded."""
-    told = life.snapshot
-    options = {**shared_options(told.preset, LATER), **told.options}
-    return replace(life, snapshot=replace(told, options=options))
+    result = life.snapshot
+    options = {**shared_options(result.preset, LATER), **result.options}
+    return replace(life, snapshot=replace(result, options=options))
 
 
 def test_stories_cover_every_preset_and_what_pressure_brings() -> None:

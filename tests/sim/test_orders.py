@@ -109,17 +109,19 @@ def test_a_model_alone_is_served_first_come_first_served(
         for i, (at, prompt, output, priority) in enumerate(asked)
     ]
     submissions.sort(key=lambda s: s.arrival)
-    (told, done), (same, also) = (
+    (result, done), (same, also) = (
         run(fleet(f"balloon+{order}", [only], pages), [only], submissions, leaps=True)
         for order in ("round-robin", "deadline")
     )
-    assert told == same
+    assert result == same
     assert books(done) == books(also)
     for order in ("fcfs", "adbs"):
-        told, done = run(fleet(f"balloon+{order}", [only], pages), [only], submissions, leaps=True)
-        assert told == same
+        result, done = run(
+            fleet(f"balloon+{order}", [only], pages), [only], submissions, leaps=True
+        )
+        assert result == same
         assert books(done) == books(also)
-    assert {o.request_id for _, o in told if isinstance(o, FinishedOutput)} == {
+    assert {o.request_id for _, o in result if isinstance(o, FinishedOutput)} == {
         s.id for s in submissions
     }
 
@@ -264,8 +266,8 @@ def test_leaps_change_nothing_where_models_wait_for_each_other(preset: str) -> N
         options = shared_options(preset, {"late_share": 0.1})
         setting = replace(fleet(preset, specs, PAGES), options=options)
         single, one = run(setting, specs, asked, leaps=False)
-        told, done = run(setting, specs, asked, leaps=True)
-        assert told == single, f"seed {seed}"
+        result, done = run(setting, specs, asked, leaps=True)
+        assert result == single, f"seed {seed}"
         assert books(done) == books(one), f"seed {seed}"
         assert decisions(done) == decisions(one), f"seed {seed}"
         leaps = [e for e in done.story.entries if e.get("event") == "Leap"]

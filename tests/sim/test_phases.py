@@ -46,8 +46,8 @@ def loads(fleet: FleetSettings, spec: ModelSpec) -> tuple[dict[int, JobLoad], in
     def turned(now: float, state: DeviceState) -> None:
         found.update({job.id: job.load for job in state.lanes.jobs if job is not None})
 
-    told, _ = run(fleet, [spec], requests(spec.name), leaps=False, observe=turned)
-    return found, sum(isinstance(output, TokenOutput) for _, output in told)
+    result, _ = run(fleet, [spec], requests(spec.name), leaps=False, observe=turned)
+    return found, sum(isinstance(output, TokenOutput) for _, output in result)
 
 
 @pytest.mark.parametrize("kv_pages", [None, 14])

@@ -26,17 +26,17 @@ def problem(*models: dict[str, Any], n: int = 2, gb: float = 72.0) -> dict[str, 
     return {"devices": devices, "models": list(models)}
 
 
-def placed(told: object, tmp_path: Path, *options: str) -> Any:
+def placed(outcome: object, tmp_path: Path, *options: str) -> Any:
     file = tmp_path / "problem.json"
-    file.write_text(json.dumps(told))
+    file.write_text(json.dumps(outcome))
     result = CLI.invoke(app, ["place", str(file), *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
 def test_a_problem_has_an_answer_with_every_model(tmp_path: Path) -> None:
-    told = problem(model("a", device="g1"), model("b", weights_gb=130, tp=2), model("c"), n=4)
-    found = placed(told, tmp_path)
+    outcome = problem(model("a", device="g1"), model("b", weights_gb=130, tp=2), model("c"), n=4)
+    found = placed(outcome, tmp_path)
     assert list(found["placement"]) == ["a", "b", "c"]
     assert len(found["placement"]["b"]) >= 2
     assert {d for ds in found["placement"].values() for d in ds} <= {"g0", "g1", "g2", "g3"}
@@ -46,7 +46,7 @@ def test_a_problem_has_an_answer_with_every_model(tmp_path: Path) -> None:
     assert found["tokens_per_second"] >= found["tokens_per_second_before_local_search"] - 1e-6
     for m in found["models"].values():
         assert 0 < m["tokens_per_second"] <= m["asked_tokens_per_second"] * (1 + 1e-9)
-    again = placed(told, tmp_path)
+    again = placed(outcome, tmp_path)
     assert {**found, "seconds": 0} == {**again, "seconds": 0}
 
 
@@ -56,20 +56,20 @@ def test_a_list_has_a_list_of_answers(tmp_path: Path) -> None:
 
 
 def test_a_problem_may_come_from_stdin() -> None:
-    told = json.dumps(problem(model("a")))
-    result = CLI.invoke(app, ["place", "-"], input=told, catch_exceptions=False)
+    outcome = json.dumps(problem(model("a")))
+    result = CLI.invoke(app, ["place", "-"], input=outcome, catch_exceptions=False)
     assert json.loads(result.stdout)["placement"].keys() == {"a"}
 
 
 def test_hosts_bound_how_far_a_model_is_spread(tmp_path: Path) -> None:
-    told = problem(model("large", weights_gb=100), n=4)
-    assert len(placed(told, tmp_path)["placement"]["large"]) >= 2
+    outcome = problem(model("large", weights_gb=100), n=4)
+    assert len(placed(outcome, tmp_path)["placement"]["large"]) >= 2
     with pytest.raises(ConfigError, match=r"large.* are missing"):
-        placed(told, tmp_path, "--per-host", "1")
+        placed(outcome, tmp_path, "--per-host", "1")
 
 
 @pytest.mark.parametrize(
-    ("told", "options", "match"),
+    ("outcome", "options", "match"),
     [
         (problem(model("huge", weights_gb=500)), (), r"'huge'.* are missing"),
         (problem(model("a", tpot_slo=0)), (), r"models\[0\]\.tpot_slo"),
@@ -90,10 +90,10 @@ def test_hosts_bound_how_far_a_model_is_spread(tmp_path: Path) -> None:
     ],
 )
 def test_faults_are_named(
-    told: object, options: tuple[str, ...], match: str, tmp_path: Path
+    outcome: object, options: tuple[str, ...], match: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=match):
-        placed(told, tmp_path, *options)
+        placed(outcome, tmp_path, *options)
 
 
 def test_what_is_no_json_says_so() -> None:
@@ -105,13 +105,13 @@ def test_what_is_no_json_says_so() -> None:
 
 @pytest.mark.parametrize("algorithm", ["greedy", "optimal"])
 def test_pressure_is_told_with_a_bound_and_the_moves(algorithm: str, tmp_path: Path) -> None:
-    told = problem(
+    outcome = problem(
         model("a", token_rate=900, device="g0"),
         model("b", token_rate=300, device="g0"),
         model("c", token_rate=600, device="g0"),
         model("wide", weights_gb=40, tp=2, token_rate=0),
     )
-    found = placed(told, tmp_path, "--algorithm", algorithm)
+    found = placed(outcome, tmp_path, "--algorithm", algorithm)
     assert list(found["placement"]) == ["a", "b", "c", "wide"]
     assert sorted(found["placement"]["wide"]) == ["g0", "g1"]
     assert found["algorithm"] == algorithm
@@ -127,7 +127,9 @@ def test_pressure_is_told_with_a_bound_and_the_moves(algorithm: str, tmp_path: P
 
 
 def test_a_threshold_keeps_models_where_they_are(tmp_path: Path) -> None:
-    told = problem(model("a", token_rate=500, device="g0"), model("b", token_rate=450, device="g0"))
-    assert placed(told, tmp_path, "--algorithm", "greedy")["moves"]
-    still = placed(told, tmp_path, "--algorithm", "greedy", "--threshold", "0.7")
+    outcome = problem(
+        model("a", token_rate=500, device="g0"), model("b", token_rate=450, device="g0")
+    )
+    assert placed(outcome, tmp_path, "--algorithm", "greedy")["moves"]
+    still = placed(outcome, tmp_path, "--algorithm", "greedy", "--threshold", "0.7")
     assert still["moves"] == []

@@ -21,7 +21,7 @@ from tests.sim.test_mirage_runs import COSTS, LINK, burst, spec
 MODELS = "abc"
 TURNS = {"temporal": 1.0, "quantum": 0.1}
 PREEMPTIVE = {**TURNS, "preemptive": 1.0}
-Told = dict[str, list[tuple[float, int]]]
+TimedOutputs = dict[str, list[tuple[float, int]]]
 
 
 def served(
@@ -30,7 +30,7 @@ def served(
     arrivals: list[Submission],
     kv_pages: int = 120,
     leaps: bool = True,
-) -> tuple[Simulated, Told, list[dict[str, Any]]]:
+) -> tuple[Simulated, TimedOutputs, list[dict[str, Any]]]:
     """Each request's tokens and when they came, and what was decided; all are answered in full."""
     specs = [spec(name) for name in MODELS]
     weights = sum(s.weight_pages(PAGE) for s in specs)
@@ -42,7 +42,7 @@ def served(
         step_logits=16,
     )
     fleet = FleetSettings(models=(), device=device, preset=preset, options=dict(options))
-    tokens: Told = {s.id: [] for s in arrivals}
+    tokens: TimedOutputs = {s.id: [] for s in arrivals}
     ended: list[str] = []
     entries: list[dict[str, Any]] = []
 

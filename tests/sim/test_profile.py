@@ -207,19 +207,19 @@ def test_a_profile_drives_a_simulation() -> None:
     specs = [facts("Llama-2-7b").spec(max_model_len=2048)]
     device = DeviceSettings(budget_bytes=40 * GiB, page_bytes=2 * MiB)
     fleet = FleetSettings(models=(), device=device, preset="balloon")
-    told: list[tuple[float, Output]] = []
+    result: list[tuple[float, Output]] = []
     asked = Submission(
         id="r", model="Llama-2-7b", prompt=(1,) * 256, max_tokens=20, ignore_eos=True
     )
     profile = device_profile("A100-80G").of(specs)
     moving = profile.moving(2 * MiB).to_device
-    simulate(fleet, specs, [asked], profile, lambda now, output: told.append((now, output)))
+    simulate(fleet, specs, [asked], profile, lambda now, output: result.append((now, output)))
     costs = profile.costs["Llama-2-7b"]
     assert profile.pages is not None
     mapping = specs[0].weight_bytes / (2 * MiB) * profile.pages.map
     load = mapping + specs[0].weight_bytes / moving
     steps = costs.prefill_seconds(256) + 19 * costs.of(JobLoad(0, 0, 0, 1, 266))
-    assert told[-1][0] == pytest.approx(load + steps, rel=0.01)
+    assert result[-1][0] == pytest.approx(load + steps, rel=0.01)
 
 
 def test_a_profile_says_how_far_simulated_capacity_was_from_the_live_one(tmp_path: Path) -> None:

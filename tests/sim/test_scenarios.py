@@ -180,7 +180,7 @@ class Defect:
     put_back: Callable[[pytest.MonkeyPatch], None]
     make: Callable[[Choices], Scenario]
     seeds: range
-    told: str
+    recorded: str
     """By the rule that is broken."""
 
 
@@ -252,7 +252,7 @@ def test_defects_that_were_mended_are_found_when_they_are_put_back(
             try:
                 Run(found)()
             except Broken as broken:
-                if defect.told in str(broken):
+                if defect.recorded in str(broken):
                     break
         else:
             raise AssertionError("not found")

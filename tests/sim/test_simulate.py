@@ -61,7 +61,7 @@ def fleet(preset: str, specs: list[ModelSpec], pages: int, **device: object) -> 
     )
 
 
-class Heard:
+class OutputLog:
     """Everything clients were told, checked as it comes."""
 
     def __init__(self) -> None:
@@ -91,32 +91,34 @@ def watch(now: float, state: DeviceState) -> None:
 
 def run(
     preset: str, pages: int = 90, n: int = 60, n_models: int = 4, seed: int = 0
-) -> tuple[Simulated, Heard, list[Submission]]:
+) -> tuple[Simulated, OutputLog, list[Submission]]:
     specs = [spec(f"m{i}", weight_pages=10 + 5 * i) for i in range(n_models)]
     arrivals = submissions([s.name for s in specs], n, seed)
-    heard = Heard()
+    received = OutputLog()
     profile = MachineProfile(
         costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4
     )
-    result = simulate(fleet(preset, specs, pages), specs, arrivals, profile, heard, observe=watch)
-    return result, heard, arrivals
+    result = simulate(
+        fleet(preset, specs, pages), specs, arrivals, profile, received, observe=watch
+    )
+    return result, received, arrivals
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("pages", [90, 130, 400])
 def test_every_request_is_answered_completely_or_with_a_reason(preset: str, pages: int) -> None:
-    result, heard, arrivals = run(preset, pages)
-    assert set(heard.ended) == {s.id for s in arrivals}
+    result, received, arrivals = run(preset, pages)
+    assert set(received.ended) == {s.id for s in arrivals}
     for s in arrivals:
-        end = heard.ended[s.id]
+        end = received.ended[s.id]
         if isinstance(end, FinishedOutput):
             assert (end.output_tokens, end.reason) == (s.max_tokens, "length")
-            assert heard.tokens[s.id] == s.max_tokens
+            assert received.tokens[s.id] == s.max_tokens
         else:
             assert isinstance(end, FailedOutput)
             assert end.reason
     if preset not in KEEP_PLACES:
-        assert all(isinstance(e, FinishedOutput) for e in heard.ended.values())
+        assert all(isinstance(e, FinishedOutput) for e in received.ended.values())
     state = result.state
     assert not state.requests
     for m in state.models.values():
@@ -142,14 +144,16 @@ def test_models_that_share_segments_are_served_from_any_pool(preset: str, pages:
     parts = {"a": "e1 p3", "twin": "e1 p3", "b": "e1 q3", "c": "e1 r2 f1", "d": "s4", "dd": "s4"}
     specs = family(parts)
     arrivals = submissions([s.name for s in specs], 60, seed=5)
-    heard = Heard()
+    received = OutputLog()
     profile = MachineProfile(
         costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4
     )
-    result = simulate(fleet(preset, specs, pages), specs, arrivals, profile, heard, observe=watch)
-    assert set(heard.ended) == {s.id for s in arrivals}
+    result = simulate(
+        fleet(preset, specs, pages), specs, arrivals, profile, received, observe=watch
+    )
+    assert set(received.ended) == {s.id for s in arrivals}
     if preset not in KEEP_PLACES:
-        assert all(isinstance(e, FinishedOutput) for e in heard.ended.values())
+        assert all(isinstance(e, FinishedOutput) for e in received.ended.values())
     if pages == 300:
         distinct = {"e": 5, "p": 15, "q": 15, "r": 10, "f": 5, "s": 20}
         moved = sum(m.weights.own_pages * m.activations for m in result.state.models.values())
@@ -165,11 +169,11 @@ def test_several_names_of_a_model_fit_where_copies_would_not() -> None:
     profile = MachineProfile(
         costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0
     )
-    heard, entries = Heard(), list[dict[str, object]]()
+    received, entries = OutputLog(), list[dict[str, object]]()
     result = simulate(
-        fleet("balloon", specs, 45), specs, arrivals, profile, heard, entries.extend, watch
+        fleet("balloon", specs, 45), specs, arrivals, profile, received, entries.extend, watch
     )
-    assert all(isinstance(e, FinishedOutput) for e in heard.ended.values())
+    assert all(isinstance(e, FinishedOutput) for e in received.ended.values())
     assert sum(m.evictions for m in result.state.models.values()) == 0
     moved = [e["n_bytes"] for e in entries if e.get("event") == "TransferDone"]
     assert [n for n in moved if n] == [20 * PAGE]
@@ -190,10 +194,12 @@ def test_a_tight_pool_evicts_and_preempts_under_balloon() -> None:
         Submission(id="younger", model="first", prompt=(2,) * n, max_tokens=long),
         Submission(id="other", model="second", prompt=(3,) * n, max_tokens=1),
     ]
-    heard = Heard()
-    result = simulate(fleet("balloon", specs, 32), specs, arrivals, profile, heard, observe=watch)
-    assert heard.ended.keys() == heard.tokens.keys() == {s.id for s in arrivals}
-    assert all(isinstance(end, FinishedOutput) for end in heard.ended.values())
+    received = OutputLog()
+    result = simulate(
+        fleet("balloon", specs, 32), specs, arrivals, profile, received, observe=watch
+    )
+    assert received.ended.keys() == received.tokens.keys() == {s.id for s in arrivals}
+    assert all(isinstance(end, FinishedOutput) for end in received.ended.values())
     first, second = result.state.models.values()
     assert first.preemptions > 0
     assert first.evictions == 1
@@ -210,9 +216,9 @@ def test_swap_keeps_one_model_on_the_device() -> None:
         assert len(backed) <= 1
 
     arrivals = submissions([s.name for s in specs], 40, 3)
-    heard = Heard()
-    simulate(fleet("swap", specs, 400), specs, arrivals, profile, heard, observe=one)
-    assert len(heard.ended) == 40
+    received = OutputLog()
+    simulate(fleet("swap", specs, 400), specs, arrivals, profile, received, observe=one)
+    assert len(received.ended) == 40
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -229,7 +235,7 @@ def test_the_same_run_is_the_same_to_the_last_entry(preset: str) -> None:
             specs,
             submissions([s.name for s in specs], 40, 1),
             profile,
-            Heard(),
+            OutputLog(),
             sink=entries.extend,
         )
         stories.append(entries)
@@ -239,15 +245,15 @@ def test_the_same_run_is_the_same_to_the_last_entry(preset: str) -> None:
 
 def test_a_request_that_can_never_fit_fails_at_once_and_says_why() -> None:
     specs = [spec("m", weight_pages=20)]
-    heard = Heard()
+    received = OutputLog()
     profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     long = Submission(id="long", model="m", prompt=(1,) * 400, max_tokens=100)
     short = Submission(id="short", model="m", prompt=(1,) * 30, max_tokens=4)
-    simulate(fleet("balloon", specs, 24), specs, [long, short], profile, heard)
-    end = heard.ended["long"]
+    simulate(fleet("balloon", specs, 24), specs, [long, short], profile, received)
+    end = received.ended["long"]
     assert isinstance(end, FailedOutput)
     assert end.code == "insufficient_memory"
-    assert isinstance(heard.ended["short"], FinishedOutput)
+    assert isinstance(received.ended["short"], FinishedOutput)
 
 
 def test_prefixes_are_reused_between_requests() -> None:
@@ -258,19 +264,19 @@ def test_prefixes_are_reused_between_requests() -> None:
         Submission(id=f"q{i}", model="m", prompt=prompt, max_tokens=4, arrival=float(i))
         for i in range(2)
     ]
-    heard = Heard()
-    simulate(fleet("balloon", specs, 100), specs, asked, profile, heard)
-    cached = [heard.ended[f"q{i}"].cached_tokens for i in range(2)]  # type: ignore[union-attr]
+    received = OutputLog()
+    simulate(fleet("balloon", specs, 100), specs, asked, profile, received)
+    cached = [received.ended[f"q{i}"].cached_tokens for i in range(2)]  # type: ignore[union-attr]
     assert cached == [0, 96]
 
 
 def test_an_open_ended_request_gets_what_memory_can_hold() -> None:
     specs = [spec("m", weight_pages=20)]
-    heard = Heard()
+    received = OutputLog()
     profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     chat = Submission(id="chat", model="m", prompt=(1,) * 30, max_tokens=482, open_ended=True)
-    result = simulate(fleet("balloon", specs, 24), specs, [chat], profile, heard)
-    end = heard.ended["chat"]
+    result = simulate(fleet("balloon", specs, 24), specs, [chat], profile, received)
+    end = received.ended["chat"]
     assert isinstance(end, FinishedOutput)
     m = result.state.models["m"]
     tokens = 30 + end.output_tokens - 1
@@ -286,7 +292,7 @@ def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activati
         for i in range(2)
     ]
 
-    def told(**more: float) -> list[float]:
+    def outcome(**more: float) -> list[float]:
         profile = MachineProfile(
             costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=1e-4, **more
         )
@@ -296,7 +302,7 @@ def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activati
         )
         return times
 
-    plain, cold, mapped = told(), told(wake=5e-4), told(page_seconds=1e-3)
+    plain, cold, mapped = outcome(), outcome(wake=5e-4), outcome(page_seconds=1e-3)
     gaps = [[b - a for a, b in pairwise(times[5:9])] for times in (plain, cold)]
     # Of the second request, whose model is there: the prefill waits for nothing but the lane.
     assert cold[5] - 1.0 == pytest.approx(plain[5] - 1.0 + 5e-4)
@@ -304,7 +310,7 @@ def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activati
     assert gaps[1][1:] == pytest.approx(gaps[0][1:])
     assert mapped[0] == pytest.approx(plain[0] + 20e-3)
     assert mapped[5:] == pytest.approx(plain[5:])
-    assert told(answer=3e-4) == pytest.approx([at + 3e-4 for at in plain])
+    assert outcome(answer=3e-4) == pytest.approx([at + 3e-4 for at in plain])
 
 
 def test_a_device_of_several_ranks_is_refused() -> None:

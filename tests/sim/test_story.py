@@ -70,7 +70,7 @@ def conversations(
     return fleet, specs, [varied[0], wrong, twin, *varied[1:]]
 
 
-def told(
+def recorded_life(
     path: Path, seed: int, preset: str, make: Callable[..., Any] = conversations
 ) -> DeviceStory:
     """A simulated life, by its file."""
@@ -89,7 +89,7 @@ def told(
 def test_simulated_runs_replay_to_the_same_actions(preset: str, tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     for seed in range(24):
-        life = told(tmp_path / f"{seed}", seed, preset)
+        life = recorded_life(tmp_path / f"{seed}", seed, preset)
         found = replay(life)
         assert found.difference is None, f"seed {seed}: {found.difference}"
         assert found.stray is None
@@ -116,7 +116,7 @@ def test_rotations_replay_to_the_same_actions(
     seen: Counter[str] = Counter()
     for seed in range(16):
         lanes = 1 + seed % 3 // 2
-        life = told(
+        life = recorded_life(
             tmp_path / f"{seed}", seed, "", lambda seed, _, n=lanes: restless_world(seed, n)
         )
         found = replay(life)
@@ -135,7 +135,9 @@ def test_rotations_replay_to_the_same_actions(
 def test_layers_that_lend_their_memory_replay(tmp_path: Path) -> None:
     remaps = 0
     for seed in LENDING:
-        life = told(tmp_path / f"{seed}", seed, "mirage", lambda seed, preset: lending_world(seed))
+        life = recorded_life(
+            tmp_path / f"{seed}", seed, "mirage", lambda seed, preset: lending_world(seed)
+        )
         found = replay(life)
         assert (found.difference, found.stray) == (None, None), f"seed {seed}: {found.difference}"
         remaps += sum(e.get("action") == "Remap" for e in life.entries)
@@ -144,7 +146,7 @@ def test_layers_that_lend_their_memory_replay(tmp_path: Path) -> None:
 
 def test_stories_told_before_layers_rotated_replay(tmp_path: Path) -> None:
     path = tmp_path / "story"
-    told(path, 8, "swap", world)
+    recorded_life(path, 8, "swap", world)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0]["snapshot"].pop("rotates") is True
     leaps = [line for line in lines if line.get("event") == "Leap"]
@@ -228,7 +230,7 @@ def test_a_story_that_was_tampered_with_is_caught(
     change: Callable[[Line], Line | None], tmp_path: Path
 ) -> None:
     path = tmp_path / "story"
-    told(path, 8, "swap", world)
+    recorded_life(path, 8, "swap", world)
     runner = CliRunner()
     fine = runner.invoke(app, ["story", "replay", str(path)])
     assert fine.exit_code == 0
@@ -247,7 +249,7 @@ def test_the_wording_of_reasons_may_be_left_out_of_the_comparison(tmp_path: Path
         return {**line, "refused": "it is busy"} if line.get("action") == "Evict" else line
 
     path = tmp_path / "story"
-    told(path, 8, "swap", world)
+    recorded_life(path, 8, "swap", world)
     (life,) = read_device_stories(rewritten(path, reworded))
     assert replay(life).difference is not None
     assert replay(life, reasons=False).difference is None
@@ -258,7 +260,7 @@ def test_the_wording_of_reasons_may_be_left_out_of_the_comparison(tmp_path: Path
 def test_a_policy_that_decides_otherwise_is_caught(tmp_path: Path) -> None:
     differs = 0
     for seed in range(6):
-        life = told(tmp_path / f"{seed}", seed, "balloon", world)
+        life = recorded_life(tmp_path / f"{seed}", seed, "balloon", world)
         assert replay(life).difference is None
         life.snapshot = replace(life.snapshot, preset="swap")
         found = replay(life).difference
@@ -271,7 +273,7 @@ def test_other_prefixes_make_another_run(tmp_path: Path) -> None:
     path = tmp_path / "story"
     for seed in range(40):
         path.unlink(missing_ok=True)
-        life = told(path, seed, "balloon")
+        life = recorded_life(path, seed, "balloon")
         if any(e.get("cached_tokens") for x in life.entries for e in x.get("ended", ())):
             for entry in life.entries:
                 entry.pop("blocks", None)
@@ -282,7 +284,7 @@ def test_other_prefixes_make_another_run(tmp_path: Path) -> None:
 
 def test_a_story_that_breaks_off_replays_to_there(tmp_path: Path) -> None:
     path = tmp_path / "story"
-    whole = told(path, 8, "swap", world)
+    whole = recorded_life(path, 8, "swap", world)
     text = path.read_text()
     for length in range(len(text) // 3, len(text) - 2, len(text) // 23):
         path.write_text(text[:length])
@@ -296,11 +298,11 @@ def test_a_story_that_breaks_off_replays_to_there(tmp_path: Path) -> None:
 
 def test_several_lives_of_several_devices_in_one_file(tmp_path: Path) -> None:
     path = tmp_path / "story"
-    told(path, 8, "swap", world)
+    recorded_life(path, 8, "swap", world)
     path.write_text(path.read_text()[:-30])  # the worker died
-    told(path, 9, "balloon", world)
+    recorded_life(path, 9, "balloon", world)
     other = tmp_path / "other"
-    told(other, 10, "balloon", world)
+    recorded_life(other, 10, "balloon", world)
     lines = path.read_text().splitlines()
     others = other.read_text().replace('"device":"cpu:0"', '"device":"cpu:1"').splitlines()
     mixed = [line for pair in zip(lines, others, strict=False) for line in pair]
@@ -316,7 +318,7 @@ def test_several_lives_of_several_devices_in_one_file(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     path = tmp_path / "story"
-    told(path, 8, "swap", world)
+    recorded_life(path, 8, "swap", world)
     lines = path.read_text().splitlines()
     half = len(lines) // 2
     gap = json.dumps({"device": "cpu:0", "missing": 5})
@@ -341,7 +343,7 @@ def in_parts(path: Path, n: int) -> Path:
 
 
 def test_a_story_in_parts_is_one_story(tmp_path: Path) -> None:
-    whole = told(tmp_path / "story", 8, "swap", world)
+    whole = recorded_life(tmp_path / "story", 8, "swap", world)
     path = in_parts(tmp_path / "story", 11)
     (life,) = read_device_stories(path)
     assert (life.entries, life.lines) == (whole.entries, whole.lines)
@@ -353,8 +355,8 @@ def test_a_story_in_parts_is_one_story(tmp_path: Path) -> None:
 
 def test_a_life_whose_first_part_was_deleted_is_said(tmp_path: Path) -> None:
     path = tmp_path / "story"
-    told(path, 8, "swap", world)
-    told(path, 9, "balloon", world)  # the next worker's
+    recorded_life(path, 8, "swap", world)
+    recorded_life(path, 9, "balloon", world)  # the next worker's
     path = in_parts(path, 11)
     Path(f"{path}.1").unlink()
     done = CliRunner().invoke(app, ["story", "replay", str(path)])
@@ -394,7 +396,7 @@ def test_an_entry_without_what_it_needs_is_refused_by_line(tmp_path: Path) -> No
         return {k: v for k, v in line.items() if k != "seconds" or line["event"] != "JobDone"}
 
     path = tmp_path / "story"
-    told(path, 8, "swap", world)
+    recorded_life(path, 8, "swap", world)
     with pytest.raises(ConfigError, match=r"changed:\d+.*JobDone.*'seconds'"):
         read_device_stories(rewritten(path, timeless))
 
@@ -411,7 +413,7 @@ def test_a_story_holds_no_token(tmp_path: Path) -> None:
     def plain(life: DeviceStory) -> list[Line]:
         return [{k: v for k, v in e.items() if k != "blocks"} for e in life.entries]
 
-    a = told(tmp_path / "a", 6, "balloon", world)
-    b = told(tmp_path / "b", 6, "balloon", shifted)
+    a = recorded_life(tmp_path / "a", 6, "balloon", world)
+    b = recorded_life(tmp_path / "b", 6, "balloon", shifted)
     assert plain(a) == plain(b)
     assert a.entries != b.entries

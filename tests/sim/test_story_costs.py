@@ -38,8 +38,8 @@ def story(rng: random.Random, n: int, noise: Noise = lambda: 1.0) -> list[dict[s
         ended = before.decode_sequences + before.prefill_chunks
         gap = FIXED + EACH * ended + ADMISSION * load.prefill_chunks
         now += pause + gap + seconds
-        told = {"at": now, "event": "JobDone", "model": model, "seconds": seconds}
-        entries += [{"at": now, "event": "Arrival", "model": model}, told | load._asdict()]
+        result = {"at": now, "event": "JobDone", "model": model, "seconds": seconds}
+        entries += [{"at": now, "event": "Arrival", "model": model}, result | load._asdict()]
         before = load
     return entries
 

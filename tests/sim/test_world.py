@@ -35,7 +35,7 @@ class Run:
         self, parts: Sequence[Part], at: Sequence[HostPlace], *, leaps: bool, ahead: int = 0
     ) -> None:
         self.entries: list[list[dict[str, Any]]] = [[] for _ in parts]
-        self.told: list[list[tuple[float, Output]]] = [[] for _ in parts]
+        self.recorded: list[list[tuple[float, Output]]] = [[] for _ in parts]
         self.devices = []
         for i, ((fleet, specs, requests), place) in enumerate(zip(parts, at, strict=True)):
             costs = {s.name: COSTS for s in specs}
@@ -44,7 +44,7 @@ class Run:
             )
 
             def said(now: float, output: Output, i: int = i) -> None:
-                self.told[i].append((now, output))
+                self.recorded[i].append((now, output))
 
             device = SimDevice(
                 replace(fleet.device, name=f"d{i}"),
@@ -106,10 +106,10 @@ def test_leaps_change_nothing_where_devices_share_a_link(
             Run(parts, places(SHARED, [(LINK, 1)] * 2), leaps=leaps, ahead=ahead)
             for leaps in (False, True)
         ]
-        assert runs[0].told == runs[1].told, f"seed {seed}"
+        assert runs[0].recorded == runs[1].recorded, f"seed {seed}"
         assert runs[0].seconds == runs[1].seconds, f"seed {seed}"
         apart = Run(parts, places(APART, [(LINK, 1)] * 2), leaps=True, ahead=ahead)
-        seen["slower"] += runs[1].told != apart.told
+        seen["slower"] += runs[1].recorded != apart.recorded
         seen["leaps"] += runs[1].counts("Leap")
         for device in runs[1].devices:
             seen["loads"] += sum(loads.n for loads in device.loads.values())
@@ -129,7 +129,7 @@ def test_one_world_of_devices_that_share_nothing_is_as_many_worlds(
         together = Run(parts, places(ClusterLinks(per_host=2), [(LINK, 1)] * 2), leaps=leaps)
         assert together.devices[0]._world is together.devices[1]._world
         apart = Run(parts, places(APART, [(LINK, 1)] * 2), leaps=leaps)
-        assert together.told == apart.told, f"seed {seed}"
+        assert together.recorded == apart.recorded, f"seed {seed}"
         assert together.seconds == apart.seconds, f"seed {seed}"
 
 

@@ -96,10 +96,10 @@ class Broken(AssertionError):
     """A promise that the device did not keep."""
 
 
-def insist(kept: bool, *told: object) -> None:
+def insist(kept: bool, *result: object) -> None:
     """Raise Broken, with what is told, unless it was kept."""
     if not kept:
-        raise Broken(" ".join(map(str, told)))
+        raise Broken(" ".join(map(str, result)))
 
 
 @dataclass(slots=True, eq=False)

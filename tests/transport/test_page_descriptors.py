@@ -123,7 +123,7 @@ def test_lend_recall_and_kill(kind: str) -> None:
     vm = MemfdVm(PAGE, 80) if kind == "cpu" else CudaVm(driver, 0, PAGE, 80)
     pool = Pool(vm, 80)
     killed: list[tuple[str, int]] = []
-    lender = Lender(pool, "cpu:0", lambda *told: killed.append(told))
+    lender = Lender(pool, "cpu:0", lambda *result: killed.append(result))
     pool.populate_some(80)
     own = BackedRange(pool, vm, "kv", 80 * PAGE)
     assert own.back(0, 2) is None
@@ -149,10 +149,10 @@ def test_lend_recall_and_kill(kind: str) -> None:
         asked = lender.recall(lease.part(lease.pages[:2]), due=1.0)
         assert asked is not None
         ours.send_bytes(encode(LeaseMsg.of(PagesRecalledEvent(asked))))
-        told = decode_to_server(ours.recv_bytes())
-        assert isinstance(told, LeaseMsg)
-        assert isinstance(told.event, PagesReturnedEvent)
-        assert lender.returned(told.lease) is None
+        result = decode_to_server(ours.recv_bytes())
+        assert isinstance(result, LeaseMsg)
+        assert isinstance(result.event, PagesReturnedEvent)
+        assert lender.returned(result.lease) is None
         assert (pool.free, pool.ledger.held_of(OWNER)) == (10, {"cpu:1": 68})
         lender.recall(lease, due=2.0)
         lender.check(3.0)
@@ -204,10 +204,10 @@ def test_nobody_asks_and_nobody_serves() -> None:
         fetch_pages("nobody")
     vm, pages = MemfdVm(PAGE, 2), PagesSocket()
     assert list(pages.accept()) == []
-    for told in (b"", b"all of it\n", b'["b", 1]\n'):
+    for result in (b"", b"all of it\n", b'["b", 1]\n'):
         hasty = socket.socket(socket.AF_UNIX)
         hasty.connect(f"\0{pages.address}")
-        hasty.sendall(told)
+        hasty.sendall(result)
         hasty.close()
         (connection,) = pages.accept()
         assert not serve_pages(connection, vm.export, lambda *_: ())

@@ -100,8 +100,8 @@ def test_fingerprints_tell_contents_scales_and_bases_apart(
     scaled = tmp_path / "scaled"
     scaled.mkdir()
     (scaled / TENSORS).write_bytes((paths[0] / TENSORS).read_bytes())
-    told = json.loads((paths[0] / CONFIG).read_text())
-    (scaled / CONFIG).write_text(json.dumps({**told, "lora_alpha": 17}))
+    result = json.loads((paths[0] / CONFIG).read_text())
+    (scaled / CONFIG).write_text(json.dumps({**result, "lora_alpha": 17}))
     host = load(base, *paths, scaled)
     other = load(base, *paths, dtype="bfloat16")
     one, same, seed, alpha = (a.fingerprint for a in host.spec.adapters)
@@ -136,8 +136,8 @@ def test_closing_gives_everything_back(base: tuple[Any, Path], made: RandomAdapt
 
 def configured(**changes: Any) -> Callable[[Path], None]:
     def change(path: Path) -> None:
-        told = json.loads((path / CONFIG).read_text())
-        (path / CONFIG).write_text(json.dumps({**told, **changes}))
+        result = json.loads((path / CONFIG).read_text())
+        (path / CONFIG).write_text(json.dumps({**result, **changes}))
 
     return change
 

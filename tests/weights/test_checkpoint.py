@@ -101,9 +101,9 @@ def test_headers_tell_the_spec(tmp_path: Path) -> None:
     settings = ModelSettings(name="m", path=str(tmp_path), slo=Slo(ttft=9.0), max_model_len=99)
     host = load_host_model(settings)
     of_bytes: dict[str, Any] = {"fingerprint": "", "segment_digests": ()}
-    told = read_spec(settings)
-    assert dataclasses.replace(told, **of_bytes) == dataclasses.replace(host.spec, **of_bytes)
-    assert told.segment_digests == ()
+    result = read_spec(settings)
+    assert dataclasses.replace(result, **of_bytes) == dataclasses.replace(host.spec, **of_bytes)
+    assert result.segment_digests == ()
     host.close()
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="safetensors"):
@@ -257,9 +257,9 @@ def header(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         file = path / "model.safetensors"
         raw = file.read_bytes()
         (n,) = struct.unpack("<Q", raw[:8])
-        told = json.loads(raw[8 : 8 + n])
-        change(told)
-        new = json.dumps(told, separators=(",", ":")).encode().ljust(n)
+        result = json.loads(raw[8 : 8 + n])
+        change(result)
+        new = json.dumps(result, separators=(",", ":")).encode().ljust(n)
         file.write_bytes(struct.pack("<Q", len(new)) + new + raw[8 + n :])
 
     return do
@@ -277,16 +277,16 @@ def write(name: str, text: bytes) -> Callable[[Path], None]:
     return lambda path: (path / name).write_bytes(text) and None
 
 
-def misshape(told: dict[str, Any]) -> None:
-    told[NAME]["shape"] = [3, 3]
+def misshape(result: dict[str, Any]) -> None:
+    result[NAME]["shape"] = [3, 3]
 
 
-def nonsense(told: dict[str, Any]) -> None:
-    told[NAME]["data_offsets"] = [10, -4]
+def nonsense(result: dict[str, Any]) -> None:
+    result[NAME]["data_offsets"] = [10, -4]
 
 
-def no_entry(told: dict[str, Any]) -> None:
-    told[NAME] = 4
+def no_entry(result: dict[str, Any]) -> None:
+    result[NAME] = 4
 
 
 FAULTS: dict[str, tuple[Callable[[Path], Any], str, str | None, str]] = {

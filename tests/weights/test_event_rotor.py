@@ -192,14 +192,14 @@ def test_stalls_are_what_passes_take_beyond_their_work(
     world.rotor.stalled()
     began, before = world.driver.now, world.rotor.loads.stall_seconds
     passes = 12
-    told = 0.0
+    result = 0.0
     for _ in range(passes):
         world.run_pass()
-        told += world.rotor.stalled()
+        result += world.rotor.stalled()
     took = world.driver.now - began
-    assert told == pytest.approx(took - passes * N * compute)
-    assert told / passes == pytest.approx(stall(N, rotation, TRANSFER, compute))
-    assert world.rotor.loads.stall_seconds - before == pytest.approx(told)
+    assert result == pytest.approx(took - passes * N * compute)
+    assert result / passes == pytest.approx(stall(N, rotation, TRANSFER, compute))
+    assert world.rotor.loads.stall_seconds - before == pytest.approx(result)
     assert world.rotor.stalled() == 0.0
     world.rotor.rest()
     loads = world.rotor.loads

@@ -115,9 +115,9 @@ def test_a_file_may_be_written_only_where_a_device_has_to_lock_it(writable: bool
 
 
 def test_progress_is_told_for_each_piece() -> None:
-    told: list[int] = []
-    held = load(HostTier(lambda: told.append(1)), "a", embed=1, one=2)
-    assert len(told) >= 2
+    result: list[int] = []
+    held = load(HostTier(lambda: result.append(1)), "a", embed=1, one=2)
+    assert len(result) >= 2
     held.close()
 
 

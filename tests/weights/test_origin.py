@@ -36,15 +36,15 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     """One for each read of a part of a tensor."""
-    told: Reads = []
+    result: Reads = []
     fill = Sources.fill
 
     def counted(self: Sources, *how: object) -> None:
-        told.append(1)
+        result.append(1)
         fill(self, *how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Sources, "fill", counted)
-    return told
+    return result
 
 
 def load(path: Path, at: HostTier, **settings: object) -> HostModel:

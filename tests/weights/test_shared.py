@@ -114,8 +114,8 @@ class Device:
         self.pool.validate()
         for m in self.models.values():
             m.validate()
-            told = self.pool.ledger.owned(m.owner) + self.pool.ledger.held(m.owner)
-            assert m.range.os_backed() == told
+            result = self.pool.ledger.owned(m.owner) + self.pool.ledger.held(m.owner)
+            assert m.range.os_backed() == result
 
     def check_bytes(self, name: str) -> None:
         m = self.models[name]
@@ -200,8 +200,8 @@ def test_where_the_copy_of_another_fails_it_is_made_again() -> None:
     device.link.carry()
     assert not twin.transfer_landed()
     twin.fill(12)
-    told = [[c.n_bytes for c in copies] for _, copies in device.link.waiting]
-    assert told == [[SIZES["e"], SIZES["t"]], [SIZES["x"]]]
+    result = [[c.n_bytes for c in copies] for _, copies in device.link.waiting]
+    assert result == [[SIZES["e"], SIZES["t"]], [SIZES["x"]]]
     for model in (b, twin):
         device.link.carry()
         assert model.transfer_landed()

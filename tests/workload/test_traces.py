@@ -108,8 +108,8 @@ def write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize("suffix", ["csv", "csv.gz"])
 def test_arena(tmp_path: Path, suffix: str) -> None:
     w = load_trace(write(tmp_path / f"some.{suffix}", ARENA))
-    told = [(r.at, r.model, r.prompt_tokens, r.output_tokens) for r in w.requests]
-    assert told == [(0.0, "tall", 12, 30), (0.75, "small", 7, 1)]
+    result = [(r.at, r.model, r.prompt_tokens, r.output_tokens) for r in w.requests]
+    assert result == [(0.0, "tall", 12, 30), (0.75, "small", 7, 1)]
     assert w.name == "some"
 
 
@@ -121,8 +121,8 @@ def test_azure_takes_its_model_from_the_file_name(tmp_path: Path) -> None:
 
 def test_gentd_says_what_it_made_up(tmp_path: Path) -> None:
     w = load_trace(write(tmp_path / "g.csv", GENTD))
-    told = [(r.at, r.model, r.prompt_tokens, r.session) for r in w.requests]
-    assert told == [(0.0, "cat", 10, "u1"), (60.0, "dog", 1, "u2")]
+    result = [(r.at, r.model, r.prompt_tokens, r.session) for r in w.requests]
+    assert result == [(0.0, "cat", 10, "u1"), (60.0, "dog", 1, "u2")]
     assert "synthetic mix" in w.labels[0]
     assert w.labels[1] == "1 requests without a model left out"
 
@@ -137,8 +137,8 @@ def test_mooncake_shares_prefixes(tmp_path: Path) -> None:
 
 def test_agentic_flattens_subagents_and_keeps_sessions_apart(tmp_path: Path) -> None:
     w = load_trace(write(tmp_path / "a.jsonl.gz", AGENTIC), session_gap=100.0)
-    told = [(r.at, r.model, r.session) for r in w.requests]
-    assert told == [
+    result = [(r.at, r.model, r.session) for r in w.requests]
+    assert result == [
         (0.0, "m1", "s1"),
         (5.0, "m1", "s1"),
         (6.0, "m2", "s1"),
@@ -208,7 +208,7 @@ def test_servegen_needs_lengths_and_demand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "line", "told"),
+    ("name", "text", "line", "result"),
     [
         ("a.csv", ARENA + "2,base,tall,x,1,3.0\n", 4, "prompt_len: 'x' is not a number"),
         ("a.csv", ARENA + "2,base,tall,1.5,1,3.0\n", 4, "whole number"),
@@ -226,9 +226,9 @@ def test_servegen_needs_lengths_and_demand(tmp_path: Path) -> None:
         ("x.csv", "", 1, "not a known trace format"),
     ],
 )
-def test_bad_lines_are_named(tmp_path: Path, name: str, text: str, line: int, told: str) -> None:
+def test_bad_lines_are_named(tmp_path: Path, name: str, text: str, line: int, result: str) -> None:
     path = write(tmp_path / name, text)
-    with pytest.raises(WorkloadError, match=told) as caught:
+    with pytest.raises(WorkloadError, match=result) as caught:
         load_trace(path)
     assert (caught.value.file, caught.value.line) == (str(path), line)
     assert f"{path}, line {line}: " in str(caught.value)

@@ -29,19 +29,19 @@ class Device:
         self.name = name
         self.pages = f"at-{name}"
         self.down: str | None = None
-        self.heard: list[ToWorker] = []
+        self.received: list[ToWorker] = []
         self.killed: list[str] = []
 
     def tell(self, message: ToWorker) -> None:
         assert self.down is None
-        self.heard.append(message)
+        self.received.append(message)
 
     def kill(self, why: str) -> None:
         self.killed.append(why)
 
     def take(self) -> list[ToWorker]:
-        heard, self.heard = self.heard, []
-        return heard
+        received, self.received = self.received, []
+        return received
 
 
 class Devices(dict[str, Device]):
@@ -85,12 +85,12 @@ def test_all_that_can_lend_are_introduced_once() -> None:
     world.serving("d")
     assert world.devices["a"].take() == []
     world.serving("c", "b")
-    assert world.devices["a"].heard == [MeetPeerMsg("b", 1, "at-b")]
-    assert world.devices["b"].heard == [MeetPeerMsg("a", 1, "at-a")]
-    assert world.devices["c"].heard == world.devices["d"].heard == []
+    assert world.devices["a"].received == [MeetPeerMsg("b", 1, "at-b")]
+    assert world.devices["b"].received == [MeetPeerMsg("a", 1, "at-a")]
+    assert world.devices["c"].received == world.devices["d"].received == []
     world.devices["d"].pages = "at-d"
     world.serving("d")
-    assert world.devices["d"].heard == [MeetPeerMsg("a", 2, "at-a"), MeetPeerMsg("b", 3, "at-b")]
+    assert world.devices["d"].received == [MeetPeerMsg("a", 2, "at-a"), MeetPeerMsg("b", 3, "at-b")]
     assert not world.pairs.can_lend("a", "b")
 
 

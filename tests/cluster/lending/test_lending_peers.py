@@ -39,10 +39,10 @@ class Device:
     def __init__(self, vm: CudaVm | MemfdVm) -> None:
         self.vm = vm
         self.leases: dict[tuple[str, int, int], tuple[int, ...]] = {}
-        self.heard: queue.Queue[Event | Exported | tuple[Lease, int]] = queue.Queue()
+        self.received: queue.Queue[Event | Exported | tuple[Lease, int]] = queue.Queue()
 
     def post(self, event: Event) -> None:
-        self.heard.put(event)
+        self.received.put(event)
 
     def export(self, pages: Sequence[int] = ()) -> Exported | None:
         return self.vm.export(pages)
@@ -56,15 +56,15 @@ class Device:
 
     def add_peer(self, peer: str, epoch: int, exported: Exported) -> None:
         self.vm.attach(exported)
-        self.heard.put(exported)
+        self.received.put(exported)
 
     def accept_lease(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
         for exported in opened:
             self.vm.attach(exported)
-        self.heard.put((lease, sum(len(exported.pages) for exported in opened)))
+        self.received.put((lease, sum(len(exported.pages) for exported in opened)))
 
     def hear(self) -> object:
-        return self.heard.get(timeout=DEADLINE)
+        return self.received.get(timeout=DEADLINE)
 
 
 class Worker:
@@ -133,8 +133,8 @@ def test_a_lease_is_fetched_and_what_is_said_later_is_heard_later(
     b.peers.handle(PagesLentEvent(LEASE))
     b.peers.handle(PagesRecalledEvent(LEASE))
     b.peers.forget(PeerEndedMsg("a", 1))
-    heard = [b.device.hear() for _ in range(3)]
-    assert heard == [(LEASE, 68), PagesRecalledEvent(LEASE), PeerGoneEvent("a", 1)]
+    received = [b.device.hear() for _ in range(3)]
+    assert received == [(LEASE, 68), PagesRecalledEvent(LEASE), PeerGoneEvent("a", 1)]
     assert drivers[0].elsewhere() == 68
     b.peers.handle(back)
     b.peers.handle(PagesLentEvent(LEASE))  # of one who is gone: the device refuses it
@@ -152,8 +152,8 @@ def test_what_cannot_be_imported_is_returned(
     b.peers.handle(PagesLentEvent(LEASE))
     over = Lease(8, 1, "a", "b", (1, 2))
     b.peers.handle(PagesLentEvent(over))
-    told = [b.said.get(timeout=DEADLINE) for _ in range(2)]
-    assert told == [PagesReturnedEvent(LEASE), PagesReturnedEvent(over)]
+    result = [b.said.get(timeout=DEADLINE) for _ in range(2)]
+    assert result == [PagesReturnedEvent(LEASE), PagesReturnedEvent(over)]
     assert drivers[0].elsewhere() == 0
     drivers[1].fail("import_fd", after=40)
     b.peers.handle(PagesLentEvent(LEASE))
@@ -199,7 +199,7 @@ def test_a_cpu_has_all_of_it_from_the_start() -> None:
         met, lent = b.device.hear(), b.device.hear()
     assert isinstance(met, Exported)
     assert lent == PagesLentEvent(LEASE)
-    assert b.device.heard.empty(), "nobody was met where nobody is"
+    assert b.device.received.empty(), "nobody was met where nobody is"
     b.peers.socket.close()
     for worker in (a, b):
         assert worker.device is not None

@@ -100,8 +100,8 @@ def test_lend_recall_and_kill(tmp_path: Path) -> None:
                 a, b = lender.report, borrower.report
                 assert a is not None
                 assert b is not None
-                told = (a.owners.get(f"lent:{BORROWER}", 0), sum(b.borrowed.values()))
-                return told == (lent, borrowed)
+                result = (a.owners.get(f"lent:{BORROWER}", 0), sum(b.borrowed.values()))
+                return result == (lent, borrowed)
 
             while (await controller.commands.lend(LENDER, BORROWER, 70 * PAGE)).code is not None:
                 await asyncio.sleep(0.01)  # they do not know each other yet

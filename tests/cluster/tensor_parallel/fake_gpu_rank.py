@@ -43,11 +43,11 @@ class Ends:
 
     def __init__(self) -> None:
         self.codes: list[int] = []
-        self.told = threading.Semaphore(0)
+        self.recorded = threading.Semaphore(0)
 
     def __call__(self, code: int) -> NoReturn:
         self.codes.append(code)
-        self.told.release()
+        self.recorded.release()
         raise SystemExit
 
 
@@ -78,7 +78,7 @@ class RankOnThreads(RemoteRank):
     def close(self) -> None:
         for connection in (self.jobs, self.models, self.memory):
             connection.close()
-            self._ends.told.acquire()
+            self._ends.recorded.acquire()
         self._events.close()
         for theirs in self._theirs:
             theirs._connection.close()

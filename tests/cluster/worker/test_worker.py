@@ -85,10 +85,10 @@ def test_requests_are_answered_and_the_worker_leaves_in_peace() -> None:
             assert controller.devices.failed == {"b": "it is broken"}
             one = controller.router.submit([submission("1"), submission("2", max_tokens=2)])
             two = controller.router.submit([submission("3", max_tokens=5)])
-            told = await all_of(one)
-            assert {type(o) for o in told} == {TokenOutput, FinishedOutput}
-            assert tokens([o for o in told if o.request_id == "1"]) == [10, 11, 12, 10]
-            assert tokens([o for o in told if o.request_id == "2"]) == [10, 11]
+            result = await all_of(one)
+            assert {type(o) for o in result} == {TokenOutput, FinishedOutput}
+            assert tokens([o for o in result if o.request_id == "1"]) == [10, 11, 12, 10]
+            assert tokens([o for o in result if o.request_id == "2"]) == [10, 11]
             assert tokens(await all_of(two)) == [10, 11, 12, 10, 11]
             assert controller.devices.open_requests == 0
         assert worker.epitaph() == "exit code 0"
@@ -150,8 +150,8 @@ def test_closing_fails_what_does_not_end() -> None:
         held = controller.router.submit([submission("1", HOLD)])
         await held.take()
         await controller.close(0.3)
-        told = await all_of(held)
-        assert [type(o) for o in told] == [FailedOutput]
+        result = await all_of(held)
+        assert [type(o) for o in result] == [FailedOutput]
         assert not present(controller).directory.exists()
 
     asyncio.run(scenario())

@@ -38,10 +38,10 @@ def test_what_a_gpu_gets_loads_several_elements_at_once(dtype: str, capability: 
         aligned = [n for n in kernel.arg_names if n not in constants and n != "epsilon"]
         made = compiled(kernel, types, constants, aligned, capability, num_warps=warps)
         assert made.metadata.shared <= 99 * 1024
-        told: str = made.asm["ptx"]
-        return told
+        result: str = made.asm["ptx"]
+        return result
 
-    told = wide(
+    result = wide(
         code.add_norm_code,
         {
             **dict.fromkeys(("hidden", "more", "out"), memory),
@@ -51,10 +51,10 @@ def test_what_a_gpu_gets_loads_several_elements_at_once(dtype: str, capability: 
         {"ADD": True, "BIAS": True, "WIDTH": 4096, **common},
         8,
     )
-    assert "ld.global.v4" in told
-    assert "ld.global.b16" not in told
-    assert "st.global.v4" in told
-    told = wide(
+    assert "ld.global.v4" in result
+    assert "ld.global.b16" not in result
+    assert "st.global.v4" in result
+    result = wide(
         code.rotate_code,
         {
             **dict.fromkeys(("qkv", "cosine", "sine"), memory),
@@ -74,10 +74,10 @@ def test_what_a_gpu_gets_loads_several_elements_at_once(dtype: str, capability: 
         },
         1,
     )
-    assert "ld.global.b16" not in told
-    told = wide(code.gate_code, dict.fromkeys(("gate_up", "out"), memory), {"BLOCK": 1024}, 4)
-    assert "ld.global.v4" in told
-    assert "ld.global.b16" not in told
+    assert "ld.global.b16" not in result
+    result = wide(code.gate_code, dict.fromkeys(("gate_up", "out"), memory), {"BLOCK": 1024}, 4)
+    assert "ld.global.v4" in result
+    assert "ld.global.b16" not in result
 
 
 @pytest.mark.parametrize("gated", [True, False])

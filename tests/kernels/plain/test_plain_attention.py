@@ -86,8 +86,8 @@ def test_it_agrees_with_the_reference(
     sinks = 4 * torch.randn(case.query.shape[1]) if sunk else None
     out, at = case.attend(window, softcap, sinks), 0
     for (k, v), start, n in zip(case.whole, case.starts, case.counts, strict=True):
-        told = reference(case.query[at : at + n], k, v, start, 0.3, window, softcap, sinks)
-        assert torch.allclose(out[at : at + n].double(), told, atol=1e-5)
+        result = reference(case.query[at : at + n], k, v, start, 0.3, window, softcap, sinks)
+        assert torch.allclose(out[at : at + n].double(), result, atol=1e-5)
         at += n
 
 

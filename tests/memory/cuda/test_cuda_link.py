@@ -54,13 +54,13 @@ class Gate(FakeDriver):
 
 
 @pytest.fixture
-def told() -> queue.Queue[TransferDoneEvent]:
+def done_events() -> queue.Queue[TransferDoneEvent]:
     return queue.Queue()
 
 
 @pytest.fixture
-def link(driver: FakeDriver, told: queue.Queue[TransferDoneEvent]) -> Iterator[CudaLink]:
-    made = CudaLink(driver, 0, Counting(), told.put, chunk_bytes=10_000, ahead=2)
+def link(driver: FakeDriver, done_events: queue.Queue[TransferDoneEvent]) -> Iterator[CudaLink]:
+    made = CudaLink(driver, 0, Counting(), done_events.put, chunk_bytes=10_000, ahead=2)
     yield made
     made.close()
 
@@ -70,7 +70,7 @@ def _source(n: int) -> np.ndarray:
 
 
 def test_all_copies_land_before_the_end_is_told(
-    link: CudaLink, cuda: CudaVm, told: queue.Queue[TransferDoneEvent]
+    link: CudaLink, cuda: CudaVm, done_events: queue.Queue[TransferDoneEvent]
 ) -> None:
     source, back = _source(123_457), np.zeros(123_457, dtype=np.uint8)
     r = cuda.reserve(2 * PAGE)
@@ -78,26 +78,26 @@ def test_all_copies_land_before_the_end_is_told(
     base, to = source.ctypes.data, r.base
     cuts = [0, 1, 500, 30_000, 30_001, 123_457]
     link.start(9, [Copy(to + a, base + a, b - a) for a, b in pairwise(cuts)])
-    done = told.get(timeout=60)
+    done = done_events.get(timeout=60)
     assert (done.transfer_id, done.n_bytes, done.error) == (9, 123_457, None)
     assert done.seconds > 0
     assert (array_at(to, (123_457,), "uint8") == source).all()
     link.start(10, [Copy(back.ctypes.data, to, 123_457)], "kv", Direction.TO_HOST)
-    assert told.get(timeout=60).transfer_id == 10
+    assert done_events.get(timeout=60).transfer_id == 10
     assert (back == source).all()
     assert link.bytes_per_second != PRIOR_BYTES_PER_SECOND
     cuda.unmap(r, 0, 2)
 
 
-def test_nothing_to_copy(link: CudaLink, told: queue.Queue[TransferDoneEvent]) -> None:
+def test_nothing_to_copy(link: CudaLink, done_events: queue.Queue[TransferDoneEvent]) -> None:
     link.start(1, [])
     link.start(2, [Copy(8, 8, 0)])
-    ends = [told.get(timeout=60) for _ in range(2)]
+    ends = [done_events.get(timeout=60) for _ in range(2)]
     assert [(d.transfer_id, d.n_bytes, d.error) for d in ends] == [(1, 0, None), (2, 0, None)]
 
 
 def test_what_cannot_be_copied(
-    link: CudaLink, cuda: CudaVm, driver: FakeDriver, told: queue.Queue[TransferDoneEvent]
+    link: CudaLink, cuda: CudaVm, driver: FakeDriver, done_events: queue.Queue[TransferDoneEvent]
 ) -> None:
     """A failed transfer ends when the part of it that was under way has."""
     source = _source(2 * PAGE)
@@ -108,7 +108,7 @@ def test_what_cannot_be_copied(
     link.start(2, [Copy(r.base, source.ctypes.data, -5)])
     link.start(3, [Copy(0, source.ctypes.data, 5)])
     link.start(4, [Copy(r.base, source.ctypes.data, PAGE)])
-    ends = [told.get(timeout=60) for _ in range(4)]
+    ends = [done_events.get(timeout=60) for _ in range(4)]
     assert [e.transfer_id for e in ends] == [1, 2, 3, 4]
     assert ["cuMemcpyAsync" in (e.error or "") for e in ends] == [True, True, True, False]
     assert ends[0].n_bytes < PAGE
@@ -116,40 +116,40 @@ def test_what_cannot_be_copied(
     for call in ("wait", "record", "copy_to_device"):
         driver.fail(call)
         link.start(5, [Copy(r.base, source.ctypes.data, 25_000)])
-        end = told.get(timeout=60)
+        end = done_events.get(timeout=60)
         assert "asked for" in (end.error or ""), call
     link.start(6, [Copy(r.base, source.ctypes.data, PAGE)])
-    assert told.get(timeout=60).error is None
+    assert done_events.get(timeout=60).error is None
     for stream in driver.streams:
         driver.run(stream)
     cuda.unmap(r, 0, 1)
 
 
-def test_streams_share_by_bytes(told: queue.Queue[TransferDoneEvent]) -> None:
+def test_streams_share_by_bytes(done_events: queue.Queue[TransferDoneEvent]) -> None:
     driver = Gate()
     vm = CudaVm(driver, 0, PAGE, 4)
     assert vm.populate([0]) is None
     r = vm.reserve(PAGE)
     vm.map(r, 0, [0])
-    link = CudaLink(driver, 0, Counting(), told.put, chunk_bytes=1000, ahead=1)
+    link = CudaLink(driver, 0, Counting(), done_events.put, chunk_bytes=1000, ahead=1)
     source = _source(PAGE)
     link.start(0, [Copy(r.base, source.ctypes.data, 40_000)], "long")
     link.start(1, [Copy(r.base, source.ctypes.data, 4_300)], "short")
     driver.open.set()
-    ends = [told.get(timeout=60) for _ in range(2)]
+    ends = [done_events.get(timeout=60) for _ in range(2)]
     assert [e.transfer_id for e in ends] == [1, 0]
     link.close()
     vm.close()
     assert driver.is_clean()
 
 
-def test_closing_tells_what_was_not_finished(told: queue.Queue[TransferDoneEvent]) -> None:
+def test_closing_tells_what_was_not_finished(done_events: queue.Queue[TransferDoneEvent]) -> None:
     driver = Gate()
     vm = CudaVm(driver, 0, PAGE, 4)
     assert vm.populate([0]) is None
     r = vm.reserve(PAGE)
     vm.map(r, 0, [0])
-    link = CudaLink(driver, 0, Counting(), told.put, chunk_bytes=1000, ahead=2)
+    link = CudaLink(driver, 0, Counting(), done_events.put, chunk_bytes=1000, ahead=2)
     source = _source(PAGE)
     for i in (1, 2):
         link.start(i, [Copy(r.base, source.ctypes.data, 40_000)])
@@ -159,7 +159,7 @@ def test_closing_tells_what_was_not_finished(told: queue.Queue[TransferDoneEvent
     driver.open.set()
     link.close()
     link.close()
-    ends = [told.get(timeout=60) for _ in range(2)]
+    ends = [done_events.get(timeout=60) for _ in range(2)]
     assert [e.transfer_id for e in ends] == [1, 2]
     assert all("closed" in (e.error or "") and e.n_bytes < 40_000 for e in ends)
     with pytest.raises(DeviceError, match="closed"):
@@ -168,22 +168,22 @@ def test_closing_tells_what_was_not_finished(told: queue.Queue[TransferDoneEvent
     assert driver.is_clean()
 
 
-def test_what_a_driver_may_refuse(told: queue.Queue[TransferDoneEvent]) -> None:
+def test_what_a_driver_may_refuse(done_events: queue.Queue[TransferDoneEvent]) -> None:
     driver = FakeDriver()
     driver.fail("new_stream", after=1)
     with pytest.raises(DeviceError, match="asked for"):
-        CudaLink(driver, 0, Counting(), told.put)
+        CudaLink(driver, 0, Counting(), done_events.put)
     assert driver.is_clean()
-    link = CudaLink(driver, 0, Counting(), told.put)
+    link = CudaLink(driver, 0, Counting(), done_events.put)
     driver.fail("destroy_stream")
     link.close()
     assert len(driver.streams) == 1
 
 
-def test_senseless_settings(told: queue.Queue[TransferDoneEvent]) -> None:
+def test_senseless_settings(done_events: queue.Queue[TransferDoneEvent]) -> None:
     for bad in ({"chunk_bytes": 0}, {"ahead": 0}):
         with pytest.raises(DeviceError):
-            CudaLink(FakeDriver(), 0, VirtualClock(), told.put, **bad)
+            CudaLink(FakeDriver(), 0, VirtualClock(), done_events.put, **bad)
 
 
 def test_host_memory_is_pinned_where_the_device_can(

@@ -71,16 +71,18 @@ def test_the_capsule_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU build of PyTorch refuses it; what it would have been told is looked at here."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    told: list[tuple[Any, ...]] = []
+    result: list[tuple[Any, ...]] = []
 
     def look(capsule: object) -> torch.Tensor:
         managed = cuda_tensor._Managed.from_address(pointer(capsule, b"dltensor"))
         t = managed.tensor
-        told.append((t.data, t.device.kind, t.device.ordinal, t.dimensions, t.type.code))
-        told.append((ctypes.c_int64.from_address(t.shape).value, t.type.bits, t.strides, t.offset))
+        result.append((t.data, t.device.kind, t.device.ordinal, t.dimensions, t.type.code))
+        result.append(
+            (ctypes.c_int64.from_address(t.shape).value, t.type.bits, t.strides, t.offset)
+        )
         raise RuntimeError("not here")
 
     monkeypatch.setattr(cuda_tensor, "from_dlpack", look)
     with pytest.raises(RuntimeError, match="not here"):
         cuda_tensor_at(1 << 40, (3, 5), torch.float32, torch.device("cuda", 2))
-    assert told == [(1 << 40, 2, 2, 1, 1), (60, 8, None, 0)]
+    assert result == [(1 << 40, 2, 2, 1, 1), (60, 8, None, 0)]

@@ -18,7 +18,7 @@ from ballast.memory.transfer import HostLink
 
 
 def test_it_lands_with_the_last_rank() -> None:
-    told: list[TransferDoneEvent] = []
+    result: list[TransferDoneEvent] = []
     carried: list[tuple[int, int]] = []
 
     def carry(transfer_id: int, copies: Sequence[Copy], stream: str) -> None:
@@ -33,7 +33,7 @@ def test_it_lands_with_the_last_rank() -> None:
         ended.put(None)
 
     own = HostLink(MonotonicClock(), own_landed)
-    link = GroupLink(own, told.append, carry, ranks=3)
+    link = GroupLink(own, result.append, carry, ranks=3)
     copy = Copy(target.ctypes.data, source.ctypes.data, source.nbytes)
     link.start(7, [copy])
     link.start(8, [copy])
@@ -41,12 +41,12 @@ def test_it_lands_with_the_last_rank() -> None:
     link.landed(TransferDoneEvent(8, 5, 1.0, "torn"))
     for _ in range(2):
         ended.get(timeout=60)
-    assert (told, carried) == ([], [(7, 1), (8, 1)])
+    assert (result, carried) == ([], [(7, 1), (8, 1)])
     link.landed(TransferDoneEvent(8, 5, 2.0))
     link.landed(TransferDoneEvent(7, 5, 50.0))
     assert target.all()
-    assert [(d.transfer_id, d.error) for d in told] == [(8, "torn"), (7, None)]
-    assert told[1].seconds == 60.0
+    assert [(d.transfer_id, d.error) for d in result] == [(8, "torn"), (7, None)]
+    assert result[1].seconds == 60.0
     link.close()
 
 

@@ -45,7 +45,7 @@ class Device:
         self.vm: Vm = kind(PAGE, 8)
         self.pool = Pool(self.vm, 8)
         self.killed: list[tuple[str, int]] = []
-        self.lender = Lender(self.pool, name, lambda *told: self.killed.append(told))
+        self.lender = Lender(self.pool, name, lambda *result: self.killed.append(result))
         self.borrower = Borrower(self.pool, self.vm, name)
         self.range = BackedRange(self.pool, self.vm, f"kv:{name}", 16 * PAGE)
 
@@ -54,8 +54,8 @@ class Device:
         self.lender.validate()
         self.borrower.validate()
         self.range.validate()
-        told = self.pool.ledger.owned(self.range.owner) + self.pool.ledger.held(self.range.owner)
-        assert self.range.os_backed() == told == self.range.backed + self.range.aliased
+        result = self.pool.ledger.owned(self.range.owner) + self.pool.ledger.held(self.range.owner)
+        assert self.range.os_backed() == result == self.range.backed + self.range.aliased
 
 
 def met(kind: Kind) -> tuple[Device, Device]:

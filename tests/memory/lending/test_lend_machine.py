@@ -115,8 +115,8 @@ class Lending(RuleBasedStateMachine):
         assert survivor.lender.gone(name, self.epoch) == lent
         assert survivor.pool.ledger.owned(OWNER) == 0
         used = sum(borrowed for borrowed, _ in survivor.held.values())
-        told = survivor.borrower.gone(name, self.epoch)
-        assert len(told) <= used
+        result = survivor.borrower.gone(name, self.epoch)
+        assert len(result) <= used
         survivor.condemned.clear()
         self.at[name] = Process(name, self.kind)
         self._meet()
@@ -301,7 +301,7 @@ class Lending(RuleBasedStateMachine):
             assert me.pool.free + own + me.pool.ledger.owned(OWNER) == N_PAGES
             (other,) = set(NAMES) - {name}
             # A page lent is with the borrower, or in a message of this epoch.
-            told = [page for lease in me.lender.leases(other) for page in lease.pages]
+            result = [page for lease in me.lender.leases(other) for page in lease.pages]
             travelling = [
                 page
                 for to, kinds in ((other, ("lend",)), (name, ("return",)))
@@ -309,9 +309,9 @@ class Lending(RuleBasedStateMachine):
                 if kind in kinds and lease.lender == name and lease.epoch == self.epoch
                 for page in lease.pages
             ]
-            assert len(set(told)) == len(told)
-            assert set(travelling) <= set(told)
-            away = len(told) - len(travelling)
+            assert len(set(result)) == len(result)
+            assert set(travelling) <= set(result)
+            away = len(result) - len(travelling)
             assert away >= 0
             # What a condemned borrower returns is refused, and counts as lent until it is gone.
             assert away <= self.at[other].pool.ledger.borrowed(name) or other in me.condemned
@@ -319,10 +319,10 @@ class Lending(RuleBasedStateMachine):
     @invariant()
     def the_system_agrees(self) -> None:
         for me in self.at.values():
-            told = me.pool.ledger.owned(me.range.owner) + me.pool.ledger.held(me.range.owner)
+            result = me.pool.ledger.owned(me.range.owner) + me.pool.ledger.held(me.range.owner)
             shown = me.vm.os_pages(me.range.range)
             indices = set(me.held).union(*(left for left, _ in me.leaving))
-            assert (len(shown), set(shown)) == (told, indices)
+            assert (len(shown), set(shown)) == (result, indices)
             for at, page in shown.items():
                 assert me.range.pages(at, 1) == (page,)
                 # What is lent is not mapped here.

@@ -62,8 +62,8 @@ def test_hidden_states_are_those_of_the_generic_path(pair: tuple[Any, Served]) -
     tokens = tokens_of(11, 3)
     job = [SequenceWork("c", tokens.tolist(), 0, [30], None, embed=True)]
     with torch.no_grad():
-        told = reference.model(tokens[None], use_cache=False).last_hidden_state[0, -1:]
-    torch.testing.assert_close(served.model.hidden(job), told, rtol=0, atol=1e-4)
+        result = reference.model(tokens[None], use_cache=False).last_hidden_state[0, -1:]
+    torch.testing.assert_close(served.model.hidden(job), result, rtol=0, atol=1e-4)
 
 
 def test_bfloat16_is_rounded_where_transformers_rounds(tmp_path: Path) -> None:

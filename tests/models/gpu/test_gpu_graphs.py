@@ -85,15 +85,15 @@ def test_tokens_are_the_same_with_graphs_and_without(tmp_path: Path, impl: str) 
 
     def with_graphs(work: object) -> object:
         with served.graphs.on(STREAM):
-            told = run(work)  # type: ignore[arg-type]
+            result = run(work)  # type: ignore[arg-type]
         served.record()  # between jobs, as a device does that is idle
-        return told
+        return result
 
     served.device_model.run = with_graphs  # type: ignore[method-assign, assignment]
     assert served.generate(prompts, 24, chunk=7) == expected
-    told = served.graphs.report()
-    assert told.replays >= 20
-    assert told.eager == told.graphs, "each bucket ran once without"
+    result = served.graphs.report()
+    assert result.replays >= 20
+    assert result.eager == result.graphs, "each bucket ran once without"
     served.close()
 
 
@@ -142,8 +142,8 @@ def test_a_graph_is_good_for_any_rows_of_any_adapters(
         ]
         torch.testing.assert_close(served.run(*job), plain.logits(*job), rtol=0, atol=1e-4)
         served.record()
-    told = served.graphs.report()
-    assert (told.graphs, told.replays, told.eager) == (2, 2, 2), "one without adapters"
+    result = served.graphs.report()
+    assert (result.graphs, result.replays, result.eager) == (2, 2, 2), "one without adapters"
     served.graphs.close()
     served.close()
     plain.close()
@@ -391,21 +391,21 @@ def test_the_stand_in_refuses_what_is_wrong() -> None:
 # -- pieces ---------------------------------------------------------------------------------------
 
 
-class Told:
+class RecordedBarriers:
     """Implements `Barriers`."""
 
     def __init__(self, cuts: list[int]) -> None:
         self.cuts = cuts
-        self.told: list[str] = []
+        self.recorded: list[str] = []
 
     def begin_pass(self, work: Sequence[SequenceWork]) -> list[int]:
         return self.cuts
 
     def wait(self, layer: int) -> None:
-        self.told.append(f"wait {layer}")
+        self.recorded.append(f"wait {layer}")
 
     def used(self, layer: int) -> None:
-        self.told.append(f"used {layer}")
+        self.recorded.append(f"used {layer}")
 
     def stalled(self) -> float:
         return 0.0
@@ -417,15 +417,15 @@ def test_a_pass_is_cut_where_it_waits_for_layers(
 ) -> None:
     work = prefilled(served, 9, 17)
     expected = served.run(*work)
-    told = served.model.barriers = Told(cuts)
+    result = served.model.barriers = RecordedBarriers(cuts)
     served.run(*work)
-    eager, told.told = told.told, []
+    eager, result.recorded = result.recorded, []
     served.record()
-    assert not told.told, "recording loads no layers"
+    assert not result.recorded, "recording loads no layers"
     torch.testing.assert_close(served.run(*work), expected)
-    assert told.told == eager
+    assert result.recorded == eager
     assert eager == [what for i in cuts for what in (f"wait {i}", f"used {i}")]
     assert {len(r.recording.pieces) for r in served.graphs._kept.values()} == {1, pieces}
-    told.cuts = []
+    result.cuts = []
     torch.testing.assert_close(served.run(*work), expected)
     assert served.graphs.report().replays == 2

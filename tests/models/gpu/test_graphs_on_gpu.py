@@ -99,7 +99,7 @@ def test_what_waits_comes_between_pieces(driver: CudaDriver, vm: CudaVm) -> None
     torch.cuda.synchronize()
     lane = Lane(driver)
 
-    class Told:
+    class RecordedBarriers:
         def __init__(self) -> None:
             self.layers: list[tuple[str, int]] = []
 
@@ -118,13 +118,13 @@ def test_what_waits_comes_between_pieces(driver: CudaDriver, vm: CudaVm) -> None
         return x + 0
 
     lane.record(step, (1,))
-    told = Told()
+    result = RecordedBarriers()
     with lane.cache.on(lane.stream), lane.compute.on(lane.stream):
         found = lane.cache.find("m", BUCKET, (1,))
         assert found is not None
         assert len(found.recording.pieces) == 3
-        assert [found.replay(told)[0].item() for _ in range(2)] == [111, 1121]
-    assert told.layers == [("wait", 1), ("used", 1)] * 2
+        assert [found.replay(result)[0].item() for _ in range(2)] == [111, 1121]
+    assert result.layers == [("wait", 1), ("used", 1)] * 2
     lane.cache.close()
 
 

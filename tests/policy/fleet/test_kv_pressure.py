@@ -65,12 +65,12 @@ def test_parts_of_a_model_are_never_on_one_device() -> None:
 @pytest.mark.parametrize("place", [greedy, optimal])
 def test_a_model_that_fits_nowhere_is_named_with_what_is_missing(place: object) -> None:
     assert callable(place)
-    with pytest.raises(ConfigError, match="big") as told:
+    with pytest.raises(ConfigError, match="big") as result:
         place(
             [ModelDemand("big", 90e9, 1.0), ModelDemand("ok", 10e9, 9.0)],
             [PlacementDevice("a", 80e9)],
         )
-    assert "are missing" in str(told.value)
+    assert "are missing" in str(result.value)
     with pytest.raises(ConfigError, match="tp of wide"):
         place([ModelDemand("wide", 10.0, 1.0, parts=3)], TWO)
 

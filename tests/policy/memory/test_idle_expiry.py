@@ -18,7 +18,7 @@ from ballast.policy.presets import PRESETS
 from ballast.sim.device import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.policy import worlds
-from tests.sim.test_simulate import COSTS, Heard, fleet, spec, watch
+from tests.sim.test_simulate import COSTS, OutputLog, fleet, spec, watch
 
 
 def model(name: str, ttl: float | None, idle_since: float | None, **more: bool) -> ModelView:
@@ -63,10 +63,10 @@ def test_under_every_preset_an_idle_model_leaves_on_time_and_returns_when_asked(
     arrivals.append(asked("kept", 60.0))
     story: list[StoryEntry] = []
     ended: dict[str, float] = {}
-    heard = Heard()
+    received = OutputLog()
 
     def said(now: float, output: Output) -> None:
-        heard(now, output)
+        received(now, output)
         ended[output.request_id] = now
 
     def observe(now: float, state: DeviceState) -> None:
@@ -80,7 +80,7 @@ def test_under_every_preset_an_idle_model_leaves_on_time_and_returns_when_asked(
     result = simulate(
         fleet(preset, specs, 400), specs, arrivals, profile, said, story.extend, observe
     )
-    assert all(isinstance(heard.ended[s.id], FinishedOutput) for s in arrivals)
+    assert all(isinstance(received.ended[s.id], FinishedOutput) for s in arrivals)
     expired = [(e["model"], e["at"]) for e in story if e.get("by") == "ttl"]
     times = [
         ("short", ended["short at 0"] + 3.0),

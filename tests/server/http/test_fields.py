@@ -26,7 +26,7 @@ def post(echo: ServerProcess, route: str, fields: dict[str, Any]) -> Any:
     return response.status_code, response.json()
 
 
-def told(echo: ServerProcess, route: str, /, **fields: Any) -> Any:
+def submission_of(echo: ServerProcess, route: str, /, **fields: Any) -> Any:
     """The submission that a request became."""
     status, body = post(echo, route, {**fields, "seed": TELL})
     assert (status, body["error"]["code"]) == (500, "told"), body
@@ -52,30 +52,30 @@ def told(echo: ServerProcess, route: str, /, **fields: Any) -> Any:
 )
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 def test_sampling(echo: ServerProcess, route: str, field: str, value: Any, sent: Any) -> None:
-    assert told(echo, route, **{field: value})["sampling"][field] == sent
+    assert submission_of(echo, route, **{field: value})["sampling"][field] == sent
 
 
 def test_what_ends_an_output_cannot_come_too_early(echo: ServerProcess) -> None:
-    submission = told(echo, COMPLETIONS, min_tokens=3, stop_token_ids=[9, 4])
+    submission = submission_of(echo, COMPLETIONS, min_tokens=3, stop_token_ids=[9, 4])
     assert submission["sampling"]["banned"] == [4, 9]
     assert submission["stop_token_ids"] == [9, 4]
-    assert told(echo, COMPLETIONS, stop_token_ids=[9])["sampling"]["banned"] == []
+    assert submission_of(echo, COMPLETIONS, stop_token_ids=[9])["sampling"]["banned"] == []
 
 
 def test_log_probabilities_are_asked_for(echo: ServerProcess) -> None:
-    assert told(echo, COMPLETIONS)["sampling"]["logprobs"] is None
-    assert told(echo, COMPLETIONS, logprobs=3)["sampling"]["logprobs"] == 3
-    assert told(echo, CHAT, logprobs=True)["sampling"]["logprobs"] == 0
-    assert told(echo, CHAT, logprobs=True, top_logprobs=20)["sampling"]["logprobs"] == 20
-    assert told(echo, COMPLETIONS, logprobs=3)["prompt_logprobs"] is None
-    assert told(echo, COMPLETIONS, logprobs=3, echo=True)["prompt_logprobs"] == 3
-    assert told(echo, COMPLETIONS, echo=True)["prompt_logprobs"] is None
+    assert submission_of(echo, COMPLETIONS)["sampling"]["logprobs"] is None
+    assert submission_of(echo, COMPLETIONS, logprobs=3)["sampling"]["logprobs"] == 3
+    assert submission_of(echo, CHAT, logprobs=True)["sampling"]["logprobs"] == 0
+    assert submission_of(echo, CHAT, logprobs=True, top_logprobs=20)["sampling"]["logprobs"] == 20
+    assert submission_of(echo, COMPLETIONS, logprobs=3)["prompt_logprobs"] is None
+    assert submission_of(echo, COMPLETIONS, logprobs=3, echo=True)["prompt_logprobs"] == 3
+    assert submission_of(echo, COMPLETIONS, echo=True)["prompt_logprobs"] is None
 
 
 def test_a_smaller_priority_comes_earlier(echo: ServerProcess) -> None:
     """To the engine, a larger one is the more important."""
-    assert told(echo, COMPLETIONS, priority=-5)["priority"] == 5
-    assert told(echo, CHAT)["priority"] == 0
+    assert submission_of(echo, COMPLETIONS, priority=-5)["priority"] == 5
+    assert submission_of(echo, CHAT)["priority"] == 0
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def events(to: ServerProcess, **fields: Any) -> list[Any]:
 def echoed(to: ServerProcess, said: str) -> dict[str, Any]:
     """Fields of a request whose answer is what the user said, and nothing after it."""
     messages = [{"role": "user", "content": said}]
-    told = to.http.post("/tokenize", json={"model": MODEL, "messages": messages}).json()
-    return {"messages": messages, "max_tokens": told["count"], "tools": FUNCTIONS}
+    result = to.http.post("/tokenize", json={"model": MODEL, "messages": messages}).json()
+    return {"messages": messages, "max_tokens": result["count"], "tools": FUNCTIONS}
 
 
 def test_text_is_answered(echo: ServerProcess) -> None:

@@ -13,14 +13,14 @@ from ballast.core.clock import VirtualClock
 from ballast.core.settings import KeySettings, ServerSettings
 from ballast.server.access.keys import ApiKeys, Guard
 from ballast.server.observe.request_watch import Watch
-from tests.server.observe.test_metrics import Told
+from tests.server.observe.test_metrics import Scraped
 
 KEYS = ApiKeys(ServerSettings(keys=(KeySettings(name="one", key="sk-one"),)))
 
 
 def post(path: str, **headers: str) -> httpx.Response:
     guarded = Guard(Response("in"), KEYS)
-    watched = Watch(guarded, Told().metrics, VirtualClock(0.0))
+    watched = Watch(guarded, Scraped().metrics, VirtualClock(0.0))
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(watched)

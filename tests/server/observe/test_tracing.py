@@ -57,10 +57,10 @@ def visit(path: str = "/v1/chat/completions", **more: Any) -> RequestContext:
 def spans(*visits: RequestContext) -> list[ReadableSpan]:
     """What is exported of the visits, on a wall clock that is 1000 seconds ahead."""
     exporter = InMemorySpanExporter()
-    told = Tracing(exporter, VirtualClock(20.0), VirtualClock(1020.0))
+    result = Tracing(exporter, VirtualClock(20.0), VirtualClock(1020.0))
     for each in visits:
-        told(each)
-    asyncio.run(told.close(10.0))
+        result(each)
+    asyncio.run(result.close(10.0))
     return list(exporter.get_finished_spans())
 
 
@@ -209,10 +209,10 @@ def test_a_collector_gets_spans(by_environment: bool, monkeypatch: pytest.Monkey
     with collecting() as collector:
         if by_environment:
             monkeypatch.setenv(ENDPOINTS[0], collector.url)
-        told = tracing(None if by_environment else collector.url, VirtualClock(), VirtualClock())
-        assert told is not None
-        told(visit(answer=Answer()))
-        asyncio.run(told.close(10.0))
+        result = tracing(None if by_environment else collector.url, VirtualClock(), VirtualClock())
+        assert result is not None
+        result(visit(answer=Answer()))
+        asyncio.run(result.close(10.0))
     assert [path for path, _ in collector.got] == ["/v1/traces"]
     assert collector.span_names == ["chat atlas"]
 
@@ -242,11 +242,11 @@ def test_a_collector_that_is_not_there_delays_nothing() -> None:
     with collecting() as gone:
         pass
     before = set(threading.enumerate())
-    told = tracing(gone.url, VirtualClock(), VirtualClock())
-    assert told is not None
+    result = tracing(gone.url, VirtualClock(), VirtualClock())
+    assert result is not None
     for _ in range(3000):  # more than a batch may hold
-        told(visit())
-    asyncio.run(told.close(0.5))
+        result(visit())
+    asyncio.run(result.close(0.5))
     for thread in set(threading.enumerate()) - before:
         thread.join(5.0)
         assert not thread.is_alive(), f"{thread.name} goes on trying"
@@ -277,6 +277,6 @@ def test_a_server_tells_the_collector_before_it_ends(
         if span.trace_id.hex() == TRACE
     ]
     (span,) = traced
-    told = {a.key: a.value for a in span.attributes}
-    assert told["gen_ai.usage.output_tokens"].int_value == 3
-    assert told["gen_ai.latency.e2e"].double_value > 0
+    result = {a.key: a.value for a in span.attributes}
+    assert result["gen_ai.usage.output_tokens"].int_value == 3
+    assert result["gen_ai.latency.e2e"].double_value > 0

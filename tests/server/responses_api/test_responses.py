@@ -104,8 +104,8 @@ def without_ids(response: Any) -> Any:
 def echoed(to: ServerProcess, said: str, more: int = 0) -> dict[str, Any]:
     """Fields of a request whose answer is what the user said, and `more` tokens."""
     messages = [{"role": "user", "content": said}]
-    told = to.http.post("/tokenize", json={"model": MODEL, "messages": messages}).json()
-    return {"input": said, "max_output_tokens": told["count"] + more, "tools": FUNCTIONS}
+    result = to.http.post("/tokenize", json={"model": MODEL, "messages": messages}).json()
+    return {"input": said, "max_output_tokens": result["count"] + more, "tools": FUNCTIONS}
 
 
 # -- answers ------------------------------------------------------------------------------------
