@@ -91,8 +91,8 @@ def bench(
         from ballast.sim.profile import device_profile
 
     device = None if profile is None else device_profile(profile)
-    wanted = WorkloadOptions(workload, rate, seconds, most_tokens, seed, start, spread)
-    work = wanted.drawn(list(slos_of(fleet)), seed)
+    options = WorkloadOptions(workload, rate, seconds, most_tokens, seed, start, spread)
+    work = options.drawn(list(slos_of(fleet)), seed)
     console = Console()
     console.print(f"{len(work.requests)} requests: {work.describe()}")
     presets = (preset or fleet.preset).split(",")
@@ -107,12 +107,19 @@ def bench(
             reports = list(compare_live(fleet, work, presets, story, progress))
     show_reports(reports, console, json, png)
     if html is not None:
-        from ballast.bench.page import page
-        from ballast.bench.verdict import title_of
-
-        write_page(html, page(title_of(reports), (work.describe(),), reports), console)
+        write_report_page(html, reports, work.describe(), console)
     if measures:
         warn_if_disturbed(others, console)
+
+
+def write_report_page(
+    file: Path, reports: Sequence[Report], workload: str, console: Console
+) -> None:
+    """Write reports as one page with pictures."""
+    from ballast.bench.page import page
+    from ballast.bench.verdict import title_of
+
+    write_page(file, page(title_of(reports), (workload,), reports), console)
 
 
 def demo(
