@@ -1,4 +1,4 @@
-"""Learn how quickly weights are brought to a device from activations that have ended."""
+"""Estimate the rate, in bytes per second, at which activations bring weights to a device."""
 
 from __future__ import annotations
 

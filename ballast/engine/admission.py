@@ -1,4 +1,8 @@
-"""Which requests a model takes in, and where their outputs end."""
+"""Check requests that arrive, and decide when a request's output ends.
+
+Used by the handling of events (fit or refuse an arrival) and of ended jobs (finish reason).
+Allocates no blocks: `plan` admits waiting requests.
+"""
 
 from __future__ import annotations
 

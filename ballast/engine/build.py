@@ -1,4 +1,7 @@
-"""Put one device's engine together, on whatever memory, link, clock and models it is given."""
+"""Build the state of one device's engine from the memory, link, clock and models passed in.
+
+Used by live devices, by the simulator, by story replay, and for models that join a live device.
+"""
 
 from __future__ import annotations
 

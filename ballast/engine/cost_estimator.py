@@ -1,4 +1,4 @@
-"""Learn what a model's jobs cost from those that have ended."""
+"""Estimate the duration of a model's jobs from the measured durations of ended jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Ask the memory and admission policies what to do, and apply what they decide."""
+"""Call the memory and admission policies with a view of the device, and apply their decisions.
+
+Used by the loop, the dispatcher and the command handler. Keeps the policies' memos; decides nothing
+itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""How events change what is true on a device."""
+"""Handle events: apply each event of the inbox to the device's state and return outputs.
+
+Called by the loop, event by event, live and in virtual time. One function for each kind of event;
+operators' commands are handled by `commands`. Starts no jobs and asks no policy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a job leaves behind when it ends: tokens, KV, and what had to wait for it."""
+"""End jobs: append sampled tokens, record KV, finish requests, and do what waited for the job.
+
+Called by `events` when a job has ended or failed. Preemptions, pauses, evictions and remaps that
+were ordered during the job are carried out here.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from ballast.engine.state import DeviceState
 
 
 def done(state: DeviceState, event: JobDoneEvent) -> list[Output]:
-    """It has ended well; what clients are to be told."""
+    """Handle a job that has ended successfully; return outputs for clients."""
     m = _close(state, event.job)
     now = m.last_run = state.now
     m.lane_seconds += event.seconds * state.lanes.share(event.job)

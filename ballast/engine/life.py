@@ -1,7 +1,9 @@
-"""A model's life on one device: the state machine whose transitions are `life_rules.RULES`.
+"""Run the state machine of a model's life on one device; `life_rules.RULES` are its transitions.
 
-What belongs to a state (the transfer that brings the weights, the job in flight, the layers that
-are to rotate) is set and cleared with it, here and nowhere else.
+Part of `ModelState`; the engine calls its transitions as activations, jobs, remaps, KV swaps and
+evictions begin and end. Data of a state (the transfer of the weights, the job in flight, the layers
+that will rotate) is set and cleared with the state, here only. A transition that no rule allows
+raises `BrokenPromise` and changes nothing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The states and transitions of a model's life on one device, as a table.
+"""Define the states and transitions of a model's life on one device, as a table.
 
-A model's life has six parts, and each part moves by itself. `RULES` gives, for each transition, the
-parts that it concerns and the states between which it moves them. A part that a rule leaves out may
-be in any state, and stays there.
+Used by `ballast.engine.life`, which applies it. A model's life has six independent parts. `RULES`
+gives, for each transition, the parts that it concerns and the states between which it moves them. A
+part that a rule leaves out may be in any state, and keeps it.
 
 =========  ==========================================  ===================================
-part       states                                      what it is about
+part       states                                      subject
 =========  ==========================================  ===================================
 residency  absent, activating, resident, evicting,     the weights
            failed

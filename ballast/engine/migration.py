@@ -1,8 +1,8 @@
-"""Requests of one device that leave for another with their KV, and KV of those about to come.
+"""Migrate running requests with their KV: export to another device, import from one.
 
-`ballast.core.migration` shows the exchange. What is imported lies in a table of its own until the
-request arrives, is offered to the prefix cache then, and found there when it is admitted: whatever
-is missing, all of it perhaps, is computed again.
+Part of `DeviceState`; `ballast.core.migration` shows the exchange of messages. Imported KV lies in
+a block table of its own until the request arrives; then its blocks join the prefix cache and are
+found there at admission. KV that is missing, even all of it, is computed again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Form one model's next job: decodes first, then prefill chunks, then new admissions.
 
+Used by the dispatcher: the scheduler's batching with chunked prefill. Allocates blocks and records
+shortages; never preempts or evicts, which is for the memory policy to decide.
+
 A request that was in a failed job with others (`Request.isolated`) has its next job to itself.
 """
 

@@ -1,4 +1,7 @@
-"""How long requests wait to be admitted before they fail: their deadlines, earliest first."""
+"""Keep the deadlines by which waiting requests must be admitted or fail, earliest first.
+
+Part of `DeviceState`; the loop wakes at the next deadline.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sizes of a device's memory: what is set aside for jobs, and which models fit beside it."""
+"""Compute the memory set aside for jobs' activations, and check that models fit beside it.
+
+Used when a device is built, when a model joins, and by placement and `doctor`. Pure arithmetic.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The story in a file, as JSON lines, as long as the file takes them; in parts of bounded size."""
+"""Write a device's story to files as JSON lines, in parts of bounded size.
+
+Used by live devices with `story:` in the fleet file, and read by `ballast.sim.story_reader`. A full
+disk never stops the device: entries that cannot be written are lost, and the file says so.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from ballast.core.entries import StoryEntry
 log = logging.getLogger(__name__)
 
 MODE = 0o600
-"""Of story files: ids of requests and the text of errors are for the server's user alone."""
+"""Mode of story files: ids of requests and texts of errors are for the server's user only."""
 
 
 class StoryFile:
