@@ -1,4 +1,8 @@
-"""The parts of a live CPU device: memory in memfds, a link of copying threads, executors."""
+"""Provide a live CPU device's memory (memfd), link (copying threads), executors and runner.
+
+Implements `Machine`; made by the worker's choice of machine and used by `LiveDevice`.
+`cuda_machine` is its counterpart on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,7 @@ class OnCpu:
         copy_now(dst, src, n_bytes)
 
     def when_lost(self, call: WhenLost) -> None:
-        """A CPU is lost with the process."""
+        """Do nothing: a CPU device is lost only with its process."""
 
     def cap(self, n_bytes: int) -> Cap:
         return AllocatorCap(n_bytes)
@@ -71,7 +75,7 @@ class OnCpu:
 
 
 class CpuMachine(OnCpu):
-    """This process, and no other."""
+    """Implements `Machine` in this process alone, without further ranks."""
 
     def __init__(self, fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]) -> None:
         self.device = device = fleet.of_one_device("this command")

@@ -1,4 +1,8 @@
-"""A GPU as a live device: pages are handles of the driver, copies and jobs go to streams."""
+"""Provide a live GPU's memory (CUDA VMM), link (copy streams), executors and runner (lanes).
+
+Implements `Machine`; made by the worker's choice of machine and used by `LiveDevice`. `cpu_machine`
+is its counterpart on CPU.
+"""
 
 from __future__ import annotations
 

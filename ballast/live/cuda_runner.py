@@ -1,4 +1,8 @@
-"""The live runner on a GPU: a lane is a host thread that launches one job at a time on a stream."""
+"""Run jobs on a GPU's lanes: each lane is a host thread that launches one job at a time.
+
+The GPU's implementation of the engine's `Runner`; it also records CUDA graphs of decode steps while
+no job runs. A job ends only when all of its GPU work has: its pages may then be reused.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ waits between two steps of the same requests."""
 RUNS = 8
 """Of one bucket without a graph, after which jobs wait while it is recorded."""
 MOST_PAUSES = 0.05
-"""Of the time, that jobs wait for recordings."""
+"""Largest fraction of time that jobs wait for recordings."""
 
 
 class AllocatorOnDevice(Protocol):
@@ -105,7 +109,8 @@ class TorchOnGpu:
 
 
 class CudaRunner(LaneRunner):
-    """Jobs end when all that they have launched has: pages that they used can change hands."""
+    """Runs jobs on streams. A job ends when all work that it launched has: then other owners may
+    use its pages."""
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""Streams for the lanes of a GPU, each with its part of the multiprocessors where that can be.
+"""Provide CUDA streams for a GPU's lanes, each with its share of the multiprocessors if possible.
+
+Used by the GPU runner. The share is by green contexts; without these, lanes have plain streams.
 
 With green contexts the multiprocessors are split once, into as many groups as there are lanes; each
 run of neighbouring groups has a stream whose work runs there and nowhere else. A job alone has the

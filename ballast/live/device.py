@@ -1,4 +1,8 @@
-"""A live device: memory, host tier, models and loop of one fleet, put together and run."""
+"""Build and run a live device of a fleet: memory, host tier, models, policies and the loop.
+
+Used by worker processes, and by `bench` in its own process. `LiveDevice` only connects the parts;
+policies and the engine decide.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which grammars open requests need, which of them are compiled, and which comes next.
+"""Track the grammars that open requests need: queued, compiled or cached, within memory bounds.
 
-The book of `ballast.live.grammar_compiler`: it compiles nothing and knows no thread.
+The bookkeeping of `ballast.live.grammar_compiler`: compiles nothing and starts no thread.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class CachedGrammar:
     key: tuple[str, str]
     """(`GrammarTokenizer.key`, the grammar's text)."""
     tenant: str
-    """Of the request that brought it."""
+    """API key (tenant) of the first request that needed it."""
     users: dict[str, Grammars] = field(default_factory=dict)
     """By id, open requests that need it: what makes their matchers."""
     waits: bool = True
-    """It is in the queue."""
+    """Whether it is queued for compilation."""
     known: bool = True
-    """Requests to come may share it."""
+    """Whether later requests may share it."""
     compiled: CompiledGrammar | None = None
 
     @property
@@ -152,7 +152,7 @@ class GrammarCache:
         )
 
     def _make_room(self, n_bytes: int) -> None:
-        """Give up grammars that nobody needs, the least recently used first."""
+        """Drop grammars that no request needs, least recently used first."""
         for entry in [e for e in self._known.values() if not e.users and not e.waits]:
             if self._charged + n_bytes <= MOST_BYTES:
                 return

@@ -1,5 +1,6 @@
-"""Grammars of open requests, compiled off the lanes, each once, within bounds of number and memory.
+"""Compile grammars of structured outputs on a thread beside the lanes, each once.
 
+Implements the engine's `GrammarStore` for live devices, within bounds of number and memory.
 A request with a grammar is paused until it is compiled (`core.request.WaitsFor.GRAMMAR`), in no
 batch and on no lane. One thread compiles; API keys take turns at it.
 """
@@ -55,7 +56,7 @@ class GrammarCompiler:
         self._models = {**self._models, model: grammars}
 
     def forget(self, model: str) -> None:
-        """A model has been removed, and has no requests."""
+        """Forget a model that has been removed and has no requests."""
         self._models = {name: g for name, g in self._models.items() if name != model}
 
     def close(self) -> None:

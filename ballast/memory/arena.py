@@ -1,4 +1,8 @@
-"""Pages set aside for activations, so that these count against the budget; caps on allocators."""
+"""Set pages of the pool aside for activations, so that these count against the device's budget.
+
+`Arena` is held by `DeviceState`. `AllocatorCap` checks on CPU that what jobs allocate stays within
+the arena; `ballast.memory.cuda.allocator_cap` is its counterpart on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ class Arena:
 
     @property
     def pages(self) -> int:
-        """Pages it has."""
+        """Number of pages set aside now."""
         return len(self._pages)
 
     def resize(self, n_bytes: int, fence: Fence | None = None) -> Short | None:

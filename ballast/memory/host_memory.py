@@ -1,4 +1,4 @@
-"""Installed and available memory of this machine."""
+"""Read the installed and the available memory of this machine, for `doctor` and start-up checks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Record of a device's pages: the owner and holders of each, and the promises to each owner.
+"""Record the owner and the holders of each page of a device, and the promises to each owner.
 
-Pure counting; no memory is touched here. Invariants, checked by `validate`:
+Used by `Pool` only. Pure bookkeeping: no memory is touched. Invariants, checked by `validate`:
 
 - every page is free, owned by one owner, or reclaiming (given back, its last use not yet over);
 - `free + reclaiming + sum(owned)` is the number of pages;

@@ -1,4 +1,7 @@
-"""A set of page numbers kept as runs of neighbours, which are removed together."""
+"""Keep a set of page numbers as runs of neighbours, so that adjacent pages are taken together.
+
+Used by `Pool` for its free pages, and by `Borrower` for its unused ones.
+"""
 
 from __future__ import annotations
 

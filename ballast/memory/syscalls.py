@@ -1,4 +1,7 @@
-"""Linux memory calls that Python lacks, by ctypes, which releases the GIL in each."""
+"""Call Linux memory functions that Python lacks (mmap, madvise, ...), by ctypes.
+
+ctypes releases the GIL in each call.
+"""
 
 from __future__ import annotations
 

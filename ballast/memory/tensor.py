@@ -1,7 +1,7 @@
-"""Tensors and arrays over raw addresses: no copy, no ownership, nothing touched.
+"""Make CPU tensors and arrays over raw addresses, without copying, owning or touching memory.
 
-Making one over unbacked addresses is fine; reading or writing it there is a fatal signal. A view
-stays valid as long as its addresses are reserved, whatever pages come and go beneath it.
+A view may be made over unbacked addresses, but reading or writing it there is a fatal signal. It
+stays valid as long as its addresses are reserved, whichever pages back them.
 """
 
 from __future__ import annotations

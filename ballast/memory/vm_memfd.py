@@ -1,4 +1,7 @@
-"""A device made of one memfd: pages are offsets in it, and are mapped by moving page tables."""
+"""Implement `Vm` on CPU by one memfd: pages are offsets in the file, mapped by moving page tables.
+
+Used by the pool and ranges of a live CPU device, through the `Vm` protocol.
+"""
 
 from __future__ import annotations
 

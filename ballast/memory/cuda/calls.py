@@ -1,9 +1,11 @@
-"""The calls of the CUDA driver that Ballast makes, in plain values; `driver` makes them.
+"""Define the protocol of CUDA driver calls that Ballast makes; `driver` implements it.
+
+All GPU code calls the driver through this protocol, so that tests can pass a stand-in.
 
 Devices, contexts, streams, events and handles are the driver's own numbers; addresses are the
-device's unless said otherwise; sizes are bytes. Whatever fails raises DeviceError with the call's
-name and the driver's error; want of memory raises OutOfMemory, and an error after which the process
-cannot use the GPU any more raises DeviceLost. Calls marked *current* need a context that is current
+device's unless noted; sizes are bytes. A failing call raises DeviceError with the call's name and
+the driver's error; lack of memory raises OutOfMemory, and an error after which the process cannot
+use the GPU any more raises DeviceLost. Calls marked *current* need a context that is current
 in the calling thread. All release the GIL.
 """
 

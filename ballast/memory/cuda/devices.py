@@ -1,4 +1,7 @@
-"""GPUs and MIG slices of this machine, by NVML. Nothing is ever set."""
+"""List the GPUs and MIG slices of this machine, by NVML. Read-only: changes no setting of a GPU.
+
+Used by the GPU machine to find its device, and by `doctor`.
+"""
 
 from __future__ import annotations
 

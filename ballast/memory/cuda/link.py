@@ -1,4 +1,7 @@
-"""The link between host memory and a GPU: copies on two streams, one for each direction."""
+"""Transfer bytes between host memory and a GPU: the `Link` of a GPU, on one stream each way.
+
+Used by the GPU machine to activate models' weights; the engine sees it as `Link` only.
+"""
 
 from __future__ import annotations
 

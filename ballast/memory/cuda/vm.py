@@ -1,4 +1,8 @@
-"""`Vm` of a GPU: pages are handles of the driver, created once and mapped where needed."""
+"""Implement `Vm` on a GPU by CUDA virtual memory management: pages are driver handles.
+
+Used by the pool and ranges of a live GPU, through the `Vm` protocol; `vm_memfd` is its counterpart
+on CPU.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""The memory of a tensor-parallel group as one device: a page is one page on every rank.
+"""Implement `Vm` over all ranks of a tensor-parallel group: a page is one page on every rank.
+
+Used by the group's machine on the first rank, so that the engine sees one device.
 
 ::
 
     rank 0 (own)   range A  [ 7 ][ 8 ][ - ]     pages and indices are the same on all ranks,
     rank 1         range A' [ 7 ][ 8 ][ - ]     addresses are each rank's own
 
-What is done to pages is done on all ranks or on none: where one cannot, what others have done is
-undone, and its answer is the group's.
+Each operation is carried out on all ranks or on none: if one rank fails, the others undo theirs,
+and its error or shortage is the group's result.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _EMPTY = -1
 
 
 class GroupVm:
-    """Implements `Vm` over the vms of all ranks, which nobody else may use.
+    """Implements `Vm` over the vms of all ranks, which must not be used otherwise.
 
     Ranges are the first rank's. Pages are neither exported nor attached.
     """
