@@ -31,7 +31,7 @@ class CostEstimator:
 
     def __init__(self, prior: StepCosts) -> None:
         self.costs = prior
-        """As of the last fit."""
+        """Estimated costs, as of the last fit."""
         self._prior = (
             prior.base,
             prior.per_token,
@@ -50,8 +50,8 @@ class CostEstimator:
         self._next_fit = 1
 
     def observe(self, load: JobLoad, seconds: float) -> None:
-        """Take in a job that has ended, less the seconds in which it waited for layers; one that
-        took no time tells nothing."""
+        """Add the measurement of an ended job; `seconds` without waiting for layers. Jobs of no
+        duration are ignored."""
         if seconds <= 0:
             return
         tokens, _, pairs, sequences, context = load
@@ -85,7 +85,7 @@ class CostEstimator:
         self.costs = StepCosts(base, per_token, per_sequence, per_context, per_pair)
 
     def _scaled_prior(self) -> Sequence[float]:
-        """The prior times what fits the jobs best."""
+        """Return the prior, scaled to fit the measured jobs best."""
         n = range(len(self._prior))
         products = sum(self._sums[i] * self._prior[i] for i in n)
         squares = sum(self._product(i, j) * self._prior[i] * self._prior[j] for i in n for j in n)

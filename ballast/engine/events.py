@@ -52,7 +52,7 @@ from ballast.engine.state import DeviceState
 
 
 def handle(state: DeviceState, event: Event) -> list[Output]:
-    """Take a fact in; returns what clients are to be told."""
+    """Apply an event to the state; return outputs for clients."""
     return _HANDLERS[type(event)](state, event)
 
 
@@ -153,7 +153,7 @@ def _transfer_done(state: DeviceState, event: TransferDoneEvent) -> list[Output]
 
 
 def _opened(state: DeviceState, event: FirstJobReadyEvent) -> list[Output]:
-    """A model's first job may begin; nothing, where its load has ended meanwhile."""
+    """Allow a model's first job to begin; does nothing if its load has ended meanwhile."""
     for m in state.models.values():
         if m.life.transfer_id == event.transfer_id:
             m.life.open()
