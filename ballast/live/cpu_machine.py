@@ -40,8 +40,7 @@ from ballast.weights.rotor import MakeRotor
 
 
 class OnCpu:
-    """What every machine of CPUs has: plain memory, the C allocator's cap, and intra-op threads for
-    lanes."""
+    """Base of all CPU machines: plain memory, the C allocator's cap, intra-op threads for lanes."""
 
     graphs: GraphReport | None = None
     reach: GpuReach | None = None
@@ -124,7 +123,7 @@ class CpuMachine(OnCpu):
         return lambda kv: LinkSwapper(kv, self.link, clock, dirty)
 
     def allow(self, n_bytes: int) -> None:
-        """The cap of this process is the device's own."""
+        """Do nothing: this process's cap is the device's own."""
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing: no resources are left to release."""

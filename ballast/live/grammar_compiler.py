@@ -39,9 +39,9 @@ class GrammarCompiler:
         self._post, self._lost = post, lost
         self._beside, self._exempt, self._compile = beside, exempt, compile
         self._models: Mapping[str, Grammars] = {}
-        """By model; replaced, never changed."""
+        """Makers of matchers by model; the mapping is replaced, never changed."""
         self._tokenizers: dict[str, Any] = {}
-        """By `GrammarTokenizer.key`, those of models served. For the thread alone."""
+        """Tokenizers of served models, by `GrammarTokenizer.key`. Used by the thread only."""
         self._change = threading.Condition()
         """Held while `book` or `_closing` are used."""
         self.book = GrammarCache()
@@ -52,7 +52,7 @@ class GrammarCompiler:
     # -- from any thread --------------------------------------------------------------------------
 
     def serve(self, model: str, grammars: Grammars) -> None:
-        """Requests for a model may come; their matchers are made by `grammars`."""
+        """Accept requests for a model, whose matchers `grammars` makes."""
         self._models = {**self._models, model: grammars}
 
     def forget(self, model: str) -> None:
@@ -60,7 +60,7 @@ class GrammarCompiler:
         self._models = {name: g for name, g in self._models.items() if name != model}
 
     def close(self) -> None:
-        """End the thread when it has compiled what it is at."""
+        """End the thread after the grammar that it is compiling."""
         with self._change:
             self._closing = True
             self._change.notify()
@@ -98,7 +98,7 @@ class GrammarCompiler:
             log.critical("the thread that compiles grammars has ended", exc_info=True)
 
     def _next(self) -> tuple[CachedGrammar, GrammarTokenizer] | None:
-        """The next grammar to be compiled, waited for; None: the thread ends."""
+        """Wait for the next grammar to compile and return it; None: the thread ends."""
         with self._change:
             while not self._closing:
                 entry = self.book.next()
@@ -135,7 +135,7 @@ class GrammarCompiler:
         return self._tokenizers[tokenizer.key]
 
     def _ready(self, entry: CachedGrammar, request_id: str) -> None:
-        """Let a request go on with a grammar that is compiled."""
+        """Resume a request whose grammar has been compiled."""
         assert entry.compiled is not None
         entry.users[request_id].hold(request_id, entry.compiled)
         self._post(GrammarReadyEvent(request_id))

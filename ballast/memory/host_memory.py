@@ -13,7 +13,7 @@ _LIMITS = (
 """Files of a control group's limit and use, of version 2 and of version 1."""
 
 Bound = tuple[int, str]
-"""Bytes, and who sets this bound."""
+"""(bytes, name of what sets this bound)."""
 
 
 def available(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Bound:

@@ -44,7 +44,7 @@ class Runs:
             self._add(first, length)
 
     def _add(self, first: int, length: int) -> None:
-        """Pages that follow each other."""
+        """Add a run of `length` pages from `first`."""
         after = first + length
         before = self._first.get(first - 1)
         if before is not None:

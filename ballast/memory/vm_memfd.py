@@ -164,7 +164,7 @@ class MemfdVm:
             self._has_tables[first : first + n] = bytes(n)
 
     def attach(self, exported: Exported) -> int:
-        """Raises DeviceError, with `exported.fd` left open, if the file is not what was said."""
+        """Raises DeviceError, with `exported.fd` left open, if the file is not as described."""
         check_attach(exported, self.page_bytes, self._file.device)
         file = DeviceFile.received(exported)
         for known in self._attached:
@@ -202,7 +202,7 @@ class MemfdVm:
         return Exported(self._file.device, self.page_bytes, self.n_pages, tuple(pages), self._fd)
 
     def fence(self) -> Latch:
-        """Done at once: `mmap` has taken effect when it returns."""
+        """Return a fence that is done already: `mmap` takes effect before it returns."""
         return Latch(done=True)
 
     def close(self) -> None:
@@ -327,7 +327,7 @@ def _reserve_aligned(n_bytes: int, alignment: int) -> int:
 
 
 def _unback(address: int, n_bytes: int) -> None:
-    """Replace what is mapped by nothing, in one step: the addresses are never up for grabs."""
+    """Replace mappings by reserved addresses in one step, so that the addresses are never free."""
     if n_bytes:
         flags = sys.MAP_PRIVATE | sys.MAP_ANONYMOUS | sys.MAP_NORESERVE | sys.MAP_FIXED
         sys.mmap(address, n_bytes, sys.PROT_NONE, flags)
