@@ -8,10 +8,11 @@ from ballast.core.cost import StepCosts
 from ballast.core.job import JobLoad
 
 _DECAY = 0.5 ** (1 / 500)
-"""Of a job's weight with each one that follows: 500 jobs later it counts half, so that estimates
+"""Factor on a job's weight with each later job: 500 jobs later it counts half, so that estimates
 follow a machine whose speed drifts."""
 _PRIOR_WEIGHT = 0.1
-"""Of the prior's proportions, in jobs: it decides what the jobs seen cannot tell apart."""
+"""Weight of the prior's proportions, in jobs: these decide where jobs cannot tell coefficients
+apart."""
 _MOST_BETWEEN = 64
 """Jobs after which a new fit is due at the latest."""
 _SWEEPS = 40

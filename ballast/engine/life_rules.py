@@ -48,7 +48,7 @@ class RemapPhase(enum.Enum):
     """Phase of a change of the layers that rotate."""
 
     STILL = "still"
-    """None is wanted."""
+    """No change is ordered."""
     ORDERED = "ordered"
     """A change is ordered; it waits for the end of the job in flight."""
     SETTLING = "settling"
@@ -61,7 +61,7 @@ class SwapPhase(enum.Enum):
     """Phase of a change of the layers whose KV rotates."""
 
     STILL = "still"
-    """None is wanted."""
+    """No change is ordered."""
     ORDERED = "ordered"
     """A change is ordered; it begins when no job is in flight."""
     MOVING = "moving"

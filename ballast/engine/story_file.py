@@ -39,7 +39,7 @@ class StoryFile:
         most_bytes: int | None = None,
         parts: int = 1,
     ) -> None:
-        """What is there stays: a worker that replaces another goes on with its story, whose last
+        """Open the file to append: a worker that replaces another continues its story, whose last
         lines were written when they happened. Raises OSError if it cannot be opened."""
         import msgspec  # here: where no story is written to a file, it need not be installed
 

@@ -35,10 +35,10 @@ from ballast.weights.sharding import Shard
 log = logging.getLogger(__name__)
 
 QUIET_SECONDS = 0.05
-"""Without a job on a lane, before it looks whether a graph can be recorded: longer than a lane
-waits between two steps of the same requests."""
+"""Seconds that a lane has no job before it tries to record a graph: longer than a lane waits
+between two steps of the same requests."""
 RUNS = 8
-"""Of one bucket without a graph, after which jobs wait while it is recorded."""
+"""Runs of one bucket without a graph after which jobs wait for its recording."""
 MOST_PAUSES = 0.05
 """Largest fraction of time that jobs wait for recordings."""
 

@@ -204,7 +204,7 @@ PAUSE = 1e-3
 
 
 def _bound_by_operator() -> bool:
-    """Whether the environment says where OpenMP's threads run, or that nobody is to say."""
+    """Return whether the environment configures the binding of OpenMP's threads to CPUs."""
     return any(name in os.environ for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"))
 
 

@@ -128,9 +128,10 @@ class AllocatorCap:
         return self._renewal is not None
 
     def check(self, *, alone: bool = True) -> bool:
-        """Trim if over the cap (milliseconds; the look alone some 20 us); whether under it now.
+        """Trim the heap if over the cap; return whether memory is within the cap now.
 
-        `alone`: no job runs, so that what there is now may count as the base, if that is asked for.
+        Checking takes some 20 us, trimming milliseconds. `alone`: no job runs, so that a pending
+        renewal may take the present memory as the base.
         """
         if self._renewal is not None and alone:
             self.n_bytes, forget = self._renewal

@@ -23,9 +23,9 @@ class Copy:
 
 
 _PREFAULT_BYTES = 256 * KiB
-"""The target of a copy, unless it is there already, is entered into the page tables so much at a
-time: a fresh mapping fills about 1.5 times faster than by faults, and a missing one is an error
-instead of a fatal signal. Entering what is there takes half as long as the copy, asking a tenth."""
+"""Bytes of a copy's target that are entered into the page tables at a time, if they are not yet: a
+fresh mapping fills about 1.5 times faster than by faults, and a missing one is an error instead of
+a fatal signal. Entering present pages takes half as long as the copy, checking a tenth."""
 
 
 def copy_now(dst: int, src: int, n_bytes: int) -> None:

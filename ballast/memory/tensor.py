@@ -38,7 +38,8 @@ def array_at(
     dtype: np.dtype[Any] | type[np.generic] | str,
     strides: Sequence[int] | None = None,
 ) -> np.ndarray[Any, Any]:
-    """As `tensor_at`, for kernels: bfloat16 goes as uint16. Strides count elements, not bytes."""
+    """Make an array like `tensor_at`, for kernels: bfloat16 is passed as uint16. Strides count
+    elements, not bytes."""
     kind: np.dtype[Any] = np.dtype(dtype)
     n_bytes = _span(shape, strides) * kind.itemsize
     _check(address, kind.itemsize)

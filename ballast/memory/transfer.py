@@ -138,7 +138,7 @@ class HostLink:
         self._copy_bytes = copy_bytes
         self._measured = PRIOR_BYTES_PER_SECOND
         self._due = 0.0
-        """Of a paced link: time by which all batches so far should have been carried."""
+        """Time by which a paced link should have carried all batches so far."""
         self._sides: StartTimeFairQueues[Direction, StartTimeFairQueues[str, Transfer]] = (
             StartTimeFairQueues()
         )

@@ -194,7 +194,8 @@ class MemfdVm:
         return sys.maps().count(b"\n")
 
     def physical_bytes(self) -> int:
-        """Memory the device occupies now, whoever maps it: what counts against the budget."""
+        """Return the bytes of memory that the device occupies now, as counted against the budget,
+        whichever processes map them."""
         return os.fstat(self._fd).st_blocks * 512
 
     def export(self, pages: Sequence[int]) -> Exported:

@@ -38,7 +38,7 @@ class GroupVm:
         self.page_bytes, self.n_pages = own.page_bytes, own.n_pages
         self._vms = (own, *others)
         self._ranges: dict[int, tuple[Range, ...]] = {}
-        """By the base of the first rank's: the same range on each rank."""
+        """Ranges on all ranks, by the base address of the first rank's range."""
         self._slots: dict[int, array[int]] = {}
         self._bases: list[int] = []
         """Bases of all ranges, ascending; replaced, never mutated."""
@@ -114,8 +114,8 @@ class GroupVm:
         self._slots[range.base][at : at + n] = array("i", [_EMPTY]) * n
 
     def populate(self, pages: Sequence[int]) -> Short | None:
-        """As with one vm, pages populated before memory ran out have it until they are discarded;
-        on ranks that had enough these are all."""
+        """Populate pages on all ranks. As with one vm, pages populated before memory ran out keep
+        it until they are discarded; on ranks with enough memory, these are all pages."""
         for vm in self._vms:
             short = vm.populate(pages)
             if short is not None:
