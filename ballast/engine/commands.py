@@ -1,8 +1,8 @@
 """Carry out operators' commands within a device's loop, and report when each has ended.
 
-Used by `Loop` only. Commands (activate, evict, join, leave, change, lend, recall) become the same
-actions that policies use. Loading a model into the host tier is done before, by
-`ballast.live.command_executor`.
+Used by `Loop` only. Commands are activate, evict, join, leave, change, lend and recall; where
+policies have the same action, `apply` carries it out. A model is loaded into the host tier before,
+by `ballast.live.command_executor`.
 """
 
 from __future__ import annotations

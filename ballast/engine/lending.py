@@ -1,8 +1,7 @@
 """Handle leases in a device's loop: lend and recall pages, borrow and return pages.
 
 Part of `DeviceState`; joins `Lender` and `Borrower` of `ballast.memory.lending` to the loop's
-events and messages. The controller decides which devices lend; this module sends through `send`
-only, and knows no sockets.
+events and messages. Messages to other devices go through `send` only: no sockets are used here.
 """
 
 from __future__ import annotations

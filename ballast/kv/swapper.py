@@ -1,7 +1,7 @@
 """Protocol for swapping KV of rotating layers between device and host.
 
-Implemented by `LinkSwapper` (CPU), `EventSwapper` (GPU), the tensor-parallel group and the
-simulator. The engine calls it between jobs only; copies are made within jobs.
+Implemented by `LinkSwapper` (CPU), `EventSwapper` (GPU) and the simulator; tensor-parallel groups
+have none. The engine calls it between jobs only; copies are made within jobs.
 """
 
 from __future__ import annotations

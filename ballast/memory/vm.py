@@ -1,7 +1,7 @@
 """Define the protocol of a device's virtual memory: reserve ranges, map pages, export, fence.
 
 Used by the pool, ranges, lending and machines. Implemented by `vm_memfd` (CPU), `cuda.vm` (GPU),
-`group.vm` (tensor-parallel ranks) and `vm_null` (virtual time and tests).
+`group.vm` and the cluster's `RemoteVm` (tensor-parallel ranks), and `vm_null` (virtual time).
 
 ::
 
