@@ -4,7 +4,7 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 `transport`. Here policies and memory meet: `loop` asks, `apply` acts.
 
 - `activation_rate`: Learned rate of bringing weights to the device.
-- `admission`: Which requests a model can take, and when an output ends.
+- `admission`: Checks of new requests, and the end of an output.
 - `apply`: Apply a policy's actions; each may refuse, with a reason.
 - `batch`: Running and paused requests of one model.
 - `build`: Build one device's engine from memory, link, clock and models.
@@ -15,16 +15,16 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `dispatcher`: Start jobs: choose a model, form its next job, hand it to the runner.
 - `events`: How each event changes the device's state.
 - `head_start`: When a model's first job may begin while its weights still arrive.
-- `jobs`: The end of a job: its tokens, KV, and what waited for it.
+- `jobs`: The end of a job: its tokens, its KV, and actions that waited for it.
 - `kv_swap`: Jobs that change which layers' KV is swapped.
 - `lanes`: Jobs that run at once, and each one's share of compute.
 - `layer_remap`: Change which layers rotate, or evict a model.
 - `leaps`: Account for many decode steps at once, in virtual time.
-- `lending`: Leases of this device, as its loop handles them.
+- `lending`: Leases of pages with other devices, as this device's loop handles them.
 - `life_rules`: The states of a model's life, and the table of its transitions.
 - `life`: A model's life on a device, as a state machine.
 - `loop`: One turn: take events, decide, dispatch jobs, send outputs.
-- `migration`: Requests that leave for another device with their KV, and KV that arrives.
+- `migration`: Export and import of running requests' KV between devices.
 - `model`: One model on one device: weights, KV cache, costs, requests.
 - `pausing`: Pause and resume of requests.
 - `plan`: Form a model's next job: decodes, prefill chunks, admissions.
@@ -32,8 +32,8 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `queue_deadlines`: Deadlines of requests that wait for admission.
 - `report`: The `DeviceReport` of a device, read without stopping it.
 - `return_borrowed`: Move KV out of borrowed pages that are recalled.
-- `sizing`: Memory set aside for jobs, and which models fit beside it.
-- `state`: `DeviceState`: what is true on one device.
+- `sizing`: Memory set aside for jobs, and the check that models fit beside it.
+- `state`: `DeviceState`: all facts of one device.
 - `story_file`: A story as JSON lines in files of bounded size.
 - `story_snapshot`: The first entry of a story: the state that its turns depend on.
 - `views`: `DeviceView` of a state, with only changed models made anew.

@@ -1,4 +1,4 @@
-"""Learn how quickly weights are brought to a device from activations that have ended."""
+"""Estimate the rate, in bytes per second, at which activations bring weights to a device."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class ActivationRate:
 
     def __init__(self) -> None:
         self._ordered: dict[int, float] = {}
-        """When each transfer on its way was ordered, by number, in seconds."""
+        """Time at which each transfer in flight was ordered, by its number, in seconds."""
         self._last_end = float("-inf")
         self._bytes = self._seconds = 0.0
         """Decayed sums over activations that have ended."""
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Mean over the last activations; None: none has ended."""
+        """Decayed mean rate over ended activations; None: none has ended."""
         return self._bytes / self._seconds if self._seconds else None
 
     def begin(self, transfer: int, now: float) -> None:
-        """A transfer of weights has been ordered."""
+        """Record that a transfer of weights has been ordered."""
         self._ordered[transfer] = now
 
     def end(self, transfer: int, n_bytes: int, now: float, *, failed: bool) -> None:
-        """That transfer of so many bytes has ended; one that failed is no measure."""
+        """Record the end of a transfer of `n_bytes`; a failed one is not counted."""
         seconds = now - max(self._ordered.pop(transfer), self._last_end)
         self._last_end = now
         if failed or n_bytes <= 0 or seconds <= 0:

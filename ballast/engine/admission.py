@@ -1,4 +1,8 @@
-"""Which requests a model takes in, and where their outputs end."""
+"""Check requests that arrive, and decide when a request's output ends.
+
+Used by the handling of events (fit or refuse an arrival) and of ended jobs (finish reason).
+Allocates no blocks: `plan` admits waiting requests.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from ballast.engine.model import ModelState
 
 
 def fitted(s: Submission, m: ModelState, room: int) -> Submission:
-    """An open-ended request asks for no more than `room` pages hold; an embedding has no output."""
+    """Return a submission with `max_tokens` bounded: for an open-ended request by the KV that
+    `room` pages hold, for an embedding by 0."""
     if s.embed:
         return replace(s, max_tokens=0)
     if not s.open_ended:
@@ -23,9 +28,9 @@ def fitted(s: Submission, m: ModelState, room: int) -> Submission:
 
 
 def refusal(s: Submission, m: ModelState, adapter: int | None, room: int) -> tuple[str, str] | None:
-    """(code, reason) for a request that is not accepted.
+    """Return (code, reason) if a request must be refused; None: it is accepted.
 
-    `room`: pages of KV that one request could have with the device to itself.
+    `room`: pages of KV that one request could have alone on the device.
     """
     if m.residency is Residency.FAILED:
         return "model_failed", f"the weights of {s.model!r} could not be brought in"
@@ -66,20 +71,20 @@ def refusal(s: Submission, m: ModelState, adapter: int | None, room: int) -> tup
 
 
 def finish_reason(m: ModelState, s: Submission, last: int, generated: int) -> str | None:
-    """Why an output of `generated` tokens ends with `last`, if it does."""
+    """Return the reason why an output of `generated` tokens ends with `last`; None: it goes on."""
     if last in s.stop_token_ids or (not s.ignore_eos and last in m.spec.eos_token_ids):
         return "stop"
     return "length" if generated >= s.max_tokens else None
 
 
 def _paused_in_queue(m: ModelState) -> list[Request]:
-    """Paused requests that take a place in the queue: those that have not been admitted yet. A
-    client that does not read its answer takes none."""
+    """Return paused requests that count as queued: those that have never been admitted. Requests
+    paused later, because their client does not read, do not count."""
     return [r for r in m.paused.values() if r.admitted_at is None]
 
 
 def _unknown_token(s: Submission, vocab: int) -> int | None:
-    """A token of a request that the model does not have."""
+    """Return a token id of a request that is outside the vocabulary; None: there is none."""
     biased = (token for token, _ in s.sampling.logit_bias)
     for tokens in (s.prompt, s.resumed or (), s.sampling.banned, tuple(biased)):
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:

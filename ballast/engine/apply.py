@@ -1,4 +1,8 @@
-"""Do what a policy asked for, one function per action; each may refuse and says why."""
+"""Carry out policies' actions on a device's state, one function for each action.
+
+Called with the actions of the memory policy, of operators' commands and of recalled leases. Each
+action is carried out wholly or refused with a reason; nothing is decided here.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ Refusal = str | None
 def apply(state: DeviceState, action: Action, outputs: list[Output]) -> Refusal:
     """Carry `action` out, wholly or not at all. Returns the reason if it was refused.
 
-    What clients must be told as a consequence is appended to `outputs`.
+    Outputs for clients that follow from it are appended to `outputs`.
     """
     if isinstance(action, Recall):
         out = state.lending.recall(action.to, action.pages, state.now + action.seconds)

@@ -1,8 +1,8 @@
-"""The requests of one model that run, and those that are paused.
+"""Hold the running requests of one model (`Batch`) and the paused ones (`Paused`).
 
-What policies see of these requests changes by the methods here, which count their changes in
-`version`, so that a snapshot knows whether it is stale. Those that a policy should be asked about
-count in `news` as well.
+Both are parts of `ModelState`. The fields of these requests that policies see must be changed by
+the methods here only: these count changes in `version`, by which stale snapshots are found, and in
+`news` where a policy should decide again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Batch(Sequence[Request]):
 
     def __init__(self) -> None:
         self.version = ChangeCounter()
-        """Grows with every change."""
+        """Counts all changes."""
         self.news = ChangeCounter()
-        """Grows with every request that ends, or is preempted or paused."""
+        """Counts requests that end, or are preempted or paused."""
         self._requests: list[Request] = []
         self._leaving: list[Request] = []
 
@@ -40,11 +40,11 @@ class Batch(Sequence[Request]):
 
     @property
     def leaving(self) -> Sequence[Request]:
-        """Requests in flight that are to be preempted when the job ends."""
+        """Requests in flight that will be preempted when their job ends."""
         return self._leaving
 
     def add(self, request: Request) -> None:
-        """Put a request in its place."""
+        """Insert a request in order of `Request.order`."""
         requests, at = self._requests, len(self._requests)
         while at > 0 and requests[at - 1].order > request.order:
             at -= 1
@@ -52,30 +52,30 @@ class Batch(Sequence[Request]):
         self.version.n += 1
 
     def remove(self, request: Request) -> None:
-        """Take a request out. Raises ValueError if it is not in the batch."""
+        """Remove a request. Raises ValueError if it is not in the batch."""
         self._requests.remove(request)
         self.version.n += 1
         self.news.n += 1
 
     def begin(self, requests: Iterable[Request]) -> None:
-        """These requests are in flight."""
+        """Mark requests as in flight: a job that contains them has begun."""
         for r in requests:
             r.in_flight = True
         self.version.n += 1
 
     def end(self, requests: Iterable[Request]) -> None:
-        """These requests are in flight no more."""
+        """Mark requests as no longer in flight: their job has ended."""
         for r in requests:
             r.in_flight = False
         self.version.n += 1
 
     def compute(self, request: Request, n: int) -> None:
-        """There is KV of a request's first `n` tokens."""
+        """Record that KV of a request's first `n` tokens has been computed."""
         request.computed = n
         self.version.n += 1
 
     def extend(self, request: Request, token: int, at: float) -> None:
-        """A request has generated one more token, at a time on the device's clock."""
+        """Append a generated token to a request; `at`: seconds on the device's clock."""
         request.tokens.append(token)
         request.last_token_at = at
         if request.first_token_at is None:
@@ -83,13 +83,13 @@ class Batch(Sequence[Request]):
         self.version.n += 1
 
     def leave(self, request: Request) -> None:
-        """Preempt a request in flight when its job ends."""
+        """Mark a request in flight to be preempted when its job ends."""
         if request not in self._leaving:
             self._leaving.append(request)
             self.version.n += 1
 
     def left(self) -> list[Request]:
-        """Returns those that were to be preempted, and forgets that they were."""
+        """Return the requests marked by `leave`, and remove the marks."""
         leaving, self._leaving = self._leaving, []
         self.version.n += 1
         return leaving
@@ -100,7 +100,7 @@ class Paused(Mapping[str, Request]):
 
     def __init__(self) -> None:
         self.version = ChangeCounter()
-        """Grows with every change, like `news`."""
+        """Counts all changes, like `news`."""
         self.news = ChangeCounter()
         self._requests: dict[str, Request] = {}
 
@@ -114,13 +114,13 @@ class Paused(Mapping[str, Request]):
         return self._requests[id]
 
     def add(self, request: Request) -> None:
-        """Keep a request that has just been paused."""
+        """Add a request that has just been paused."""
         self._requests[request.id] = request
         self.version.n += 1
         self.news.n += 1
 
     def remove(self, request: Request) -> None:
-        """Let a request go. Raises KeyError if it is not paused."""
+        """Remove a request. Raises KeyError if it is not paused."""
         del self._requests[request.id]
         self.version.n += 1
         self.news.n += 1

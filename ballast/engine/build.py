@@ -1,4 +1,7 @@
-"""Put one device's engine together, on whatever memory, link, clock and models it is given."""
+"""Build the state of one device's engine from the memory, link, clock and models passed in.
+
+Used by live devices, by the simulator, by story replay, and for models that join a live device.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ ARENA = "arena:lanes"
 GRAPHS = "arena:graphs"
 """Owner of the pages that account for CUDA graphs."""
 CopyNow = Callable[[int, int, int], None]
-"""(destination address, source address, bytes): a copy that has ended when it returns."""
+"""Synchronous copy: (destination address, source address, bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +59,13 @@ def build_state(
     make_swapper: MakeSwapper | None = None,
     refuse: Callable[[str, Exception], object] | None = None,
 ) -> DeviceState:
-    """The state of a device on which no model is resident yet.
+    """Build the state of a device on which no model is resident yet.
 
-    The lanes' activation arena, sized by the largest jobs any of the models may run, is taken from
-    the pool first. `make_rotor`: what brings layers that rotate; None: none can. `make_swapper`:
-    what swaps KV that lies layer by layer; None: it does not. `refuse` is called with the name of a
-    model that cannot be placed, and what was raised; the others are there. Raises ConfigError where
-    the budget cannot hold the arena, and without `refuse` whatever placing a model raises.
+    The lanes' activation arena, sized by the largest jobs of the models, is allocated first.
+    `make_rotor`: factory of rotors; None: no layer can rotate. `make_swapper`: factory of KV
+    swappers; None: KV is not swapped. `refuse` is called with the name of a model that cannot be
+    placed and the exception; the other models are placed. Raises ConfigError if the budget cannot
+    hold the arena, and, without `refuse`, the exception of a model that cannot be placed.
     """
     pool = Pool(vm, settings.budget_bytes // settings.page_bytes)
     lending = Lending(pool, Borrower(pool, vm, settings.name), settings.name)
@@ -129,8 +132,8 @@ def build_model(
     make_rotor: MakeRotor | None = None,
     make_swapper: MakeSwapper | None = None,
 ) -> ModelState:
-    """A model of which nothing is resident; `shared`: by digest, what is not its own alone. Where
-    no `costs` are given they are learned from its jobs."""
+    """Build the state of a model that is not resident. `shared`: segments that other models have
+    too, by digest. Without `costs`, costs are learned from the model's jobs."""
     layered = make_swapper is not None or settings.kv_layout is KvLayout.PER_LAYER
     kv = KvCache(
         hosted.spec,
@@ -154,7 +157,7 @@ def build_model(
 def build_newcomer(
     state: DeviceState, hosted: Hosted, copy: CopyNow, costs: StepCosts | None = None
 ) -> tuple[ModelState, dict[str, SharedSegment]]:
-    """A model that may join a device, and the segments that are shared for its sake."""
+    """Build a model that may join a device; returns it and the segments that it newly shares."""
     present = tuple(state.models.values())
     known = {
         digest: segment.shared
@@ -183,7 +186,7 @@ def build_newcomer(
 
 
 def _mover(kv: KvCache, copy: CopyNow) -> Callable[[int, int], None]:
-    """Copies one block of `kv` onto another."""
+    """Return a function that copies one block of `kv` onto another."""
 
     def move(source: int, target: int) -> None:
         copy(kv.block_address(target), kv.block_address(source), kv.layout.block_bytes)
@@ -194,7 +197,8 @@ def _mover(kv: KvCache, copy: CopyNow) -> Callable[[int, int], None]:
 def _layered_mover(
     kv: KvCache, swapper: KvSwapper | None, copy: CopyNow
 ) -> Callable[[int, int], None]:
-    """The same, layer by layer, each where it is between jobs."""
+    """Return the same for layer-major KV: it copies each layer on the device, or, if it rotates,
+    on the host."""
     to_host = None if swapper is None else swapper.host
 
     def move(source: int, target: int) -> None:

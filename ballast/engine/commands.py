@@ -1,4 +1,9 @@
-"""What operators ask of a device: done by the means that policies have, told when it has ended."""
+"""Carry out operators' commands within a device's loop, and report when each has ended.
+
+Used by `Loop` only. Commands are activate, evict, join, leave, change, lend and recall; where
+policies have the same action, `apply` carries it out. A model is loaded into the host tier before,
+by `ballast.live.command_executor`.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +38,14 @@ from ballast.engine.views import device_view
 from ballast.weights.shared import SharedSegment
 
 CommandEnded = Callable[[str, str | None], None]
-"""(id of the operation, why it was not done; None: it was)."""
+"""Called with (id of the command, reason why it failed; None: it succeeded)."""
 Refusal = str | None
 REMOVED = "the model is being removed from this server"
 
 
 class CommandHandler:
-    """Operations that were begun and have not ended. Used by the loop's thread, but for `ready`."""
+    """Begins commands and keeps those that have not ended. All but `ready` is used by the loop's
+    thread only."""
 
     def __init__(
         self,
@@ -53,13 +59,14 @@ class CommandHandler:
         self._story = story
         self._answered = answered or (lambda id, refusal: None)
         self.pending: dict[str, LoopCommand] = {}
-        """By id."""
+        """Commands that have begun and not ended, by id."""
         self.ready: dict[str, tuple[ModelState, dict[str, SharedSegment]]] = {}
-        """Models that may join, by name, and the segments that are shared for their sake: put in
-        by whoever has made them, before `Join` is asked for."""
+        """Models that may join, by name, with the segments that they share with other models.
+
+        Set by the command executor before it posts `Join`."""
 
     def begin(self, event: CommandEvent, outputs: list[Output]) -> None:
-        """Do it, or begin to. It comes before what a policy has set pages aside for."""
+        """Carry a command out, or begin to. It takes precedence over pages promised to claims."""
         self._state.promises.withdraw()
         refused = self._try(event.command, outputs)
         self._story.record_decision(self._state.now, event.command, refused, by="operator")
@@ -69,8 +76,8 @@ class CommandHandler:
             self._answered(event.id, refused)
 
     def settle(self, outputs: list[Output]) -> None:
-        """End what can end, now that something has happened."""
-        # The last first: what it ends, an earlier one may have waited for.
+        """End pending commands that are complete or have failed; called after events."""
+        # The last first: an earlier command may have waited for its end.
         for id, wanted in reversed(list(self.pending.items())):
             over, refusal = self._look(wanted, outputs)
             if over:
@@ -78,7 +85,7 @@ class CommandHandler:
                 self._answered(id, refusal)
 
     def give_up(self, why: str) -> None:
-        """The loop ends: nothing that is pending will be done."""
+        """Fail all pending commands, because the loop ends."""
         for id in self.pending:
             self._answered(id, why)
         self.pending.clear()
@@ -126,7 +133,9 @@ class CommandHandler:
         return None
 
     def _join(self, name: str, outputs: list[Output]) -> Refusal:
-        """All it takes is there, or nothing changes."""
+        """Add a prepared model to the device, or change nothing and return the reason.
+
+        Needs room for its weights and KV, and pages for its largest jobs' activations."""
         state, settings = self._state, self._state.settings
         m, shared = self.ready.pop(name)
         self._story.record_join(model_entry(m))
@@ -158,7 +167,8 @@ class CommandHandler:
         return None
 
     def _grow_arena(self, pages: int, outputs: list[Output]) -> bool:
-        """Whether the arena has so many pages, with what is free and what the policy frees."""
+        """Grow the arena to `pages`, from free pages and those that the policy frees; return
+        whether it succeeded."""
         state = self._state
 
         def missing() -> int:
@@ -174,7 +184,7 @@ class CommandHandler:
         return state.arena.resize(pages * state.settings.page_bytes) is None
 
     def _apply(self, action: Action, outputs: list[Output]) -> None:
-        """Do what the policy has asked for in order that an operation can be done."""
+        """Apply and record an action by which the policy makes a command possible."""
         refused = apply(self._state, action, outputs)
         self._story.record_decision(self._state.now, action, refused)
 
@@ -207,7 +217,7 @@ class CommandHandler:
     # -- what each ends with ----------------------------------------------------------------------
 
     def _look(self, wanted: LoopCommand, outputs: list[Output]) -> tuple[bool, Refusal]:
-        """Whether it has ended, and why it was not done if so."""
+        """Return whether a command has ended, and the reason if it has failed."""
         state = self._state
         if isinstance(wanted, Recall):
             return not state.lending.awaits(wanted.to), None

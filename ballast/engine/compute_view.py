@@ -1,4 +1,8 @@
-"""What compute policies see of a device: models that could run a job, and what each would run."""
+"""Build the view of compute policies: models that could run a job, and the requests in each job.
+
+Used by `Dispatcher` before it asks the compute policy which model runs next, and by the simulator's
+leaps. Reads the state only.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,18 @@ from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 
 Looked = Callable[[str], None]
-"""Called with a model before what it could run is looked up."""
+"""Called with a model's name before the policy reads that model's work."""
 MOST_PROMPTS = 8
-"""Waiting requests of each model that a policy sees: those that come next."""
+"""Most waiting requests of each model that a compute policy sees: the first in the queue."""
 
 
 def runnable(state: DeviceState) -> list[ModelState]:
-    """Models that could run a job now."""
+    """Return the models that could run a job now."""
     return [m for m in state.models.values() if could_run(state, m)]
 
 
 def could_run(state: DeviceState, m: ModelState) -> bool:
-    """Whether a model could run a job now."""
+    """Return whether a model could run a job now."""
     life = m.life
     if not life.ready:
         return False
@@ -32,15 +36,17 @@ def could_run(state: DeviceState, m: ModelState) -> bool:
 
 
 def admissible(state: DeviceState, m: ModelState) -> bool:
-    """Whether the first waiting request may be admitted, if it finds pages."""
+    """Return whether the first waiting request may be admitted, if it finds pages.
+
+    False after a refusal until memory has been freed."""
     return bool(m.waiting) and not m.held and m.blocked != (m.waiting.first.id, state.freed)
 
 
 def compute_view(
     state: DeviceState, models: Iterable[ModelState], looked: Looked | None = None
 ) -> ComputeView:
-    """A frozen snapshot of runnable `models`; what each would run is looked up when asked for, and
-    is that of this moment."""
+    """Return a snapshot of runnable `models`. Each model's work is looked up when the policy reads
+    it, from the state at that moment; `looked` is called before."""
 
     def work_of(name: str) -> WorkView:
         if looked is not None:

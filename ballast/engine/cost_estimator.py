@@ -1,4 +1,4 @@
-"""Learn what a model's jobs cost from those that have ended."""
+"""Estimate the duration of a model's jobs from the measured durations of ended jobs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from ballast.core.cost import StepCosts
 from ballast.core.job import JobLoad
 
 _DECAY = 0.5 ** (1 / 500)
-"""Of a job's weight with each one that follows: 500 jobs later it counts half, so that estimates
+"""Factor on a job's weight with each later job: 500 jobs later it counts half, so that estimates
 follow a machine whose speed drifts."""
 _PRIOR_WEIGHT = 0.1
-"""Of the prior's proportions, in jobs: it decides what the jobs seen cannot tell apart."""
+"""Weight of the prior's proportions, in jobs: these decide where jobs cannot tell coefficients
+apart."""
 _MOST_BETWEEN = 64
 """Jobs after which a new fit is due at the latest."""
 _SWEEPS = 40
@@ -31,7 +32,7 @@ class CostEstimator:
 
     def __init__(self, prior: StepCosts) -> None:
         self.costs = prior
-        """As of the last fit."""
+        """Estimated costs, as of the last fit."""
         self._prior = (
             prior.base,
             prior.per_token,
@@ -50,8 +51,8 @@ class CostEstimator:
         self._next_fit = 1
 
     def observe(self, load: JobLoad, seconds: float) -> None:
-        """Take in a job that has ended, less the seconds in which it waited for layers; one that
-        took no time tells nothing."""
+        """Add the measurement of an ended job; `seconds` without waiting for layers. Jobs of no
+        duration are ignored."""
         if seconds <= 0:
             return
         tokens, _, pairs, sequences, context = load
@@ -85,7 +86,7 @@ class CostEstimator:
         self.costs = StepCosts(base, per_token, per_sequence, per_context, per_pair)
 
     def _scaled_prior(self) -> Sequence[float]:
-        """The prior times what fits the jobs best."""
+        """Return the prior, scaled to fit the measured jobs best."""
         n = range(len(self._prior))
         products = sum(self._sums[i] * self._prior[i] for i in n)
         squares = sum(self._product(i, j) * self._prior[i] * self._prior[j] for i in n for j in n)

@@ -1,4 +1,8 @@
-"""Ask the memory and admission policies what to do, and apply what they decide."""
+"""Call the memory and admission policies with a view of the device, and apply their decisions.
+
+Used by the loop, the dispatcher and the command handler. Keeps the policies' memos; decides nothing
+itself.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +21,24 @@ from ballast.policy.presets import Preset
 
 
 class MemoryDecider:
-    """Keeps what the policies remember between two decisions, and when they asked to be woken."""
+    """Asks the memory and admission policies; keeps their memos and the times of their timers."""
 
     def __init__(self, state: DeviceState, preset: Preset, story: Story) -> None:
         self._state, self._story = state, story
         self.preset = preset
         """The policies that decide for the device, its compute policy included. May be replaced."""
         self._memo: object = None
-        """What the memory policy remembers."""
+        """Memo of the memory policy."""
         self._admission_memo: object = None
-        """What the admission policy remembers."""
+        """Memo of the admission policy."""
         self.wake_at: float | None = None
-        """When the memory policy asked to be woken."""
+        """Time at which the memory policy wants to decide again."""
         self.reorder_at: float | None = None
-        """When the admission policy asked to be woken: no remedy where all requests are stuck."""
+        """Time at which the admission policy wants to decide again; not a remedy if `stuck`."""
         self.expires_at: float | None = None
-        """When the next idle model's time to live is over."""
+        """Time at which the next idle model's `ttl` ends."""
         self.while_short = False
-        """Whether the memory policy asked to be woken when a request finds the pages it lacked."""
+        """Whether the memory policy wants to decide again when a shortage has ended."""
 
     def decide(self, outputs: list[Output]) -> bool:
         """Ask the policies and apply their actions; returns whether anything has changed."""
@@ -86,7 +90,7 @@ class MemoryDecider:
 
     @property
     def stuck(self) -> bool:
-        """Whether requests could run, but nothing is in flight and nothing will wake the loop."""
+        """Whether requests could run, but nothing is in flight and no event or timer will come."""
         state = self._state
         if not state.requests or state.in_flight or state.lending.awaiting:
             return False
@@ -97,9 +101,8 @@ class MemoryDecider:
     def resolve_stuck(self, outputs: list[Output], *, shared: bool) -> None:
         """Apply the policy's remedy for a device on which no request can go on.
 
-        The remedy that all policies share (`last_resort`) is applied where the policy's own one
-        changes nothing, or if `shared`: a policy without a remedy must not keep requests waiting
-        for ever.
+        The remedy shared by all policies (`last_resort`) is applied if the policy's own one changes
+        nothing, or if `shared`: no policy may keep requests waiting for ever.
         """
         if self._state.migration.forget_all():
             return

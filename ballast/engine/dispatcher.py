@@ -1,4 +1,8 @@
-"""Start jobs on idle lanes: choose a model, form its next job, hand the job to the runner."""
+"""Start jobs on idle lanes: choose a model, form its next job, hand the job to the runner.
+
+Used by the loop, once a turn, and by the simulator's leaps. The compute policy chooses the model,
+`plan` forms the job; jobs run in the `Runner`, never here.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,14 @@ ROUNDS = 8
 
 
 class Runner(Protocol):
-    """Runs jobs."""
+    """Runs jobs on lanes: threads or GPU streams when live, a cost formula in the simulator."""
 
     def start(self, job: Job) -> None:
         """Begin `job`; a `JobDoneEvent` or `JobFailedEvent` will come through the inbox."""
 
 
 class Dispatcher:
-    """Keeps the compute policy's decision and memory, and numbers the jobs of a device."""
+    """Starts a device's jobs; keeps the compute policy's decision and memo, and numbers jobs."""
 
     def __init__(
         self,
@@ -43,11 +47,11 @@ class Dispatcher:
         self.choice: ComputeDecision | None = None
         """The compute policy's decision, as long as it holds."""
         self._memo: object = None
-        """What the compute policy remembers."""
+        """Memo of the compute policy."""
         self.n_jobs = 0
         """Number of the last job."""
         self._rounds = 0
-        """Times that forming jobs may still ask the memory policy in this turn."""
+        """Times that the memory policy may still be asked while forming jobs in this turn."""
 
     def dispatch(self, outputs: list[Output]) -> None:
         """Start jobs on idle lanes while models have any, asking the memory policy about new

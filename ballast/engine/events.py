@@ -1,4 +1,8 @@
-"""How events change what is true on a device."""
+"""Handle events: apply each event of the inbox to the device's state and return outputs.
+
+Called by the loop, event by event, live and in virtual time. One function for each kind of event;
+operators' commands are handled by `commands`. Starts no jobs and asks no policy.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ from ballast.engine.state import DeviceState
 
 
 def handle(state: DeviceState, event: Event) -> list[Output]:
-    """Take a fact in; returns what clients are to be told."""
+    """Apply an event to the state; return outputs for clients."""
     return _HANDLERS[type(event)](state, event)
 
 
@@ -149,7 +153,7 @@ def _transfer_done(state: DeviceState, event: TransferDoneEvent) -> list[Output]
 
 
 def _opened(state: DeviceState, event: FirstJobReadyEvent) -> list[Output]:
-    """A model's first job may begin; nothing, where its load has ended meanwhile."""
+    """Allow a model's first job to begin; does nothing if its load has ended meanwhile."""
     for m in state.models.values():
         if m.life.transfer_id == event.transfer_id:
             m.life.open()

@@ -1,4 +1,8 @@
-"""What a job leaves behind when it ends: tokens, KV, and what had to wait for it."""
+"""End jobs: append sampled tokens, record KV, finish requests, and do what waited for the job.
+
+Called by `events` when a job has ended or failed. Preemptions, pauses, evictions and remaps that
+were ordered during the job are carried out here.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from ballast.engine.state import DeviceState
 
 
 def done(state: DeviceState, event: JobDoneEvent) -> list[Output]:
-    """It has ended well; what clients are to be told."""
+    """Handle a job that has ended successfully; return outputs for clients."""
     m = _close(state, event.job)
     now = m.last_run = state.now
     m.lane_seconds += event.seconds * state.lanes.share(event.job)
@@ -67,10 +71,10 @@ def done(state: DeviceState, event: JobDoneEvent) -> list[Output]:
 def failed(state: DeviceState, event: JobFailedEvent) -> list[Output]:
     """Fail the request of a job that had one; each of several has its next job to itself.
 
-    Returns the outputs for clients. KV that was there before the job is right: a job writes only
-    at the positions of its own work, which are computed anew. So a request that fails alone is at
-    fault, and the others go on, token for token. Each round of jobs of one request brings each of
-    them a step, however often the same company fails.
+    Returns the outputs for clients. KV from before the job is intact: a job writes only at the
+    positions of its own work, which are computed again. So a request that fails alone is at fault,
+    and the others continue with the same tokens. If requests fail only together, each round of
+    single jobs still advances each of them by a step.
     """
     m = _close(state, event.job)
     outputs: list[Output] = []
@@ -88,15 +92,16 @@ def failed(state: DeviceState, event: JobFailedEvent) -> list[Output]:
 
 
 def depart(state: DeviceState, m: ModelState, request: Request) -> list[Output]:
-    """End a request, in no job, that goes on at another device, if it may end now."""
+    """End a request that continues on another device, if it may end now. It must not be in a
+    job."""
     if not state.migration.leaves(m, request):
         return []
     return [state.end(request, RequestState.CANCELLED, CancelledOutput(request.id))]
 
 
 def _kv_is_lost(state: DeviceState, m: ModelState, requests: list[Request], reason: str) -> None:
-    """A job that was to move the model's KV has failed: its requests, which have no part in it,
-    are recomputed, and none of its KV is moved again, so that this happens once."""
+    """Handle a failed job that was to move the model's KV: preempt its requests, which are not at
+    fault, and drop all KV. KV of this model is not moved again, so that this happens once."""
     kv_swap.lose(m, reason)
     for request in requests:
         state.preempt(m, request)
@@ -107,7 +112,7 @@ def _kv_is_lost(state: DeviceState, m: ModelState, requests: list[Request], reas
 def _token(
     state: DeviceState, m: ModelState, request: Request, new: SampledToken, now: float
 ) -> list[Output]:
-    """One more token of a request's output; its last, perhaps."""
+    """Append a sampled token to a request, and finish the request if it was the last one."""
     queued = None
     if request.first_token_at is None:
         assert request.admitted_at is not None
@@ -147,7 +152,8 @@ def _close(state: DeviceState, job: Job) -> ModelState:
 
 
 def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
-    """What had to wait for the job: cancellations, preemptions, pauses, an eviction."""
+    """Carry out what waited for the job: KV moves, cancellations, departures, preemptions, pauses,
+    and the next step of the model's life (remap, eviction, failure)."""
     outputs: list[Output] = []
     if m.life.moving:
         kv_swap.end(m)

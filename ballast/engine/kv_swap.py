@@ -1,8 +1,9 @@
-"""KV of layers that rotate: how the layers change, in a job of its own that computes nothing.
+"""Change which layers' KV is swapped to the host, by a job that copies KV and computes nothing.
 
-Layers that begin to rotate are stored first, and then give their pages up; those that rotate no
-more have pages first, and then are loaded. No request of the model runs meanwhile, so that what
-is cancelled, preempted or evicted waits for the end, as with any job.
+Used by `apply` (action `SwapKv`), by the dispatcher through `DeviceState.begin_swap`, and by
+`jobs` at the job's end. Layers that begin to rotate are stored to the host, then their pages are
+freed; layers that stop rotating get pages, then are loaded. All running requests of the model are
+in this job, so that cancellations, preemptions and evictions wait for its end, as for any job.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ballast.kv.layered import MORE_SLABS
 
 
 def refusal(m: ModelState, wanted: Rotation) -> str | None:
-    """Why these layers cannot rotate now."""
+    """Return the reason why the KV of these layers cannot rotate now; None if it can."""
     n, now = m.spec.n_layers, m.kv.rotation
     if m.swapper is None:
         return "its KV does not lie layer by layer"
@@ -38,14 +39,14 @@ def refusal(m: ModelState, wanted: Rotation) -> str | None:
 
 
 def change(m: ModelState, wanted: Rotation) -> None:
-    """As soon as no job is in the way; `wanted` is not refused."""
+    """Order the change to `wanted`, which `refusal` must allow; done at once if nothing runs."""
     m.life.order_swap(wanted)
     if m.job is None and not m.running:
         _at_once(m, wanted)
 
 
 def begin(m: ModelState) -> list[SequenceWork]:
-    """The work of the job that changes its layers; none where nothing has to be copied."""
+    """Return the work of the job that copies KV for an ordered change; empty if none is needed."""
     wanted = m.life.swap_to
     if wanted is None:
         return []
@@ -67,7 +68,7 @@ def begin(m: ModelState) -> list[SequenceWork]:
 
 
 def end(m: ModelState) -> None:
-    """End that job: layers that have been stored give their pages up."""
+    """End the copying job: pages of layers that have been stored are freed."""
     wanted = m.life.swap_to
     assert wanted is not None, "it has begun"
     assert m.swapper is not None, "it would have been refused"
@@ -78,19 +79,20 @@ def end(m: ModelState) -> None:
 
 
 def lose(m: ModelState, why: str) -> None:
-    """That job has failed: what it was to move is lost, and KV of this model is moved no more."""
+    """Record that the copying job has failed: the KV that it was to move is lost, and the model's
+    KV is not swapped again."""
     m.kv.fixed = False
     m.life.lose_kv(why)
 
 
 def forget(m: ModelState) -> None:
-    """Its KV is gone, and all of its layers have pages of their own next time."""
+    """Reset the swapper after the model's KV has been cleared: no layer rotates."""
     if m.swapper is not None:
         m.swapper.turn(WHOLE)
 
 
 def _at_once(m: ModelState, wanted: Rotation) -> None:
-    """Nobody uses its KV: what is cached goes instead of being copied."""
+    """Change layers without a job, as no request uses the KV: cached prefixes are dropped."""
     assert m.swapper is not None, "it would have been refused"
     m.kv.clear()
     m.kv.turn(wanted)

@@ -1,4 +1,8 @@
-"""Which jobs run at the same time on one device, and what part of its compute each of them has."""
+"""Track the jobs in flight on a device's lanes, and divide the device's compute among them.
+
+Part of `DeviceState`, used by the dispatcher. Bookkeeping only: runners turn parts into threads or
+GPU streams.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ from ballast.core.settings import DeviceSettings
 class Lanes:
     """The lanes of a device, each idle or with one job in flight.
 
-    The device's compute consists of equal parts (threads, on a CPU), which jobs that run at the
-    same time divide among them. A job keeps its parts until it ends; one that begins while nothing
-    else could gets all that are free. So a model that is served alone loses nothing, and whoever
-    comes to it waits for one job at most.
+    The device's compute consists of equal parts (threads, on a CPU), which concurrent jobs divide
+    among them. A job keeps its parts until it ends; a job that begins while no other model could
+    run one gets all free parts. So a model that is served alone has the whole device, and another
+    model waits for one job at most.
     """
 
     def __init__(self, settings: DeviceSettings) -> None:
@@ -46,9 +50,10 @@ class Lanes:
         return None in self.jobs and self._free > 0
 
     def place(self, others: int, most: int | None = None) -> tuple[int, int | None]:
-        """The lane of the job to begin next, and its parts (None: the device has one lane): `most`
-        at most, if the compute policy says so; else those free, divided with so many `others` as
-        could begin as well."""
+        """Return the lane and the parts of the next job (parts None: the device has one lane).
+
+        Parts are at most `most` if the compute policy gives it; else the free parts, divided by
+        the number of jobs that could begin now: this one and `others`, within the idle lanes."""
         if len(self.jobs) == 1:
             return 0, None
         if most is not None:
@@ -63,7 +68,7 @@ class Lanes:
         self.jobs[job.lane] = None
 
     def share(self, job: Job) -> float:
-        """Of the device's compute, that of a job."""
+        """Return a job's fraction of the device's compute, 0 to 1."""
         return 1.0 if job.parts is None else job.parts / self.parts
 
     @property

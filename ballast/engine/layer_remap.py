@@ -1,7 +1,8 @@
-"""What a device does when a model's layers are to rotate, or the model is to go.
+"""Remap a model's layers (change which of them rotate), or evict the model, when it is safe.
 
-When that may happen follows from the model's life (`ballast.engine.life`): neither a job nor a load
-of a layer is in the way.
+Used by `apply`, by commands, and at the end of jobs and loads. A remap or eviction is ordered at
+once but carried out only when neither a job nor a load of a layer of the model is in flight, as
+the model's `Life` tracks.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ballast.engine.state import DeviceState
 
 
 def remap(state: DeviceState, m: ModelState, wanted: Rotation) -> Short | None:
-    """Let these layers of a resident model rotate as soon as nothing stands in the way. Pages that
-    it takes more are promised to it now, or nothing changes."""
+    """Order a remap of a resident model to `wanted`. Additional pages that it needs are promised
+    to it now; if they are not free, returns the shortage and changes nothing."""
     back = (m.weights.slots.rotation.n_freed - wanted.n_freed) * m.weights.slots.layer_pages
     short = state.pool.replace_promise(m.weights.owner, max(0, back))
     if short is not None:
@@ -28,7 +29,7 @@ def remap(state: DeviceState, m: ModelState, wanted: Rotation) -> Short | None:
 
 
 def drive_out(state: DeviceState, m: ModelState) -> None:
-    """Evict a model as soon as no job, and no load of a layer, stands in the way."""
+    """Order a model's eviction; carried out as soon as no job and no load is in flight."""
     m.life.order_eviction()
     m.weights.announce_eviction()
     state.pool.replace_promise(m.weights.owner, 0)
@@ -36,7 +37,7 @@ def drive_out(state: DeviceState, m: ModelState) -> None:
 
 
 def proceed(state: DeviceState, m: ModelState) -> list[Output]:
-    """Take the next step of a model's life, if one is due; what clients are to be told."""
+    """Carry out the next step of a model's life, if one is due; return outputs for clients."""
     step = m.life.due(stirred=m.weights.may_be_loading)
     if step is Step.FAIL:
         assert m.life.load_failed is not None, "it says why"
@@ -51,7 +52,7 @@ def proceed(state: DeviceState, m: ModelState) -> list[Output]:
 
 
 def settled(state: DeviceState, event: RotationSettledEvent) -> list[Output]:
-    """Turn a model, or let it go: no load is in flight any more."""
+    """Remap or evict a model whose loads have all ended."""
     m = state.models.get(event.model)
     if m is None or not m.life.settling:
         return []

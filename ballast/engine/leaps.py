@@ -1,7 +1,7 @@
 """Account for many decode steps at once, in virtual time.
 
-The simulator computes when steps end that only decode (`ballast.sim.leap`), and writes what came of
-them into the requests. Here the loop's own records follow: lanes, jobs, lives of models, the story.
+Used by the simulator only. `ballast.sim.leap` computes when decode-only steps end and updates the
+requests; this module updates the loop's own records: lanes, jobs, lives of models, the story.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EndedStep(NamedTuple):
     job: Job
     at: float
     seconds: float
-    """On its lane, without those in which it waited for layers."""
+    """Seconds on its lane, without those in which it waited for layers."""
 
 
 class Leaps:

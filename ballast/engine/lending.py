@@ -1,4 +1,8 @@
-"""What a device lends to others and borrows from them, as its loop hears and says it."""
+"""Handle leases in a device's loop: lend and recall pages, borrow and return pages.
+
+Part of `DeviceState`; joins `Lender` and `Borrower` of `ballast.memory.lending` to the loop's
+events and messages. Messages to other devices go through `send` only: no sockets are used here.
+"""
 
 from __future__ import annotations
 
@@ -29,63 +33,64 @@ from ballast.memory.vm import Exported
 log = logging.getLogger(__name__)
 
 Heard = PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent | PeerMetEvent | PeerGoneEvent
-"""Events of other devices."""
+"""Events about other devices and their leases."""
 
 
 class Lending:
-    """Used by the loop's thread, but for what says otherwise; what it `say`s must not wait for
-    anything."""
+    """Lending state of one device. Used by the loop's thread, except where noted; `send` must not
+    block."""
 
     def __init__(self, pool: Pool, borrower: Borrower, device: str) -> None:
         self.borrower = borrower
         self.send: Callable[[LendingMessage], None] = _send_nowhere
         self.exports: dict[tuple[str, int], Exported] = {}
-        """By peer and epoch: put in by whoever has fetched it, before `PeerMetEvent`."""
+        """Peers' exported memory by (peer, epoch); set before `PeerMetEvent` is posted."""
         self.opened: dict[tuple[str, int, int], tuple[Exported, ...]] = {}
-        """By lender, epoch and lease, of a GPU: stored before `PagesLentEvent` is posted."""
+        """Exported pages of a GPU's leases by (lender, epoch, lease); set before `PagesLentEvent`
+        is posted."""
         self.offered: dict[tuple[str, int, int], tuple[int, ...]] = {}
-        """By borrower, epoch and lease, pages of which none has come back: those that a GPU's
-        borrower may fetch. From any thread."""
+        """Pages of leases of which no page has been returned, by (borrower, epoch, lease): those
+        that a GPU's borrower may fetch. Read by any thread."""
         self.lent: dict[str, int] = {}
-        """Pages by borrower; replaced, never changed, like what follows."""
+        """Pages lent, by borrower. The dict is replaced, never changed; so is `borrowed`."""
         self.borrowed: dict[str, int] = {}
-        """By lender."""
+        """Pages borrowed, by lender."""
         self.news = ChangeCounter()
-        """Grows with what a policy should be asked about."""
+        """Counts changes after which a policy should decide again."""
         self.alone = True
-        """Nothing was ever heard of another device."""
+        """Whether no event of another device has ever been handled."""
         self.next: float | None = None
-        """When `check` is to be called."""
+        """Time on the device's clock at which `check` must be called; None: no recall is due."""
         self._lender = Lender(
             pool, device, lambda peer, epoch: self.send(PeerOverdueReport(peer, epoch))
         )
         self._over: dict[str, int] = {}
-        """The last epoch of each peer that is known to be over."""
+        """Last epoch of each peer whose process has ended."""
         self._left: set[tuple[str, int]] = set()
-        """Peers that are gone and of which something may be mapped."""
+        """(peer, epoch) of ended processes whose pages may still be mapped here."""
 
     @property
     def recalled(self) -> int:
-        """Pages that were asked back and have not come."""
+        """Pages recalled and not yet returned."""
         return 0 if self.alone else self._lender.recalled()
 
     @property
     def awaiting(self) -> bool:
-        """Whether there are any."""
+        """Whether any recalled page has not been returned yet."""
         return self.recalled > 0
 
     def standing(self) -> tuple[tuple[str, int], ...]:
-        """(borrower, pages lent to it that were not asked back), borrowers of none left out."""
+        """Return (borrower, lent pages that are not recalled), without borrowers that have none."""
         left = ((name, n - self._lender.recalled(name)) for name, n in self.lent.items())
         return tuple((name, n) for name, n in left if n)
 
     def awaits(self, peer: str) -> bool:
-        """Whether some of them are with that peer."""
+        """Return whether recalled pages have not been returned by `peer` yet."""
         return self._lender.recalled(peer) > 0
 
     def handle(self, event: Heard) -> None:
-        """Take in what another device sent, or that it is there or gone; it is news if pages came
-        free or can be borrowed."""
+        """Handle an event about another device or a lease. Counts as news if pages became free or
+        can be borrowed."""
         self.alone = more = False
         match event:
             case PeerMetEvent():
@@ -104,7 +109,7 @@ class Lending:
         self.news.n += more
 
     def lend(self, peer: str, pages: int) -> Lease | str:
-        """Free pages for a peer; why not, if so."""
+        """Lend free pages to a peer; return the lease, or the reason of a refusal."""
         try:
             lease = self._lender.lend(peer, pages)
         except Unavailable as error:
@@ -118,9 +123,8 @@ class Lending:
         return lease
 
     def recall(self, peer: str | None, pages: int | None, due: float) -> int:
-        """Ask for so many pages, or all, of a peer, or of all; how many are out of these.
-
-        What was lent last is asked back first.
+        """Recall `pages` (None: all) from `peer` (None: all peers) by time `due`; the latest leases
+        first. Returns the number of pages recalled.
         """
         n_recalled = 0
         for name in list(self.lent) if peer is None else [peer]:
@@ -135,18 +139,19 @@ class Lending:
         return n_recalled
 
     def give_back(self, lender: str, pages: int) -> int:
-        """Return up to so many unused pages to a lender by the next `answer`; how many."""
+        """Return up to `pages` unused borrowed pages to a lender with the next `answer`; returns
+        their number."""
         return self.borrower.offer_back(lender, pages)
 
     def check(self, now: float) -> None:
-        """Have those killed that are late."""
+        """Report borrowers that have missed a recall's deadline, to have their processes ended."""
         if self.next is not None and now >= self.next:
             # In virtual time it is called at the very moment.
             soonest = self._lender.check(math.nextafter(now, math.inf))
             self.next = soonest if self.awaiting and soonest < math.inf else None
 
     def answer(self) -> None:
-        """Say what has been returned, and which dead peers' memory is let go of."""
+        """Send messages about pages returned, and about ended peers whose pages are unmapped."""
         returned = self.borrower.settle()
         for part in returned:
             self.send(PagesReturnedEvent(part))
@@ -195,4 +200,4 @@ def _log_refusal(refused: str | None) -> bool:
 
 
 def _send_nowhere(message: LendingMessage) -> None:
-    """In simulations nobody listens."""
+    """Drop a message: the default where no peer is connected, as in simulations."""

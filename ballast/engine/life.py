@@ -1,7 +1,9 @@
-"""A model's life on one device: the state machine whose transitions are `life_rules.RULES`.
+"""Run the state machine of a model's life on one device; `life_rules.RULES` are its transitions.
 
-What belongs to a state (the transfer that brings the weights, the job in flight, the layers that
-are to rotate) is set and cleared with it, here and nowhere else.
+Part of `ModelState`; the engine calls its transitions as activations, jobs, remaps, KV swaps and
+evictions begin and end. Data of a state (the transfer of the weights, the job in flight, the layers
+that will rotate) is set and cleared with the state, here only. A transition that no rule allows
+raises `BrokenPromise` and changes nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from ballast.engine.life_rules import (
 
 
 class Life:
-    """Where one model is in its life. Every method is one transition of `RULES`.
+    """State of one model's life. Each method under "what happens to it" is one transition.
 
-    Raises BrokenPromise, and changes nothing, where the transition is not legal.
+    An illegal transition raises BrokenPromise and changes nothing.
     """
 
     __slots__ = (
@@ -55,15 +57,15 @@ class Life:
     def __init__(self, model: str) -> None:
         self.model = model
         self.version = ChangeCounter()
-        """Grows with every transition."""
+        """Counts all transitions."""
         self.news = ChangeCounter()
-        """Grows with those in `NEWS`."""
+        """Counts the transitions in `NEWS`."""
         self.job_began = 0.0
-        """When the job in flight, or the last one, was started, on the device's clock."""
+        """Start time of the job in flight, or of the last one, on the device's clock."""
         self.early = False
         """Whether the job in flight, or the last one, began while weights still arrived."""
         self.resident_since = float("-inf")
-        """When the model became resident last, on the device's clock."""
+        """Time at which the model last became resident, on the device's clock."""
         self._residency, self._work, self._stay = Residency.ABSENT, Work.IDLE, Membership.SERVED
         self._landing, self._layers, self._kv = Landing.SHUT, RemapPhase.STILL, SwapPhase.STILL
         self._transfer: int | None = None
@@ -93,7 +95,7 @@ class Life:
 
     @property
     def kv(self) -> SwapPhase:
-        """How far a change of the layers whose KV rotates has come."""
+        """Phase of a change of the layers whose KV rotates."""
         return self._kv
 
     @property
@@ -102,37 +104,37 @@ class Life:
 
     @property
     def transfer_id(self) -> int | None:
-        """The transfer that brings the weights; None: none is on its way."""
+        """Number of the transfer of the weights in flight; None: there is none."""
         return self._transfer
 
     @property
     def load_failed(self) -> str | None:
-        """Why its weights could not be brought, until it has failed for that."""
+        """Reason why the load of its weights failed, until `fail`; else None."""
         return self._broken
 
     @property
     def job(self) -> Job | None:
-        """The job in flight."""
+        """The job in flight; None: there is none."""
         return self._job
 
     @property
     def turning(self) -> Rotation | None:
-        """Layers that shall rotate once neither a job nor a load is in the way."""
+        """Rotation ordered by a remap that has not been carried out yet."""
         return self._turn
 
     @property
     def swap_to(self) -> Rotation | None:
-        """Layers whose KV shall rotate once no job is in the way."""
+        """Rotation of KV that is ordered and not in force yet."""
         return self._swap
 
     @property
     def swap_failed(self) -> str | None:
-        """Why KV of this model could not be moved; it is not tried again."""
+        """Reason why a swap of its KV failed; it is not tried again. None: none has failed."""
         return self._stuck
 
     @property
     def settling(self) -> bool:
-        """Whether loads of layers are being waited for: `RotationSettledEvent` is bound to come."""
+        """Whether it waits for the end of loads of layers: a `RotationSettledEvent` will come."""
         return self._layers is RemapPhase.SETTLING or self._layers is RemapPhase.QUIETING
 
     @property
@@ -142,15 +144,15 @@ class Life:
 
     @property
     def awaited(self) -> bool:
-        """Whether an event other than the end of a job is bound to come for it."""
+        """Whether an event for it, other than the end of a job, will come."""
         layers = self._layers
         waits = layers is RemapPhase.SETTLING or layers is RemapPhase.QUIETING
         return waits or self._transfer is not None
 
     @property
     def ready(self) -> bool:
-        """Whether a job may begin: its weights are there, or it can wait for those that are not,
-        and nothing is in the way."""
+        """Whether a job may begin: the weights are resident, or jobs can wait for missing layers,
+        no job is in flight, and no change of layers is pending."""
         return (
             (self._residency is Residency.RESIDENT or self._landing is Landing.OPEN)
             and self._work is Work.IDLE
@@ -158,9 +160,9 @@ class Life:
         )
 
     def due(self, *, stirred: bool) -> Step | None:
-        """The step to be taken now; None: nothing is wanted, or something stands in the way.
+        """Return the step to be taken now; None: none is wanted, or none is possible yet.
 
-        `stirred`: loads of layers may be on their way.
+        `stirred`: whether loads of layers may be in flight.
         """
         if self._work is Work.BUSY:
             return None
@@ -174,111 +176,112 @@ class Life:
     # -- what happens to it -----------------------------------------------------------------------
 
     def activate(self, transfer: int) -> None:
-        """A transfer brings its weights."""
+        """Begin an activation whose weights `transfer` brings."""
         self._go(Transition.ACTIVATE)
         self._transfer = transfer
 
     def find(self, now: float) -> None:
-        """It is activated without a transfer: other models have brought all of its weights."""
+        """Become resident without a transfer: other models have loaded all of its weights."""
         self._go(Transition.FIND)
         self.resident_since = now
 
     def refill(self, transfer: int) -> None:
-        """One more transfer brings what another model was to bring."""
+        """Continue the activation by one more transfer, for segments that another model was to
+        load and did not."""
         self._go(Transition.REFILL)
         self._transfer = transfer
 
     def open(self) -> None:
-        """Jobs may begin though weights still arrive."""
+        """Allow jobs to begin while weights are still loading."""
         self._go(Transition.OPEN)
 
     def land(self, now: float) -> None:
-        """All of its weights are there."""
+        """End the activation: all weights are on the device."""
         self._go(Transition.LAND)
         self._transfer, self.resident_since = None, now
 
     def break_off(self, why: str) -> None:
-        """Its weights could not be brought, and the job in flight is still to find that out."""
+        """Record that the load has failed while a job is in flight; `fail` follows its end."""
         self._go(Transition.BREAK)
         self._transfer, self._broken = None, why
 
     def fail(self) -> None:
-        """Its weights could not be brought."""
+        """End in failure: the weights could not be loaded."""
         self._go(Transition.FAIL)
         self._transfer = self._broken = None
 
     def order_eviction(self) -> None:
-        """It is to go when neither a job nor a load is in the way; it does not turn before."""
+        """Order an eviction, for when no job and no load is in flight; cancels an ordered remap."""
         self._go(Transition.ORDER_EVICTION)
         self._turn = None
 
     def evict(self) -> None:
-        """Its weights are gone."""
+        """Become absent: the weights have been evicted."""
         self._go(Transition.EVICT)
         self._swap = None
 
     def begin_job(self, job: Job, now: float) -> None:
-        """A job is in flight; of a move of KV, the one that copies it."""
+        """Begin a job. While `moving`, it is the job that copies KV."""
         self._go(Transition.BEGIN_JOB)
         self._job, self.job_began, self.early = job, now, False
 
     def begin_early_job(self, job: Job, now: float) -> None:
-        """A job is in flight that waits for layers of a load which goes on."""
+        """Begin a job that waits for layers which are still loading."""
         self._go(Transition.BEGIN_EARLY_JOB)
         self._job, self.job_began, self.early = job, now, True
 
     def end_job(self) -> None:
-        """No job is in flight."""
+        """End the job in flight."""
         self._go(Transition.END_JOB)
         self._job = None
 
     def order_turn(self, wanted: Rotation) -> None:
-        """These layers are to rotate when neither a job nor a load is in the way."""
+        """Order a remap to `wanted`, for when no job and no load is in flight."""
         self._go(Transition.ORDER_TURN)
         self._turn = wanted
 
     def settle(self) -> None:
-        """Loads of layers are being waited for."""
+        """Begin to wait for the end of loads of layers."""
         self._go(Transition.SETTLE)
 
     def settled(self) -> Rotation | None:
-        """No load is on its way; returns the layers that are to rotate now, None: no change."""
+        """End the wait for loads; return the rotation to be put in force, None: no change."""
         self._go(Transition.SETTLED)
         wanted, self._turn = self._turn, None
         return wanted
 
     def order_swap(self, wanted: Rotation) -> None:
-        """KV of these layers is to rotate when no job is in the way."""
+        """Order a change of the layers whose KV rotates, for when no job is in flight."""
         self._go(Transition.ORDER_SWAP)
         self._swap = wanted
 
     def begin_move(self) -> None:
-        """The next job copies KV."""
+        """Begin the ordered change: the next job copies KV."""
         self._go(Transition.BEGIN_MOVE)
 
     def end_swap(self) -> None:
-        """The change of layers whose KV rotates is done, or given up."""
+        """End a change of layers whose KV rotates, done or given up."""
         self._go(Transition.END_SWAP)
         self._swap = None
 
     def lose_kv(self, why: str) -> None:
-        """The job that was to copy KV has failed: what it was to copy is lost."""
+        """Record that the job that copies KV has failed: the KV is lost; none is moved again."""
         self._go(Transition.LOSE_KV)
         self._swap, self._stuck = None, why
 
     def leave(self) -> None:
-        """It is to leave the device when its requests have ended."""
+        """Mark the model to leave the device when its requests have ended."""
         self._go(Transition.LEAVE)
 
     def strike(self) -> None:
-        """It belongs to the device no more."""
+        """Remove the model from the device."""
         self._go(Transition.STRIKE)
         self._swap = None
 
     # -- checks -----------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Raises BrokenPromise unless the parts fit together. For moments between two events."""
+        """Raises BrokenPromise unless the parts are consistent. To be called between events."""
         residency, work, layers, kv = self._residency, self._work, self._layers, self._kv
         landing, activating = self._landing, residency is Residency.ACTIVATING
         there = residency in (Residency.RESIDENT, Residency.EVICTING)

@@ -1,11 +1,11 @@
-"""The states and transitions of a model's life on one device, as a table.
+"""Define the states and transitions of a model's life on one device, as a table.
 
-A model's life has six parts, and each part moves by itself. `RULES` gives, for each transition, the
-parts that it concerns and the states between which it moves them. A part that a rule leaves out may
-be in any state, and stays there.
+Used by `ballast.engine.life`, which applies it. A model's life has six independent parts. `RULES`
+gives, for each transition, the parts that it concerns and the states between which it moves them. A
+part that a rule leaves out may be in any state, and keeps it.
 
 =========  ==========================================  ===================================
-part       states                                      what it is about
+part       states                                      subject
 =========  ==========================================  ===================================
 residency  absent, activating, resident, evicting,     the weights
            failed
@@ -30,11 +30,11 @@ class Landing(enum.Enum):
     """Whether a job of a model that is being activated may run."""
 
     SHUT = "shut"
-    """It waits for the whole load; or there is none."""
+    """Jobs wait for the whole load, or there is no load."""
     OPEN = "open"
-    """It may: it waits for each layer that has not landed."""
+    """A job may run; it waits for each layer that has not landed."""
     BROKEN = "broken"
-    """The load has failed; the job in flight, which lacks layers, is in the way of the end."""
+    """The load has failed while a job is in flight, whose end is awaited."""
 
 
 class Work(enum.Enum):
@@ -45,29 +45,29 @@ class Work(enum.Enum):
 
 
 class RemapPhase(enum.Enum):
-    """How far a change of the layers that rotate has come."""
+    """Phase of a change of the layers that rotate."""
 
     STILL = "still"
-    """None is wanted."""
+    """No change is ordered."""
     ORDERED = "ordered"
-    """One is wanted; the job in flight is in its way."""
+    """A change is ordered; it waits for the end of the job in flight."""
     SETTLING = "settling"
-    """One is wanted; it waits for loads of layers, whose end is a `RotationSettledEvent`."""
+    """A change is ordered; it waits for loads of layers to end (`RotationSettledEvent`)."""
     QUIETING = "quieting"
-    """None is wanted (any more); loads of layers are awaited: `RotationSettledEvent` will come."""
+    """No change is ordered, but loads of layers are awaited (`RotationSettledEvent`)."""
 
 
 class SwapPhase(enum.Enum):
-    """How far a change of the layers whose KV rotates has come."""
+    """Phase of a change of the layers whose KV rotates."""
 
     STILL = "still"
-    """None is wanted."""
+    """No change is ordered."""
     ORDERED = "ordered"
-    """One is wanted; it begins when no job is in flight."""
+    """A change is ordered; it begins when no job is in flight."""
     MOVING = "moving"
-    """The job in flight, or about to start, copies KV: no block may change its place."""
+    """The job in flight, or about to start, copies KV: blocks must not be moved."""
     STUCK = "stuck"
-    """A copy has failed: KV of this model is moved no more."""
+    """A copy has failed: KV of this model is not swapped again."""
 
 
 class Membership(enum.Enum):
@@ -75,13 +75,13 @@ class Membership(enum.Enum):
 
     SERVED = "served"
     LEAVING = "leaving"
-    """It is to go; requests accepted before are still answered, unless they are ended at once."""
+    """It will leave; requests accepted before are still served, unless they are failed at once."""
     GONE = "gone"
-    """Its addresses are given back. Nothing happens to it any more."""
+    """It has left and its addresses are released; no transition is possible any more."""
 
 
 class Step(enum.Enum):
-    """What the device is to do next with a model, since nothing stands in the way (`Life.due`)."""
+    """Next step that the device must take for a model (`Life.due`)."""
 
     SETTLE = "settle"
     """Let the loads of layers end, and load no more."""
@@ -91,15 +91,15 @@ class Step(enum.Enum):
 
 
 class Transition(enum.Enum):
-    """What can happen to a model."""
+    """Transitions of a model's life."""
 
     ACTIVATE = "activate"
     FIND = "find"
-    """It is activated, and other models have brought all of its weights."""
+    """Activation without a transfer: other models have loaded all of its weights."""
     REFILL = "refill"
-    """What another model was to bring has not come: one more transfer."""
+    """One more transfer for segments that another model was to load and did not."""
     OPEN = "open"
-    """So much of its weights is there that a job may begin."""
+    """Enough of its weights has landed for a job to begin."""
     LAND = "land"
     BREAK = "break"
     """Its load has failed while a job was in flight."""
@@ -108,7 +108,7 @@ class Transition(enum.Enum):
     EVICT = "evict"
     BEGIN_JOB = "begin job"
     BEGIN_EARLY_JOB = "begin early job"
-    """One that waits for layers of a load that goes on."""
+    """Begin of a job that waits for layers which are still loading."""
     END_JOB = "end job"
     ORDER_TURN = "order turn"
     SETTLE = "settle"
@@ -116,7 +116,7 @@ class Transition(enum.Enum):
     ORDER_SWAP = "order swap"
     BEGIN_MOVE = "begin move"
     END_SWAP = "end swap"
-    """The change of layers whose KV rotates is done, or is given up."""
+    """End of a change of layers whose KV rotates, done or given up."""
     LOSE_KV = "lose KV"
     LEAVE = "leave"
     STRIKE = "strike"
@@ -131,7 +131,7 @@ _ACTIVATING = {_R.ACTIVATING: _R.ACTIVATING}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One transition: for each part, from which states to which. None: any, and it stays."""
+    """One transition: old and new states of each part. None: any state, which stays."""
 
     residency: Mapping[Residency, Residency] | None = None
     landing: Mapping[Landing, Landing] | None = None
@@ -221,7 +221,7 @@ RULES: Mapping[Transition, Rule] = {
         stay={_S.LEAVING: _S.GONE},
     ),
 }
-"""Every transition there is."""
+"""All legal transitions."""
 
 NEWS = frozenset(
     {
@@ -236,7 +236,7 @@ NEWS = frozenset(
         Transition.STRIKE,
     }
 )
-"""Those that policies are asked about: what they ordered has come to an end."""
+"""Transitions after which policies decide again: an action that they ordered has ended."""
 
 PARTS = tuple(f.name for f in fields(Rule))
 """Names of the parts."""

@@ -1,4 +1,8 @@
-"""The loop of one device: take events, decide, dispatch jobs. The same live and in virtual time."""
+"""Run the loop of one device: take events, ask policies, apply actions, start jobs, send outputs.
+
+Used by live devices and by the simulator, which pass in clock, inbox and runner; the loop must
+not depend on which of the two it runs in.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +25,17 @@ from ballast.policy.presets import Preset
 
 
 class Inbox(Protocol):
-    """Where events come from."""
+    """Source of a loop's events: a queue when live, an event heap in virtual time."""
 
     def take(self, until: float | None) -> list[Event]:
-        """Return the next events, in order; waits for one, at most until the clock shows `until`.
+        """Return the next events, in order; waits for one, at most until time `until`.
 
-        An empty list means that `until` has come.
+        Returns an empty list when `until` is reached without an event.
         """
 
 
 class Loop:
-    """One device's loop. Everything it needs is handed in; it reads no other clock or queue."""
+    """One device's loop. Reads no clock and no queue but those passed in."""
 
     def __init__(
         self,
@@ -54,11 +58,11 @@ class Loop:
         self.commands = CommandHandler(state, self.decider, story, command_ended)
         self.dispatcher = Dispatcher(state, runner, story, self.decider)
         self.leaps = Leaps(state, clock, self.dispatcher, story, self._end_turn)
-        """Used by the simulator alone."""
+        """Accounting of many decode steps at once; used by the simulator only."""
         self.turn_since: float | None = None
-        """When the present turn began, on the clock; None while it waits for events."""
+        """Time at which the present turn began; None while the loop waits for events."""
         self._unfilled = 0
-        """`Pool.unfilled` when the story last had an entry about it."""
+        """`Pool.unfilled` as last recorded in the story."""
 
     @property
     def preset(self) -> Preset:
@@ -66,12 +70,12 @@ class Loop:
         return self.decider.preset
 
     def use_preset(self, preset: Preset) -> None:
-        """Have other policies decide from the next turn on; they begin with the memos of those
-        before."""
+        """Replace the policies from the next turn on; they start with their predecessors' memos."""
         self.decider.preset = preset
 
     def run(self) -> None:
-        """Turn until drained or stopped; every request accepted has been answered then."""
+        """Run turns until the device has drained or is stopped; all accepted requests have ended
+        then."""
         self.begin()
         try:
             while not self.state.over:
@@ -106,7 +110,7 @@ class Loop:
 
     @property
     def until(self) -> float | None:
-        """When it turns next, on its clock, if no event comes before."""
+        """Time of the next turn if no event comes before; None: it waits for an event."""
         moments = (
             self.decider.wake_at,
             self.decider.reorder_at,
@@ -134,7 +138,7 @@ class Loop:
         self.turn_since = None
 
     def _take_events(self) -> list[Event]:
-        """Wait for events and begin a turn; a `TimerEvent` follows them where its time has come."""
+        """Wait for events and begin a turn; a `TimerEvent` is appended if `until` is reached."""
         until = self.until
         events = self.inbox.take(until)
         self.turn_since = self.state.now = now = self.clock.now()
@@ -144,7 +148,7 @@ class Loop:
         return events
 
     def _handle(self, events: list[Event], outputs: list[Output]) -> None:
-        """Change the state by each event, and record it with its outputs in the story."""
+        """Apply each event to the state, and record it with its outputs in the story."""
         now = self.state.now
         self.story.record_link_rate(now, self.state.link_bytes_per_second)
         for event in events:
@@ -157,7 +161,7 @@ class Loop:
                 outputs += of_event
 
     def _schedule(self, outputs: list[Output]) -> None:
-        """Decide, start the next jobs, and only then send what the last ones brought."""
+        """Ask policies, start the next jobs, and only then send the outputs of the last ones."""
         if self.state.asking:
             self.decider.decide(outputs)
             self.dispatcher.choice = None
@@ -178,7 +182,7 @@ class Loop:
         self.state.migration.send_answers()
 
     def _end_turn(self, outputs: list[Output]) -> None:
-        """Record in the story what decisions brought, and that the turn is over."""
+        """Record in the story the outputs of decisions, and the end of the turn."""
         story, state = self.story, self.state
         story.record_decision_outputs(state.now, outputs)
         if state.pool.unfilled != self._unfilled:

@@ -1,8 +1,8 @@
-"""Requests of one device that leave for another with their KV, and KV of those about to come.
+"""Migrate running requests with their KV: export to another device, import from one.
 
-`ballast.core.migration` shows the exchange. What is imported lies in a table of its own until the
-request arrives, is offered to the prefix cache then, and found there when it is admitted: whatever
-is missing, all of it perhaps, is computed again.
+Part of `DeviceState`; `ballast.core.migration` shows the exchange of messages. Imported KV lies in
+a block table of its own until the request arrives; then its blocks join the prefix cache and are
+found there at admission. KV that is missing, even all of it, is computed again.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ballast.engine.model import ModelState
 from ballast.kv import extents
 
 MOST_TAIL_BYTES = 64 << 20
-"""Of what has filled between export and departure; more is computed again."""
+"""Most bytes of KV, filled between export and departure, that are sent; more is recomputed."""
 
 
 class KvBytes(Protocol):
-    """What moves bytes of KV, this device's and those of other devices' processes;
-    `ballast.memory.peer_reader` does, live."""
+    """Copies bytes of KV, of this device and from other devices' processes. Implemented by
+    `ballast.memory.peer_reader` for live CPU devices."""
 
     def start(
         self,
@@ -47,50 +47,52 @@ class KvBytes(Protocol):
         """Stop writing for a request before this returns; a `KvReadEvent` may still come."""
 
     def load(self, address: int, n_bytes: int) -> bytes:
-        """What lies here."""
+        """Return the bytes at an address of this process."""
 
     def store(self, address: int, data: bytes) -> None:
-        """Write it here."""
+        """Write bytes to an address of this process."""
 
     def close(self) -> None:
-        """Write nothing any more once this has returned."""
+        """Stop all writes before this returns."""
 
 
 MakeKvBytes = Callable[[Callable[[Event], None]], KvBytes]
-"""Of a device that events are posted to."""
+"""Makes the `KvBytes` of a device; the argument posts events to its inbox."""
 
 
 @dataclass(slots=True)
 class _Export:
     table: list[int]
-    """The request's own: another one once it has been preempted."""
+    """The request's block table when exported; after a preemption the request has another list."""
     relocations: int
+    """`KvCache.relocations` when exported."""
     n: int
-    """Blocks."""
+    """Number of blocks exported, from the table's beginning."""
 
 
 @dataclass(slots=True)
 class _Import:
     model: ModelState
     known: tuple[int, ...]
-    """Tokens whose KV is read."""
+    """Tokens whose KV is read from the source."""
     salt: str
     blocks: list[int]
     tokens: int
-    """Whose KV is there, or will be."""
+    """Number of tokens whose KV has been imported, or will be."""
     read: bool = False
+    """Whether the read has ended successfully."""
 
 
 class Migration:
-    """Used by the loop's thread."""
+    """Exports and imports of one device's requests. Used by the loop's thread only."""
 
     def __init__(self) -> None:
         self.bytes: KvBytes | None = None
-        """None: nothing can be imported here, nor exported."""
+        """Copier of KV bytes; None: this device can neither import nor export."""
         self.exports = False
-        """Whether others can read this device's memory; there are `bytes` then."""
+        """Whether other processes can read this device's memory; requires `bytes`."""
         self.send: Callable[[MigrationAnswer], None] = _send_nowhere
-        """Must not wait for anything."""
+        """Sends an answer to the controller; must not block."""
         self._exported: dict[str, _Export] = {}
         self._departing: set[str] = set()
         self._imported: dict[str, _Import] = {}
@@ -98,13 +100,13 @@ class Migration:
 
     @property
     def departing(self) -> bool:
-        """Whether any request is to leave."""
+        """Whether any request has been ordered to depart and has not yet."""
         return bool(self._departing)
 
     # -- the source -------------------------------------------------------------------------------
 
     def export(self, m: ModelState, request: Request) -> None:
-        """Say where the KV of a request lies; it goes on."""
+        """Answer where the KV of a request's full blocks lies; the request keeps running."""
         n = request.computed // m.spec.block_tokens
         if m.swapper is not None or request.state is not RequestState.RUNNING:
             n = 0
@@ -120,17 +122,18 @@ class Migration:
         self._answers.append(migration.KvExportedAnswer(request.id, tokens, form, pieces))
 
     def nothing(self, request_id: str) -> None:
-        """There is no KV of such a request."""
+        """Answer that no KV of a request can be exported."""
         self._answers.append(migration.KvExportedAnswer(request_id, 0))
 
     def depart(self, request_id: str) -> None:
-        """A request is to leave (`leaves`)."""
+        """Mark a request to depart as soon as `leaves` allows it."""
         self._departing.add(request_id)
 
     def leaves(self, m: ModelState, request: Request) -> bool:
-        """Whether a request, in no job, has to end now because it goes on elsewhere: it is to
-        leave, and its last block is full, or what was exported of it is of no use. Then what
-        there is to say of it is said."""
+        """Return whether a request must end here now to continue on another device, and answer so.
+
+        True for a departing request whose last block is full, or whose exported KV is no longer
+        valid. The request must not be in a job."""
         if request.id not in self._departing:
             return False
         was = self._stayed(m, request)
@@ -149,7 +152,7 @@ class Migration:
         return True
 
     def _stayed(self, m: ModelState, request: Request) -> _Export | None:
-        """What was exported of a request; None: nothing, or it is not where it was."""
+        """Return a request's export if its KV has not moved since; else None."""
         was = self._exported.get(request.id)
         if (
             was is None
@@ -165,7 +168,7 @@ class Migration:
         self._answers.append(migration.DepartedAnswer(request_id, **how))
 
     def ended(self, request_id: str) -> None:
-        """A request has ended, or there is none."""
+        """Forget the export of a request that has ended, and answer its departure if ordered."""
         self._exported.pop(request_id, None)
         if request_id in self._departing:
             self._depart(request_id, intact=False)
@@ -173,7 +176,8 @@ class Migration:
     # -- the target -------------------------------------------------------------------------------
 
     def begin(self, m: ModelState | None, event: ImportKvEvent, adapter: int | None) -> None:
-        """Read the KV of a request that is to come, if its model is here and pages are free."""
+        """Start reading the KV of a request that will arrive, if its model is resident and pages
+        are free; else answer that nothing is imported."""
         wanted = event.wanted
         self._drop(wanted.id)
         assert self.bytes is not None, "a device without them is not asked"
@@ -187,7 +191,7 @@ class Migration:
         self.bytes.start(wanted.id, event.source, event.pieces, targets)
 
     def _room(self, m: ModelState, event: ImportKvEvent) -> list[int]:
-        """Blocks for it; none where it cannot be."""
+        """Allocate blocks for an import; empty if it is not possible."""
         tokens = len(event.wanted.prompt)
         if m.swapper is not None or m.residency is not Residency.RESIDENT:
             return []
@@ -202,7 +206,7 @@ class Migration:
         return blocks
 
     def read(self, event: KvReadEvent) -> None:
-        """The bytes are there, or will not be."""
+        """Record the end of a read, and answer how many tokens have been imported."""
         here = self._imported.get(event.request_id)
         if here is None:
             return  # dropped meanwhile
@@ -213,7 +217,7 @@ class Migration:
         self._answers.append(migration.KvImportedAnswer(event.request_id, tokens))
 
     def extend(self, event: KvTailEvent) -> None:
-        """More of the KV that was read, if there is room for it."""
+        """Append further KV to an import, if pages are free."""
         here = self._imported.get(event.request_id)
         if here is None or self.bytes is None or not here.read or not event.tokens:
             return
@@ -234,11 +238,11 @@ class Migration:
         here.tokens += event.tokens
 
     def drop(self, event: DropKvEvent) -> None:
-        """The request does not come, or its KV is another."""
+        """Drop an import: the request will not arrive, or not with this KV."""
         self._drop(event.request_id)
 
     def adopt(self, m: ModelState, request: Request) -> None:
-        """A request has arrived: what was imported for it may be found in the prefix cache."""
+        """Add the KV imported for a request that has arrived to the prefix cache, if it matches."""
         here = self._imported.get(request.id)
         if here is None:
             return
@@ -249,19 +253,19 @@ class Migration:
         self._drop(request.id)
 
     def forget(self, m: ModelState) -> None:
-        """A model leaves the device, or its KV does."""
+        """Drop all imports of a model that is evicted or leaves."""
         for request_id in [i for i, here in self._imported.items() if here.model is m]:
             self._drop(request_id)
 
     def forget_all(self) -> bool:
-        """Give back all that was imported and not adopted; whether there was any."""
+        """Drop all imports that are not adopted yet; return whether there were any."""
         found = list(self._imported)
         for request_id in found:
             self._drop(request_id)
         return bool(found)
 
     def tables(self, m: ModelState) -> Iterable[list[int]]:
-        """Of KV of `m` that was imported and not adopted; they stay where they are."""
+        """Return the block tables of `m`'s imports that are not adopted; blocks must not move."""
         return [here.blocks for here in self._imported.values() if here.model is m]
 
     def _drop(self, request_id: str) -> None:

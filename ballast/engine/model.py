@@ -1,4 +1,8 @@
-"""One model on one device: its weights, its KV cache, its costs and its requests."""
+"""Hold the state of one model on one device: weights, KV cache, costs, life and requests.
+
+`DeviceState` has one `ModelState` for each model; most modules of the engine work on it. Changes
+that policies can see are counted, so that only stale snapshots are rebuilt.
+"""
 
 from __future__ import annotations
 
@@ -42,24 +46,24 @@ UNSEEN = frozenset(
         "step_tokens",
     }
 )
-"""Attributes of `ModelState` that no snapshot shows. All others count as changes when they are set,
-so that one that is missing here costs time, and no snapshot is ever stale."""
+"""Attributes of `ModelState` that no snapshot contains. Setting any other counts as a change: an
+attribute that is missing here costs time, but never leaves a snapshot stale."""
 
 
 @dataclass(slots=True, eq=False)
 class ModelState:
     """One model on this device, and its requests.
 
-    What policies see of it is kept in parts that count their own changes: KV cache, weights, life,
-    the requests. Setting an attribute here counts as one, too (but for `UNSEEN`), and collections
-    that are not parts are replaced, never changed. So a snapshot knows whether it is stale.
+    Its parts (KV cache, weights, life, requests) count their own changes in `version`. Setting an
+    attribute here counts as a change too, except those in `UNSEEN`; collections that are not parts
+    must be replaced, never changed. A snapshot is stale if `version` has changed since.
     """
 
     version: ChangeCounter = field(init=False, default_factory=ChangeCounter)
-    """Grows with every change of what policies see of the model: the parts have it in common."""
+    """Counts changes of what policies see of the model; shared by its parts."""
     news: ChangeCounter = field(init=False, default_factory=ChangeCounter)
-    """Grows with every change of the model that a policy should be asked about; the device's models
-    and their parts have it in common."""
+    """Counts changes after which a policy should decide again; shared by all models of the device
+    and their parts."""
     spec: ModelSpec
     weights: WeightsOnDevice
     kv: KvCache
@@ -68,41 +72,44 @@ class ModelState:
     waiting: Waiting = field(default_factory=Waiting)
     running: Batch = field(default_factory=Batch)
     paused: Paused = field(default_factory=Paused)
-    """`ballast.engine.pausing`."""
+    """Paused requests; see `ballast.engine.pausing`."""
     held: bool = False
+    """Whether waiting requests are not admitted, by order of a policy."""
     frozen: bool = False
-    """Held, and its running requests stand still."""
+    """Whether it is held and its running requests are not in jobs either."""
     shortages: tuple[Shortage, ...] = ()
     """Requests that found no pages when its last job was formed."""
     blocked: tuple[str, int] | None = None
-    """(request, epoch of freed memory) at which the first waiting request last found no room."""
+    """(request id, `freed` of the pool) when the first waiting request last found no pages."""
     last_run: float = float("-inf")
     last_used: float = float("-inf")
     lane_seconds: float = 0.0
-    """Of the whole device, that its jobs have taken so far: on a part of it, so much less."""
+    """Seconds of the whole device that its jobs have taken; on part of its compute, pro rata."""
     activations: int = 0
     evictions: int = 0
     preemptions: int = 0
     swapper: KvSwapper | None = None
-    """None: its KV cannot be swapped."""
+    """Swapper of its KV; None: its KV cannot be swapped."""
     estimator: CostEstimator | None = None
-    """Learns `costs` from jobs that end; None: they were measured before."""
+    """Learns `costs` from jobs that end; None: costs are given and stay."""
     decode_seconds: float | None = None
-    """Of its last job that only decoded, without waiting for layers; below, of the last other."""
+    """Seconds of its last decode-only job, without waiting for layers."""
     prefill_seconds: float | None = None
+    """Seconds of its last job with prefill, without waiting for layers."""
     traffic: TrafficStats = field(default_factory=TrafficStats)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     step_counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_BOUNDS) + 1))
-    """Its jobs, by the number of tokens that each computed (`ballast.core.report.StepTokens`)."""
+    """Histogram of its jobs by tokens computed (`ballast.core.report.StepTokens`)."""
     step_tokens: int = 0
-    """Tokens of all of them."""
+    """Tokens computed by all of its jobs."""
     view: ModelView = field(init=False)
-    """The last snapshot, and, below, the pages that are bound to come free, as of then."""
+    """The last snapshot."""
     deferred: int = field(init=False)
+    """Pages that were bound to become free without further action, at the last snapshot."""
     viewed: int = -1
-    """`version` at the time; -1: there is none."""
+    """`version` at the last snapshot; -1: there is none."""
 
     def __post_init__(self) -> None:
         self.life = Life(self.spec.name)
@@ -119,7 +126,7 @@ class ModelState:
                 self.news.n += 1
 
     def report_to(self, news: ChangeCounter) -> None:
-        """Count news in `news`, as of a device to which the model belongs."""
+        """Share the counter `news` of the device to which the model now belongs."""
         self.news = news
         for part in (self.life, self.waiting, self.running, self.paused):
             part.news = news
@@ -130,31 +137,32 @@ class ModelState:
 
     @property
     def job(self) -> Job | None:
-        """In flight."""
+        """Its job in flight; None: it has none."""
         return self.life.job
 
     @property
     def idle_since(self) -> float | None:
-        """When it became idle, on the device's clock; None: it is not resident, or has requests."""
+        """Time since which it is idle; None: it is not resident, or has requests."""
         if self.residency is not Residency.RESIDENT or self.waiting or self.running or self.paused:
             return None
         return max(self.last_used, self.life.resident_since)
 
     @property
     def rotation(self) -> Rotation:
-        """Layers that rotate, or will."""
+        """Rotation that is ordered, or else in force."""
         wanted = self.life.turning
         return self.weights.slots.rotation if wanted is None else wanted
 
     @property
     def pages_to_take(self) -> int:
-        """Pages more that its layers will take (negative: give up) when it has turned."""
+        """Pages that an ordered remap will take (negative: free)."""
         slots = self.weights.slots
         return (slots.rotation.n_freed - self.rotation.n_freed) * slots.layer_pages
 
     def took(self, seconds: float | None, load: JobLoad, jobs: int = 1) -> None:
-        """Note a job that has ended: its `seconds` without waiting for layers, and its tokens; the
-        last of several `jobs` with as many tokens. None: it is no measure of others."""
+        """Record a job that has ended, the last of `jobs` jobs with the same number of tokens.
+
+        `seconds`: its duration without waiting for layers; None: not typical of other jobs."""
         tokens = load.prefill_tokens + load.decode_sequences
         self.step_counts[bisect_left(STEP_BOUNDS, tokens)] += jobs
         self.step_tokens += jobs * tokens
@@ -166,30 +174,31 @@ class ModelState:
             self.decode_seconds = seconds
 
     def cost(self, seconds: float, load: JobLoad) -> None:
-        """A job of it had a lane for so long, without waiting for layers, the engine's own time
-        included."""
+        """Update estimated costs: a job with `load` occupied a lane for `seconds`, the engine's own
+        time included, waiting for layers excluded."""
         if self.estimator is not None:
             self.estimator.observe(load, seconds)
             self.costs = self.estimator.costs
 
     def queue_seconds(self, adapter: int | None) -> float | None:
-        """How long requests for it, or for one of its adapters, wait to be admitted."""
+        """Return how long requests for it or for an adapter may wait for admission, seconds; None:
+        unbounded."""
         own = None if adapter is None else self.spec.adapters[adapter].queue_seconds
         return self.spec.queue_seconds if own is None else own
 
     def late(self, now: float) -> int:
-        """Waiting requests that have used up half of the time in which their first token is due,
-        and running ones whose tokens come more slowly than they should."""
+        """Return the number of late requests: waiting ones that have used up half of their TTFT
+        target, and running ones whose TPOT exceeds its target."""
         slo, waiting, running = self.slo, tuple(self.waiting), tuple(self.running)
         late = sum(r.submission.arrival < now - slo(r).ttft / 2 for r in waiting)
         return late + sum(r.seconds_per_token > slo(r).tpot for r in running)
 
     def slo(self, r: Request) -> Slo:
-        """Service level of a request: its adapter's, if it asks for one."""
+        """Return a request's service level: its adapter's, if it uses one."""
         return self.spec.slo_of(r.adapter)
 
     def phases(self) -> tuple[list[Request], list[Request]]:
-        """Of `running`, those that decode, and those with prefill left."""
+        """Split `running` into requests that decode and requests with prefill left."""
         decoding: list[Request] = []
         prefilling: list[Request] = []
         for r in self.running:

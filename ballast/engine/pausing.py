@@ -1,9 +1,9 @@
-"""Pause requests and let them go on: the one way into `RequestState.PAUSED`, and the one out of it.
+"""Pause and resume requests: the only way into `RequestState.PAUSED`, and the only way out of it.
 
-A paused request is neither queued nor in a batch and holds no blocks. Blocks that it had filled
-stay cached, so that the memory policy keeps them or gives them up like any cached prefix. Its
-tokens stay, and it goes on with those that it would have had. It keeps its place: when it is
-resumed it is queued by its first order.
+Used by the handling of events and of ended jobs. A request is paused while its client does not read
+or its grammar is compiled. It is then neither queued nor in a batch and holds no blocks; blocks
+that it had filled stay in the prefix cache. Its tokens stay, and pausing does not change those that
+follow. When resumed it is queued again in its old order.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ballast.engine.state import DeviceState
 
 
 def pause(state: DeviceState, request: Request, what: WaitsFor) -> None:
-    """Make a request wait for `what`, too: at once, or as soon as the job that it is in ends."""
+    """Pause a request until `what`: at once, or as soon as the job that it is in ends."""
     request.waits_for |= what
     if not request.in_flight:
         settle(state, state.models[request.model], request)
 
 
 def resume(state: DeviceState, request: Request, what: WaitsFor) -> None:
-    """Note that `what` is there; where a request waits for nothing else, it is queued again."""
+    """End a request's wait for `what`; if it waits for nothing else, it is queued again."""
     request.waits_for &= ~what
     if request.state is not RequestState.PAUSED or request.waits_for:
         return
@@ -33,7 +33,7 @@ def resume(state: DeviceState, request: Request, what: WaitsFor) -> None:
 
 
 def settle(state: DeviceState, m: ModelState, request: Request) -> None:
-    """Pause a request, in no job, that waits for anything and is not paused."""
+    """Move a request into `PAUSED` if it has a reason to wait. It must not be in flight."""
     if not request.waits_for or request.state is RequestState.PAUSED:
         return
     state.withdraw(m, request)

@@ -1,5 +1,8 @@
 """Form one model's next job: decodes first, then prefill chunks, then new admissions.
 
+Used by the dispatcher: the scheduler's batching with chunked prefill. Allocates blocks and records
+shortages; never preempts or evicts, which is for the memory policy to decide.
+
 A request that was in a failed job with others (`Request.isolated`) has its next job to itself.
 """
 
@@ -17,7 +20,7 @@ from ballast.engine.model import ModelState
 
 
 class _Plan:
-    """The work of one job while it is put together, bounded in tokens and in sampled positions."""
+    """The work of one job under construction, bounded in tokens and in sampled positions."""
 
     def __init__(
         self, m: ModelState, settings: DeviceSettings, prompt_tokens: int | None = None
@@ -34,11 +37,11 @@ class _Plan:
 
     @property
     def closed(self) -> bool:
-        """Whether no more of any prompt fits."""
+        """Whether no further prompt tokens fit."""
         return self.full or self.prompt_tokens <= 0
 
     def add(self, r: Request) -> None:
-        """As much of `r` as fits; nothing where it lacks pages."""
+        """Add as much of `r` as fits; nothing, and a shortage, if it lacks pages."""
         m = self.model
         left = len(r.tokens) - r.computed
         if not r.decoding:
@@ -74,7 +77,7 @@ class _Plan:
         self.logits -= last if work.scoring is None else len(work.wanted)
 
     def decode(self, requests: Iterable[Request]) -> None:
-        """A step of each, as far as they fit."""
+        """Add a decode step of each request, as far as they fit."""
         for r in requests:
             if self.full:
                 break
@@ -82,7 +85,7 @@ class _Plan:
                 self.add(r)
 
     def lacks(self, r: Request, short: Short) -> None:
-        """Note that `r` cannot go on; this does not stop the others."""
+        """Record a shortage: `r` lacks pages. Other requests go on."""
         m = self.model
         wanted = short.blocks + m.kv.at_hand
         limited = m.kv.limited(short)
@@ -91,7 +94,7 @@ class _Plan:
 
 
 def _scoring(r: Request, end: int) -> Scoring | None:
-    """The part of a prompt that work up to `end` can score."""
+    """Return the part of a prompt whose log probabilities work up to `end` can compute."""
     targets = r.tokens[r.unscored : min(end + 1, r.prompt_tokens)]
     if not targets:
         return None
@@ -105,11 +108,11 @@ def plan(
     freed: int,
     chosen: ComputeDecision | None = None,
 ) -> list[SequenceWork]:
-    """The work of `m`'s next job: empty if it has none. Renews `m.shortages`.
+    """Return the work of `m`'s next job, empty if it has none. Renews `m.shortages`.
 
-    `chosen`: what the compute policy wants in it; None: all that a job may have.
-    Waiting requests are admitted first come first served, and only if their whole prompt (after a
-    preemption: and the output so far) finds pages: one that could not end its prefill would only
+    `chosen`: the compute policy's bounds on phase and prompt tokens; None: no bounds.
+    Waiting requests are admitted in order of the queue, and only if their whole prompt (after a
+    preemption: with the output so far) finds pages: one that could not end its prefill would only
     be preempted again. A frozen model has no work, and its known shortages stay.
     """
     if m.frozen:
@@ -154,7 +157,7 @@ def plan(
 
 
 def _admit(m: ModelState, r: Request, now: float) -> Short | None:
-    """Take a waiting request into the batch, on top of the prefix that is cached."""
+    """Admit a waiting request to the batch, with its longest cached prefix."""
     found = m.kv.admit(len(r.tokens), *r.prefix)
     if isinstance(found, Short):
         return found

@@ -1,4 +1,8 @@
-"""Pages set aside for models whose claims a policy has covered, until these take them."""
+"""Reserve pages in the pool for models whose claims the memory policy has covered.
+
+Part of `DeviceState`; set by `MemoryDecider` after each decision. Nothing is freed here: pages are
+promised as they become free, until the model allocates them or the next decision.
+"""
 
 from __future__ import annotations
 
@@ -14,36 +18,37 @@ from ballast.memory.pool import Pool
 class Promises:
     """The promises in force, and how far each is filled.
 
-    Invariant: a page is set aside once at most; what a model has taken is not set aside again.
+    Invariant: a page is promised once at most; pages that a model has allocated are not promised
+    again.
     """
 
     def __init__(self, pool: Pool, news: ChangeCounter) -> None:
-        """`news` grows when promises are withdrawn that a policy has made."""
+        """`news` counts withdrawals of a policy's promises."""
         self._pool, self._news = pool, news
         self._stated: tuple[Promise, ...] = ()
         self._owners: list[str] = []
-        """Owners in the pool for whom pages are, or are to be, set aside."""
+        """Owners in the pool that have promises, filled or not."""
         self._unfilled: list[tuple[str, int]] = []
-        """(owner, pages that are to be set aside as they become free), in order of precedence."""
+        """(owner, pages still to be promised as they become free), in order of precedence."""
 
     @property
     def stated(self) -> tuple[Promise, ...]:
-        """As the policy's last decision stated them."""
+        """Promises of the policy's last decision."""
         return self._stated
 
     @property
     def pages(self) -> int:
-        """Pages set aside now."""
+        """Pages promised now."""
         return sum(self._pool.ledger.promised_to(owner) for owner in self._owners)
 
     def suspend(self) -> None:
-        """Set nothing aside until a decision's promises are made: its actions come first."""
+        """Cancel all promises until `make`, so that a decision's actions can use the pages."""
         for owner in self._owners:
             self._pool.cancel_promise(owner)
         self._owners, self._unfilled = [], []
 
     def withdraw(self) -> None:
-        """Set nothing aside any more."""
+        """Cancel all promises, and have the policy decide again."""
         self.suspend()
         if self._stated:
             self._stated = ()
@@ -51,8 +56,7 @@ class Promises:
             self._news.n += 1
 
     def make(self, promises: Iterable[Promise], models: Mapping[str, ModelState]) -> bool:
-        """Let these promises, in order of precedence, be the ones in force; whether they are others
-        than before."""
+        """Replace the promises in force, in order of precedence; return whether they changed."""
         self.suspend()
         before = self._stated
         self._stated = tuple(p for p in promises if p.model in models)
@@ -69,7 +73,7 @@ class Promises:
         return changed
 
     def fill(self) -> None:
-        """Set pages aside that have become free, or are reclaiming, for those who lack some."""
+        """Promise pages that are free or reclaiming to owners whose promises are not filled yet."""
         if not self._unfilled:
             return
         unfilled = []

@@ -1,4 +1,7 @@
-"""What a device says of itself, read from its state without stopping it."""
+"""Build the `DeviceReport` of a device, for routing and metrics, without stopping its loop.
+
+Used by live devices and the simulator. Reads the state from any thread; changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from ballast.weights.rotor import Loads
 
 
 def report(state: DeviceState, device: str, graphs: GraphReport | None = None) -> DeviceReport:
-    """A report of single numbers, each true when it was read; safe from any thread."""
+    """Return a report; safe from any thread. Each number is correct when read, but the numbers may
+    be from different moments."""
     present = tuple(state.models.values())
     now = state.clock.now()
     models = tuple(_model(m, now) for m in present)

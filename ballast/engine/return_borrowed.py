@@ -1,8 +1,9 @@
-"""Move out of borrowed pages that are asked back, so that no request notices but by waiting.
+"""Move KV out of borrowed pages that their lender has recalled, so that they can be returned.
 
-What is cached there goes; what is used is copied to pages of the device, for which makes way what
-the memory policy names; where that is nothing, or too little, requests are preempted in the order
-that it names. Blocks that a job in flight uses wait for its end.
+Called by the loop, once a turn while pages are recalled. Cached prefixes there are dropped; used
+blocks are copied to the device's own pages, for which the memory policy makes room. If too little
+becomes free, requests are preempted in the policy's order: none fails, some are delayed. Blocks
+that a job in flight uses are moved after its end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ballast.policy.base import MemoryPolicy
 
 
 def return_borrowed(state: DeviceState, story: Story, policy: MemoryPolicy) -> None:
-    """As far as it goes now."""
+    """Empty as many recalled pages as is possible now, and record the result in the story."""
     ranges = {id(m.kv.range): m for m in state.models.values()}
     slabs: dict[tuple[str, int], tuple[ModelState, int]] = {}
     for place in state.lending.borrower.wanted():
@@ -46,7 +47,9 @@ def return_borrowed(state: DeviceState, story: Story, policy: MemoryPolicy) -> N
 def _preempt(
     state: DeviceState, m: ModelState, at: int, users: list[Request], story: Story
 ) -> bool:
-    """Preempt the slab's requests in order, until it is empty or what is left finds room."""
+    """Preempt the slab's requests in order, until it is empty or its rest fits on own pages.
+
+    Returns whether the rest was moved to the device's own pages."""
     for r in users:
         state.preempt(m, r)
         why = "borrowed pages are asked back"
@@ -61,7 +64,7 @@ def _preempt(
 def _in_order(
     state: DeviceState, m: ModelState, users: list[Request], policy: MemoryPolicy
 ) -> list[Request]:
-    """The requests of a slab, each once, in the order in which the policy has them preempted."""
+    """Return the requests of a slab, each once, in the policy's order of preemption."""
     youngest_first = {r.id: r for r in reversed(users)}
     named = policy.vacate(device_view(state), m.spec.name, [r.id for r in users])
     ids = dict.fromkeys([*(id for id in named if id in youngest_first), *youngest_first])
@@ -69,7 +72,9 @@ def _in_order(
 
 
 def _make_room(state: DeviceState, m: ModelState, policy: MemoryPolicy) -> bool:
-    """Have the policy make room for a slab of `m` on the device's own pages; whether it did."""
+    """Apply the policy's actions that make room for a slab of `m` on the device's own pages.
+
+    Returns whether any was carried out."""
     wanted = m.kv.layout.slab_pages
     own, missing = m.kv.excess(wanted), wanted - state.pool.available(m.kv.owner)
     actions = policy.bring_home(device_view(state), m.spec.name, own, missing)

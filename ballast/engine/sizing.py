@@ -1,4 +1,7 @@
-"""Sizes of a device's memory: what is set aside for jobs, and which models fit beside it."""
+"""Compute the memory set aside for jobs' activations, and check that models fit beside it.
+
+Used when a device is built, when a model joins, and by placement and `doctor`. Pure arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ def check_room(
     layered: bool = False,
     aside: int = 0,
 ) -> None:
-    """Raise ConfigError where, with `spec` on the device as well, it or one of `others` could serve
-    no request however empty the device is.
+    """Raise ConfigError if, with `spec` added to the device, it or one of `others` could serve no
+    request even on an otherwise empty device.
 
     A model needs its weights and the first slab of its KV cache, beside what is set aside for
     activations and graphs and the weights of pinned models. `layered`: KV lies layer by layer,
@@ -61,7 +64,7 @@ def check_room(
 
 
 def kv_layout(spec: ModelSpec, settings: DeviceSettings, *, layered: bool = False) -> Layout:
-    """How a model's KV cache lies on a device while no layer rotates; `layered`: as of
+    """Return the layout of a model's KV cache while no layer rotates; `layered`: see
     `check_room`."""
     page = settings.page_bytes
     if layered or settings.kv_layout is KvLayout.PER_LAYER:
@@ -70,7 +73,7 @@ def kv_layout(spec: ModelSpec, settings: DeviceSettings, *, layered: bool = Fals
 
 
 def largest_jobs(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
-    """Bytes of activations that jobs of the models may take, on all lanes together."""
+    """Return the bytes of activations that the models' largest jobs take on all lanes together."""
     if settings.gpu is not None:  # what jobs need was measured on a CPU, if at all
         specs = [replace(s, job_memory=None) for s in specs]
     largest = lane_bytes(specs, settings.step_tokens, settings.step_logits)
@@ -89,11 +92,11 @@ def gpu_lane_bytes(lanes: int) -> int:
 
 
 def set_aside(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
-    """Bytes of a device's budget that are for neither weights nor KV."""
+    """Return the bytes of a device's budget that are set aside, not for weights or KV."""
     return largest_jobs(specs, settings) + settings.graph_bytes
 
 
 def pages_aside(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
-    """The same in pages: those of two arenas."""
+    """Return `set_aside` in pages, rounded up for each of the two arenas."""
     page = settings.page_bytes
     return ceil_div(largest_jobs(specs, settings), page) + ceil_div(settings.graph_bytes, page)

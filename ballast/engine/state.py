@@ -1,4 +1,8 @@
-"""What is true on one device. Facts change through `ballast.engine.events`, and by actions."""
+"""Hold the state of one device: models, requests, memory, lanes, promises and leases.
+
+The loop owns it; other threads only read it for reports. It changes through `ballast.engine.events`
+(events) and `ballast.engine.apply` (policies' actions), live and in virtual time alike.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +45,11 @@ class GrammarStore(Protocol):
         """Begin to compile a request's grammar; the event `GrammarReady` ends its wait."""
 
     def release(self, request: Request) -> None:
-        """Forget what a request that has ended needed, whether or not it was there yet."""
+        """Release the grammar of a request that has ended, compiled or not."""
 
 
 class DeviceState:
-    """All facts of one device. Mechanisms (pool, KV caches, weights) hang below it."""
+    """State of one device. It holds the mechanisms too: pool, KV caches, weights, link."""
 
     def __init__(
         self,
@@ -62,18 +66,17 @@ class DeviceState:
     ) -> None:
         self.settings = settings
         self.models: dict[str, ModelState] = {}
-        """Replaced, never changed: other threads look at it."""
+        """Models by name. The dict is replaced, never changed: other threads read it."""
         self.named: dict[str, tuple[ModelState, int | None]] = {}
-        """What requests may ask for: models, and (base, index) of adapters."""
+        """Names that requests may use: (model, None), or (base model, index) for an adapter."""
         self.shared: tuple[SharedSegment, ...] = ()
-        """Segments that several models contain, or did."""
+        """Segments that several models contain or have contained."""
         self.clock = clock
         self.now = clock.now()
-        """Of the loop's present turn, or its last, as is the next: what a turn does follows from
-        them and its events, so that the story, which tells them all, replays to the same."""
+        """Time of the loop's present or last turn. It and `link_bytes_per_second` are read once a
+        turn and recorded in the story, so that replay of the story gives the same results."""
         self.news = ChangeCounter()
-        """Grows with everything that a policy should be asked about: whatever holds such facts has
-        it in common."""
+        """Counts changes after which a policy should decide again; shared by all parts."""
         self.asked = -1
         """`news` when a policy was asked last; -1: none was."""
         for m in models:
@@ -85,11 +88,12 @@ class DeviceState:
         self.migration = Migration()
         self.link = link
         self.make_rotor, self.make_swapper = make_rotor, make_swapper
-        """For models that join."""
+        """Factories for models that join."""
         self.activating: Callable[[str], object] = lambda model: None
-        """Told when weights of a model are on their way."""
+        """Called with a model's name when the transfer of its weights has begun."""
         self.grammars: GrammarStore | None = None
-        """Compiles grammars; None: nobody samples here, so that grammars have no effect."""
+        """Compiles grammars; None: grammars have no effect, since no tokens are sampled, as in
+        virtual time."""
         self.link_bytes_per_second = link.bytes_per_second
         self.activation_rate = ActivationRate()
         self.arena, self.graphs = arena, graphs
@@ -105,7 +109,7 @@ class DeviceState:
     # -- models ---------------------------------------------------------------------------------
 
     def enrol(self, m: ModelState) -> None:
-        """A model is of the device from now on."""
+        """Add a model to the device."""
         m.traffic = TrafficStats.since(self.now)
         m.report_to(self.news)
         self.news.n += 1
@@ -116,13 +120,13 @@ class DeviceState:
         self._list_shared()
 
     def unname(self, m: ModelState) -> None:
-        """Requests may no longer ask for a model, nor for its adapters: it is to leave."""
+        """Accept no more requests for a model and its adapters: it will leave the device."""
         m.life.leave()
         self.named = {name: found for name, found in self.named.items() if found[0] is not m}
 
     def strike(self, m: ModelState) -> None:
-        """Give up the memory and the addresses of a model that was to leave. It has neither
-        requests nor a job, and nothing is on its way to it."""
+        """Remove a leaving model with its memory and addresses. It must have no requests, no job
+        and no load in flight."""
         m.life.strike()
         self.migration.forget(m)
         m.kv.close()
@@ -138,17 +142,18 @@ class DeviceState:
 
     @property
     def freed(self) -> int:
-        """Grows whenever a refused admission is worth trying again: pages or blocks became free."""
+        """Counter that grows when pages or blocks become free: a refused admission is retried."""
         return self.pool.freed.n
 
     @property
     def set_aside(self) -> int:
-        """Pages that are for neither weights nor KV."""
+        """Pages set aside for activations and graphs, not for weights or KV."""
         return self.arena.pages + self.graphs.pages
 
     def room(self, m: ModelState) -> int:
-        """Pages of KV that one request of `m` could have with the device to itself, lent pages
-        included: they are recalled where requests lack them."""
+        """Return the pages of KV that one request of `m` could have alone on the device.
+
+        Lent pages count: they are recalled where requests lack pages."""
         there = [o.spec for o in self.models.values() if o.spec.pinned or o is m]
         pages = self.pool.total - self.set_aside
         return kv_room(pages, there, self.settings.page_bytes, m.kv.limit)
@@ -156,11 +161,11 @@ class DeviceState:
     # -- what happens to requests ---------------------------------------------------------------
 
     def remember(self, m: ModelState, request: Request) -> None:
-        """Offer the blocks that have filled to the prefix cache."""
+        """Add a request's full blocks to the prefix cache."""
         m.kv.remember(request.tokens, request.blocks, request.computed, request.salt)
 
     def end(self, request: Request, state: RequestState, output: Output) -> Output:
-        """The request is over; its memory is free."""
+        """End a request in `state`: free its blocks and forget it. Returns `output`."""
         m = self.models[request.model]
         self.withdraw(m, request)
         request.to(state)
@@ -188,15 +193,15 @@ class DeviceState:
             m.shortages = tuple(s for s in m.shortages if s.request_id != request.id)
 
     def release(self, m: ModelState, request: Request, *, surrender: bool = False) -> None:
-        """Give a request's blocks back; `surrender`: cached prefixes go where that frees pages."""
+        """Free a request's blocks; `surrender`: drop cached prefixes too where that frees pages."""
         if request.blocks:
             m.kv.free(request.blocks, surrender=surrender)
             request.blocks = []
         request.computed = 0
 
     def withdraw(self, m: ModelState, request: Request, *, surrender: bool = False) -> None:
-        """Take a request out of the queue, the batch or those paused; its blocks are given back as
-        by `release`."""
+        """Remove a request from the queue, the batch or the paused ones, and `release` its
+        blocks."""
         if request.state is RequestState.PAUSED:
             m.paused.remove(request)
         elif request.state is RequestState.RUNNING:
@@ -209,7 +214,7 @@ class DeviceState:
             m.blocked = None  # the shortage that goes with it has just been forgotten
 
     def preempt(self, m: ModelState, request: Request) -> None:
-        """Back to the queue without KV; it will be recomputed, token for token."""
+        """Preempt a request: free its blocks and queue it again; its KV will be recomputed."""
         self.withdraw(m, request, surrender=True)
         request.to(RequestState.WAITING)
         request.preemptions += 1
@@ -217,7 +222,9 @@ class DeviceState:
         m.waiting.add(request)
 
     def evict(self, m: ModelState) -> None:
-        """Weights and KV off the device, as was ordered; no job of the model may be in flight."""
+        """Carry out an ordered eviction: free a model's weights and KV, and preempt its requests.
+
+        No job of the model may be in flight."""
         for request in list(m.running):
             self.preempt(m, request)
         m.shortages = ()
@@ -230,21 +237,22 @@ class DeviceState:
         m.evictions += 1
 
     def fail_load(self, m: ModelState, error: str) -> list[Output]:
-        """The weights of a model could not be brought: it is served no more. No job of it is in
-        flight. What clients are to be told."""
+        """Fail a model whose weights could not be loaded, with all its requests; return outputs.
+
+        No job of the model may be in flight."""
         m.weights.evict()
         m.life.fail()
         reason = f"the weights of {m.spec.name!r} could not be brought in: {error}"
         return self.fail_all(m, "model_failed", reason)
 
     def begin_swap(self, m: ModelState) -> list[SequenceWork]:
-        """The work of a job that changes which layers' KV rotates, if that is due."""
+        """Return the work of a job that changes which layers' KV rotates; empty if none is due."""
         if m.life.swap_to is None:
             return []
         return kv_swap.begin(m)
 
     def next_transfer(self) -> int:
-        """A number for a transfer, never used before on this device."""
+        """Return a new number for a transfer, unique on this device."""
         self._transfers += 1
         return self._transfers
 
@@ -252,12 +260,12 @@ class DeviceState:
 
     @property
     def asking(self) -> bool:
-        """Whether something has happened since a policy was asked last that it should know of."""
+        """Whether news has come since a policy was asked last."""
         return self.news.n != self.asked
 
     @property
     def in_flight(self) -> bool:
-        """Whether an event is bound to come without any client doing anything."""
+        """Whether a job or transfer is in flight, so that an event will come without clients."""
         return self.lanes.busy or any(m.life.awaited for m in self.models.values())
 
     @property
@@ -270,7 +278,7 @@ class DeviceState:
     # -- checks -----------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Raises BrokenPromise unless the models' lives, memory and books agree. For moments
+        """Raises BrokenPromise unless lives, memory and counts of the models agree. To be called
         between two turns."""
         self.pool.validate()
         self.lending.validate()

@@ -1,4 +1,8 @@
-"""The story in a file, as JSON lines, as long as the file takes them; in parts of bounded size."""
+"""Write a device's story to files as JSON lines, in parts of bounded size.
+
+Used by live devices with `story:` in the fleet file, and read by `ballast.sim.story_reader`. A full
+disk never stops the device: entries that cannot be written are lost, and the file says so.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,13 @@ from ballast.core.entries import StoryEntry
 log = logging.getLogger(__name__)
 
 MODE = 0o600
-"""Of story files: ids of requests and the text of errors are for the server's user alone."""
+"""Mode of story files: ids of requests and texts of errors are for the server's user only."""
 
 
 class StoryFile:
-    """A sink. What a full disk does not take is missing from the file, which says so as soon as it
-    takes something again; the log says so once. Several devices, each a process, may write to one
-    file; each write is of whole lines.
+    """Sink that writes entries to a file. Entries that a full disk refuses are lost; the file notes
+    the gap as soon as a write succeeds again, and the log once. Several devices, each a process,
+    may write to one file: each write consists of whole lines.
 
     With `most_bytes` the file rotates: before it would grow beyond that it becomes `PATH.N`, N
     rising from 1, and a new one begins at `PATH`; of the older parts the newest `parts` stay.
@@ -35,7 +39,7 @@ class StoryFile:
         most_bytes: int | None = None,
         parts: int = 1,
     ) -> None:
-        """What is there stays: a worker that replaces another goes on with its story, whose last
+        """Open the file to append: a worker that replaces another continues its story, whose last
         lines were written when they happened. Raises OSError if it cannot be opened."""
         import msgspec  # here: where no story is written to a file, it need not be installed
 
@@ -46,14 +50,14 @@ class StoryFile:
         self._file = self._open()
         regular = stat.S_ISREG(os.fstat(self._file).st_mode)
         self._most_bytes = most_bytes if regular else None
-        """None: it does not rotate, or cannot."""
+        """Size at which the file rotates, in bytes; None: it does not rotate, or cannot."""
         self._parts = parts
         self._missing = 0
-        """Entries that the file has not taken since it last took some."""
+        """Number of entries lost since the last successful write."""
         self._complained = False
 
     def write(self, entries: Sequence[StoryEntry]) -> None:
-        """More lines, at once; never raises for what the file does."""
+        """Append entries in one write; never raises for errors of the file."""
         lines = [b"\n"] if self._torn else []
         if self._missing:
             lines.append(self._line({"missing": self._missing}))
@@ -124,7 +128,7 @@ class StoryFile:
 
 
 def parts(path: Path) -> list[Path]:
-    """The older parts of the story at `path`, oldest first; not `path` itself."""
+    """Return the older parts of the story at `path`, oldest first, without `path` itself."""
     found = path.parent.glob(f"{_escaped(path.name)}.*")
     return sorted((part for part in found if _number(part)), key=_number)
 
@@ -135,18 +139,18 @@ def first_part_is_gone(path: Path) -> bool:
 
 
 def _number(part: Path) -> int:
-    """Of a part; 0: it is none."""
+    """Return the number of a part; 0: the path is not a part."""
     suffix = part.suffix[1:]
     return int(suffix) if suffix.isdecimal() and suffix.isascii() else 0
 
 
 def _escaped(name: str) -> str:
-    """For `glob`."""
+    """Escape a name for `glob`."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _ends_within_a_line(path: Path) -> bool:
-    """Whether the process that wrote to the file before died doing so."""
+    """Return whether the file ends within a line: its last writer died while writing."""
     if not path.is_file():
         return False
     try:

@@ -1,4 +1,4 @@
-"""What the story of a device begins with: all that its turns depend on beside their events."""
+"""Build the first entry of a device's story: the state on which its turns depend, beside events."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ballast.policy.presets import Preset
 
 
 def model_entry(m: ModelState) -> ModelEntry:
-    """One model of the device."""
+    """Return the story's entry for one model of the device."""
     return ModelEntry(spec=m.spec, costs=m.costs, learned=m.estimator is not None)
 
 
 def snapshot(state: DeviceState, preset: Preset, story: Story) -> Snapshot:
-    """Of a device that has not had a turn."""
+    """Return the snapshot of a device that has not had a turn yet."""
     models = state.models.values()
     return Snapshot(
         version=__version__,

@@ -1,4 +1,8 @@
-"""What policies see of a device: frozen snapshots, of which only what changed is made anew."""
+"""Build the `DeviceView` that memory policies read: a frozen snapshot of a device's state.
+
+Used by `MemoryDecider`, by commands and by `return_borrowed`. Only models whose `version` has
+changed are rebuilt; policies never see the state itself.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from ballast.engine.state import DeviceState
 
 
 def device_view(state: DeviceState) -> DeviceView:
-    """A frozen snapshot; only models that changed are rebuilt."""
+    """Return a frozen snapshot of the device; only models that changed are rebuilt."""
     models = state.models.values()
     for m in models:
         if m.viewed != m.version.n:
@@ -46,7 +50,7 @@ def device_view(state: DeviceState) -> DeviceView:
 
 
 def made_anew(m: ModelState) -> ModelView:
-    """The snapshot of one model, made from what is true now."""
+    """Return a new snapshot of one model."""
     first = 0
     if m.waiting:
         tokens = len(m.waiting.first.tokens)
@@ -87,7 +91,8 @@ def made_anew(m: ModelState) -> ModelView:
 
 
 def deferred_pages(m: ModelState) -> int:
-    """Pages that come free without further action when the job in flight, or loads, have ended."""
+    """Return the pages that become free without further action when the model's job in flight and
+    its loads have ended."""
     life = m.life
     if life.residency is Residency.EVICTING:
         return m.weights.present_pages + m.kv.pages
@@ -100,15 +105,14 @@ def deferred_pages(m: ModelState) -> int:
 
 
 def _first_cached_pages(m: ModelState) -> int:
-    """Pages of the prefix that is cached for the first waiting request, where that lacks pages."""
+    """Return the pages of the first waiting request's cached prefix; 0 unless it is short."""
     if not m.waiting or all(s.request_id != m.waiting.first.id for s in m.shortages):
         return 0
     return m.kv.prefix_pages(*m.waiting.first.prefix)
 
 
 def _shortages(m: ModelState) -> Iterator[Shortage]:
-    """Its shortages now that some of what the requests lacked may have come back, on pages in
-    use."""
+    """Yield the model's shortages, reduced by blocks that have become free in slabs in use."""
     at_hand = m.kv.at_hand
     for s in m.shortages:
         blocks = max(0, s.wanted - at_hand)
@@ -117,7 +121,7 @@ def _shortages(m: ModelState) -> Iterator[Shortage]:
 
 
 def _running(m: ModelState) -> Iterator[RequestView]:
-    """What policies see of the running requests, of whom there may be hundreds."""
+    """Yield views of the running requests; kept fast, since there may be hundreds."""
     if_freed, leaving, slo_of = m.kv.if_freed, m.running.leaving, m.spec.slo_of
     for r in m.running:
         leaves = r.in_flight and r in leaving

@@ -1,4 +1,7 @@
-"""The requests of one model that wait, and the snapshot of them that policies see."""
+"""Hold the waiting queue of one model, and the snapshot of it that policies see.
+
+Part of `ModelState`. Admission is decided elsewhere (`plan`); this is the ordered queue only.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ from ballast.core.view import RequestView
 
 
 class Waiting:
-    """Sorted by priority, place in the queue and arrival; what does not change while a request
-    waits is kept with it.
+    """Waiting requests, sorted by priority, place in the queue and order of arrival.
 
-    Python's own work for one that comes or goes does not grow with their number.
+    The view of each request is made once and kept while it waits, so that the cost in Python of
+    adding or removing a request does not grow with the queue.
     """
 
     def __init__(self) -> None:
         self.version = ChangeCounter()
-        """Grows with every change."""
+        """Counts all changes."""
         self.news = ChangeCounter()
-        """Grows with every request that comes, and every one that goes but is not admitted."""
+        """Counts requests that are added, and those removed other than by admission."""
         self._requests: list[Request] = []
         self._spec: ModelSpec | None = None
-        """By which the views were made; None: there are none."""
+        """Spec by which the views were made; None: there are none."""
         self._views: list[RequestView] = []
         self._snapshot: tuple[RequestView, ...] | None = ()
 
@@ -42,18 +45,17 @@ class Waiting:
         return self._requests[0]
 
     def add(self, request: Request) -> None:
-        """Take a request in; preempted ones go before later arrivals of the same place."""
+        """Insert a request in order; preempted ones come before later arrivals of their place."""
         self._insert(request)
         self.news.n += 1
 
     def remove(self, request: Request) -> None:
-        """Take a request out that ends or is paused. Raises BrokenPromise if it does not wait
-        here."""
+        """Remove a request that ends or is paused. Raises BrokenPromise if it is not queued."""
         self.admit(request)
         self.news.n += 1
 
     def admit(self, request: Request) -> None:
-        """Take a request out that is to run; raises as `remove`."""
+        """Remove a request that will run. Raises as `remove`."""
         at = self._index(request)
         if self._requests[at : at + 1] != [request]:
             raise BrokenPromise(f"{request.id} is not waiting")
@@ -62,8 +64,9 @@ class Waiting:
         self.version.n += 1
 
     def snapshot(self, spec: ModelSpec) -> tuple[RequestView, ...]:
-        """Return what policies see of them, in this order, by the service levels of `spec`: the
-        same tuple until a request comes or goes, or the spec is another one."""
+        """Return views of the requests in order, with the service levels of `spec`.
+
+        The same tuple is returned until the queue or the spec changes."""
         if self._spec is not spec:
             self._spec, self._snapshot = spec, None
             self._views = [_view(r, spec) for r in self._requests]
@@ -72,7 +75,7 @@ class Waiting:
         return self._snapshot
 
     def move(self, request: Request, place: int) -> None:
-        """Give a request that waits here another place in the queue. Raises as `remove`."""
+        """Change a queued request's place. Raises as `remove`."""
         self.admit(request)
         request.place = place
         self._insert(request)

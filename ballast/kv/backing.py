@@ -1,4 +1,8 @@
-"""The pages beneath slabs: which slabs are backed, by whose pages, and how they come and go."""
+"""Back slabs of a KV cache with pages of the pool, or with borrowed pages, and release them.
+
+Used by `BlockBooks`, the base of `KvCache`, for the block-major layout; `LayeredBacking` extends
+it. Chooses no blocks and evicts nothing: if pages are short it changes nothing and returns None.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from ballast.memory.vm import Vm
 
 
 class Backing:
-    """Slabs `0 .. n_slabs` in one range of addresses; the lowest that are not backed come first.
+    """Slabs `0 .. n_slabs - 1` in one range of addresses; the lowest unbacked ones are used first.
 
     A slab is backed by pages of the pool, or, where these are short, by borrowed ones.
     """
@@ -36,15 +40,15 @@ class Backing:
         """Slabs backed by borrowed pages."""
         self.limit: int | None = None
         self.bound: int | None = None
-        """Most pages of the pool, by choice and by construction; lowering them takes nothing away.
-        """
+        """Upper bounds on pages of the pool: `limit` set by the policy, `bound` by construction
+        (None: unbounded). Lowering them releases nothing."""
         self._pool = pool
         self._borrower = borrower
         self._most_slabs = max(1, n_slabs)
         # A pool smaller than one slab still gets a range; growth is Short for ever.
         self.range = BackedRange(pool, vm, owner, self._most_slabs * layout.range_bytes)
         self._vacant: list[int] = []
-        """Heap of the slabs below `_end` that are not backed; all from `_end` on are not."""
+        """Heap of unbacked slabs below `_end`; no slab from `_end` on is backed."""
         self._end = 0
 
     @property
@@ -52,9 +56,10 @@ class Backing:
         return min((b for b in (self.limit, self.bound) if b is not None), default=None)
 
     def back(self, n: int) -> list[int] | None:
-        """Back `n` more slabs, ascending; None, and no change, if limit, pool or machine are short.
+        """Back `n` more slabs and return their indices, ascending.
 
-        Raises DeviceError, without a change, if the operating system refuses to map.
+        Returns None, without a change, if limit, pool or machine are short. Raises DeviceError,
+        without a change, if the operating system refuses to map.
         """
         size = self.layout.slab_pages
         own = min(n, self._room // size)
@@ -75,7 +80,7 @@ class Backing:
         return indices
 
     def release(self, indices: Iterable[int]) -> int:
-        """Slabs go back at once, to the pool or to be borrowed again; pages freed."""
+        """Release slabs at once, to the pool or to the borrowed pages; return the pages freed."""
         ordered = sorted(indices)
         home = [index for index in ordered if index not in self.abroad]
         for at, n in self._runs(home):
@@ -87,11 +92,11 @@ class Backing:
         return len(ordered) * self.layout.slab_pages
 
     def bring_home(self, index: int, copy: Callable[[int], None]) -> bool:
-        """Put pages of the pool beneath a slab on borrowed ones; False, and no change, if limit,
-        pool or machine are short.
+        """Replace a slab's borrowed pages by pages of the pool; its addresses stay.
 
-        `copy(other)` copies what the slab holds to slab `other`, whose pages then take its place:
-        its addresses stay. Nothing in flight may use the slab.
+        `copy(other)` copies the slab's contents to slab `other`, whose pages are then mapped in its
+        place. No job in flight may use the slab. Returns False, without a change, if limit, pool or
+        machine are short.
         """
         size = self.layout.slab_pages
         if self._room < size or not (self._vacant or self._end < self._most_slabs):
@@ -110,7 +115,7 @@ class Backing:
         return done
 
     def validate(self, backed: Set[int]) -> None:
-        """Raises BrokenPromise unless exactly the slabs `backed` are, by every book there is."""
+        """Raises BrokenPromise unless `backed` are the backed slabs by all counts and mappings."""
         pages = self.layout.slab_pages
         for index in backed:
             self.range.pages(index * pages, pages)
@@ -128,7 +133,7 @@ class Backing:
 
     @property
     def _room(self) -> int:
-        """Pages that could be leased now, within the limit."""
+        """Pages that could be allocated from the pool now, within the limit."""
         room = self._pool.available(self.owner)
         return room if self.most is None else max(0, min(room, self.most - self.pages))
 
@@ -154,13 +159,13 @@ class Backing:
         self.abroad.difference_update(indices)
 
     def _undo(self, indices: Sequence[int]) -> None:
-        """Some of the slabs were to be backed; those that are not are vacant again."""
+        """Release those of the slabs that were backed, and make all of them vacant again."""
         backed = [i for i in indices if self.range.is_backed(i * self.layout.slab_pages)]
         self.release(backed)
         self._vacate([i for i in indices if i not in set(backed)])
 
     def _claim(self, n: int) -> list[int]:
-        """The lowest `n` slabs that are not backed, ascending."""
+        """Take the lowest `n` unbacked slabs out of the vacant ones; return them, ascending."""
         indices = [heapq.heappop(self._vacant) for _ in range(min(n, len(self._vacant)))]
         more = n - len(indices)
         indices += range(self._end, self._end + more)
@@ -172,7 +177,7 @@ class Backing:
             heapq.heappush(self._vacant, index)
 
     def _runs(self, indices: Sequence[int], pages: int = 0) -> list[tuple[int, int]]:
-        """Maximal `(page, pages)` of ascending slabs, each of so many, or of all of its own."""
+        """Return maximal runs `(page, pages)` of ascending slabs; `pages` per slab, 0: all."""
         pages = pages or self.layout.slab_pages
         runs: list[tuple[int, int]] = []
         for index in indices:

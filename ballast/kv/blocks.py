@@ -1,9 +1,10 @@
-"""The KV cache of one model on one device: blocks, who uses them, and the pages beneath.
+"""Manage one model's paged KV cache on one device: allocate, cache, free and compact blocks.
 
-A block is *used* (in at least one block table), *cached* (in none, but it holds a prefix that may
-be asked for again) or free. Slabs of blocks are backed by pages of the pool when a table grows and
-go back the moment no block of them is used or cached. No bytes are touched here; the one thing that
-needs it, moving a block, is a callable handed in.
+`KvCache` is what the engine uses, live and in virtual time; `ModelState` holds one for each model.
+A block is *used* (in at least one block table), *cached* (in no table, but holding a prefix that
+may match again) or free. Slabs of blocks are backed by pages of the pool when a table grows, and
+their pages are released as soon as no block of the slab is used or cached. Never touches KV bytes
+itself: blocks are moved by a callable that the caller passes in.
 """
 
 from __future__ import annotations
@@ -21,19 +22,18 @@ from ballast.kv.tables import BlockTables
 
 
 class KvCache(BlockTables):
-    """Of one model. The owner's name in the pool is ``kv:NAME``.
+    """KV cache of one model. It owns its pages in the pool as ``kv:NAME``.
 
-    Nobody may free, drop, compact or clear blocks that a job in flight uses.
+    Callers must not free, drop, compact or clear blocks that a job in flight uses.
     """
 
     # -- giving memory up -------------------------------------------------------------------------
 
     def drop_cached(self, pages: int, *, spare: Collection[int] = ()) -> int:
-        """Forget cached prefixes until `pages` are free, or no more can be; pages freed.
+        """Forget cached prefixes until `pages` are freed or no more can be; return pages freed.
 
-        Least recently used slab first, those on borrowed pages last, none with a block of `spare`;
-        prefixes whose slab others keep in use are left alone, as forgetting them would free no
-        page.
+        The least recently used slab goes first, slabs on borrowed pages last, slabs with a block
+        of `spare` never. Prefixes in slabs in use stay: forgetting them would free no page.
         """
         if self._fixed:
             return 0
@@ -50,12 +50,12 @@ class KvCache(BlockTables):
     def compact(
         self, tables: Iterable[list[int]], pages: int, *, fixed: Set[int] = frozenset()
     ) -> int:
-        """Move blocks together so that whole slabs go back; pages freed, `pages` being enough.
+        """Move blocks together to empty whole slabs, until `pages` are freed; return pages freed.
 
-        `tables` are all tables with references, and are changed in place; blocks in `fixed` (those
-        of jobs in flight) stay. Where blocks moved into free ones empty too few slabs, cached
-        blocks of slabs in use are forgotten first. Raises BrokenPromise, before anything moves, if
-        a block that would move has references that `tables` do not show.
+        `tables` must be all tables with references; they are changed in place. Blocks in `fixed`
+        (those of jobs in flight) do not move. If moves into free blocks empty too few slabs,
+        cached blocks of slabs in use are forgotten first. Raises BrokenPromise, before anything
+        moves, if a block that would move has references that are not in `tables`.
         """
         if self._fixed:
             return 0
@@ -85,8 +85,9 @@ class KvCache(BlockTables):
         return freed
 
     def _forget_scattered(self, blocks: int) -> bool:
-        """Forget at least so many cached blocks of slabs in use, the least recently used slabs'
-        first; whether there were any."""
+        """Forget at least `blocks` cached blocks of slabs in use, least recently used slab first.
+
+        Returns whether there were any."""
         forgotten = 0
         for slab in list(self._slabs.mixed.values()):
             if forgotten >= blocks:
@@ -97,18 +98,18 @@ class KvCache(BlockTables):
         return forgotten > 0
 
     def clear(self) -> None:
-        """Forget everything and give all pages back. Raises BrokenPromise if a block is in use."""
+        """Forget all prefixes and free all pages. Raises BrokenPromise if a block is in use."""
         if self._refs:
             raise BrokenPromise(f"{self.owner} is cleared while {len(self._refs)} blocks are used")
         self.drop_cached(self.pages + self.borrowed_pages)
         self.turn(WHOLE)
 
     def turn(self, wanted: Rotation) -> bool:
-        """Let other layers share pages; False, and no change, where the pool is short.
+        """Change which layers rotate, that is, share pages. No job may be running.
 
-        No job may be under way. What lies in layers that have shared pages before is undefined
-        after, as is what lies in those that do then. Raises DeviceError, with contents lost, if
-        the operating system refuses to map.
+        KV of layers that rotated before or rotate now is undefined afterwards. Returns False,
+        without a change, if the pool is short. Raises DeviceError, with contents lost, if the
+        operating system refuses to map.
         """
         if self._layered is None or wanted == self.rotation:
             return wanted == self.rotation
@@ -119,18 +120,20 @@ class KvCache(BlockTables):
         return turned
 
     def close(self) -> None:
-        """Clear, and give the addresses back."""
+        """Free all pages and the reserved addresses."""
         self.clear()
         self._backing.range.close()
 
     # -- borrowed pages ---------------------------------------------------------------------------
 
     def used_with(self, at: int) -> list[int]:
-        """Used blocks of the slab to which the page at index `at` of the range belongs."""
+        """Return the used blocks of the slab that contains page index `at` of the range."""
         return [b for b in self._blocks_with(at) if b in self._refs]
 
     def forsake(self, at: int) -> bool:
-        """Give up what is cached in that slab; whether that has given the slab back."""
+        """Forget the prefixes cached in the slab of page index `at`, and release the slab.
+
+        Returns False, without a change, if a block of the slab is used."""
         slab = self._slabs.home(self._blocks_with(at)[0])
         if slab.used:
             return False
@@ -140,9 +143,10 @@ class KvCache(BlockTables):
         return True
 
     def bring_home(self, at: int) -> bool:
-        """Put pages of the pool beneath that slab, which is on borrowed ones; blocks keep their
-        numbers and addresses. False, and no change, where pages are short. Nothing in flight may
-        use the slab."""
+        """Replace the borrowed pages of the slab of page index `at` by pages of the pool.
+
+        Blocks keep their numbers and addresses. No job in flight may use the slab. Returns False,
+        without moving anything, if pages are short."""
         self.version.n += 1
         self.relocations += 1
         here = self._blocks_with(at)

@@ -1,4 +1,8 @@
-"""The books of a KV cache: which blocks are used, cached or free, and what that takes in pages."""
+"""Count a KV cache's used, cached and free blocks, and the pages that they take or would free.
+
+The read-only base of `BlockTables` and `KvCache`: the engine's planner, views and policies' offers
+read these counts. Allocates and frees nothing; only the limit and `fixed` can be set here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from ballast.memory.vm import Vm
 
 
 class BlockBooks:
-    """What a cache has. Nothing here changes any of it but its limit, and whether it is fixed."""
+    """Block and page counts of one model's KV cache. Only `limit` and `fixed` can be changed."""
 
     def __init__(
         self,
@@ -38,22 +42,23 @@ class BlockBooks:
         layered: bool = False,
     ) -> None:
         """`prefix`: whether prefixes are cached. `move(source, target)` copies one block's bytes;
-        None where there are none (in virtual time). `capacity_blocks` bounds the cache for ever, in
-        whole slabs; None: every page of the pool may become this model's. `borrower` has pages of
-        other devices, which back slabs where the pool is short. `layered`: it lies layer by layer,
-        so that layers can share pages (`turn`); such a cache has no capacity and no borrower."""
+        None in virtual time, where there are none. `capacity_blocks` is a permanent bound, in
+        whole slabs; None: the cache may take all pages of the pool. `borrower` holds pages of
+        other devices, which back slabs where the pool is short. `layered`: layer-major, so that
+        layers can share pages (`turn`); such a cache has no capacity and no borrower."""
         self.spec = spec
         self.move = move
         self.version = ChangeCounter()
-        """Grows with every change of what the cache has, or may have."""
+        """Counts changes of the cache's contents and bounds."""
         self.freed = pool.freed
-        """Grows whenever a growth of a table that was refused may succeed."""
+        """Counts changes after which a refused growth of a table may succeed."""
         self._fixed = False
         self.relocations = 0
-        """Times that blocks in use have been moved, or other pages put beneath them."""
+        """Number of times that used blocks were moved or their pages were replaced."""
         self.hit_tokens = 0
-        """Tokens whose KV `match` has found, and, below, those it was asked for; since start."""
+        """Tokens whose KV `match` has found in the prefix cache, since start."""
         self.asked_tokens = 0
+        """Tokens that `match` was called with, since start."""
         self._layered: LayeredBacking | None = None
         if layered:
             planes = LayeredLayout.over(spec, vm.page_bytes, pool.total)
@@ -64,7 +69,7 @@ class BlockBooks:
         self._refs: dict[int, int] = {}
         """References of each used block, at least 1."""
         self._shared = 0
-        """Used blocks with more than one."""
+        """Number of used blocks with more than one reference."""
         self._prefix = PrefixIndex(spec.fingerprint, spec.block_tokens) if prefix else None
 
     # -- sizes ------------------------------------------------------------------------------------
@@ -75,18 +80,18 @@ class BlockBooks:
 
     @property
     def rotation(self) -> Rotation:
-        """Layers that share pages."""
+        """Rotation in force: the layers that share pages."""
         return WHOLE if self._layered is None else self._layered.rotation
 
     @property
     def layer_pages(self) -> int:
-        """Pages of one layer that shares its own with none; 0 where no layer can."""
+        """Pages of one layer that does not rotate; 0 if the cache is block-major."""
         layered = self._layered
         return 0 if layered is None else len(self._slabs.of) * layered.layout.plane_pages
 
     @property
     def slabs(self) -> tuple[int, ...]:
-        """Those that are backed, ascending."""
+        """Indices of backed slabs, ascending."""
         return tuple(sorted(self._slabs.of))
 
     @property
@@ -109,18 +114,18 @@ class BlockBooks:
 
     @property
     def borrowed_pages(self) -> int:
-        """Borrowed pages that do."""
+        """Borrowed pages that back blocks now."""
         return len(self._backing.abroad) * self.layout.slab_pages
 
     def lies_abroad(self, blocks: Iterable[int]) -> bool:
-        """Whether any of some backed blocks lies on borrowed pages."""
+        """Return whether any of these backed blocks lies on borrowed pages."""
         abroad = self._backing.abroad
         return bool(abroad) and any(block // self._size in abroad for block in blocks)
 
     @property
     def limit(self) -> int | None:
-        """Most pages of the pool that growth may reach (None: no bound); lowering it takes nothing
-        away."""
+        """Most pages of the pool that growth may reach (None: no bound). Lowering it frees
+        nothing."""
         return self._backing.limit
 
     @limit.setter
@@ -131,7 +136,7 @@ class BlockBooks:
 
     @property
     def fixed(self) -> bool:
-        """While it is, what is cached stays where it is."""
+        """Whether cached prefixes are kept from being dropped or moved."""
         return self._fixed
 
     @fixed.setter
@@ -148,7 +153,7 @@ class BlockBooks:
 
     @property
     def cached_borrowed_pages(self) -> int:
-        """Borrowed pages that it would free."""
+        """Borrowed pages that dropping all cached prefixes would free."""
         idle = self._slabs.idle
         abroad = tuple(self._backing.abroad)  # reports are made by another thread
         return sum(index in idle for index in abroad) * self.layout.slab_pages
@@ -160,12 +165,12 @@ class BlockBooks:
 
     @property
     def at_hand(self) -> int:
-        """Blocks that a table can have without any page more."""
+        """Blocks that tables can be given without a further page and without idle slabs."""
         return self._slabs.at_hand
 
     @property
     def room(self) -> int:
-        """Blocks that tables can have without any page more, in place of all that is cached."""
+        """Blocks that tables can be given without a further page, if all cached ones are reused."""
         return self._slabs.at_hand + len(self._slabs.idle) * self._size
 
     @property
@@ -174,30 +179,30 @@ class BlockBooks:
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks no table uses that hold a prefix."""
+        """Number of blocks that hold a cached prefix and are in no table."""
         return len(self._slabs.of) * self._size - self._slabs.free - len(self._refs)
 
     def block_address(self, block: int) -> int:
         return self.base + block * self.layout.stride_bytes
 
     def most_pages(self, n_blocks: int) -> int:
-        """Pages that a table of `n_blocks` takes if it is alone, and layers share none."""
+        """Return the pages of a table of `n_blocks` in otherwise empty slabs, without rotation."""
         return ceil_div(n_blocks, self._size) * self.layout.whole_pages
 
     def pages_for(self, n_blocks: int) -> int:
-        """Pages that growth by `n_blocks` would need now, from the pool or from `cached_pages`.
+        """Return the pages that growth by `n_blocks` would need, of the pool or `cached_pages`.
 
-        Growth succeeds if and only if the pool can lease so many, less `cached_pages`, within the
-        limit, or borrowed pages make up for it. Cached prefixes scattered over slabs in use count
-        as room: re-using them is free.
+        Growth succeeds iff the pool can allocate this number, less `cached_pages`, within the
+        limit, or borrowed pages make up for it. Cached prefixes in slabs in use count as free:
+        re-using them needs no page.
         """
         return self.layout.pages(max(0, n_blocks - self._slabs.at_hand))
 
     def if_freed(self, blocks: Sequence[int]) -> tuple[int, int]:
-        """What `free(blocks, surrender=True)` would free now: pages, and blocks in slabs that stay.
+        """Return (pages, blocks) that `free(blocks, surrender=True)` would free now.
 
-        The pages are apart from `cached_pages`: doing both frees the sum. The blocks are this
-        cache's own, beside the pages; those on borrowed pages are among them.
+        The pages are not in `cached_pages`: freeing both frees the sum. The blocks are those in
+        slabs that stay backed, for this cache's own use, and those on borrowed pages.
         """
         if self._shared:
             refs = self._refs
@@ -218,12 +223,13 @@ class BlockBooks:
         return emptied * self.layout.slab_pages, stay
 
     def limited(self, short: Short) -> bool:
-        """Whether a growth just refused with `short` would exceed the limit, whatever is free."""
+        """Return whether a growth refused with `short` would exceed the limit even if pages were
+        free."""
         most = self._backing.most
         return most is not None and self.pages - self.cached_pages + short.pages > most
 
     def excess(self, pages: int) -> int:
-        """Pages by which growth by `pages` would exceed the limit."""
+        """Return the pages by which growth by `pages` would exceed the limit."""
         most = self._backing.most
         return 0 if most is None else max(0, self.pages + pages - most)
 
@@ -263,7 +269,7 @@ def _block_major(
     spec: ModelSpec, pool: Pool, vm: Vm, capacity_blocks: int | None, borrower: Borrower | None
 ) -> Backing:
     layout = Layout.of(spec, vm.page_bytes)
-    # As much again may be borrowed.
+    # Borrowed pages may double the slabs.
     n_slabs = pool.total // layout.slab_pages * (1 if borrower is None else 2)
     if capacity_blocks is not None:
         n_slabs = min(n_slabs, ceil_div(capacity_blocks, layout.blocks_per_slab))

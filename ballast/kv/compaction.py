@@ -1,4 +1,6 @@
-"""Which blocks to move where, so that whole slabs become empty. Decided purely, done by `KvCache`.
+"""Plan moves of KV blocks that empty whole slabs, so that their pages can be freed.
+
+Pure planning, used by `KvCache.compact`, which moves the blocks.
 
 ::
 
@@ -16,10 +18,10 @@ from ballast.kv.slabs import Slab, Slabs
 
 
 def plan(slabs: Slabs, wanted: int, fixed: Set[int]) -> list[tuple[int, int]]:
-    """Moves (source block, target block) that empty up to `wanted` slabs.
+    """Return moves (source block, target block) that empty up to `wanted` slabs.
 
-    Blocks in `fixed` stay where they are, though others may join them. Targets are free blocks of
-    slabs in use: filling an idle slab would only swap a free page for a droppable one. No block
+    Blocks in `fixed` do not move, but their slabs may receive others. Targets are free blocks of
+    slabs in use: filling an idle slab would only exchange pages that can be freed anyway. No block
     moves twice and no source is a target of another move.
     """
     size = slabs.blocks_per_slab
@@ -30,9 +32,9 @@ def plan(slabs: Slabs, wanted: int, fixed: Set[int]) -> list[tuple[int, int]]:
     victims.sort(key=lambda s: (s.occupied, s.index))
     holes = slabs.holes
     open_host: list[int] = []
-    """Free blocks of the host that is being filled, the next one last."""
+    """Free blocks of the slab that is being filled, the next one last."""
     settled: set[int] = set()
-    """Slabs that were emptied or were given blocks: they are neither victims nor hosts again."""
+    """Slabs that were emptied or that received blocks: not considered again."""
     moves: list[tuple[int, int]] = []
     for victim in victims:
         if wanted <= 0 or holes <= 0:

@@ -1,4 +1,8 @@
-"""The swapper of a GPU: streams wait for each other's events, and the host for none."""
+"""Swap KV of rotating layers between GPU and host, ordered by CUDA events during passes.
+
+Made for live GPUs whose preset swaps KV; `link_swapper` is its counterpart on CPU. Streams wait
+for each other's events; no host thread blocks.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,11 @@ from ballast.memory.cuda.pinning import PinnedMemory
 
 
 class EventSwapper:
-    """Implements `KvSwapper`, and `ballast.models.barriers.Barriers` for the passes.
+    """Implements `KvSwapper`, and `ballast.models.barriers.Barriers` for forward passes.
 
-    A layer is stored after the event that follows its use, the next of its slot loaded after that,
-    and run after it has landed. Each way has a stream. `finish` has the lane's stream wait for the
-    last of it, and a job ends when that has ended: nothing is on its way between jobs.
+    A layer is stored after the event that follows its use; then the next layer is loaded into its
+    slot, and runs after its load. Each direction has one stream. `finish` makes the lane's stream
+    wait for all copies, and a job ends with the lane's stream: no copy is in flight between jobs.
     """
 
     def __init__(
@@ -31,8 +35,8 @@ class EventSwapper:
         stream: Callable[[], int],
         dirty: bool,
     ) -> None:
-        """`context`: of the device, retained as long as this is used; `stream`: that the calling
-        lane's work goes to; `dirty`: as `Spilled` says."""
+        """`context`: the device's CUDA context, which must outlive this object; `stream` returns
+        the stream of the calling lane; `dirty`: see `Spilled`."""
         self._spilled = Spilled(kv, dirty)
         self.host = self._spilled.host
         self._driver, self._context, self._pins, self._lane = driver, context, pins, stream
@@ -41,19 +45,20 @@ class EventSwapper:
         self._events, self._timed = EventPool(driver), EventPool(driver, timed=True)
         self._stalls = StreamStalls(self._timed)
         self._recorded: list[int] = []
-        """Events of this job."""
+        """Events recorded in this job."""
         self._rotation = WHOLE
         self._carry: tuple[Sequence[int], Sequence[Piece], Direction] = ((), (), Direction.TO_HOST)
-        """Layers, and what of each."""
+        """Copies of the next `move`: layers, pieces of each layer, direction."""
         self._planes: set[tuple[int, int]] = set()
-        """(layer, slab) whose memory on the host is page-locked, if it could be."""
+        """(layer, slab) of host copies that `pins` was asked to page-lock."""
         self._landed: dict[int, int] = {}
-        """By layer of this pass, the event after its load."""
+        """Event after the load of each layer of this pass."""
         self._coming: list[int] = []
-        """Layers to be loaded, by place in the rotation, the next one last."""
+        """Layers of this pass still to be loaded, in order of the rotation, the next one last."""
         self._loads: list[Piece] = []
-        """Of each layer of this pass."""
+        """Pieces that this pass loads for each layer."""
         self._stores: list[Piece] = []
+        """Pieces that this pass stores for each layer."""
 
     # -- the loop's thread, between jobs ----------------------------------------------------------
 
@@ -67,7 +72,7 @@ class EventSwapper:
             self._spilled.clear()
 
     def close(self) -> None:
-        """No job runs."""
+        """Unpin host memory and destroy streams and events. No job may be running."""
         self._driver.set_current(self._context)
         self._unpin()
         for stream in self._streams.values():
@@ -79,7 +84,7 @@ class EventSwapper:
     # -- a lane's thread --------------------------------------------------------------------------
 
     def move(self) -> None:
-        """The job that computes nothing: what `carry` has named."""
+        """Run a job that computes nothing: make the copies that `carry` has set."""
         layers, pieces, direction = self._carry
         self._carry = (), (), direction
         try:
@@ -89,7 +94,7 @@ class EventSwapper:
             self.finish()
 
     def begin_pass(self, work: Sequence[SequenceWork]) -> tuple[int, ...]:
-        """Layers that rotate; the first of them are loaded."""
+        """Start loading the first rotating layers, one for each slot; return all that rotate."""
         rotation = self._rotation
         self._put_back()
         if rotation == WHOLE:
@@ -102,11 +107,13 @@ class EventSwapper:
         return rotation.layers
 
     def wait(self, layer: int) -> None:
-        """Kernels launched from here on run when the KV of a layer is there. Returns at once."""
+        """Make the lane's stream wait for a layer's KV: kernels launched later run after its load.
+
+        Returns at once."""
         self._stalls.wait_for(self._lane(), self._landed[layer])
 
     def used(self, layer: int) -> None:
-        """A pass is done with the layer: it is stored, and then the next of its slot is loaded."""
+        """Store a layer that the pass is done with, then load the next layer into its slot."""
         out, back = self._streams[Direction.TO_HOST], self._streams[Direction.TO_DEVICE]
         self._driver.wait_for(out, self._after(self._lane()))
         self._copy(layer, self._stores, Direction.TO_HOST)
@@ -114,13 +121,14 @@ class EventSwapper:
         self._load_next()
 
     def finish(self) -> None:
-        """The lane's stream goes on when nothing is on its way."""
+        """Make the lane's stream wait until no copy is in flight."""
         for stream in self._streams.values():
             self._stalls.wait_for(self._lane(), self._after(stream))
 
     def stalled(self) -> float:
-        """Seconds that lanes' streams stood still since this was last asked. What was launched by
-        then has ended."""
+        """Return the seconds that lanes' streams stood still since the last call.
+
+        All work launched before must have ended."""
         return self._stalls.seconds()
 
     # -- inside -----------------------------------------------------------------------------------
@@ -132,14 +140,14 @@ class EventSwapper:
             self._landed[layer] = self._after(self._streams[Direction.TO_DEVICE])
 
     def _after(self, stream: int) -> int:
-        """An event that follows what the stream has now."""
+        """Record and return an event after all work that the stream has now."""
         event = self._events.acquire()
         self._recorded.append(event)
         self._driver.record(event, stream)
         return event
 
     def _put_back(self) -> None:
-        """Events of the last job, which has ended; where it was cut short, perhaps not of all."""
+        """Release the last job's events. Those not done yet, after a job was cut short, stay."""
         recorded, self._recorded = self._recorded, []
         for event in recorded:
             if self._driver.is_done(event):
@@ -154,7 +162,9 @@ class EventSwapper:
             call(copy.dst, copy.src, copy.n_bytes, stream)
 
     def _cut(self, layer: int, pieces: Sequence[Piece]) -> Iterator[Piece]:
-        """Each page-locked, or none of it: the driver refuses to copy what is so in part."""
+        """Split pieces at plane boundaries: the driver refuses to copy partly page-locked memory.
+
+        Page-locks each plane on first use."""
         size = self._spilled.layout.plane_bytes
         for at, n_bytes in pieces:
             end = at + n_bytes

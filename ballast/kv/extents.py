@@ -1,4 +1,8 @@
-"""Where the bytes of some blocks lie: at which addresses here, and in which pages, for others."""
+"""Locate the bytes of KV blocks: virtual addresses in this process, offsets in device memory.
+
+Used by `Migration` to export a request's KV to another device and to import it. Reads layouts and
+mappings only; copies nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,25 @@ from ballast.kv.layered import LayeredLayout
 
 
 def form(kv: KvCache) -> str:
-    """What two caches have in common whose blocks are the same, byte by byte, in this order."""
+    """Return a key that is equal for two KV caches iff their blocks have the same byte format.
+
+    It is made of the model's fingerprint, the dtype and the shape of a block."""
     spec, shape = kv.spec, "x".join(map(str, kv.layout.shape))
     return f"{spec.fingerprint}:{spec.dtype}:{shape}"
 
 
 def extents(kv: KvCache, blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """(address, bytes) of the data of some backed blocks, one block after the other, and of each
-    one layer after the other, however they lie."""
+    """Return (address, bytes) of the data of backed blocks, neighbours joined.
+
+    The order is block by block, and layer by layer within a block, in both layouts."""
     base = kv.base
     return list(joined([(base + at, n_bytes) for b in blocks for at, n_bytes in _of(kv, b)]))
 
 
 def pieces(kv: KvCache, blocks: Sequence[int]) -> tuple[int, tuple[Piece, ...]]:
-    """Where the same lies in the device's own memory: of how many of the blocks, from the first to
-    the last before one that has a borrowed page, and the pieces."""
+    """Return (number of blocks, pieces): the blocks' data as offsets in the device's own memory.
+
+    Stops before the first block on borrowed pages; the number counts the blocks covered."""
     size = kv.range.page_bytes
     found: list[Piece] = []
     for n, block in enumerate(blocks):
@@ -39,7 +47,7 @@ def pieces(kv: KvCache, blocks: Sequence[int]) -> tuple[int, tuple[Piece, ...]]:
 
 
 def _of(kv: KvCache, block: int) -> Iterator[tuple[int, int]]:
-    """(offset in the range, bytes) of a block's data."""
+    """Yield (offset in the range, bytes) of a block's data."""
     layout = kv.layout
     if not isinstance(layout, LayeredLayout):
         yield block * layout.stride_bytes, layout.block_bytes

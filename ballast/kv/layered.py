@@ -1,4 +1,6 @@
-"""KV that lies layer by layer, so that layers can share the pages beneath them.
+"""Lay out a KV cache layer by layer, and back it so that rotating layers share pages.
+
+Used instead of the block-major `layout` and `backing` where the preset swaps KV of rotating layers.
 
 A slab's blocks have one stretch of whole pages, its *plane*, in each layer's part of the range::
 
@@ -7,8 +9,8 @@ A slab's blocks have one stretch of whole pages, its *plane*, in each layer's pa
     layer 2  | slab 0 | slab 1 | ... |          1 and 2 rotate through one slot: there their
     slot 0   | slab 0 | slab 1 | ... |          planes are aliases of the slot's
 
-Which layers rotate changes between jobs. What a slot holds then is of no account: the KV of layers
-that rotate is on the host between jobs, and what it takes to get there is the caller's business.
+Which layers rotate changes between jobs only. Between jobs the KV of rotating layers is on the host
+and a slot's contents are undefined. Nothing is copied here: a `KvSwapper` moves the KV.
 """
 
 from __future__ import annotations
@@ -26,19 +28,20 @@ from ballast.memory.range import BackedRange
 from ballast.memory.vm import Vm
 
 MORE_SLABS = 4
-"""Times as many slabs have addresses as have pages while nothing rotates."""
+"""Slabs with reserved addresses, as a multiple of the slabs that fit the pool without rotation."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayeredLayout(Layout):
-    """`slab_pages` are those of a slab now, slots counted once."""
+    """Layer-major layout. `slab_pages`: pages of a slab under the current rotation, each slot
+    counted once."""
 
     plane_pages: int = 1
     most_slabs: int = 1
 
     @classmethod
     def over(cls, spec: ModelSpec, page_bytes: int, pages: int) -> LayeredLayout:
-        """The layout of `spec` for a pool of so many pages."""
+        """Return the layout of `spec` for a pool of `pages` pages."""
         shape = (spec.n_layers, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
         plane, blocks = choose(spec.block_bytes // spec.n_layers, page_bytes)
         whole = plane * spec.n_layers
@@ -66,19 +69,19 @@ class LayeredLayout(Layout):
         return self.most_slabs * self.plane_bytes
 
     def rotating(self, rotation: Rotation) -> LayeredLayout:
-        """The same while layers rotate."""
+        """Return this layout with `slab_pages` under `rotation`."""
         return replace(self, slab_pages=(self.shape[0] - rotation.n_freed) * self.plane_pages)
 
 
 class LayeredBacking(Backing):
-    """Slabs of planes. The slots' owner is ``kvslots:NAME``."""
+    """Backs slabs of planes. The owner of the slots' pages in the pool is ``kvslots:NAME``."""
 
     layout: LayeredLayout
 
     def __init__(self, model: str, layout: LayeredLayout, pool: Pool, vm: Vm) -> None:
         super().__init__(f"kv:{model}", layout, pool, vm, layout.most_slabs)
         self.rotation = WHOLE
-        """In force."""
+        """Rotation in force."""
         self._slot_owner = f"kvslots:{model}"
         self._vm = vm
         self._slots: list[BackedRange] = []
@@ -97,10 +100,10 @@ class LayeredBacking(Backing):
         return len(ordered) * self.layout.slab_pages
 
     def turn(self, wanted: Rotation, backed: Iterable[int]) -> bool:
-        """Let other layers rotate; slabs `backed` are. No job may be under way.
+        """Change which layers rotate; `backed`: all slabs that are backed. No job may be running.
 
-        What layers that rotate no more find beneath them, and what slots hold, is undefined. False,
-        and no change, where the pool is short. Raises DeviceError, with slabs lost, if the
+        Contents of slots, and of layers that rotate no more, are undefined afterwards. Returns
+        False, without a change, if the pool is short. Raises DeviceError, with slabs lost, if the
         operating system refuses to map.
         """
         slabs = sorted(backed)
@@ -154,15 +157,15 @@ class LayeredBacking(Backing):
 
     @property
     def _own(self) -> list[int]:
-        """Layers that have pages of their own."""
+        """Layers with pages of their own: those that do not rotate."""
         return [i for i in range(self.layout.shape[0]) if i not in self.rotation.layers]
 
     def _at(self, layer: int, at: int) -> int:
-        """Where in the range a layer has page `at` of its part."""
+        """Return the index in the range of page `at` of a layer's part."""
         return layer * self.layout.most_slabs * self.layout.plane_pages + at
 
     def _planes(self, indices: Sequence[int]) -> list[tuple[int, int]]:
-        """Maximal `(page, pages)` of ascending slabs in a layer's part, or in a slot."""
+        """Return maximal runs `(page, pages)` of ascending slabs in a layer's part or a slot."""
         return self._runs(indices, self.layout.plane_pages)
 
     def _new_slot(self) -> BackedRange:
@@ -203,15 +206,15 @@ class LayeredBacking(Backing):
         return True
 
     def _promise_slots(self, pages: int) -> None:
-        """Let the slots have up to so many of the pages that are promised to the cache: its slabs
-        are made of both."""
+        """Transfer up to `pages` of the cache's promised pages to the slots' owner: a slab consists
+        of pages of both."""
         left = self._pool.cancel_promise(self.owner)
         for owner, n in ((self._slot_owner, min(pages, left)), (self.owner, left - pages)):
             short = self._pool.promise(owner, max(0, n))
             assert short is None, "they were promised"
 
     def _undo(self, indices: Sequence[int]) -> None:
-        """Nothing was backed, or, where the operating system refused to map, not all was."""
+        """Release slabs that were backed in part or not at all, and make them vacant again."""
         self._pool.cancel_promise(self._slot_owner)
         pages = self.layout.plane_pages
         for index in indices:

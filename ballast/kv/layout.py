@@ -1,10 +1,13 @@
-"""Where the blocks of one model lie: block-major, at one stride, in slabs of whole pages.
+"""Compute the block-major memory layout of a model's KV cache: strides, slabs, sizes in pages.
+
+Used by the KV cache, by sizing, and by model executors, whose kernels take its strides. Pure
+arithmetic; `layered` is the layer-major variant.
 
 The KV cache of a model is one array over reserved addresses::
 
     (blocks, layers, 2, block_tokens, kv_heads, head_dim)
 
-where index 2 tells K (0) from V (1). Only the first axis has padding: block `b` begins at byte
+where axis 2 is K (0) or V (1). Only the first axis has padding: block `b` begins at byte
 `b * stride_bytes`. A *slab* is the unit in which the array is backed by memory::
 
     pages    |  page 0  |  page 1  |  page 2  |  page 3  |  page 4  |  page 5  |
@@ -28,7 +31,7 @@ ALIGNMENT = 64
 GOOD_WASTE = 0.05
 """Waste that is small enough to prefer a smaller slab over less waste."""
 MOST_PAGES = MOST_BLOCKS = 8
-"""Slabs have at most so many pages, or as many as so many blocks need, if that is more."""
+"""A slab has at most `MOST_PAGES` pages, or the pages of `MOST_BLOCKS` blocks if that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +41,46 @@ class Layout:
     shape: tuple[int, int, int, int, int]
     """(layers, 2, block_tokens, kv_heads, head_dim)."""
     block_bytes: int
-    """Of one block's data, padding not included."""
+    """Bytes of one block's data, without padding."""
     page_bytes: int
     slab_pages: int
     blocks_per_slab: int
 
     @classmethod
     def of(cls, spec: ModelSpec, page_bytes: int) -> Layout:
-        """The layout of `spec` on a device with pages of `page_bytes`."""
+        """Return the layout of `spec` on a device with pages of `page_bytes`."""
         shape = (spec.n_layers, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
         slab_pages, blocks_per_slab = choose(spec.block_bytes, page_bytes)
         return cls(shape, spec.block_bytes, page_bytes, slab_pages, blocks_per_slab)
 
     @property
     def whole_pages(self) -> int:
-        """Pages of a slab none of whose layers share theirs."""
+        """Pages of a slab if no layers share pages."""
         return self.slab_pages
 
     @property
     def slab_bytes(self) -> int:
-        """From the first of its blocks to that of the next slab."""
+        """Bytes from a slab's first block to the next slab's first block."""
         return self.slab_pages * self.page_bytes
 
     @property
     def stride_bytes(self) -> int:
-        """From the beginning of one block to that of the next; a multiple of `ALIGNMENT`."""
+        """Bytes from one block's start to the next one's; a multiple of `ALIGNMENT`."""
         return self.slab_bytes // self.blocks_per_slab
 
     @property
     def layer_bytes(self) -> int:
-        """K and V of one layer in one block."""
+        """Bytes of one layer's K and V in one block."""
         return self.block_bytes // self.shape[0]
 
     @property
     def layer_stride_bytes(self) -> int:
-        """From a block's first layer to its second."""
+        """Bytes from one layer of a block to the next layer."""
         return self.layer_bytes
 
     @property
     def range_bytes(self) -> int:
-        """Addresses that a slab takes."""
+        """Bytes of addresses that a slab takes."""
         return self.slab_bytes
 
     @property
@@ -90,12 +93,12 @@ class Layout:
         return 1.0 - self.blocks_per_slab * self.block_bytes / self.range_bytes
 
     def pages(self, n_blocks: int) -> int:
-        """Pages that `n_blocks` take if no slab holds anything else."""
+        """Return the pages that `n_blocks` take if their slabs hold no other blocks."""
         return ceil_div(n_blocks, self.blocks_per_slab) * self.slab_pages
 
 
 def choose(block_bytes: int, page_bytes: int) -> tuple[int, int]:
-    """(pages, blocks) of a slab for blocks of `block_bytes`.
+    """Choose (pages, blocks) of a slab for blocks of `block_bytes`.
 
     The smallest slab that wastes at most `GOOD_WASTE`; if none does, the one with the least waste,
     the smaller of two equals. Raises ConfigError for sizes that cannot be laid out.
@@ -123,7 +126,7 @@ def _aligned(n_bytes: int) -> int:
 
 
 def _most_blocks(block_bytes: int, slab_bytes: int) -> int:
-    """The most blocks that divide a slab into equal, aligned strides of at least a block."""
+    """Return the most blocks that divide a slab into equal, aligned strides of >= one block."""
     lines = slab_bytes // ALIGNMENT
     blocks = slab_bytes // _aligned(block_bytes)
     while lines % blocks:

@@ -1,4 +1,8 @@
-"""The live swapper: KV of rotating layers goes over the link, within the passes that need it."""
+"""Swap KV of rotating layers between device and host over a CPU device's link, during passes.
+
+Made for live CPU devices whose preset swaps KV; `event_swapper` is its counterpart on GPUs.
+The loop calls it between jobs, `KvSwapExecutor` and the model's forward pass during them.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,15 @@ from ballast.memory.transfer import HostLink
 
 
 class LinkSwapper:
-    """Implements `KvSwapper`, and `ballast.models.barriers.Barriers` for the passes.
+    """Implements `KvSwapper`, and `ballast.models.barriers.Barriers` for forward passes.
 
-    Of the blocks of a pass those with KV are loaded, a layer at a time, and what is to be
-    stored goes back before the slot is loaded anew. `finish` waits for the last of it, so that
-    nothing is on its way between jobs.
+    A pass loads the KV of its blocks one layer at a time. New KV of a layer is stored to the host
+    before the layer's slot is loaded again. `finish` waits for all copies: none is in flight
+    between jobs.
     """
 
     def __init__(self, kv: KvCache, link: HostLink, clock: Clock, dirty: bool) -> None:
-        """`dirty`: as `Spilled` says."""
+        """`dirty`: see `Spilled`."""
         self._spilled = Spilled(kv, dirty)
         self.host = self._spilled.host
         self._link, self._clock = link, clock
@@ -37,12 +41,13 @@ class LinkSwapper:
         self._transfers = 0
         self._flying = 0
         self._ready: set[int] = set()
-        """Layers of this pass that are loaded."""
+        """Layers of this pass whose KV has been loaded."""
         self._coming: list[int] = []
-        """Layers to be loaded, by place in the rotation, the next one last."""
+        """Layers of this pass still to be loaded, in order of the rotation, the next one last."""
         self._loads: list[Piece] = []
-        """Of each layer of this pass."""
+        """Pieces that this pass loads for each layer."""
         self._stores: list[Piece] = []
+        """Pieces that this pass stores for each layer."""
         self._error: str | None = None
         self._stalled = 0.0
 
@@ -61,14 +66,14 @@ class LinkSwapper:
     # -- a lane's thread --------------------------------------------------------------------------
 
     def move(self) -> None:
-        """The job that computes nothing: what `carry` has named."""
+        """Run a job that computes nothing: make the copies that `carry` has set."""
         copies, direction = self._carry
         self._carry = [], direction
         self._start(copies, direction, lambda: None)
         self.finish()
 
     def begin_pass(self, work: Sequence[SequenceWork]) -> tuple[int, ...]:
-        """Layers that rotate; the first of them are loaded."""
+        """Start loading the first rotating layers, one for each slot; return all that rotate."""
         rotation = self._rotation
         if rotation == WHOLE:
             return ()
@@ -82,17 +87,17 @@ class LinkSwapper:
         return rotation.layers
 
     def wait(self, layer: int) -> None:
-        """Returns when the KV of a layer is there. Raises DeviceError if it cannot be brought."""
+        """Block until a layer's KV has been loaded. Raises DeviceError if a copy has failed."""
         with self._change:
             self._wait_for(lambda: layer in self._ready)
 
     def used(self, layer: int) -> None:
-        """A pass is done with the layer: it is stored, and then the next of its slot is loaded."""
+        """Store a layer that the pass is done with, then load the next layer into its slot."""
         copies = list(self._spilled.copies(layer, self._stores, Direction.TO_HOST))
         self._start(copies, Direction.TO_HOST, self._load_next)
 
     def finish(self) -> None:
-        """Wait until nothing is on its way. Raises DeviceError if something has not arrived."""
+        """Block until no copy is in flight. Raises DeviceError if a copy has failed."""
         with self._change:
             self._wait_for(lambda: not self._flying)
             if self._error is not None:
@@ -100,14 +105,15 @@ class LinkSwapper:
                 raise DeviceError("link", f"KV could not be moved: {error}")
 
     def stalled(self) -> float:
-        """Seconds that jobs have waited since this was last asked."""
+        """Return the seconds that jobs have waited for copies since the last call."""
         seconds, self._stalled = self._stalled, 0.0
         return seconds
 
     # -- inside -----------------------------------------------------------------------------------
 
     def _wait_for(self, there: Callable[[], bool]) -> None:
-        """Under the lock. An error ends it once nothing is on its way."""
+        """Wait for `there()`, with the lock held. Raises DeviceError if a copy has failed and no
+        copy is in flight."""
         if there():
             return
         began = self._clock.now()
@@ -117,7 +123,7 @@ class LinkSwapper:
             raise DeviceError("link", f"KV could not be moved: {self._error}")
 
     def _load_next(self) -> None:
-        """On a lane's thread, or on the link's."""
+        """Start loading the next layer. Runs on a lane's thread or on a thread of the link."""
         with self._change:
             if not self._coming:
                 return
@@ -134,7 +140,7 @@ class LinkSwapper:
     def _start(
         self, copies: Sequence[Copy], direction: Direction, then: Callable[[], None]
     ) -> None:
-        """Copy, and then, unless that failed, `then`, which may start more."""
+        """Start copies; after success call `then`, which may start more."""
         if not copies:
             then()
             return

@@ -1,9 +1,12 @@
-"""Which block holds which tokens: the names by which cached prefixes are found again.
+"""Index cached KV blocks by a hash chain of their tokens, for automatic prefix caching.
 
-The *name* of a full block is a SHA-256 chain: the name of a sequence's block is the digest of the
-name of the block before it and of its own token ids; the chain starts from the model's fingerprint
-and a salt. Equal names mean equal contents (but for the order of floating-point sums), whoever
-computed them; different models or salts never share a name.
+Used by the KV cache, and by the controller to route requests to devices that cache their prefix.
+Names blocks only: it counts no references and frees nothing.
+
+The *name* of a full block is the SHA-256 digest of the name of the block before it and of its own
+token ids; the chain starts from the model's fingerprint and a salt. Equal names mean equal KV (but
+for the order of floating-point sums), whichever request computed it; different models or salts
+never share a name.
 """
 
 from __future__ import annotations
@@ -16,10 +19,9 @@ from ballast.core.errors import BrokenPromise
 
 
 class PrefixIndex:
-    """Names of blocks. A block is *named* if its name is known, and *kept* if the name leads to it.
+    """Names of blocks. A block is *named* if its name is known, and *kept* if `find` can return it.
 
-    Of several blocks with one name the first is kept; the others are private duplicates. No
-    reference counts here: whose blocks these are is the business of `KvCache`.
+    Of several blocks with one name the first is kept; the others are private duplicates.
     """
 
     def __init__(self, fingerprint: str, block_tokens: int) -> None:
@@ -29,13 +31,13 @@ class PrefixIndex:
         self._kept: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        """Blocks that can be found by name."""
+        """Number of kept blocks."""
         return len(self._kept)
 
     def find(self, tokens: Sequence[int], salt: str) -> list[int]:
-        """Kept blocks of the longest known prefix of `tokens`, in order.
+        """Return the kept blocks of the longest known prefix of `tokens`, in order.
 
-        Whole blocks only, and never the last token: at least one is left to be computed. Cost: one
+        Whole blocks only, and never the last token: at least one is left to be computed. Costs one
         digest for each block found, and one more.
         """
         found: list[int] = []
@@ -51,9 +53,10 @@ class PrefixIndex:
         return found
 
     def name(self, tokens: Sequence[int], blocks: Sequence[int], full: int, salt: str) -> None:
-        """Name the first `full` blocks of a table that holds `tokens`, those without a name yet.
+        """Name those of the first `full` blocks of a table of `tokens` that have no name yet.
 
-        A table is named from its beginning, always under one salt. Nothing to do costs one look-up.
+        A table is named from its beginning, always under one salt. Costs one look-up if all have
+        names.
         """
         if not 0 <= full <= len(blocks) or full * self.block_tokens > len(tokens):
             raise BrokenPromise(f"{full} full blocks of {len(blocks)} for {len(tokens)} tokens")
@@ -70,7 +73,7 @@ class PrefixIndex:
             self._kept.setdefault(name, blocks[i])
 
     def keep(self, block: int) -> bool:
-        """Whether the block is kept; a duplicate whose original is gone takes its place."""
+        """Return whether the block is kept; a duplicate whose original is gone becomes kept."""
         name = self._names.get(block)
         return name is not None and self._kept.setdefault(name, block) == block
 
@@ -78,13 +81,13 @@ class PrefixIndex:
         return block in self._names
 
     def forget(self, block: int) -> None:
-        """The block's contents are gone."""
+        """Remove a block whose contents are gone."""
         name = self._names.pop(block, None)
         if name is not None and self._kept.get(name) == block:
             del self._kept[name]
 
     def move(self, source: int, target: int) -> None:
-        """The contents of `source` are in `target` now."""
+        """Transfer the name of `source` to `target`, to which its contents have moved."""
         name = self._names.pop(source, None)
         if name is None:
             return

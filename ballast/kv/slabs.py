@@ -1,4 +1,7 @@
-"""The book of slabs: which blocks of each are used, cached or free, and which to take next.
+"""Track used, cached and free blocks of each slab, and choose blocks to allocate or uncache.
+
+Used by `BlockTables`, `KvCache` and the compaction plan. Pure bookkeeping: holds no pages, no
+reference counts and no prefix names.
 
 ::
 
@@ -20,7 +23,7 @@ from ballast.core.errors import BrokenPromise
 
 
 class Slab:
-    """One slab. Whoever changes it calls `Slabs.settle` before anything else is asked."""
+    """Block states of one slab. After a change of its fields the caller runs `Slabs.settle`."""
 
     __slots__ = ("_at_hand", "_bucket", "_level", "_queue", "cached", "free", "index", "used")
 
@@ -28,7 +31,7 @@ class Slab:
         first = index * blocks_per_slab
         self.index = index
         self.free = list(range(first + blocks_per_slab - 1, first - 1, -1))
-        """Block numbers; the last one is taken next."""
+        """Free block numbers; allocated from the end."""
         self.used = 0
         """Blocks with at least one reference."""
         self.cached: dict[int, None] = {}
@@ -44,7 +47,7 @@ class Slab:
 
 
 class _ByFree:
-    """Slabs with free blocks, by how many they have; `fullest` has the fewest."""
+    """Slabs with free blocks, bucketed by their number of free blocks."""
 
     __slots__ = ("_levels", "_mask", "blocks")
 
@@ -52,7 +55,7 @@ class _ByFree:
         self.blocks = 0
         self._levels: list[dict[int, Slab]] = [{} for _ in range(blocks_per_slab + 1)]
         self._mask = 0
-        """Bit k: some slab has k free blocks."""
+        """Bit k is set if some slab has k free blocks."""
 
     def add(self, slab: Slab, level: int) -> None:
         self._levels[level][slab.index] = slab
@@ -67,7 +70,7 @@ class _ByFree:
         self.blocks -= level
 
     def fullest(self) -> Slab | None:
-        """Of equals, the one that came last."""
+        """Return the slab with the fewest free blocks; of several, the one added last."""
         if not self._mask:
             return None
         level = (self._mask & -self._mask).bit_length() - 1
@@ -76,17 +79,16 @@ class _ByFree:
 
 
 class Slabs:
-    """All slabs that are backed now. Pure counting: no pages, no references, no names."""
+    """All slabs of a KV cache that are backed by pages now."""
 
     def __init__(self, blocks_per_slab: int) -> None:
         self.blocks_per_slab = blocks_per_slab
         self.of: dict[int, Slab] = {}
-        """By index."""
+        """Backed slabs by index."""
         self.idle: OrderedDict[int, Slab] = OrderedDict()
         """Slabs of cached blocks only, least recently used first."""
         self.at_hand = 0
-        """Blocks that could be had without a new slab or an idle one: free, or cached, in a slab
-        in use."""
+        """Free and cached blocks in slabs in use: allocatable without a new or an idle slab."""
         self.mixed: OrderedDict[int, Slab] = OrderedDict()
         """Slabs in use that hold cached blocks, least recently used first."""
         self._in_use = _ByFree(blocks_per_slab)
@@ -103,28 +105,30 @@ class Slabs:
         return self._in_use.blocks
 
     def home(self, block: int) -> Slab:
-        """The slab of a block. Raises BrokenPromise if it is not backed."""
+        """Return the slab of a block. Raises BrokenPromise if it is not backed."""
         slab = self.of.get(block // self.blocks_per_slab)
         if slab is None:
             raise BrokenPromise(f"block {block} is in no slab")
         return slab
 
     def open(self, indices: Iterable[int]) -> None:
-        """Slabs that have just been backed; all their blocks are free. Given in ascending order,
-        blocks will be taken in ascending order."""
+        """Add slabs that have just been backed, with all blocks free. If `indices` ascend, blocks
+        are allocated in ascending order."""
         for index in reversed(list(indices)):
             slab = self.of[index] = Slab(index, self.blocks_per_slab)
             self.settle(slab)
 
     def close(self, slab: Slab) -> None:
-        """A slab without used or cached blocks goes."""
+        """Remove a slab. Raises BrokenPromise if it has used or cached blocks."""
         if slab.occupied or slab._bucket is None:
             raise BrokenPromise(f"slab {slab.index} is given back while it holds something")
         slab._bucket.remove(slab, slab._level)
         del self.of[slab.index]
 
     def allocate(self, n: int) -> list[int]:
-        """`n` free blocks, now used: of the fullest slabs in use first, then of the others."""
+        """Mark `n` free blocks used and return them: the fullest slabs in use come first.
+
+        Raises BrokenPromise if fewer are free."""
         blocks: list[int] = []
         while len(blocks) < n:
             slab = self._in_use.fullest() or self._others.fullest()
@@ -138,10 +142,10 @@ class Slabs:
         return blocks
 
     def sacrifice(self, n: int) -> list[int]:
-        """At least `n` cached blocks become free: of slabs in use first, then whole idle slabs.
+        """Turn at least `n` cached blocks into free ones and return them; fewer if no more exist.
 
-        Least recently used slab first, within a slab the least recently used block first. Returns
-        the blocks; fewer than `n` if no more are cached.
+        Slabs in use come first, then whole idle slabs; among slabs, and among the blocks of a
+        slab, the least recently used comes first.
         """
         gone: list[int] = []
         while len(gone) < n:
@@ -158,14 +162,14 @@ class Slabs:
         return gone
 
     def uncache(self, slab: Slab, blocks: list[int]) -> None:
-        """Cached blocks become free."""
+        """Turn cached blocks of a slab into free ones."""
         for block in blocks:
             del slab.cached[block]
         slab.free += blocks
         self.settle(slab)
 
     def relocate(self, source: int, target: int) -> None:
-        """A used or cached block and a free one of another slab change places."""
+        """Swap the states of a used or cached block and a free block of another slab."""
         old, new = self.home(source), self.home(target)
         new.free.remove(target)
         if source in old.cached:
@@ -179,7 +183,9 @@ class Slabs:
         self.settle(new)
 
     def settle(self, slab: Slab, *, touched: bool = False) -> None:
-        """File a slab by what it holds now. `touched`: its cached blocks were used just now."""
+        """Update buckets, LRU queues and counts after a change of a slab.
+
+        `touched`: make its cached blocks the most recently used."""
         level, n_cached = len(slab.free), len(slab.cached)
         bucket = (self._in_use if slab.used else self._others) if level else None
         if bucket is not slab._bucket or level != slab._level:

@@ -1,4 +1,7 @@
-"""The host's copy of a cache that lies layer by layer, and what a pass moves between the two."""
+"""Hold the host copy of a layer-major KV cache, and list the pieces that each pass copies.
+
+Used by `LinkSwapper` and `EventSwapper`, which make the copies; nothing is copied here.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +24,26 @@ Piece = tuple[int, int]
 
 
 class Spilled:
-    """The host has as many addresses as the cache, in the same order; memory comes where it is
-    first written."""
+    """Host copy of a KV cache: as many addresses, in the same order; memory is allocated on first
+    write."""
 
     def __init__(self, kv: KvCache, dirty: bool) -> None:
-        """`dirty`: of a layer only what a pass has written is stored, else all that it loads."""
+        """`dirty`: a pass stores only the KV that it has written; else whole blocks, those it
+        loads and those it writes."""
         layout = kv.layout
         assert isinstance(layout, LayeredLayout)
         self.layout, self._kv, self._dirty = layout, kv, dirty
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         self._memory = mmap.mmap(-1, kv.range.n_pages * kv.range.page_bytes, flags=flags)
         self.host = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) - kv.base
-        """What is at an address of the cache is at so much more on the host."""
+        """Offset from a device KV address to its host copy."""
 
     def loads(self, work: Sequence[SequenceWork]) -> list[Piece]:
-        """What a pass reads of each layer: blocks with KV."""
+        """Return the pieces that a pass reads of each layer: blocks that have KV."""
         return self._blocks(self._read(work))
 
     def stores(self, work: Sequence[SequenceWork]) -> list[Piece]:
-        """What it leaves that the host has not."""
+        """Return the pieces of each layer that a pass copies back to the host."""
         if self._dirty:
             return list(self._rows(work))
         size = self.layout.block_tokens
@@ -47,7 +51,7 @@ class Spilled:
         return self._blocks(self._read(work) | written)
 
     def planes(self, slabs: Iterable[int]) -> list[Piece]:
-        """All that a layer has there."""
+        """Return all of a layer's KV in these slabs, as pieces."""
         size = self.layout.plane_bytes
         return list(_joined((slab * size, size) for slab in slabs))
 
@@ -61,12 +65,12 @@ class Spilled:
                 yield Copy(there, here, n_bytes)
 
     def plane_address(self, layer: int, plane: int) -> int:
-        """Of a layer's part of a slab, on the host."""
+        """Return the host address of a layer's part of a slab."""
         at = layer * self.layout.layer_stride_bytes + plane * self.layout.plane_bytes
         return self._kv.base + self.host + at
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Return the host memory to the operating system; contents are lost."""
         self._memory.madvise(mmap.MADV_DONTNEED)
 
     def _read(self, work: Sequence[SequenceWork]) -> set[int]:
@@ -78,7 +82,7 @@ class Spilled:
         return list(_joined(((b * stride, size) for b in sorted(blocks)), stride - size))
 
     def _rows(self, work: Sequence[SequenceWork]) -> Iterator[Piece]:
-        """Where the new tokens' keys and values lie."""
+        """Yield the pieces of the new tokens' keys and values."""
         layout = self.layout
         half, size = layout.layer_bytes // 2, layout.block_tokens
         row = half // size
@@ -91,7 +95,7 @@ class Spilled:
 
 
 def _joined(pieces: Iterable[Piece], gap: int = 0) -> Iterator[Piece]:
-    """Ascending; those no more than `gap` apart are one."""
+    """Join ascending pieces that are at most `gap` bytes apart."""
     last: Piece | None = None
     for at, n_bytes in pieces:
         if last is not None and at - sum(last) <= gap:

@@ -1,4 +1,8 @@
-"""What carries the KV of rotating layers between device and host, and keeps it there meanwhile."""
+"""Protocol for swapping KV of rotating layers between device and host.
+
+Implemented by `LinkSwapper` (CPU), `EventSwapper` (GPU) and the simulator; tensor-parallel groups
+have none. The engine calls it between jobs only; copies are made within jobs.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,10 @@ from ballast.kv.blocks import KvCache
 
 
 class KvSwapper(Protocol):
-    """Of one model. Called between its jobs; in them it loads and stores what they need.
+    """Swapper of one model's KV. Its methods are called between the model's jobs; during jobs it
+    loads and stores the KV that they need.
 
-    Between jobs the host has all KV of layers that rotate.
+    Invariant: between jobs the host has all KV of layers that rotate.
     """
 
     @property
@@ -22,10 +27,10 @@ class KvSwapper(Protocol):
         (virtual time)."""
 
     def carry(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
-        """The next job, which computes nothing, copies all that lies there in these layers."""
+        """Set the copies of the next job, which computes nothing: all KV of `slabs` in `layers`."""
 
     def turn(self, rotation: Rotation) -> None:
-        """`rotation` is in force from the next job on."""
+        """Put `rotation` in force from the next job on."""
 
 
 MakeSwapper = Callable[[KvCache], KvSwapper]

@@ -1,4 +1,8 @@
-"""The step path of a KV cache: block tables begin, grow and end."""
+"""Allocate, grow and free block tables, with automatic prefix caching: a KV cache's step path.
+
+Base class of `KvCache`, through which the engine's planner, admissions and job ends call it.
+Running out of pages is a result (`Short`), never an exception.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,22 @@ from ballast.kv.slabs import Slab
 
 
 class BlockTables(BlockBooks):
-    """Block tables are lists of block numbers owned by the caller, one reference for each entry.
+    """Block tables of sequences: lists of block numbers owned by the caller.
 
-    Everything here costs O(1) a block, plus what the operating system takes to map and unmap pages.
+    Each entry counts as one reference to its block. All methods cost O(1) for each block, plus the
+    operating system's time to map and unmap pages.
     """
 
     def find(self, tokens: Sequence[int], salt: str = "") -> list[int]:
-        """The blocks that `match` would return; nothing changes."""
+        """Return the blocks that `match` would return, without a change."""
         return [] if self._prefix is None else self._prefix.find(tokens, salt)
 
     def held_tokens(self, tokens: Sequence[int], salt: str = "") -> int:
-        """How many of `tokens` have KV in the prefix cache."""
+        """Return the number of `tokens` whose KV is in the prefix cache."""
         return len(self.find(tokens, salt)) * self.spec.block_tokens
 
     def prefix_pages(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Of `cached_pages`, those that hold the cached prefix of `tokens`."""
+        """Return how many of `cached_pages` hold the cached prefix of `tokens`."""
         if self._fixed:
             return 0
         idle, abroad = self._slabs.idle, self._backing.abroad
@@ -34,9 +39,9 @@ class BlockTables(BlockBooks):
         return sum(i in idle and i not in abroad for i in found) * self.layout.slab_pages
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
-        """A new table of the longest cached prefix: whole blocks, never the last token.
+        """Return a new table of the longest cached prefix: whole blocks, never the last token.
 
-        Its references are the caller's, to be freed like any others.
+        The caller owns its references and must `free` them.
         """
         if self._prefix is None:
             return []
@@ -58,11 +63,11 @@ class BlockTables(BlockBooks):
         return found
 
     def grow(self, blocks: list[int], n_tokens: int) -> Short | None:
-        """Extend a table to cover `n_tokens`, or change nothing and say how many pages it needs.
+        """Extend a table to cover `n_tokens`, or change nothing and return the shortage.
 
         Free blocks of partly used slabs come first, then new slabs. Where the pool or the limit is
-        short, the model's own cached prefixes are re-used first, and only the rest is asked of the
-        pool. `Short.pages` is `pages_for` the growth: what it asked for, free pages not deducted.
+        short, the model's own cached prefixes are re-used first, and only the rest is allocated
+        from the pool. `Short.pages` is `pages_for` the growth; free pages are not deducted.
         """
         n = ceil_div(n_tokens, self.spec.block_tokens) - len(blocks)
         if n <= 0:
@@ -84,9 +89,9 @@ class BlockTables(BlockBooks):
     def admit(
         self, n_tokens: int, prefix: Sequence[int], salt: str = ""
     ) -> tuple[list[int], int] | Short:
-        """Return a new table for `n_tokens`, and how many of them have KV: those of the longest
-        cached part of `prefix`. Or return what `grow` lacks: then no block has changed its state
-        and nothing counts as freed; that the prefix was asked for is noted, as by `match`.
+        """Return a new table for `n_tokens`, and how many of them have KV already: the longest
+        cached prefix of `prefix`. Or return the shortage of `grow`: then no block has changed its
+        state and `freed` is unchanged, but the look-up counts in `asked_tokens` and `hit_tokens`.
         """
         blocks = self.match(prefix, salt)
         cached = len(blocks) * self.spec.block_tokens
@@ -99,8 +104,8 @@ class BlockTables(BlockBooks):
     def free(self, blocks: Sequence[int], *, surrender: bool = False) -> None:
         """Drop a table's references. Blocks that hold a prefix stay cached, others become free.
 
-        `surrender`: where that empties a slab, what is cached in it goes too, so that pages come
-        free at once (for a preemption); prefixes in other slabs stay. The list is left as it is.
+        `surrender` (for preemption): also forget cached prefixes in slabs that are no longer used,
+        so that their pages become free at once. The list itself is not changed.
         """
         self.version.n += 1
         self.freed.n += bool(blocks)
@@ -109,10 +114,10 @@ class BlockTables(BlockBooks):
     def remember(
         self, tokens: Sequence[int], blocks: Sequence[int], computed: int, salt: str = ""
     ) -> None:
-        """Offer a table's full blocks to the prefix cache; KV exists for `tokens[:computed]`.
+        """Add a table's full blocks to the prefix cache; KV exists for `tokens[:computed]`.
 
         May be called after every step: if no block has filled since, it costs one look-up. Of two
-        blocks with equal contents the first is cached; the other stays private while the first is.
+        blocks with equal contents the first is cached; the other stays private meanwhile.
         """
         if self._prefix is not None:
             self.version.n += 1
@@ -121,7 +126,7 @@ class BlockTables(BlockBooks):
     # -- inside -----------------------------------------------------------------------------------
 
     def _release(self, blocks: Sequence[int], surrender: bool = False) -> None:
-        """`free`, uncounted."""
+        """Drop references like `free`, without counting a change."""
         refs, size = self._refs, self._size
         lost: dict[int, list[int]] = {}
         # From the end: the tail of a prefix is less worth keeping than its beginning.
@@ -148,7 +153,7 @@ class BlockTables(BlockBooks):
         self._give_back(emptied)
 
     def _back(self, n: int) -> bool:
-        """`n` more slabs, or none."""
+        """Back `n` more slabs with pages, or none; return whether it succeeded."""
         freed = self.freed.n
         indices = self._backing.back(n)
         if indices is None:
@@ -158,7 +163,7 @@ class BlockTables(BlockBooks):
         return True
 
     def _give_back(self, slabs: list[Slab]) -> int:
-        """Pages of empty slabs go to the pool; how many."""
+        """Return the pages of empty slabs to the pool; returns their number."""
         if not slabs:
             return 0
         self.freed.n += 1  # borrowed pages as well, which the pool does not count
@@ -167,7 +172,7 @@ class BlockTables(BlockBooks):
         return self._backing.release([slab.index for slab in slabs])
 
     def _unused(self, slab: Slab, blocks: list[int]) -> None:
-        """The last references of these blocks of one slab are gone."""
+        """Turn blocks of one slab without references into cached or free ones."""
         slab.used -= len(blocks)
         for block in blocks:
             if self._prefix is not None and self._prefix.keep(block):
@@ -178,7 +183,7 @@ class BlockTables(BlockBooks):
         self._slabs.settle(slab, touched=True)
 
     def _drop(self, slab: Slab) -> None:
-        """What is cached in a slab becomes free."""
+        """Turn all cached blocks of a slab into free ones."""
         lost = list(slab.cached)
         self._forget(lost)
         self._slabs.uncache(slab, lost)

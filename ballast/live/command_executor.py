@@ -1,4 +1,8 @@
-"""Carries out operators' orders on a live device: loading beside the loop, joining through it."""
+"""Carry out operators' commands on a live device, on a thread of its own beside the loop.
+
+Used by `LiveDevice.command`. Adding a model loads it into the host tier beside the loop; everything
+that changes the device's state is posted to the loop as a command, and never done here.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ log = logging.getLogger(__name__)
 
 ENDING = "the device ends"
 NICENESS = 10
-"""Of the thread that loads: what serves comes first."""
+"""Niceness of the thread that loads models, so that serving comes first."""
 
 
 class CommandRefused(BallastError):
@@ -60,20 +64,21 @@ class OperatedDevice(Protocol):
 
 
 class CommandExecutor:
-    """Orders that load or wait are carried out one after the other, by a thread of their own."""
+    """Carries out commands; those that load or wait run one at a time, on a thread of their own."""
 
     def __init__(self, device: OperatedDevice) -> None:
         self._device = device
         self._thread = ThreadPoolExecutor(1, "operator", initializer=_stand_back)
         self._numbers = itertools.count(1)
         self._open: dict[str, Future[str | None]] = {}
-        """Operations that the loop has not answered yet."""
+        """Results of commands that the loop has not ended yet, by id."""
         self._lock = threading.Lock()
         """Held while `_open` or `_closed` change."""
         self._closed = False
 
     def carry_out(self, command: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None:
-        """From any thread; returns at once. `done` is called once, by any thread."""
+        """Begin a command and return at once; from any thread. `done` is called once, by any
+        thread."""
         match command:
             case Add() | Remove():
                 try:
@@ -91,7 +96,7 @@ class CommandExecutor:
         result.set_result(refusal)
 
     def close(self) -> None:
-        """The loop has returned. What was being loaded is given up."""
+        """Abandon loads in progress and fail open commands. The loop must have returned."""
         with self._lock:
             self._closed = True
             left = list(self._open.values())
@@ -136,7 +141,7 @@ class CommandExecutor:
         return host
 
     def _join(self, host: HostModel) -> None:
-        """Everything that takes time is made here; the loop only adds it up."""
+        """Build the model's engine state here, since it takes time, and have the loop add it."""
         device, name = self._device, host.spec.name
         hosted = Hosted(host.spec, host.addresses)
         m, new = build_newcomer(device.state, hosted, device.machine.copy)
@@ -152,7 +157,7 @@ class CommandExecutor:
         device.models.add(host)
 
     def _discard(self, m: ModelState) -> None:
-        """It has not joined."""
+        """Release the engine state of a model that has not joined."""
         self._device.forget_model(m.spec.name)
         self._device.loop.commands.ready.pop(m.spec.name, None)
         m.kv.close()
@@ -192,5 +197,5 @@ class CommandExecutor:
 
 
 def _stand_back() -> None:
-    """This thread, and those that it starts, yield to all others."""
+    """Lower the priority of this thread and of those that it starts."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,4 +1,8 @@
-"""The parts of a live CPU device: memory in memfds, a link of copying threads, executors."""
+"""Provide a live CPU device's memory (memfd), link (copying threads), executors and runner.
+
+Implements `Machine`; made by the worker's choice of machine and used by `LiveDevice`.
+`cuda_machine` is its counterpart on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +40,7 @@ from ballast.weights.rotor import MakeRotor
 
 
 class OnCpu:
-    """What every machine of CPUs has: plain memory, the C allocator's cap, and intra-op threads for
-    lanes."""
+    """Base of all CPU machines: plain memory, the C allocator's cap, intra-op threads for lanes."""
 
     graphs: GraphReport | None = None
     reach: GpuReach | None = None
@@ -53,7 +56,7 @@ class OnCpu:
         copy_now(dst, src, n_bytes)
 
     def when_lost(self, call: WhenLost) -> None:
-        """A CPU is lost with the process."""
+        """Do nothing: a CPU device is lost only with its process."""
 
     def cap(self, n_bytes: int) -> Cap:
         return AllocatorCap(n_bytes)
@@ -71,7 +74,7 @@ class OnCpu:
 
 
 class CpuMachine(OnCpu):
-    """This process, and no other."""
+    """Implements `Machine` in this process alone, without further ranks."""
 
     def __init__(self, fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]) -> None:
         self.device = device = fleet.of_one_device("this command")
@@ -120,7 +123,7 @@ class CpuMachine(OnCpu):
         return lambda kv: LinkSwapper(kv, self.link, clock, dirty)
 
     def allow(self, n_bytes: int) -> None:
-        """The cap of this process is the device's own."""
+        """Do nothing: this process's cap is the device's own."""
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing: no resources are left to release."""

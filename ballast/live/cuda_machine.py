@@ -1,4 +1,8 @@
-"""A GPU as a live device: pages are handles of the driver, copies and jobs go to streams."""
+"""Provide a live GPU's memory (CUDA VMM), link (copy streams), executors and runner (lanes).
+
+Implements `Machine`; made by the worker's choice of machine and used by `LiveDevice`. `cpu_machine`
+is its counterpart on CPU.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +82,7 @@ class CudaMachine:
         self.link = CudaLink(driver, ordinal, clock, post)
         self.pins = PinnedMemory(driver, ordinal)
         self._pinned: Counter[int] = Counter()
-        """By address of a segment in host memory: models of this device that have it."""
+        """Number of this device's models that use a host segment, by its address."""
         self._copies = driver.new_stream()
         self._streams = lane_streams(driver, number, device.lanes)
         for stream in self._streams.all:
@@ -87,7 +91,7 @@ class CudaMachine:
         """Each model has its own where jobs of several run at the same time."""
         self._rotors: dict[str, EventRotor] = {}
         self._swappers: dict[str, EventSwapper] = {}
-        """By model, like rotors."""
+        """KV swappers by model, like the rotors."""
         self._graphs: GraphCache | None = None
         if n_bytes := device.graph_bytes:
             self._graphs = GraphCache(
@@ -95,7 +99,8 @@ class CudaMachine:
             )
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
-        """With plain matrices, and page-locked. Raises ConfigError for what only CPUs have."""
+        """Load with unpacked matrices, and page-lock them. Raises ConfigError for CPU-only
+        options."""
         if settings.linear == "packed":
             allowed = f"{self.device.name} is a GPU: that is of CPUs"
             raise ConfigError(f"{settings.name}: linear", settings.linear, allowed)
@@ -113,7 +118,7 @@ class CudaMachine:
 
     @property
     def copies_beside_jobs(self) -> bool:
-        """Its rotors do not follow the link (`EventRotor.bring`)."""
+        """False: GPU rotors do not follow the link (`EventRotor.bring`)."""
         return False
 
     @property
@@ -147,7 +152,7 @@ class CudaMachine:
         kv: KvCache,
         workspaces: Sequence[Workspace],
     ) -> tuple[ModelExecutor, ...]:
-        """Of `workspaces` only the number matters: PyTorch's allocator gives what a job needs."""
+        """Make executors. Only the number of `workspaces` is used: jobs use PyTorch's allocator."""
         compute = self._compute
         where = (segments, kv.base, kv.layout, kv.range.range.n_bytes, compute.device)
         kind = GpuFusedModel if host.fused else GpuTransformersModel
@@ -236,7 +241,7 @@ class DeviceCap:
         """`more`: bytes that the allocator may have for something else than jobs."""
         self._allocator, self._more = allocator, more
         self._next: int | None = None
-        """Bytes from the next moment on in which no job runs."""
+        """Cap in bytes to be set at the next moment without a job; None: no change."""
 
     @property
     def n_bytes(self) -> int:
@@ -247,17 +252,17 @@ class DeviceCap:
         return self._next is not None
 
     def check(self, *, alone: bool = True) -> bool:
-        """Within the cap again, if what is kept unused allows it; whether it is."""
+        """Free cached memory if the cap is exceeded; return whether the cap holds now."""
         if self._next is not None and alone:
             n_bytes, self._next = self._next, None
             return self._allocator.resize(n_bytes + self._more)
         return self._allocator.check()
 
     def exempt(self, n_bytes: int) -> None:
-        """What is allocated beside jobs is in the host's memory."""
+        """Do nothing: memory allocated beside jobs is host memory."""
 
     def pause(self) -> None:
-        """What is loaded beside jobs is in the host's memory."""
+        """Do nothing: memory loaded beside jobs is host memory."""
 
     def renew(self, n_bytes: int, forget: Callable[[], None]) -> None:
         forget()
@@ -265,7 +270,7 @@ class DeviceCap:
 
 
 def driver_of(name: str) -> CudaDriver:
-    """For the device of that name. Raises ConfigError where there is none."""
+    """Return the driver for the device of that name. Raises ConfigError if there is none."""
     try:
         return CudaDriver()
     except DeviceError as error:

@@ -1,4 +1,8 @@
-"""The live runner on a GPU: a lane is a host thread that launches one job at a time on a stream."""
+"""Run jobs on a GPU's lanes: each lane is a host thread that launches one job at a time.
+
+The GPU's implementation of the engine's `Runner`; it also records CUDA graphs of decode steps while
+no job runs. A job ends only when all of its GPU work has: its pages may then be reused.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +35,17 @@ from ballast.weights.sharding import Shard
 log = logging.getLogger(__name__)
 
 QUIET_SECONDS = 0.05
-"""Without a job on a lane, before it looks whether a graph can be recorded: longer than a lane
-waits between two steps of the same requests."""
+"""Seconds that a lane has no job before it tries to record a graph: longer than a lane waits
+between two steps of the same requests."""
 RUNS = 8
-"""Of one bucket without a graph, after which jobs wait while it is recorded."""
+"""Runs of one bucket without a graph after which jobs wait for its recording."""
 MOST_PAUSES = 0.05
-"""Of the time, that jobs wait for recordings."""
+"""Largest fraction of time that jobs wait for recordings."""
 
 
 class AllocatorOnDevice(Protocol):
-    """What is capped; `ballast.memory.cuda.allocator_cap.CudaAllocatorCap` in earnest."""
+    """PyTorch's capped allocator on a GPU; implemented by `CudaAllocatorCap`
+    (`ballast.memory.cuda.allocator_cap`)."""
 
     @property
     def n_bytes(self) -> int: ...
@@ -53,31 +58,32 @@ class AllocatorOnDevice(Protocol):
 
 
 class GpuCompute(Protocol):
-    """What PyTorch does on a device."""
+    """PyTorch on a device: attention, streams, allocator, graphs, ranks. Tests use a stand-in."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def attention(self) -> Callable[[GpuBatch], GpuAttention]:
-        """The attention of its models' batches."""
+        """Factory of the attention of a batch."""
 
     def on(self, stream: int) -> AbstractContextManager[object]:
-        """Work that this thread launches meanwhile goes to that stream of the driver."""
+        """Context in which work that this thread launches goes to a stream of the driver."""
 
     def current(self) -> int:
-        """The stream of the driver that this thread's work goes to."""
+        """Return the driver's stream to which this thread's work goes now."""
 
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
-        """Its allocator there, capped."""
+        """Return PyTorch's allocator on the device, capped at `n_bytes`."""
 
     def recorder(self, stream: int) -> GraphRecorder:
-        """Of graphs, on a stream that nothing else uses."""
+        """Return a recorder of graphs on `stream`, which nothing else may use."""
 
     def exchange(self, meeting: Path, shard: Shard) -> GpuExchange:
-        """How it meets the other ranks of a group, each of which names that file, not there yet.
-        Returns when all have come; raises ConfigError where it cannot, DeviceError where that
-        fails."""
+        """Connect the ranks of a tensor-parallel group, and return their exchange.
+
+        All ranks pass the same `meeting` file, which must not exist yet. Returns when all are
+        connected. Raises ConfigError if this machine cannot, DeviceError if connecting fails."""
 
 
 class TorchOnGpu:
@@ -105,7 +111,8 @@ class TorchOnGpu:
 
 
 class CudaRunner(LaneRunner):
-    """Jobs end when all that they have launched has: pages that they used can change hands."""
+    """Runs jobs on streams. A job ends when all work that it launched has: then other owners may
+    use its pages."""
 
     def __init__(
         self,
@@ -123,11 +130,11 @@ class CudaRunner(LaneRunner):
         quiet_seconds: float = QUIET_SECONDS,
         rest: Callable[[], object] = lambda: None,
     ) -> None:
-        """`context`: of the device, retained as long as this lives; `rest`: ends what jobs have
-        begun beside themselves."""
+        """`context`: the device's CUDA context, which must outlive this object; `rest` is called
+        at the end, to finish work that jobs have begun beside themselves."""
         self._rest = rest
         self._next_pause = 0.0
-        """On the clock, before which jobs wait for no recording."""
+        """Time on the clock before which jobs do not wait for a recording."""
         self._graphs, self._quiet_seconds = graphs, quiet_seconds
         self._driver, self._context = driver, context
         self._compute, self._streams = compute, streams
@@ -155,7 +162,7 @@ class CudaRunner(LaneRunner):
         return nullcontext() if self._graphs is None else self._graphs.on(stream)
 
     def activating(self, model: str) -> None:
-        """A graph that it has lost is recorded meanwhile, if no job runs."""
+        """Have graphs that the model has lost recorded during its activation, if no job runs."""
         if self._graphs is not None:
             # Not here, in the loop's thread: while something is recorded, the cache is locked.
             self._jobs[0].put(ModelActivating(model))
@@ -180,8 +187,9 @@ class CudaRunner(LaneRunner):
         return super()._pausing() or self._due()
 
     def _due(self) -> bool:
-        """Whether jobs are to wait for a recording: under a load that never pauses there would be
-        none. They wait for those that run, as recording does, and for one."""
+        """Whether jobs must wait for a recording: under constant load none would happen otherwise.
+
+        They wait for running jobs to end, and for one recording."""
         graphs = self._graphs
         return graphs is not None and graphs.due(RUNS) and self._clock.now() >= self._next_pause
 
@@ -194,9 +202,10 @@ class CudaRunner(LaneRunner):
             self._next_pause = now + (now - began) / MOST_PAUSES
 
     def record_one(self, graphs: GraphCache) -> bool:
-        """A graph that is wanted, unless some job runs or is about to. One that comes meanwhile
-        waits, on whichever lane: while something is recorded, PyTorch's allocator gives no unused
-        memory back, and a job beside it that comes to the cap would fail."""
+        """Record one wanted graph, unless a job runs or is queued; return whether it was tried.
+
+        Jobs on all lanes wait meanwhile: during a recording PyTorch's allocator frees no cached
+        memory, and a job that reaches the cap would fail."""
         with self._change:
             if self._running or not all(jobs.empty() for jobs in self._jobs):
                 return False

@@ -1,4 +1,6 @@
-"""Streams for the lanes of a GPU, each with its part of the multiprocessors where that can be.
+"""Provide CUDA streams for a GPU's lanes, each with its share of the multiprocessors if possible.
+
+Used by the GPU runner. The share is by green contexts; without these, lanes have plain streams.
 
 With green contexts the multiprocessors are split once, into as many groups as there are lanes; each
 run of neighbouring groups has a stream whose work runs there and nowhere else. A job alone has the
@@ -21,26 +23,28 @@ log = logging.getLogger(__name__)
 
 
 class Streams(Protocol):
-    """Of the lanes; from any of their threads."""
+    """Streams of the lanes. Used by any lane's thread."""
 
     @property
     def all(self) -> Sequence[int]: ...
 
     def acquire(self, job: Job) -> int:
-        """The stream that a job goes to, which no other job uses until it is given back."""
+        """Return the stream for a job; no other job uses it until `release`."""
 
     def release(self, job: Job) -> None:
-        """All its work has ended."""
+        """Release a job's stream; all of the job's work must have ended."""
 
     def twin(self, stream: int) -> int:
-        """Another on the same multiprocessors, of the same priority, where graphs are recorded for
-        one of `all`: no job's, and no fence waits for it. A context is current."""
+        """Make a stream for recording graphs, with the multiprocessors and the priority of one of
+        `all`. No job uses it and no fence waits for it. A context must be current."""
 
     def close(self) -> None: ...
 
 
 def lane_streams(driver: Driver, device: int, lanes: int) -> Streams:
-    """Fixed parts where the driver and the device have them. A context is current."""
+    """Make the lanes' streams: by green contexts if driver and device support them, else plain.
+
+    A context must be current."""
     if lanes == 1:
         return PlainStreams(driver, lanes)
     try:
@@ -51,7 +55,7 @@ def lane_streams(driver: Driver, device: int, lanes: int) -> Streams:
 
 
 class PlainStreams:
-    """A stream for each lane; the first goes before the others where both have work."""
+    """One stream for each lane, without fixed shares; the first has the highest priority."""
 
     def __init__(self, driver: Driver, lanes: int) -> None:
         self._driver = driver
@@ -64,7 +68,7 @@ class PlainStreams:
         return self.all[job.lane]
 
     def release(self, job: Job) -> None:
-        """Its lane's next job takes it again."""
+        """Do nothing: the lane's next job uses the same stream."""
 
     def twin(self, stream: int) -> int:
         made = self._driver.new_stream(self._priorities[self.all.index(stream)])
@@ -78,17 +82,18 @@ class PlainStreams:
 
 
 class GreenStreams:
-    """Runs of groups, by (first group, groups); `Job.parts` counts groups."""
+    """Streams on runs of neighbouring groups of multiprocessors, by (first group, groups);
+    `Job.parts` counts groups."""
 
     def __init__(self, driver: Driver, device: int, lanes: int) -> None:
-        """Raises DeviceError, with nothing left behind, where contexts cannot be had, or events of
-        the primary context cannot be recorded on their streams, as every job needs."""
+        """Raises DeviceError, and leaves nothing behind, if green contexts cannot be made, or
+        events of the primary context cannot be recorded on their streams, as each job requires."""
         self._driver, self._groups = driver, lanes
         self._contexts: dict[tuple[int, int], int] = {}
         self._streams: dict[tuple[int, int], int] = {}
         self._twins: list[int] = []
         self._taken: dict[int, range] = {}
-        """Groups of the job on each lane."""
+        """Groups used by the job on each lane."""
         self._lock = threading.Lock()
         try:
             split = driver.split(device, lanes)
@@ -109,7 +114,8 @@ class GreenStreams:
         return list(self._streams.values())
 
     def acquire(self, job: Job) -> int:
-        """On as many groups as the job has parts; fewer where those free are not neighbours."""
+        """Return a stream on as many groups as the job has parts, or on fewer if the free ones are
+        not neighbours."""
         wanted = job.parts or self._groups
         with self._lock:
             used = {group for run in self._taken.values() for group in run}

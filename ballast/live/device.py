@@ -1,4 +1,8 @@
-"""A live device: memory, host tier, models and loop of one fleet, put together and run."""
+"""Build and run a live device of a fleet: memory, host tier, models, policies and the loop.
+
+Used by worker processes, and by `bench` in its own process. `LiveDevice` only connects the parts;
+policies and the engine decide.
+"""
 
 from __future__ import annotations
 
@@ -181,9 +185,9 @@ class LiveDevice:
         """Make the executors of each model that has been placed; log which models are refused."""
         settings = self.state.settings
         self.workspaces = [Workspace(settings.budget_bytes) for _ in range(settings.lanes)]
-        """Of the fast path, by lane. Jobs that write populate them; the arena accounts for it."""
+        """Workspaces of the fast path, by lane. Jobs populate them; the arena accounts for them."""
         self.executors: dict[str, tuple[Executor, ...]] = {}
-        """By model, its executor on each lane."""
+        """Executors of each model, one for each lane."""
         for name, m in list(self.state.models.items()):
             try:
                 self.executors[name] = self.executors_of(self.models.by_name[name], m)

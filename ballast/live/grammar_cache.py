@@ -1,6 +1,6 @@
-"""Which grammars open requests need, which of them are compiled, and which comes next.
+"""Track the grammars that open requests need: queued, compiled or cached, within memory bounds.
 
-The book of `ballast.live.grammar_compiler`: it compiles nothing and knows no thread.
+The bookkeeping of `ballast.live.grammar_compiler`: compiles nothing and starts no thread.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ballast.core.units import MiB
 from ballast.models.grammar import CompiledGrammar, Grammars, estimated_bytes
 
 MOST_WAITING_EACH, MOST_WAITING = 64, 512
-"""Grammars that wait to be compiled: of one API key, and in all; more are refused."""
+"""Most grammars that wait to be compiled, for one API key and in all; more are refused."""
 MOST_BYTES_EACH, MOST_BYTES = 128 * MiB, 256 * MiB
-"""Charged for compiled grammars: for those that open requests of one API key need, and in all. A
-grammar beyond that waits until others are not needed any more."""
+"""Most bytes of compiled grammars: needed by open requests of one API key, and in all. A grammar
+beyond that waits until others are no longer needed."""
 LEAST_CHARGE = 2 * MiB
-"""For one grammar, however short: its lexer grows while outputs follow it."""
+"""Least bytes charged for a grammar, however short: its lexer grows with the outputs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,13 +29,13 @@ class CachedGrammar:
     key: tuple[str, str]
     """(`GrammarTokenizer.key`, the grammar's text)."""
     tenant: str
-    """Of the request that brought it."""
+    """API key (tenant) of the first request that needed it."""
     users: dict[str, Grammars] = field(default_factory=dict)
-    """By id, open requests that need it: what makes their matchers."""
+    """Makers of matchers of the open requests that need it, by request id."""
     waits: bool = True
-    """It is in the queue."""
+    """Whether it is queued for compilation."""
     known: bool = True
-    """Requests to come may share it."""
+    """Whether later requests may share it."""
     compiled: CompiledGrammar | None = None
 
     @property
@@ -44,14 +44,14 @@ class CachedGrammar:
 
     @property
     def charge(self) -> int:
-        """Bytes, from when it is about to be compiled until it is neither known nor needed."""
+        """Bytes charged, from before compilation until it is neither known nor needed."""
         return max(LEAST_CHARGE, estimated_bytes(self.text))
 
 
 class GrammarCache:
-    """Each grammar is there once, however many requests need it. For one thread at a time.
+    """Grammars, each kept once for all requests that need it. For one thread at a time.
 
-    Grammars that no request needs stay, the most recently used, as long as there is room.
+    Grammars that no request needs stay cached while there is room, the most recently used first.
     """
 
     def __init__(self) -> None:
@@ -59,15 +59,15 @@ class GrammarCache:
         self._known: OrderedDict[tuple[str, str], CachedGrammar] = OrderedDict()
         """Least recently used first."""
         self._of: dict[str, CachedGrammar] = {}
-        """By the id of an open request."""
+        """Grammar of each open request, by request id."""
         self._charged = 0
-        """Bytes in all."""
+        """Bytes charged in all."""
         self._charged_to: Counter[str] = Counter()
-        """Of these, by tenant, those of grammars that requests need."""
+        """Bytes charged, by tenant, for grammars that open requests need."""
 
     @property
     def estimated_bytes(self) -> int:
-        """About what all take that are compiled."""
+        """Estimated memory of all compiled grammars, in bytes."""
         return sum(estimated_bytes(e.text) for e in self._known.values() if not e.waits)
 
     def need(
@@ -119,7 +119,7 @@ class GrammarCache:
         return entry
 
     def compiled(self, entry: CachedGrammar, compiled: CompiledGrammar | None) -> None:
-        """Note how the one that `next` returned has ended; None: it cannot be followed."""
+        """Record the result for the grammar that `next` returned; None: it cannot be compiled."""
         entry.compiled = compiled
         if compiled is None:
             self._forget(entry)
@@ -145,21 +145,21 @@ class GrammarCache:
             raise BrokenPromise("grammars: more memory is charged than may be")
 
     def _fits(self, entry: CachedGrammar) -> bool:
-        """Whether there is, or can be made, room for it: for one at least there always is."""
+        """Return whether there is, or can be made, room for it; a single grammar always fits."""
         own, needed = self._charged_to[entry.tenant], self._charged_to.total()
         return (not own or own + entry.charge <= MOST_BYTES_EACH) and (
             not needed or needed + entry.charge <= MOST_BYTES
         )
 
     def _make_room(self, n_bytes: int) -> None:
-        """Give up grammars that nobody needs, the least recently used first."""
+        """Drop grammars that no request needs, least recently used first."""
         for entry in [e for e in self._known.values() if not e.users and not e.waits]:
             if self._charged + n_bytes <= MOST_BYTES:
                 return
             self._forget(entry)
 
     def _forget(self, entry: CachedGrammar) -> None:
-        """Let no request to come share it; those that need it keep it until they end."""
+        """Stop sharing a grammar with later requests; present ones keep it until they end."""
         entry.known = False
         del self._known[entry.key]
         if not entry.users and not entry.waits:

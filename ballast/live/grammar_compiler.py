@@ -1,5 +1,6 @@
-"""Grammars of open requests, compiled off the lanes, each once, within bounds of number and memory.
+"""Compile grammars of structured outputs on a thread beside the lanes, each once.
 
+Implements the engine's `GrammarStore` for live devices, within bounds of number and memory.
 A request with a grammar is paused until it is compiled (`core.request.WaitsFor.GRAMMAR`), in no
 batch and on no lane. One thread compiles; API keys take turns at it.
 """
@@ -38,9 +39,9 @@ class GrammarCompiler:
         self._post, self._lost = post, lost
         self._beside, self._exempt, self._compile = beside, exempt, compile
         self._models: Mapping[str, Grammars] = {}
-        """By model; replaced, never changed."""
+        """Makers of matchers by model; the mapping is replaced, never changed."""
         self._tokenizers: dict[str, Any] = {}
-        """By `GrammarTokenizer.key`, those of models served. For the thread alone."""
+        """Tokenizers of served models, by `GrammarTokenizer.key`. Used by the thread only."""
         self._change = threading.Condition()
         """Held while `book` or `_closing` are used."""
         self.book = GrammarCache()
@@ -51,15 +52,15 @@ class GrammarCompiler:
     # -- from any thread --------------------------------------------------------------------------
 
     def serve(self, model: str, grammars: Grammars) -> None:
-        """Requests for a model may come; their matchers are made by `grammars`."""
+        """Accept requests for a model, whose matchers `grammars` makes."""
         self._models = {**self._models, model: grammars}
 
     def forget(self, model: str) -> None:
-        """A model has been removed, and has no requests."""
+        """Forget a model that has been removed and has no requests."""
         self._models = {name: g for name, g in self._models.items() if name != model}
 
     def close(self) -> None:
-        """End the thread when it has compiled what it is at."""
+        """End the thread after the grammar that it is compiling."""
         with self._change:
             self._closing = True
             self._change.notify()
@@ -97,7 +98,7 @@ class GrammarCompiler:
             log.critical("the thread that compiles grammars has ended", exc_info=True)
 
     def _next(self) -> tuple[CachedGrammar, GrammarTokenizer] | None:
-        """The next grammar to be compiled, waited for; None: the thread ends."""
+        """Wait for the next grammar to compile and return it; None: the thread ends."""
         with self._change:
             while not self._closing:
                 entry = self.book.next()
@@ -134,7 +135,7 @@ class GrammarCompiler:
         return self._tokenizers[tokenizer.key]
 
     def _ready(self, entry: CachedGrammar, request_id: str) -> None:
-        """Let a request go on with a grammar that is compiled."""
+        """Resume a request whose grammar has been compiled."""
         assert entry.compiled is not None
         entry.users[request_id].hold(request_id, entry.compiled)
         self._post(GrammarReadyEvent(request_id))

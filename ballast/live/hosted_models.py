@@ -1,4 +1,8 @@
-"""The models of a live device in its host tier: loaded, refused, unloaded."""
+"""Load a live device's models into its host tier, list those refused, and unload them.
+
+Used by `LiveDevice` at start and by the command executor later. Weights are brought to the device
+by activations, not here.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class HostedModels:
-    """Host models by name, and why others are not served. The loop's thread and that of commands
-    replace `by_name`, and never change it, so that any thread may read it."""
+    """Host models by name, and the reasons why others are not served. `by_name` is replaced, never
+    changed, by the loop's thread and the commands' thread, so that any thread may read it."""
 
     def __init__(
         self,
@@ -32,7 +36,7 @@ class HostedModels:
         self._vet = vet
         self.tier = tier
         self.by_name: dict[str, HostModel] = {}
-        """In the fleet's order."""
+        """Loaded models, in the fleet's order."""
         self.failed: dict[str, str] = {}
         """Models and adapters of the fleet that are not served, with the reason."""
 

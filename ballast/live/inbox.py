@@ -1,4 +1,7 @@
-"""Live time and the live inbox: events posted by any thread, taken by the loop's."""
+"""Provide the live clock, and the live inbox: a queue of events from any thread to the loop.
+
+The simulator has counterparts of both in virtual time.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class MonotonicClock:
 
 
 LONGEST_WAIT = 1e6
-"""Seconds that the loop waits at most: it looks around then, whatever it waits for."""
+"""Most seconds that the loop waits for an event before it runs a turn anyway."""
 
 
 class QueueInbox:
@@ -33,7 +36,7 @@ class QueueInbox:
         self._broken: BaseException | None = None
 
     def post(self, *events: Event) -> None:
-        """From any thread; never blocks. Several are taken in the same turn of the loop."""
+        """Add events; from any thread, never blocks. Those of one call are taken in one turn."""
         self._queue.put([self._stamped(event) for event in events])
 
     def break_off(self, error: BaseException) -> None:
@@ -42,7 +45,7 @@ class QueueInbox:
         self._queue.put([])
 
     def take(self, until: float | None) -> list[Event]:
-        """All events that are there; waits for the first, at most until `until`."""
+        """Return all events in the queue; waits for the first, at most until time `until`."""
         timeout = None
         if until is not None:  # the system waits for no longer than some 292 years
             timeout = min(max(0.0, until - self._clock.now()), LONGEST_WAIT)

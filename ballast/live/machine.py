@@ -1,4 +1,8 @@
-"""The protocol of a machine: what gives a live device its memory, its link and its executors."""
+"""Define the protocol of a machine: provides a live device's memory, link, executors and runner.
+
+Used by `LiveDevice`. Implemented by `CpuMachine`, `CudaMachine` and, for tensor-parallel groups,
+`GroupMachine`; all that differs between these devices is behind it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,8 @@ from ballast.weights.rotor import MakeRotor
 
 
 class Cap(Keeper, Protocol):
-    """On what jobs allocate beside pages; `ballast.memory.arena.AllocatorCap` says of each."""
+    """Cap on memory that jobs allocate beside pages; methods as of
+    `ballast.memory.arena.AllocatorCap`."""
 
     @property
     def n_bytes(self) -> int: ...
@@ -37,11 +42,11 @@ class Cap(Keeper, Protocol):
 
 
 class Machine(Protocol):
-    """Memory, link and models of one device. `close` comes last, after that of vm and link."""
+    """Memory, link and models of one device. Must be closed after its vm and link."""
 
     @property
     def device(self) -> DeviceSettings:
-        """As the loop is to know it."""
+        """Settings of the device, as the loop uses them."""
 
     @property
     def vm(self) -> Vm: ...
@@ -55,21 +60,21 @@ class Machine(Protocol):
 
     @property
     def graphs(self) -> GraphReport | None:
-        """CUDA graphs, now; None: it has none. From any thread."""
+        """Report of CUDA graphs; None: the machine has none. Read by any thread."""
 
     @property
     def reach(self) -> GpuReach | None:
-        """Of a GPU."""
+        """A GPU's id and the GPUs whose memory it can use; None for a CPU."""
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
-        """A model in the host tier, its jobs measured where that is possible; raises as
+        """Load a model into the host tier, and measure its jobs where possible. Raises as
         `load_host_model`."""
 
     def unload(self, host: HostModel) -> None:
-        """Give it back. No copy from it may be on its way."""
+        """Unload a model from the host tier. No copy from it may be in flight."""
 
     def copy(self, dst: int, src: int, n_bytes: int) -> None:
-        """From one place of the device to another; has ended when it returns."""
+        """Copy bytes within the device; done when it returns."""
 
     def executors(
         self,
@@ -78,11 +83,13 @@ class Machine(Protocol):
         kv: KvCache,
         workspaces: Sequence[Workspace],
     ) -> tuple[ModelExecutor, ...]:
-        """What runs a model on each lane, which has one of `workspaces`; `segments`: where its
-        weights are. It runs on one lane at a time, so what is not bound to one is there once."""
+        """Make a model's executor for each lane, each with one of `workspaces`.
+
+        `segments`: addresses of its weights. A model runs on one lane at a time, so that its
+        executors share all that is not bound to a lane."""
 
     def cap(self, n_bytes: int) -> Cap:
-        """On what jobs allocate; made once, after the models."""
+        """Make the cap on memory that jobs allocate; called once, after the models are made."""
 
     def runner(
         self,
@@ -95,17 +102,19 @@ class Machine(Protocol):
     ) -> LaneRunner: ...
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
-        """For layers that rotate; None: none can."""
+        """Return a factory of rotors for rotating layers; None: layers cannot rotate here."""
 
     def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
-        """For KV that is swapped layer by layer, `dirty` as `LinkSwapper` says; None: none can."""
+        """Return a factory of KV swappers, `dirty` as in `LinkSwapper`; None: KV cannot be
+        swapped."""
 
     def allow(self, n_bytes: int) -> None:
-        """What activations may take between jobs, from now on."""
+        """Set the bytes that activations may take, from now on; called between jobs."""
 
     def when_lost(self, call: WhenLost) -> None:
-        """Have `call` called once, by any thread, if the device cannot be used any more and the
-        process has to be replaced."""
+        """Set a callback for the loss of the device, after which the process must be replaced.
+
+        Called once, by any thread."""
 
     def close(self) -> None: ...
 

@@ -1,5 +1,6 @@
-"""What of the GPU part no GPU has ever run: features that have met nothing but stand-ins.
+"""List GPU features that have never run on a real GPU, only against stand-ins in tests.
 
+Used by `doctor` and by live devices, to report such features where a fleet turns them on.
 A feature leaves this table once `scripts/gpu_check` or a test marked `gpu` has shown it to work.
 """
 
@@ -17,7 +18,7 @@ FEATURES = (GROUPS, GREEN, ADAPTERS, SWAPPING)
 
 
 def never_run(fleet: FleetSettings, device: DeviceSettings) -> tuple[str, ...]:
-    """Those of `FEATURES` that `fleet` turns on for `device`; none for a CPU."""
+    """Return those of `FEATURES` that `fleet` turns on for `device`; none for a CPU."""
     if device.gpu is None:
         return ()
     on = {

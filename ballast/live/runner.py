@@ -1,4 +1,8 @@
-"""The live runner: a lane is a thread that runs one job at a time."""
+"""Run jobs on lanes of a live device: each lane is a thread that runs one job at a time.
+
+Implements the engine's `Runner` (`CpuRunner`; `CudaRunner` extends the same base), and defines
+`Executor`, which runs one model's jobs. Ends of jobs are posted to the loop's inbox as events.
+"""
 
 from __future__ import annotations
 
@@ -24,38 +28,39 @@ log = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
-    """A model that can run the work of a job."""
+    """Runs the work of one model's jobs."""
 
     def run(self, work: Sequence[SequenceWork]) -> list[JobResult]: ...
 
     def stalled(self) -> float:
-        """Seconds that jobs have waited for layers since this was last asked."""
+        """Return the seconds that jobs have waited for layers since the last call."""
 
 
 class Keeper(Protocol):
-    """Looks after what jobs leave behind; `ballast.memory.arena.AllocatorCap` in earnest."""
+    """Checks memory that jobs have allocated, after each job; `ballast.memory.arena.AllocatorCap`
+    implements it."""
 
     @property
     def renewing(self) -> bool:
-        """Whether it waits for a moment in which no job runs."""
+        """Whether it needs a moment in which no job runs."""
 
     def check(self, *, alone: bool) -> object:
-        """After each job, and while it waits for such a moment, in one; `alone`: it is one."""
+        """Check memory after a job, or while `renewing`. `alone`: no job runs meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelActivating:
-    """In the queue of a lane: the weights of a model are on their way."""
+    """Entry in a lane's queue: the weights of a model are in transfer."""
 
     model: str
 
 
 Record = Callable[[Iterable[str]], object]
-"""Is told the ids of the requests that are in flight from now on."""
+"""Called with the ids of all requests in flight, whenever these change."""
 
 
 class LaneRunner(ABC):
-    """Runs jobs, each on the thread of its lane; what part of the device it has, says `running`.
+    """Runs jobs, each on its lane's thread; `running` gives a job its part of the device.
 
     Reports through `post`, from lanes' threads. A job that raises, whatever it raises, fails alone;
     `when_lost` is for a lane's thread that ends for any other reason.
@@ -81,7 +86,7 @@ class LaneRunner(ABC):
         self._change = threading.Condition()
         """Held while it changes which jobs run, and while `keeper` and `record` are called."""
         self._running: dict[int, tuple[Job, float]] = {}
-        """By lane, with the time at which it began; replaced, never changed."""
+        """(job, start time) by lane. The dict is replaced, never changed."""
         self._jobs: list[queue.SimpleQueue[Job | ModelActivating | None]] = []
         self._lanes: list[threading.Thread] = []
         for lane in range(lanes):
@@ -93,12 +98,11 @@ class LaneRunner(ABC):
 
     @property
     def job_since(self) -> float | None:
-        """When the oldest of the jobs that run began, on the clock; None while all are idle."""
+        """Start time of the oldest running job; None while all lanes are idle."""
         return min((since for _, since in self._running.values()), default=None)
 
     def when_lost(self, call: Callable[[DeviceError], object]) -> None:
-        """Have `call` called by a lane's thread that ends though it should not: its job, and those
-        to come, would never end."""
+        """Set a callback for a lane's thread that ends unexpectedly: its jobs would never end."""
         self._lost = call
 
     def start(self, job: Job) -> None:
@@ -114,7 +118,7 @@ class LaneRunner(ABC):
 
     @abstractmethod
     def running(self, job: Job) -> AbstractContextManager[object]:
-        """Entered on the job's lane, around its work; when it is left, all of that has ended."""
+        """Context entered on the job's lane around its work; on exit all of the work has ended."""
 
     def _live(self, lane: int) -> None:
         lost = DeviceError(f"lane{lane}", "its thread has ended")  # there may be no memory later
@@ -147,16 +151,16 @@ class LaneRunner(ABC):
             self._end(job)
 
     def _next(self, lane: int) -> Job | None:
-        """The lane's next job, waited for; None: it ends."""
+        """Wait for the lane's next job and return it; None: the lane ends."""
         while isinstance(job := self._jobs[lane].get(), ModelActivating):
             pass
         return job
 
     def activating(self, model: str) -> None:  # noqa: B027
-        """Its weights are on their way. From any thread."""
+        """Note that a model's weights are in transfer. From any thread."""
 
     def _begin(self, job: Job) -> float:
-        """The job may run from now on; when that is."""
+        """Wait until the job may run, note it as running, and return its start time."""
         with self._change:
             while self._pausing():
                 if self._running:
@@ -169,11 +173,11 @@ class LaneRunner(ABC):
         return begun
 
     def _pausing(self) -> bool:
-        """Whether something waits for a moment in which no job runs."""
+        """Whether work waits for a moment in which no job runs."""
         return self._keeper is not None and self._keeper.renewing
 
     def _pause(self) -> None:
-        """It is one."""
+        """Do the work that has waited for a moment in which no job runs."""
         if self._keeper is not None:
             self._keeper.check(alone=True)
 
@@ -200,12 +204,12 @@ PAUSE = 1e-3
 
 
 def _bound_by_operator() -> bool:
-    """Whether the environment says where OpenMP's threads run, or that nobody is to say."""
+    """Return whether the environment configures the binding of OpenMP's threads to CPUs."""
     return any(name in os.environ for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"))
 
 
 class CpuRunner(LaneRunner):
-    """A job has some of the intra-op threads."""
+    """Runs jobs on CPU threads; each job has its part of the intra-op threads."""
 
     def __init__(
         self,
@@ -217,13 +221,13 @@ class CpuRunner(LaneRunner):
         keeper: Keeper | None = None,
         record: Record | None = None,
     ) -> None:
-        """`threads`: of a job that has all of the device; None: PyTorch's choice."""
+        """`threads`: intra-op threads of a job with the whole device; None: PyTorch's choice."""
         self._threads = threads
         self._set: dict[int, int] = {}
-        """Of each lane's thread, as PyTorch keeps it."""
+        """Intra-op threads set in PyTorch, by lane."""
         self._binds = lanes == 1 and hasattr(os, "sched_getaffinity") and not _bound_by_operator()
         self._ended = float("-inf")
-        """When the last job did, on the clock."""
+        """Time at which the last job ended."""
         super().__init__(executors, post, clock, lanes, keeper, record)
 
     @contextmanager

@@ -1,4 +1,8 @@
-"""Runs the jobs of a model whose KV is swapped, and those that change which layers it is of."""
+"""Run the jobs of a model whose KV is swapped, and the jobs that change which layers rotate.
+
+Wraps a `ModelExecutor` where the preset swaps KV, and installs the swapper as the barriers at which
+its passes load and store KV.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from ballast.models.executor import ModelExecutor
 
 
 class KvSwapExecutor:
-    """Implements `Executor`. When a job ends, nothing is on its way."""
+    """Implements `Executor`. When a job ends, none of its copies is in flight."""
 
     def __init__(self, model: ModelExecutor, swapper: LinkSwapper | EventSwapper) -> None:
         self._model, self._swapper = model, swapper

@@ -1,4 +1,7 @@
-"""What building a device takes besides its models, done ahead of time in a process that waits."""
+"""Warm up a spare worker process: import, compile and build a small model ahead of need.
+
+Called in worker processes that wait in reserve, so that one can replace a crashed worker quickly.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _SIZES = {
 def warm_up() -> None:
     """Import, compile, and build a small model of the commonest kind, without memory.
 
-    Not beside anything else that uses torch: it changes settings of the process meanwhile.
+    Nothing else in the process may use torch meanwhile: it changes settings of the process.
     """
     sampling.warm_up()
     inspect_model(LlamaConfig(**_SIZES))

@@ -8,7 +8,7 @@ carries out and chooses nothing.
 - `cuda`: Package: memory of GPUs through the CUDA driver.
 - `group`: Package: memory of a tensor-parallel group as that of one device.
 - `host_memory`: Installed and available memory of this machine.
-- `huge_pages`: Transparent huge pages of shared memory: are they allowed, ask for them.
+- `huge_pages`: Transparent huge pages of shared memory: check and request them.
 - `ledger`: Owner, holders and promises of each page.
 - `lending`: Package: pages lent to other devices, and borrowed from them.
 - `mapping_table`: Pages by range and index; every call of a vm is checked against it.
@@ -18,7 +18,7 @@ carries out and chooses nothing.
 - `range`: A reserved virtual address range, backed by pages where needed.
 - `reserve`: A background thread that populates free pages ahead of need.
 - `runs`: A set of page numbers kept as runs of neighbours.
-- `share`: Transfer of pages to another process, by file descriptor.
+- `share`: Send pages to another process, as file descriptors.
 - `syscalls`: Linux memory system calls by ctypes.
 - `tensor`: Tensors and arrays over raw addresses, without a copy.
 - `transfer`: The link protocol, and `HostLink`: paced background copies on CPU.

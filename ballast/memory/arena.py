@@ -1,4 +1,8 @@
-"""Pages set aside for activations, so that these count against the budget; caps on allocators."""
+"""Set pages of the pool aside for activations, so that these count against the device's budget.
+
+`Arena` is held by `DeviceState`. `AllocatorCap` checks on CPU that what jobs allocate stays within
+the arena; `ballast.memory.cuda.allocator_cap` is its counterpart on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ class Arena:
 
     @property
     def pages(self) -> int:
-        """Pages it has."""
+        """Number of pages set aside now."""
         return len(self._pages)
 
     def resize(self, n_bytes: int, fence: Fence | None = None) -> Short | None:
@@ -124,9 +128,10 @@ class AllocatorCap:
         return self._renewal is not None
 
     def check(self, *, alone: bool = True) -> bool:
-        """Trim if over the cap (milliseconds; the look alone some 20 us); whether under it now.
+        """Trim the heap if over the cap; return whether memory is within the cap now.
 
-        `alone`: no job runs, so that what there is now may count as the base, if that is asked for.
+        Checking takes some 20 us, trimming milliseconds. `alone`: no job runs, so that a pending
+        renewal may take the present memory as the base.
         """
         if self._renewal is not None and alone:
             self.n_bytes, forget = self._renewal

@@ -1,4 +1,4 @@
-"""Copies between addresses: made at once, or cut into batches for a link."""
+"""Describe copies between addresses, make them at once, or cut them into batches for a link."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Copy:
     src: int
     n_bytes: int
     touched: bool = False
-    """The target has been written since it was mapped, and stays mapped until this has ended."""
+    """Whether the target has been written since it was mapped, and stays mapped during the copy."""
 
 
 _PREFAULT_BYTES = 256 * KiB
-"""The target of a copy, unless it is there already, is entered into the page tables so much at a
-time: a fresh mapping fills about 1.5 times faster than by faults, and a missing one is an error
-instead of a fatal signal. Entering what is there takes half as long as the copy, asking a tenth."""
+"""Bytes of a copy's target that are entered into the page tables at a time, if they are not yet: a
+fresh mapping fills about 1.5 times faster than by faults, and a missing one is an error instead of
+a fatal signal. Entering present pages takes half as long as the copy, checking a tenth."""
 
 
 def copy_now(dst: int, src: int, n_bytes: int) -> None:
-    """Copy and return. The GIL is free meanwhile. Raises DeviceError for a senseless request.
+    """Copy bytes before returning; releases the GIL. Raises DeviceError for invalid arguments.
 
-    Both sides must be mapped: for pages that may have gone, use a link.
+    Both sides must be mapped: for pages that may have been unmapped, use a link.
     """
     if n_bytes < 0 or dst <= 0 or src <= 0:
         raise DeviceError("memmove", f"{n_bytes} bytes from {src:#x} to {dst:#x}")
@@ -43,7 +43,7 @@ CopyBytes = Callable[[int, int, int], object]
 
 
 def copy_checked(copy: Copy, copy_bytes: CopyBytes = ctypes.memmove) -> None:
-    """As `copy_now`, for a target that is freshly mapped, or, by someone's fault, not mapped."""
+    """Copy like `copy_now`, for a target that is freshly mapped, or, by an error, not mapped."""
     if copy.n_bytes < 0 or copy.dst <= 0 or copy.src <= 0:
         raise DeviceError("memmove", f"{copy.n_bytes} bytes from {copy.src:#x} to {copy.dst:#x}")
     if copy.touched or syscalls.is_present(copy.dst, copy.n_bytes):

@@ -1,4 +1,7 @@
-"""Order of service for several queues that share: start-time fair queueing (Goyal et al., 1996)."""
+"""Choose which of several queues is served next: start-time fair queueing (Goyal et al., 1996).
+
+Used by the links, to share bandwidth between directions and between streams of transfers.
+"""
 
 from __future__ import annotations
 

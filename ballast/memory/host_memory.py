@@ -1,4 +1,4 @@
-"""Installed and available memory of this machine."""
+"""Read the installed and the available memory of this machine, for `doctor` and start-up checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIMITS = (
 """Files of a control group's limit and use, of version 2 and of version 1."""
 
 Bound = tuple[int, str]
-"""Bytes, and who sets this bound."""
+"""(bytes, name of what sets this bound)."""
 
 
 def available(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Bound:

@@ -1,4 +1,4 @@
-"""Transparent huge pages of shared memory, for a device's memory: checks and requests.
+"""Check for and request transparent huge pages of shared memory, for a CPU device's memory.
 
 Linux decides by `/sys/kernel/mm/transparent_hugepage/shmem_enabled`. Under `advise` mappings that
 ask by `MADV_HUGEPAGE` get them, under `always` and `within_size` all do. One page-table entry then

@@ -1,6 +1,6 @@
-"""Record of a device's pages: the owner and holders of each, and the promises to each owner.
+"""Record the owner and the holders of each page of a device, and the promises to each owner.
 
-Pure counting; no memory is touched here. Invariants, checked by `validate`:
+Used by `Pool` only. Pure bookkeeping: no memory is touched. Invariants, checked by `validate`:
 
 - every page is free, owned by one owner, or reclaiming (given back, its last use not yet over);
 - `free + reclaiming + sum(owned)` is the number of pages;
@@ -59,11 +59,12 @@ class Ledger:
         return self._promises.get(owner, 0)
 
     def owners(self) -> dict[str, int]:
-        """Pages by owner, owners of none left out; adds up to total - free - reclaiming."""
+        """Return pages by owner, without owners of none; the sum is total - free - reclaiming."""
         return {name: n for name, n in zip(self._names, self._owned, strict=True) if n}
 
     def owner_of(self, page: int) -> str | None:
-        """None: free, reclaiming, or another device's. Of a borrowed one its device."""
+        """Return a page's owner, for a borrowed page its device; None: it is free, reclaiming, or
+        another device's and not borrowed."""
         code = self._codes[page] if page < len(self._codes) else _AWAY
         return None if code < 0 or code & 1 else self._names[code >> 1]
 
@@ -181,7 +182,7 @@ class Ledger:
         self._borrowed[peer] = self._borrowed.get(peer, 0) + len(pages)
 
     def return_borrowed(self, peer: str, pages: Sequence[int]) -> None:
-        """Remove borrowed pages, which nobody here holds, from the ledger."""
+        """Remove borrowed pages from the ledger; they must have no holder here."""
         if pages and min(pages) < self.total:
             raise BrokenPromise(f"restored to {peer} a page of our own")
         self._check_owned(peer, pages, attached=True)
@@ -190,7 +191,7 @@ class Ledger:
             self._borrowed[peer] -= len(pages)
 
     def borrowed(self, peer: str | None = None) -> int:
-        """Pages borrowed from `peer`, or from all."""
+        """Return the number of pages borrowed from `peer`, or from all peers."""
         return sum(self._borrowed.values()) if peer is None else self._borrowed.get(peer, 0)
 
     def free_mask(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

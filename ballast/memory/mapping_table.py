@@ -1,4 +1,7 @@
-"""Record of which page is mapped where, which every vm keeps and checks each call against."""
+"""Record which page is mapped at which range index, and check each vm call against it.
+
+Used by all implementations of `Vm`. Bookkeeping only; maps nothing itself.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ class MappingTable:
         self._attached: dict[int, int] = {}
 
     def attach(self, n_pages: int) -> int:
-        """The number of the first of `n_pages` more pages; numbers of detached ones come again."""
+        """Number `n_pages` pages of another device; return the first number. Numbers of detached
+        pages are reused."""
         first = self._own + 1
         for start, n in sorted(self._attached.items()):
             if first + n_pages < start:
@@ -80,27 +84,28 @@ class MappingTable:
                 raise BrokenPromise(f"page {page} is mapped already; only an alias may share it")
 
     def map(self, range: Range, at: int, pages: Sequence[int]) -> None:
-        """The caller has checked."""
+        """Record a mapping that `check_map` has allowed."""
         self._slots[range.base][1][at : at + len(pages)] = array("i", pages)
         for page in pages:
             self._uses[page] += 1
 
     def check_unmap(self, range: Range, at: int, n: int) -> array[int]:
-        """The pages that are mapped there."""
+        """Return the pages mapped at these indices. Raises BrokenPromise if one is unmapped."""
         pages = self._within(range, at, n)
         if UNBACKED in pages:
             raise BrokenPromise(f"unmapped what is not mapped within {at} .. {at + n}")
         return pages
 
     def unmap(self, range: Range, at: int, n: int) -> None:
-        """The caller has checked."""
+        """Record an unmapping that `check_unmap` has allowed."""
         slots = self._slots[range.base][1]
         for page in slots[at : at + n]:
             self._uses[page] -= 1
         slots[at : at + n] = array("i", [UNBACKED]) * n
 
     def check_pages(self, pages: Sequence[int], *, attached: bool = False) -> None:
-        """All lie on the device, or on one that is attached."""
+        """Raises BrokenPromise unless all pages lie on the device, or, if `attached`, on attached
+        ones too."""
         if not pages:
             return
         low, high = min(pages), max(pages)
@@ -110,14 +115,14 @@ class MappingTable:
             raise BrokenPromise(f"pages of no device among {low} .. {high}")
 
     def check_unused(self, pages: Sequence[int]) -> None:
-        """None is mapped."""
+        """Raises BrokenPromise if one of the pages is mapped."""
         self.check_pages(pages)
         for page in pages:
             if self._uses[page]:
                 raise BrokenPromise(f"page {page} is mapped")
 
     def check_away(self, pages: Sequence[int]) -> None:
-        """All lie on attached devices, and none is mapped."""
+        """Raises BrokenPromise unless all pages lie on attached devices and none is mapped."""
         self.check_pages(pages, attached=True)
         for page in pages:
             if page < self._own or self._uses[page]:
@@ -127,18 +132,19 @@ class MappingTable:
         return self._uses[page] > 0
 
     def is_shared(self, page: int) -> bool:
-        """Whether it is mapped more than once."""
+        """Return whether the page is mapped more than once."""
         return self._uses[page] > 1
 
     def pages(self, range: Range) -> dict[int, int]:
-        """Index -> page, of those backed."""
+        """Return the backed indices of a range with their pages."""
         return {at: page for at, page in enumerate(self._of(range)) if page != UNBACKED}
 
     def ranges(self) -> list[Range]:
         return [range for range, _ in self._slots.values()]
 
     def runs(self) -> int:
-        """Stretches of one kind (backed by adjacent pages, or unbacked) over all ranges."""
+        """Return the number of runs, over all ranges, that are unbacked or backed by adjacent
+        pages."""
         total = 0
         for _, slots in self._slots.values():
             before = None

@@ -1,4 +1,7 @@
-"""A device's memory as a memfd: created and sealed, or received and checked."""
+"""Create and seal the memfd that is a CPU device's memory, or check one received from a peer.
+
+Used by `MemfdVm`. Pages are offsets in the file; other processes map them by its descriptor.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ class DeviceFile:
     n_pages: int
     page_bytes: int
     device: tuple[int, int]
-    """Numbers of the file system and the inode: the same in every process."""
+    """(file system, inode) numbers of the file, the same in every process."""
 
     @classmethod
     def create(cls, n_pages: int, page_bytes: int) -> DeviceFile:
-        """Raises DeviceError."""
+        """Create and seal a memfd for `n_pages` pages. Raises DeviceError."""
         try:
             fd = os.memfd_create("ballast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
@@ -43,7 +46,7 @@ class DeviceFile:
 
     @classmethod
     def received(cls, exported: Exported) -> DeviceFile:
-        """Raises DeviceError if the file is not what was said, or could be shrunk under us."""
+        """Raises DeviceError if the file is not as described, or could still be shrunk."""
         fd = exported.fd
         if fd is None:
             raise DeviceError("attach", "these pages come from a vm without memory")

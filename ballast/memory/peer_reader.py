@@ -1,6 +1,7 @@
-"""Reads of another process's pages to addresses of this one: KV of requests that migrate.
+"""Copy KV of migrating requests from another worker's pages to addresses of this process.
 
-Of a CPU, whose memory is a file: `preadv` copies from its pages to ours, without mapping them.
+Used by CPU workers, whose memory is a file: `preadv` copies from the other's pages without mapping
+them. Implements the byte side of `ballast.engine.migration`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from ballast.core.units import MiB
 from ballast.memory.vm import Exported
 
 PIECE_BYTES = 4 * MiB
-"""Read at once: `stop` waits for so much."""
+"""Bytes of one read; `stop` waits for at most one."""
 Fetch = Callable[[str], Exported]
-"""The device of the process at an address; the descriptor is the caller's. Raises DeviceError."""
+"""Returns the exported memory of the process at an address; the caller owns the descriptor. Raises
+DeviceError."""
 
 
 class PeerReader:
@@ -32,7 +34,7 @@ class PeerReader:
         self._lock = threading.Lock()
         """Held while bytes are written."""
         self._numbers: dict[str, int] = {}
-        """By request, the number of the import that is under way: none writes under another."""
+        """Number of the import in progress, by request; an import with another number is stale."""
         self._started = 0
 
     def start(
@@ -58,7 +60,7 @@ class PeerReader:
         ctypes.memmove(address, data, len(data))
 
     def close(self) -> None:
-        """Nothing is written any more once this has returned."""
+        """Stop all reads; nothing is written after this has returned."""
         with self._lock:
             self._numbers.clear()
         self._thread.shutdown(cancel_futures=True)
@@ -93,7 +95,7 @@ class PeerReader:
     def _copy(
         self, request_id: str, number: int, fd: int, offset: int, address: int, n_bytes: int
     ) -> bool:
-        """False: it has been stopped. Raises OSError and DeviceError."""
+        """Copy one piece; return False if the import was stopped. Raises OSError, DeviceError."""
         while n_bytes:
             with self._lock:
                 if self._numbers.get(request_id) != number:

@@ -1,4 +1,8 @@
-"""All pages of one device: allocate and free them, with their physical memory and their fences."""
+"""Allocate and free the pages of one device: the elastic pool of weights, KV and activations.
+
+Used by ranges, KV caches, weights, arenas and leases, live and in virtual time. Short of pages, it
+returns `Short`: it never evicts, and decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +52,9 @@ class Pool:
         self._ledger_lock = threading.Lock()
         self._on_allocate: Callable[[], None] | None = None
         self.freed = ChangeCounter()
-        """Grows whenever an allocation that was refused may succeed: pages became free, or can be
-        borrowed. KV caches and promises, which live on these pages, count in it what they give up.
-        A refusal never makes it grow."""
+        """Counts changes after which a refused allocation may succeed: pages became free, or can be
+        borrowed. KV caches and promises on this pool count their own changes in it too. A refusal
+        never makes it grow."""
         self.unfilled = 0
         """Allocations that were `Short` of the machine's memory, not of pages."""
 
@@ -77,9 +81,9 @@ class Pool:
     ) -> tuple[int, ...] | Short:
         """Allocate `n` pages to `owner`, or none; in as few runs of neighbours as is cheap to find.
 
-        Contents are undefined. Pages promised to others are out of reach; the owner's own promise
-        is used up first. The pages have physical memory; with `bare` they have none. `near`: the
-        page before the best place for the first of the new ones.
+        Contents are undefined. Pages promised to others are not used; the owner's own promise
+        is used up first. The pages have physical memory; with `bare` they have none. `near`: page
+        after which the new ones should preferably follow.
         """
         if n < 0:
             raise BrokenPromise(f"{owner} allocates {n} pages")

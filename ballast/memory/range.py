@@ -1,4 +1,8 @@
-"""Virtual addresses of one owner, backed by pages of the pool where and while it needs them."""
+"""Reserve a range of virtual addresses for one owner, and back it with pages of the pool.
+
+Used by KV caches, weights and rotation slots. Addresses never move; pages come and go beneath them.
+All or none of the indices of a call are backed.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,13 @@ from ballast.memory.vm import Fence, Range, Vm
 
 _EMPTY = -1
 _LEAVING = -2
-"""Still mapped, its pages reclaiming: neither readable by new work nor free to be backed anew."""
+"""Index that is still mapped while its page is reclaiming: new work must not use it, and it cannot
+be backed again yet."""
 
 
 _PREFAULT_BYTES = 4 * MiB
-"""Backed by one call, up to so much is prefaulted at once: KV, about to be touched by a job. More
-is weights, filled by a link, which prefaults in its own thread while the loop goes on."""
+"""Most bytes backed by one call that are prefaulted at once: KV, which a job touches soon. Larger
+calls back weights, filled by a link, which prefaults in its own thread beside the loop."""
 
 
 class BackedRange:

@@ -1,5 +1,6 @@
-"""A background thread that keeps free pages populated ahead of need.
+"""Run a background thread that populates free pages (gives them memory) ahead of need.
 
+Used by live devices beside the loop; it never takes pages from their owners.
 First touch of fresh memory runs at about 0.4 GB/s where re-use runs at 12, so an allocation that
 finds its pages populated saves some 0.6 ms per 256 KiB. Live only: a simulation has no such cost.
 """

@@ -1,4 +1,7 @@
-"""A set of page numbers kept as runs of neighbours, which are removed together."""
+"""Keep a set of page numbers as runs of neighbours, so that adjacent pages are taken together.
+
+Used by `Pool` for its free pages, and by `Borrower` for its unused ones.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Runs:
             self._add(first, length)
 
     def _add(self, first: int, length: int) -> None:
-        """Pages that follow each other."""
+        """Add a run of `length` pages from `first`."""
         after = first + length
         before = self._first.get(first - 1)
         if before is not None:

@@ -1,4 +1,8 @@
-"""Transfer of pages to another process: their file descriptors over a Unix socket."""
+"""Send pages to another process, and receive them, as file descriptors over a Unix socket.
+
+Used by workers that lend pages or share host segments. Sends descriptors only; bytes are not
+copied.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from ballast.memory.vm import Exported
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 64 << 20
 _MOST_FDS = 128
-"""In one message; Linux passes 253."""
+"""Most descriptors in one message; Linux allows 253."""
 
 
 def send_pages(connection: socket.socket, exported: Exported) -> None:

@@ -1,4 +1,7 @@
-"""Linux memory calls that Python lacks, by ctypes, which releases the GIL in each."""
+"""Call Linux memory functions that Python lacks (mmap, madvise, ...), by ctypes.
+
+ctypes releases the GIL in each call.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +116,8 @@ def can_move_page_tables() -> bool:
 
 
 def is_present(address: int, n_bytes: int) -> bool:
-    """Whether all of `[address, address + n_bytes)` is in the page tables, so that touching it is
-    no fault: 1 us and some 5 ns a page of the system. False where the system does not say."""
+    """Return whether all of `[address, address + n_bytes)` is in the page tables, so that touching
+    it causes no fault. Takes 1 us and some 5 ns for each OS page. False if it is unknown."""
     first, end = address // PAGESIZE, -(-(address + n_bytes) // PAGESIZE)
     try:
         entries = os.pread(_pagemap(os.getpid()), 8 * (end - first), 8 * first)
@@ -156,8 +159,8 @@ def prefault(address: int, n_bytes: int) -> None:
 
 @functools.cache
 def can_populate() -> bool:
-    """Whether this Linux knows MADV_POPULATE_WRITE. Asked of a page of our own: on other memory
-    the answer "unknown" (EINVAL) also means "may not be written"."""
+    """Return whether this Linux has MADV_POPULATE_WRITE. Tried on a new page, since on other memory
+    EINVAL can also mean that it may not be written."""
     page = mmap(0, PAGESIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS)
     try:
         madvise(page, PAGESIZE, MADV_POPULATE_WRITE)
@@ -184,14 +187,14 @@ def mallopt(parameter: int, value: int) -> None:
 
 
 def malloc_trim() -> None:
-    """Give free memory of the C allocator back to the machine; nothing where it cannot."""
+    """Return free memory of the C allocator to the machine, if the C library can."""
     call = getattr(_libc, "malloc_trim", None)
     if call is not None:
         call(ctypes.c_size_t(0))
 
 
 def max_map_count() -> int:
-    """Mappings Linux allows this process (65,530 unless the administrator said otherwise)."""
+    """Return the most mappings that Linux allows a process (65,530 by default)."""
     try:
         with open("/proc/sys/vm/max_map_count", "rb") as file:
             return int(file.read())

@@ -1,7 +1,7 @@
-"""Tensors and arrays over raw addresses: no copy, no ownership, nothing touched.
+"""Make CPU tensors and arrays over raw addresses, without copying, owning or touching memory.
 
-Making one over unbacked addresses is fine; reading or writing it there is a fatal signal. A view
-stays valid as long as its addresses are reserved, whatever pages come and go beneath it.
+A view may be made over unbacked addresses, but reading or writing it there is a fatal signal. It
+stays valid as long as its addresses are reserved, whichever pages back them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def array_at(
     dtype: np.dtype[Any] | type[np.generic] | str,
     strides: Sequence[int] | None = None,
 ) -> np.ndarray[Any, Any]:
-    """As `tensor_at`, for kernels: bfloat16 goes as uint16. Strides count elements, not bytes."""
+    """Make an array like `tensor_at`, for kernels: bfloat16 is passed as uint16. Strides count
+    elements, not bytes."""
     kind: np.dtype[Any] = np.dtype(dtype)
     n_bytes = _span(shape, strides) * kind.itemsize
     _check(address, kind.itemsize)

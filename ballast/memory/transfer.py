@@ -1,4 +1,9 @@
-"""Transfers over links in the background: the protocol, and `HostLink`, the link on a CPU."""
+"""Transfer bytes between host and device in the background: the `Link` protocol and `HostLink`.
+
+Used for activations, rotating layers and swapped KV. `HostLink` is the link of a CPU device;
+`CudaLink`, `GroupLink` and the simulator's link implement the same protocol. Ends of transfers
+reach the engine as `TransferDoneEvent`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from ballast.memory.copies import Copy, CopyBytes, batches, copy_checked
 from ballast.memory.fair_queueing import StartTimeFairQueues
 
 PRIOR_BYTES_PER_SECOND = 4e9
-"""Taken for an unpaced link's bandwidth until it has copied something."""
+"""Assumed bandwidth of an unpaced link until it has copied something."""
 
 
 MOST_THREADS = 4
@@ -28,8 +33,8 @@ MOST_THREADS = 4
 
 
 def copy_threads(cpus: int) -> int:
-    """Threads that an unpaced link copies with: half of the CPUs, since jobs run beside it, but two
-    where there are two. One core rarely fills what memory carries."""
+    """Return the number of threads of an unpaced link: half of the CPUs, since jobs run beside it,
+    but both of two: one core rarely saturates the memory."""
     return min(cpus, max(2, cpus // 2), MOST_THREADS)
 
 
@@ -133,7 +138,7 @@ class HostLink:
         self._copy_bytes = copy_bytes
         self._measured = PRIOR_BYTES_PER_SECOND
         self._due = 0.0
-        """Of a paced link: time by which all batches so far should have been carried."""
+        """Time by which a paced link should have carried all batches so far."""
         self._sides: StartTimeFairQueues[Direction, StartTimeFairQueues[str, Transfer]] = (
             StartTimeFairQueues()
         )

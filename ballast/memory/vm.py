@@ -1,6 +1,7 @@
-"""The protocol of a device's virtual memory: pages and the ranges they are mapped into.
+"""Define the protocol of a device's virtual memory: reserve ranges, map pages, export, fence.
 
-`vm_null` is its fake.
+Used by the pool, ranges, lending and machines. Implemented by `vm_memfd` (CPU), `cuda.vm` (GPU),
+`group.vm` and the cluster's `RemoteVm` (tensor-parallel ranks), and `vm_null` (virtual time).
 
 ::
 

@@ -1,4 +1,7 @@
-"""A device made of one memfd: pages are offsets in it, and are mapped by moving page tables."""
+"""Implement `Vm` on CPU by one memfd: pages are offsets in the file, mapped by moving page tables.
+
+Used by the pool and ranges of a live CPU device, through the `Vm` protocol.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +164,7 @@ class MemfdVm:
             self._has_tables[first : first + n] = bytes(n)
 
     def attach(self, exported: Exported) -> int:
-        """Raises DeviceError, with `exported.fd` left open, if the file is not what was said."""
+        """Raises DeviceError, with `exported.fd` left open, if the file is not as described."""
         check_attach(exported, self.page_bytes, self._file.device)
         file = DeviceFile.received(exported)
         for known in self._attached:
@@ -191,7 +194,8 @@ class MemfdVm:
         return sys.maps().count(b"\n")
 
     def physical_bytes(self) -> int:
-        """Memory the device occupies now, whoever maps it: what counts against the budget."""
+        """Return the bytes of memory that the device occupies now, as counted against the budget,
+        whichever processes map them."""
         return os.fstat(self._fd).st_blocks * 512
 
     def export(self, pages: Sequence[int]) -> Exported:
@@ -199,7 +203,7 @@ class MemfdVm:
         return Exported(self._file.device, self.page_bytes, self.n_pages, tuple(pages), self._fd)
 
     def fence(self) -> Latch:
-        """Done at once: `mmap` has taken effect when it returns."""
+        """Return a fence that is done already: `mmap` takes effect before it returns."""
         return Latch(done=True)
 
     def close(self) -> None:
@@ -324,7 +328,7 @@ def _reserve_aligned(n_bytes: int, alignment: int) -> int:
 
 
 def _unback(address: int, n_bytes: int) -> None:
-    """Replace what is mapped by nothing, in one step: the addresses are never up for grabs."""
+    """Replace mappings by reserved addresses in one step, so that the addresses are never free."""
     if n_bytes:
         flags = sys.MAP_PRIVATE | sys.MAP_ANONYMOUS | sys.MAP_NORESERVE | sys.MAP_FIXED
         sys.mmap(address, n_bytes, sys.PROT_NONE, flags)

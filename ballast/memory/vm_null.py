@@ -1,4 +1,7 @@
-"""A vm without memory, for virtual time and for tests: it checks every call and touches nothing."""
+"""Implement `Vm` without memory, for the simulator, replay and tests.
+
+Checks every call like a real vm, but maps nothing.
+"""
 
 from __future__ import annotations
 

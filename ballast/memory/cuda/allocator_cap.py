@@ -1,4 +1,7 @@
-"""A cap on PyTorch's caching allocator on a GPU: the bytes that the arena sets aside for it."""
+"""Cap PyTorch's caching allocator on a GPU at the bytes that the arena sets aside for it.
+
+Used by the GPU runner: activations beyond the cap fail the job, and never take pages of the pool.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import threading
 import torch
 
 _caps: dict[int, list[CudaAllocatorCap]] = {}
-"""By device: the caps of this process that are open."""
+"""Open caps of this process, by device ordinal."""
 _changing = threading.Lock()
 """Held while `_caps` or the bytes of one of them change."""
 
@@ -32,31 +35,32 @@ class CudaAllocatorCap:
 
     @property
     def used(self) -> int:
-        """Bytes that the allocator has of the driver, in use or kept."""
+        """Bytes that the allocator holds from the driver, in use or cached."""
         # Once a job: `memory_reserved` would flatten all that the allocator counts.
         stats = torch.cuda.memory_stats_as_nested_dict(self._ordinal)
         return int(stats["reserved_bytes"]["all"]["current"]) if stats else 0
 
     @property
     def allowed(self) -> int:
-        """Bytes that the allocator may have: of all caps of this process on the GPU."""
+        """Bytes that the allocator may hold: the sum of this process's caps on the GPU."""
         return sum(cap.n_bytes for cap in _caps.get(self._ordinal, ()))
 
     def resize(self, n_bytes: int) -> bool:
-        """From now on, `n_bytes`. Whether no more is in use already; that is not taken back."""
+        """Set the cap to `n_bytes`; return whether the allocator is within it. Memory already in
+        use is not freed."""
         with _changing:
             self.n_bytes = n_bytes
             self._apply(self.allowed)
         return self.check()
 
     def check(self) -> bool:
-        """Frees what is kept unused, if that is too much; whether the cap holds now."""
+        """Free cached memory if the cap is exceeded; return whether the cap holds now."""
         if self.used > self.allowed:
             torch.cuda.empty_cache()
         return self.used <= self.allowed
 
     def close(self) -> None:
-        """Give up this cap's part; without any cap, the allocator may have all of the GPU."""
+        """Remove this cap; without any cap, the allocator may use all of the GPU."""
         with _changing:
             left = _caps.get(self._ordinal, [])
             if self in left:

@@ -1,4 +1,4 @@
-"""Measured bandwidth of copies to, from and within a GPU, by the device's own clock."""
+"""Measure the bandwidth of copies to, from and within a GPU, by CUDA events; used by `doctor`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""The calls of the CUDA driver that Ballast makes, in plain values; `driver` makes them.
+"""Define the protocol of CUDA driver calls that Ballast makes; `driver` implements it.
+
+All GPU code calls the driver through this protocol, so that tests can pass a stand-in.
 
 Devices, contexts, streams, events and handles are the driver's own numbers; addresses are the
-device's unless said otherwise; sizes are bytes. Whatever fails raises DeviceError with the call's
-name and the driver's error; want of memory raises OutOfMemory, and an error after which the process
-cannot use the GPU any more raises DeviceLost. Calls marked *current* need a context that is current
+device's unless noted; sizes are bytes. A failing call raises DeviceError with the call's name and
+the driver's error; lack of memory raises OutOfMemory, and an error after which the process cannot
+use the GPU any more raises DeviceLost. Calls marked *current* need a context that is current
 in the calling thread. All release the GIL.
 """
 
@@ -28,7 +30,7 @@ class Attribute(StrEnum):
 
 
 class Driver(Protocol):
-    """The driver, once for each process and device."""
+    """CUDA driver calls, one object for each process and device."""
 
     @property
     def lost(self) -> DeviceLost | None:
@@ -53,86 +55,91 @@ class Driver(Protocol):
     def attribute(self, device: int, which: Attribute) -> int: ...
 
     def uuid(self, device: int) -> str:
-        """As NVML writes it, without its prefix (`GPU-`, `MIG-`)."""
+        """Return a device's UUID as NVML writes it, without the prefix (`GPU-`, `MIG-`)."""
 
     def can_access(self, device: int, peer: int) -> bool:
         """Whether `device` can use memory of `peer` in place."""
 
     def retain_context(self, device: int) -> int:
-        """The primary context, which PyTorch uses, too. To be released as often as retained."""
+        """Retain and return the primary context, which PyTorch uses too. Release as often."""
 
     def release_context(self, device: int) -> None: ...
 
     def set_current(self, context: int) -> None:
-        """Current in the calling thread from now on."""
+        """Make a context current in the calling thread."""
 
     def free_and_total(self) -> tuple[int, int]:
-        """Bytes of the device, whoever has the rest. *Current*."""
+        """Return (free, total) bytes of the device, over all processes. *Current*."""
 
     def granularity(self, device: int) -> int:
         """Smallest size and alignment of memory that is created and mapped."""
 
     def reserve(self, n_bytes: int, alignment: int) -> int:
-        """Addresses, backed by nothing."""
+        """Reserve addresses that are not backed; return the first."""
 
     def free(self, address: int, n_bytes: int) -> None:
-        """Exactly what was reserved, with nothing mapped in it."""
+        """Free reserved addresses: exactly one reservation, with nothing mapped in it."""
 
     def create(self, device: int, n_bytes: int) -> int:
-        """A handle to memory that can be exported. Raises OutOfMemory."""
+        """Create exportable memory and return its handle. Raises OutOfMemory."""
 
     def release(self, handle: int) -> None:
-        """The memory goes when nothing maps it, here or elsewhere, and no handle is left."""
+        """Release a handle. Its memory is freed when it has neither mappings nor handles left, in
+        any process."""
 
     def map(self, address: int, n_bytes: int, handle: int) -> None:
-        """All memory of a handle. Not to be touched before `set_access`. *Current*."""
+        """Map all memory of a handle. It must not be touched before `set_access`. *Current*."""
 
     def unmap(self, address: int, n_bytes: int) -> None:
-        """Take away whole mappings, one after the other; nothing in flight may use them. Of several
-        in one call some drivers may raise DeviceError, with all of them left. *Current*."""
+        """Unmap adjacent whole mappings, which nothing in flight may use. Some drivers may raise
+        DeviceError for several mappings in one call, and leave all of them. *Current*."""
 
     def set_access(self, address: int, n_bytes: int, device: int) -> None:
-        """`device` may read and write there: any number of adjacent mappings. *Current*."""
+        """Allow `device` to read and write adjacent mappings, any number. *Current*."""
 
     def retain_handle(self, address: int) -> int | None:
-        """The handle mapped at `address`, to be released once more; None: nothing is."""
+        """Return the handle mapped at `address`, which the caller must release; None: nothing is
+        mapped there."""
 
     def handle_device(self, handle: int) -> int:
-        """Whose memory it is."""
+        """Return the device whose memory a handle is."""
 
     def export_fd(self, handle: int) -> int:
-        """A file descriptor of the caller's, for another process."""
+        """Export a handle as a file descriptor for another process; the caller closes it."""
 
     def import_fd(self, fd: int) -> int:
-        """A handle to what was exported, to be released; the descriptor stays the caller's."""
+        """Import exported memory and return a handle, which the caller must release. The descriptor
+        stays open."""
 
     def new_stream(self, priority: int = 0) -> int:
-        """One that waits for no other; lower numbers go first. *Current*."""
+        """Create a stream without implicit waits for others; lower `priority` numbers run first.
+        *Current*."""
 
     def priorities(self) -> tuple[int, int]:
-        """The least and the greatest priority of a stream; the greatest is negative. *Current*."""
+        """Return the least and the greatest priority; the greatest is negative. *Current*."""
 
     def destroy_stream(self, stream: int) -> None: ...
 
     def split(self, device: int, groups: int) -> int:
-        """So many disjoint groups of equally many multiprocessors; what is over is in none. The
-        number of the split, which stays. Raises DeviceError where there are too few."""
+        """Split the multiprocessors into `groups` disjoint groups of equal size, without the
+        remainder. Returns the number of the split, which stays valid. Raises DeviceError if there
+        are too few."""
 
     def green_context(self, device: int, split: int, first: int, n: int) -> int:
-        """A context that runs on groups `first .. first + n` of a split, and nowhere else; it
-        shares memory and modules with the primary one, which is retained meanwhile."""
+        """Create a context that runs on `n` groups of a split from `first` only. It shares memory
+        and modules with the primary context, which it keeps retained."""
 
     def destroy_green(self, context: int) -> None:
-        """After all its streams."""
+        """Destroy a green context, after all its streams."""
 
     def green_stream(self, context: int) -> int:
-        """A stream as `new_stream` makes them, whose work runs in that context."""
+        """Create a stream like `new_stream`, whose work runs in a green context."""
 
     def finish(self, stream: int) -> None:
-        """Return when all work of the stream has ended."""
+        """Block until all work of the stream has ended."""
 
     def wait_for(self, stream: int, event: int) -> None:
-        """Have later work of the stream begin after what was recorded. Returns at once."""
+        """Make later work of the stream wait for an event's last `record`. Returns at once."""
 
     def new_event(self, timed: bool = False) -> int:
         """Create an event, at which a waiting thread sleeps; `timed`: for `elapsed`. *Current*."""
@@ -140,26 +147,26 @@ class Driver(Protocol):
     def destroy_event(self, event: int) -> None: ...
 
     def record(self, event: int, stream: int) -> None:
-        """After all work that the stream has so far."""
+        """Record an event after all work that the stream has so far."""
 
     def is_done(self, event: int) -> bool:
         """Whether the work before the last `record` has ended. An error of that work is raised."""
 
     def wait(self, event: int) -> None:
-        """Return when it is done. An error of that work is raised."""
+        """Block until an event is done. An error of that work is raised."""
 
     def elapsed(self, start: int, end: int) -> float:
-        """Seconds from when one timed event was reached to when another was; both are done. To
-        about half a microsecond."""
+        """Return the seconds between two timed events, which must be done; exact to about half a
+        microsecond."""
 
     def copy_to_device(self, target: int, source: int, n_bytes: int, stream: int) -> None:
-        """From an address of the host; in the order of the stream. *Current*."""
+        """Copy from a host address, in stream order. *Current*."""
 
     def copy_to_host(self, target: int, source: int, n_bytes: int, stream: int) -> None:
-        """To an address of the host; in the order of the stream. *Current*."""
+        """Copy to a host address, in stream order. *Current*."""
 
     def copy_within(self, target: int, source: int, n_bytes: int, stream: int) -> None:
-        """From one place of the device to another; in the order of the stream. *Current*."""
+        """Copy within the device, in stream order. *Current*."""
 
     def pin(self, address: int, n_bytes: int, read_only: bool) -> None:
         """Page-lock memory of the host that is mapped already, for all contexts. *Current*."""

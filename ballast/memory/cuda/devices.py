@@ -1,4 +1,7 @@
-"""GPUs and MIG slices of this machine, by NVML. Nothing is ever set."""
+"""List the GPUs and MIG slices of this machine, by NVML. Read-only: changes no setting of a GPU.
+
+Used by the GPU machine to find its device, and by `doctor`.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ _READ, _OVER_NVLINK = 0, 2
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or one slice of it. What the driver does not know is None."""
+    """A GPU or a MIG slice. Attributes that NVML does not report are None."""
 
     uuid: str
-    """With its prefix, `GPU-` or `MIG-`: what CUDA_VISIBLE_DEVICES takes."""
+    """UUID with the prefix `GPU-` or `MIG-`, as in CUDA_VISIBLE_DEVICES."""
     name: str
     memory_bytes: int
     free_bytes: int
     multiprocessors: int | None
-    """Number of multiprocessors; of a whole GPU only the CUDA driver knows it."""
+    """Number of multiprocessors; NVML does not report that of a whole GPU."""
     pcie: tuple[int, int] | None
     """Generation and width, the best that device and slot have in common; less at rest."""
     nvlinks: int
@@ -38,13 +41,13 @@ class Gpu:
     """GPUs whose memory it can use in place."""
     reads_over_nvlink: tuple[str, ...]
     slice_of: str | None = None
-    """The GPU that a MIG slice is of."""
+    """GPU to which a MIG slice belongs; None: it is a whole GPU."""
     ordinal: int | None = None
-    """As CUDA counts in this process; None: it may not use it."""
+    """CUDA's ordinal in this process; None: this process may not use it."""
 
     @property
     def pcie_bytes_per_second(self) -> float | None:
-        """One way, at best; what a copy gets is less, and is to be measured."""
+        """Peak rate of PCIe in one direction; copies reach less, which must be measured."""
         if self.pcie is None or self.pcie[0] not in _LANE_BYTES_PER_SECOND:
             return None
         return _LANE_BYTES_PER_SECOND[self.pcie[0]] * self.pcie[1]

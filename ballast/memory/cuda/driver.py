@@ -1,4 +1,7 @@
-"""The one module that calls the CUDA driver: through `cuda-bindings`, the extra `cuda`."""
+"""Implement the `Driver` protocol by `cuda-bindings` (extra `cuda`): all CUDA driver calls.
+
+The only module that calls the CUDA driver; others use the protocol in `calls`.
+"""
 
 from __future__ import annotations
 

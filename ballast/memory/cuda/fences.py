@@ -1,4 +1,7 @@
-"""Fences made of CUDA events: done when all work that some streams had been given has ended."""
+"""Make fences of CUDA events: done when all work submitted to some streams has ended.
+
+Used by the GPU's vm, link, runner, rotor and KV swapper to know when pages may be reused.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from ballast.memory.cuda.calls import Driver
 
 
 class EventFence:
-    """Implements `Fence`. Its events return to their pool once they were found done."""
+    """Implements `Fence`. Its events return to their pool once they are found to be done."""
 
     __slots__ = ("_events", "_pool")
 
@@ -16,7 +19,7 @@ class EventFence:
         self._pool, self._events = pool, events
 
     def done(self) -> bool:
-        """Raises DeviceError where that work has failed."""
+        """Return whether the work has ended. Raises DeviceError if it has failed."""
         while self._events:
             if not self._pool.driver.is_done(self._events[-1]):
                 return False
@@ -25,16 +28,16 @@ class EventFence:
 
 
 class EventPool:
-    """CUDA events of one device, used again and again, since making one takes a driver call."""
+    """Reusable CUDA events of one device, since making one takes a driver call."""
 
     def __init__(self, driver: Driver, timed: bool = False) -> None:
-        """`timed`: events record when they were reached, which costs the streams a little."""
+        """`timed`: events record their time, which costs the streams a little."""
         self.driver, self._timed = driver, timed
         self._made: list[int] = []
         self._unused: list[int] = []
 
     def after(self, streams: Sequence[int]) -> EventFence:
-        """Done when all work that these streams have now has ended. A context is current."""
+        """Return a fence for all work that these streams have now. A context must be current."""
         recorded: list[int] = []
         for stream in streams:
             event = self.acquire()
@@ -66,7 +69,7 @@ class StreamStalls:
     """Measures how long streams wait for events of others, by their own clock."""
 
     def __init__(self, events: EventPool) -> None:
-        """`events`: timed."""
+        """`events`: a pool of timed events."""
         self._events = events
         self._waits: list[tuple[int, int]] = []
         """Events before and after each wait since the last `seconds`."""
@@ -80,7 +83,8 @@ class StreamStalls:
         self._waits.append((before, after))
 
     def seconds(self) -> float:
-        """Sum of all waits since the last call; the streams have passed them."""
+        """Return the seconds of all waits since the last call; the streams must have passed
+        them."""
         waits, self._waits = self._waits, []
         seconds = 0.0
         for before, after in waits:

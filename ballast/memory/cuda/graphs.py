@@ -1,4 +1,4 @@
-"""PyTorch's CUDA graphs: the one module that records and replays them."""
+"""Record and replay CUDA graphs of decode steps by PyTorch; the only module that does."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TorchRecorder:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """No job runs on the device meanwhile."""
+        """Enter a recording. No job may run on the device meanwhile."""
         with torch.cuda.stream(self._stream):
             if not getattr(self._warm, "yes", False):
                 # cuBLAS keeps a workspace for each thread and stream: not in the pool, please.

@@ -1,4 +1,7 @@
-"""The link between host memory and a GPU: copies on two streams, one for each direction."""
+"""Transfer bytes between host memory and a GPU: the `Link` of a GPU, on one stream each way.
+
+Used by the GPU machine to activate models' weights; the engine sees it as `Link` only.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from ballast.memory.transfer import ACTIVATIONS, PRIOR_BYTES_PER_SECOND, Transfe
 
 
 class CudaLink:
-    """Implements `Link`. Each direction has a stream and a thread, and goes on without the other.
+    """Implements `Link`. Each direction has its own CUDA stream and thread.
 
-    A few batches are given to the stream ahead, so that it never waits for the thread; their order
-    is that of `HostLink`, so that streams of transfers share each direction by bytes. Host memory
-    that is not pinned (`pinning`) goes through the driver's own buffers, at a lower rate.
+    A few batches are queued on the stream ahead, so that it never waits for the thread. Batches are
+    ordered as by `HostLink`, so that streams of transfers share each direction by bytes. Host
+    memory that is not pinned (`pinning`) goes through the driver's buffers, at a lower rate.
     """
 
     def __init__(
@@ -82,11 +85,11 @@ class CudaLink:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A batch that the stream has."""
+    """A batch of copies in flight on the stream."""
 
     transfer: Transfer
     event: int | None
-    """None: none could be recorded."""
+    """Event after the batch; None: it could not be recorded."""
     n_bytes: int
     issued: float
     last: bool
@@ -112,9 +115,9 @@ class _Side:
         self._stream = driver.new_stream()
         self._events = EventPool(driver)
         self._landed = 0.0
-        """When the last batch did."""
+        """Time at which the last batch landed, in seconds of the link's clock."""
         self._turns: StartTimeFairQueues[str, Transfer] = StartTimeFairQueues()
-        """Transfers of which part has not been given to the stream yet."""
+        """Transfers with batches that have not been queued on the stream yet."""
         self._flying: deque[_Flight] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -164,7 +167,7 @@ class _Side:
             self._driver.destroy_stream(self._stream)
 
     def _next_batch(self) -> tuple[Transfer, list[Copy], bool]:
-        """The next batch, and whether it is the last of its transfer."""
+        """Return (transfer, batch, whether it is the transfer's last batch)."""
         transfer = self._turns.first(self._turns.next())
         batch = transfer.next_batch() if transfer.error is None else []
         self._turns.charge(transfer.stream, sum(max(0, copy.n_bytes) for copy in batch))

@@ -1,4 +1,7 @@
-"""Physical memory of a GPU's pages: the driver's handles, mapped or released all or none."""
+"""Create, map, export and release the physical memory of a GPU's pages, by CUDA VMM handles.
+
+Used by `CudaVm` only, which checks calls first. Each operation affects all of its pages or none.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ class CudaImport:
 
 
 class CudaPages:
-    """Handles of the pages that have memory. A driver error leaves everything as it was.
+    """Driver handles of the pages that have memory. After a driver error nothing has changed.
 
-    Where even that fails, the device is lost (`Driver.lose`): what is mapped is not known.
+    If restoring fails too, the device is lost (`Driver.lose`): its mappings are unknown.
     """
 
     def __init__(self, driver: Driver, device: int, page_bytes: int) -> None:
@@ -66,7 +69,7 @@ class CudaPages:
         return [page for page in list(self._handles) if first <= page < first + n]
 
     def create(self, pages: Sequence[int]) -> Short | None:
-        """Memory for those that have none; what was had when it ran out stays."""
+        """Create memory for pages that have none; if it runs out, pages that got memory keep it."""
         missing = [page for page in pages if page not in self._handles]
         for i, page in enumerate(missing):
             try:
@@ -101,14 +104,14 @@ class CudaPages:
         return CudaImport(self._driver, imported)
 
     def replace(self, handles: dict[int, int]) -> None:
-        """From now on these pages, which are mapped nowhere, have other memory: another's."""
+        """Set the imported handles of these pages, which must not be mapped anywhere."""
         before = [self._forget(page) for page in handles if page in self._handles]
         for page, handle in handles.items():
             self._keep(page, handle)
         self._release_all(before)
 
     def drop(self, pages: Sequence[int]) -> None:
-        """Let go of memory that another device has. Where it fails, that of some is gone."""
+        """Release imported memory of pages. After a failure, some of it has been released."""
         for page in pages:
             self._driver.release(self._handles[page])
             self._forget(page)
@@ -118,7 +121,7 @@ class CudaPages:
         self._release_all(handles)
 
     def map(self, address: int, pages: Sequence[int]) -> None:
-        """In order, to be read and written by the device."""
+        """Map pages in order from `address`, readable and writable by the device."""
         done = 0
         try:
             for page in pages:

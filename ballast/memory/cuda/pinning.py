@@ -1,4 +1,8 @@
-"""Host memory that a GPU copies from at the link's full rate: page-locked where it is mapped."""
+"""Page-lock (pin) host memory so that a GPU copies from it at the link's full rate.
+
+Used for host-tier segments and for host copies of swapped KV. If pinning is not possible, copies
+still work, at the rate of pageable memory.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +35,14 @@ class PinnedMemory:
 
     @property
     def n_bytes(self) -> int:
-        """Pinned now."""
+        """Bytes pinned now."""
         return sum(self._pinned.values())
 
     def pin(self, address: int, n_bytes: int, *, read_only: bool = True) -> bool:
-        """Whether it is pinned now; where the machine does not do that, copies from there go at the
-        rate of pageable memory, and the log says why. Whole OS pages, of one mapping that is to be
-        read only if `read_only`. Raises BrokenPromise where it is pinned already."""
+        """Pin memory, if the machine can; return whether it is pinned. A failure is logged.
+
+        The memory must be whole OS pages of one mapping, read-only if `read_only`. Raises
+        BrokenPromise if it is pinned already."""
         with self._lock:
             if address in self._pinned:
                 raise BrokenPromise(f"{address:#x} is pinned already")
@@ -56,7 +61,7 @@ class PinnedMemory:
         return True
 
     def _pin_as_writable(self, address: int, n_bytes: int) -> None:
-        """Pin a read-only mapping while it is writable; it stays pinned when it is not any more."""
+        """Make a read-only mapping writable, pin it, and make it read-only again."""
         syscalls.mprotect(address, n_bytes, syscalls.PROT_READ | syscalls.PROT_WRITE)
         try:
             self._driver.pin(address, n_bytes, False)
@@ -64,7 +69,7 @@ class PinnedMemory:
             syscalls.mprotect(address, n_bytes, syscalls.PROT_READ)
 
     def unpin(self, address: int) -> None:
-        """Nothing where it is not pinned. No copy may be under way."""
+        """Unpin memory, if it is pinned. No copy from it may be in flight."""
         with self._lock:
             if address in self._pinned:
                 self._driver.set_current(self._context)

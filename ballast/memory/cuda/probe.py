@@ -1,7 +1,7 @@
-"""Discovery of GPUs by the CUDA driver in a child process, without CUDA in this one.
+"""Find this machine's GPUs and their memory in a child process, without initialising CUDA here.
 
-A process that has initialised CUDA cannot fork children that use it, and importing the bindings
-takes longer than the question.
+Used when a server checks its machine. A process that has initialised CUDA cannot fork children that
+use it, and importing the bindings would take longer than the probe.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ for i in range(count.value):
 
 
 def gpu_bytes(library: str = LIBRARY) -> list[int]:
-    """Memory of each GPU that CUDA shows, by ordinal. Raises DeviceError where CUDA cannot be used,
-    or does not answer in half a minute."""
+    """Return the memory in bytes of each GPU that CUDA shows, by ordinal. Raises DeviceError if
+    CUDA cannot be used, or does not answer within half a minute."""
     command = [sys.executable, "-I", "-S", "-c", _PROBE, library]
     try:
         completed = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)

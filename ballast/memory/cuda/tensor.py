@@ -1,9 +1,9 @@
-"""Tensors over addresses of a GPU: without a copy, ownership, or any access.
+"""Make PyTorch tensors over given GPU addresses, without copying, owning or accessing memory.
 
-A view may be made before its addresses are backed, and stays valid as long as they are reserved.
-So it is made from a DLPack capsule, which names the device: what takes a bare pointer
-(`__cuda_array_interface__`) asks the driver whose it is, and addresses that back nothing are
-nobody's.
+Used for views of KV caches and weights. A view may be made before its addresses are backed, and
+stays valid as long as they are reserved. It is made from a DLPack capsule, which names the device:
+with a bare pointer (`__cuda_array_interface__`) PyTorch would query the driver for the device,
+which fails for addresses that are not backed.
 """
 
 from __future__ import annotations

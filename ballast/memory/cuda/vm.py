@@ -1,4 +1,8 @@
-"""`Vm` of a GPU: pages are handles of the driver, created once and mapped where needed."""
+"""Implement `Vm` on a GPU by CUDA virtual memory management: pages are driver handles.
+
+Used by the pool and ranges of a live GPU, through the `Vm` protocol; `vm_memfd` is its counterpart
+on CPU.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +84,7 @@ class CudaVm:
         alias: bool = False,
         prefault: bool = False,
     ) -> None:
-        """`prefault` is no matter here: what is mapped is in the device's page tables."""
+        """Map pages; `prefault` has no effect, since mapping enters the device's page tables."""
         self._mappings.check_map(range, at, pages, alias)
         for page in pages:
             if page not in self._memory and page < self.n_pages:
@@ -159,7 +163,7 @@ class CudaVm:
         return len(self.os_pages(range))
 
     def os_pages(self, range: Range) -> dict[int, int]:
-        """Two driver calls a page: which handle is mapped at each address."""
+        """Return the mapped pages by index, found by two driver calls for each page."""
         self._enter()
         found: dict[int, int] = {}
         for at in _indices(0, range.n_pages):
@@ -174,7 +178,7 @@ class CudaVm:
         return found
 
     def mappings(self) -> int:
-        """One for each page that is mapped. The driver states no limit."""
+        """Number of mapped pages: one mapping each. The driver states no limit."""
         return sum(len(self._mappings.pages(range)) for range in self._mappings.ranges())
 
     def physical_bytes(self) -> int:
@@ -209,11 +213,11 @@ class CudaVm:
         self._lanes.append(stream)
 
     def unwatch(self, stream: int) -> None:
-        """All its work has ended."""
+        """Exclude a stream from fences; all of its work must have ended."""
         self._lanes.remove(stream)
 
     def fence(self) -> EventFence:
-        """Done when all work that the watched streams have now has ended."""
+        """Return a fence for all work that the watched streams have now."""
         self._enter()
         return self._events.after(self._lanes)
 

@@ -1,4 +1,7 @@
-"""The link of a tensor-parallel group: every rank transfers its part."""
+"""Transfer bytes on all ranks of a tensor-parallel group, as one `Link`.
+
+Every rank transfers its shard; used by the group's machine on the first rank.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class GroupLink:
         self._own.start(transfer_id, copies, stream)
 
     def landed(self, done: TransferDoneEvent) -> None:
-        """On one rank; from any thread."""
+        """Record that a transfer has ended on one rank. From any thread."""
         with self._lock:
             ends = self._ends[done.transfer_id]
             ends.append(done)

@@ -1,12 +1,14 @@
-"""The memory of a tensor-parallel group as one device: a page is one page on every rank.
+"""Implement `Vm` over all ranks of a tensor-parallel group: a page is one page on every rank.
+
+Used by the group's machine on the first rank, so that the engine sees one device.
 
 ::
 
     rank 0 (own)   range A  [ 7 ][ 8 ][ - ]     pages and indices are the same on all ranks,
     rank 1         range A' [ 7 ][ 8 ][ - ]     addresses are each rank's own
 
-What is done to pages is done on all ranks or on none: where one cannot, what others have done is
-undone, and its answer is the group's.
+Each operation is carried out on all ranks or on none: if one rank fails, the others undo theirs,
+and its error or shortage is the group's result.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _EMPTY = -1
 
 
 class GroupVm:
-    """Implements `Vm` over the vms of all ranks, which nobody else may use.
+    """Implements `Vm` over the vms of all ranks, which must not be used otherwise.
 
     Ranges are the first rank's. Pages are neither exported nor attached.
     """
@@ -36,7 +38,7 @@ class GroupVm:
         self.page_bytes, self.n_pages = own.page_bytes, own.n_pages
         self._vms = (own, *others)
         self._ranges: dict[int, tuple[Range, ...]] = {}
-        """By the base of the first rank's: the same range on each rank."""
+        """Ranges on all ranks, by the base address of the first rank's range."""
         self._slots: dict[int, array[int]] = {}
         self._bases: list[int] = []
         """Bases of all ranges, ascending; replaced, never mutated."""
@@ -112,8 +114,8 @@ class GroupVm:
         self._slots[range.base][at : at + n] = array("i", [_EMPTY]) * n
 
     def populate(self, pages: Sequence[int]) -> Short | None:
-        """As with one vm, pages populated before memory ran out have it until they are discarded;
-        on ranks that had enough these are all."""
+        """Populate pages on all ranks. As with one vm, pages populated before memory ran out keep
+        it until they are discarded; on ranks with enough memory, these are all pages."""
         for vm in self._vms:
             short = vm.populate(pages)
             if short is not None:

@@ -1,5 +1,6 @@
-"""The borrower's side of lending: pages of other devices, mapped into ranges of this one.
+"""Map pages borrowed from other devices into ranges of this one, and return them on recall.
 
+The borrower's side of lending: used by KV caches to back slabs, and by the engine's `Lending`.
 `lender` draws the exchange of messages. To a range, a borrowed page is an alias: its index has an
 address like any other, the ledger has the lending device as its owner and the range's as its
 holder, and it counts neither in the pool nor against the budget.
@@ -40,7 +41,7 @@ class _Stretch:
 
 @dataclass(slots=True)
 class _Peer:
-    """A lender. Pages by our numbers."""
+    """A lender's process. Its pages are identified by their numbers on this device."""
 
     name: str
     epoch: int
@@ -74,7 +75,7 @@ class Borrower:
         return sum(len(peer.unused) for peer in self._peers)
 
     def unused_of(self) -> tuple[tuple[str, int], ...]:
-        """(lender, pages of `unused`), lenders of none left out."""
+        """(lender, its pages in `unused`), without lenders that have none."""
         return tuple((peer.name, len(peer.unused)) for peer in self._peers if peer.unused)
 
     @property
@@ -181,7 +182,7 @@ class Borrower:
         return self._ask_back(peer, [p for p in pages if peer.lease_of.get(p) == part.id])
 
     def wanted(self) -> tuple[MappedPage, ...]:
-        """Where pages that are to be returned are in use."""
+        """Return the places where recalled or offered-back pages are still mapped."""
         places = self._places
         return tuple(places[page] for peer in self._peers for page in peer.due if page in places)
 
@@ -198,7 +199,8 @@ class Borrower:
         return found
 
     def offer_back(self, lender: str, n: int) -> int:
-        """Give up to `n` unused pages back without a recall, by the next `settle`; how many."""
+        """Return up to `n` unused pages without a recall, at the next `settle`; returns their
+        number."""
         peer = self._peer(lender)
         if peer is None:
             return 0

@@ -1,6 +1,7 @@
-"""The lender's side of lending pages to other devices' processes: leases, recalls, deadlines.
+"""Lend pages of this device to other devices' processes: leases, recalls, deadlines.
 
-Bookkeeping only: messages to the borrower are returned, those from it are passed in.
+The lender's side of lending, used by the engine's `Lending`. Bookkeeping only: messages to the
+borrower are returned, those from it are passed in.
 ::
 
     lend ──Lease──> accept            pages are lent; not mapped here, mapped there if at all
@@ -28,7 +29,7 @@ OWNER = "lent"
 class _Peer:
     epoch: int
     leases: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Lease -> page -> when it must be back; infinite unless it was recalled."""
+    """Deadline of each page, by lease id and page; infinite unless it was recalled."""
     condemned: bool = False
 
 
@@ -36,8 +37,8 @@ class Lender:
     """Leases of a device's pages to borrowers. All calls come from the pool's thread."""
 
     def __init__(self, pool: Pool, device: str, kill: Callable[[str, int], None]) -> None:
-        """`kill(peer, epoch)` has a borrower's process ended, and returns at once; call `gone` when
-        it has ended."""
+        """`kill(peer, epoch)` requests the end of a borrower's process, and returns at once; call
+        `gone` when it has ended."""
         self._pool, self._device, self._kill = pool, device, kill
         self._peers: dict[str, _Peer] = {}
         self._epochs: dict[str, int] = {}
@@ -111,7 +112,7 @@ class Lender:
         return None
 
     def check(self, now: float) -> float:
-        """Have borrowers killed that have missed a deadline; returns when to call this again
+        """Call `kill` for borrowers that have missed a deadline; returns the time of the next check
         (infinite: after the next recall)."""
         soonest = math.inf
         for peer, found in list(self._peers.items()):
@@ -161,7 +162,7 @@ class Lender:
             raise BrokenPromise(f"leases say {pages_lent}, the ledger {held}")
 
     def _out(self, part: Lease) -> dict[int, float]:
-        """Pages of the lease that are not back, with their deadlines."""
+        """Return the pages of the lease that have not been returned, with their deadlines."""
         found = self._peers.get(part.borrower)
         if found is None or found.epoch != part.epoch:
             return {}
