@@ -1,4 +1,9 @@
-"""What policies are: pure questions, asked by a device's loop and by the fleet's controller."""
+"""Define the protocols of policies: memory, admission and compute on a device, and the fleet.
+
+Policies of `ballast.policy` implement them; `ballast.policy.presets` combines them. The engine loop
+of a device (live and simulated) calls the first three, the fleet's controller the last. A policy is
+a pure function of a view and a memo: it returns a decision, and changes nothing itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Named combinations of policies."""
+"""Combine memory, compute, fleet and admission policies under the names of presets.
+
+Used by the command line, the engine, the cluster, the simulator and benchmarks: `resolve` builds a
+preset from its name and options, `preset_of` that of a fleet file.
+"""
 
 from __future__ import annotations
 

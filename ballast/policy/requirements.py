@@ -1,4 +1,8 @@
-"""What policies require of the devices that they run on."""
+"""Declare what a policy requires of its devices, and refuse devices that lack it.
+
+Presets check it when a fleet is configured (`ballast.policy.presets.preset_of`), before anything is
+loaded.
+"""
 
 from __future__ import annotations
 

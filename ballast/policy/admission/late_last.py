@@ -1,4 +1,8 @@
-"""Order of admission: requests that can still keep their service level before those that cannot."""
+"""Admit requests that can still meet their service level before those that cannot.
+
+The admission policy of all presets but `prism`. Reorders within each model's queue; drops no
+request.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""One queue for all models of a device, by deadline: Prism, section 6.2, Algorithm 2.
+"""Order all waiting requests of a device by deadline, across models: Prism, section 6.2, Algorithm
+2.
 
-A waiting request has slack as long as its prompt, and those of all that come before it, can be
-computed before its first token is due. Moore and Hodgson's rule (1968) finds the largest set of
-requests that can all be in time: in order of deadline, and whenever one would be late, that with
-the longest prefill of those taken so far is left out.
+The admission policy of preset `prism`. A waiting request has slack as long as its prefill, and
+those of all requests before it, end before its first token is due. Moore and Hodgson's rule (1968)
+finds the largest set of requests that can all be in time: add requests in order of deadline;
+whenever one would be late, leave out the one with the longest prefill of those added so far.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Adaptive batch scheduling: one prefill at a time, and decodes of other models on what it leaves.
+"""Run one prefill at a time, and decode steps of other models on the compute that it leaves.
 
-MuxServe (Duan et al., 2024), section 3.3, Algorithm 3; quotas of KV: `policy.memory.quotas`.
+Adaptive batch scheduling of MuxServe (Duan et al., 2024), section 3.3, Algorithm 3: the compute
+policy of preset `muxserve`, whose memory policy is `ballast.policy.memory.quotas`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Orders of compute that know no service levels: in turns, and first come first served."""
+"""Choose the next model by orders that ignore service levels: round robin, or first come first
+served.
+
+Round robin is the compute policy of most presets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Order of compute by deadline: what must run now does; until something must, one model does."""
+"""Choose the next job by deadline: spend slack on large batches, then run what is due first.
+
+The compute policy of presets `balloon` and `prism`. Deadlines are those of TTFT and TPOT;
+`ballast.policy.compute.demand` computes how much slack there is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How much of a lane's time is due by when, and how much is left before somebody is late."""
+"""Compute how much of a lane's time is due by when, and the headroom left before a task is late.
+
+Used by `ballast.policy.compute.deadline` alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Models stay on the devices where they were placed."""
+"""Keep each model on the devices where it was placed at the start.
+
+The fleet policy of placements `weights` and `work`; no model moves but by an operator's command.
+"""
 
 from __future__ import annotations
 

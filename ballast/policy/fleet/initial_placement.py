@@ -1,4 +1,7 @@
-"""Which devices serve which models, decided before anything arrives."""
+"""Place models on devices at the start, by the size of their weights and their expected work.
+
+Used by all fleet policies, before any request has arrived.
+"""
 
 from __future__ import annotations
 

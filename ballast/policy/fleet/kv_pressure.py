@@ -1,11 +1,13 @@
-"""KV pressure of devices, and the placement that keeps it low: Prism, section 6.1, Algorithm 1.
+"""Compute the KV pressure of devices, and place models so that it is low: Prism, 6.1, Algorithm 1.
 
-The KV pressure ratio (KVPR) of a device is the demand for KV of the models placed there over the
-memory that their weights leave: how fast KV grows where it has how much room. A model's demand is
-its token rate over its TPOT service level, in tokens/s per second, or in bytes where models' KV
-differs in size. The greedy algorithm takes models by demand, the greatest first, and gives each to
-the device with the least resulting KVPR. A model whose weights are spread over several devices
-counts as so many parts (appendix A.2.2), no two of which may be on one device.
+The KV pressure ratio (KVPR) of a device is the KV demand of the models placed there over the memory
+that their weights leave: how fast KV grows, relative to its room. A model's demand is its token
+rate over its TPOT service level, in tokens/s per second, or in bytes where models' KV differs in
+size. The greedy algorithm takes models by demand, the greatest first, and gives each to the device
+with the least resulting KVPR. A model whose weights are spread over several devices counts as that
+many parts (appendix A.2.2), no two of which may be on one device.
+
+Used by the fleet policy `migrate`, by `optimal_placement`, and by the simulator.
 """
 
 from __future__ import annotations

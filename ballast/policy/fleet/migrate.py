@@ -1,4 +1,8 @@
-"""Models migrate to where KV pressure is least: Prism's controller, section 6.1."""
+"""Migrate models, one at a time, to where KV pressure is least: Prism's controller, section 6.1.
+
+The fleet policy of placement `kvpr` (preset `prism`). Only returns actions: the controller loads
+weights at the new device first, and withdraws the old one afterwards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What models that share a mesh of devices serve together, estimated: MuxServe, Equation 3."""
+"""Estimate the throughput of models that share a mesh of devices: MuxServe, Equation 3.
+
+Used by `mux_placement` and the simulator's placement command, never by a running fleet.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""Which models share which devices, by popularity and computation: MuxServe, section 3.2.
+"""Place models on meshes of devices by popularity and computation: MuxServe, section 3.2.
 
 Algorithm 2 finds, for each number of devices that a model may be spread over, the smallest share of
-their compute on which it serves its rate alone. Algorithm 1 tries every way to part the devices
-into meshes, and places the models on each, those that compute most first, where the estimated
-throughput (`mux_estimate`) grows most; the best of these wins. Of equal ones, as where all
-rates are served, that wins which claims least compute, a rule the paper does not state. Where no
-way has room for all in this order, the largest models come first, which it does not have either. A
-local search then moves and exchanges models as long as that improves the estimate.
+their compute on which it serves its request rate alone. Algorithm 1 tries every way to divide the
+devices into meshes, and places the models on each, those that compute most first, where the
+estimated throughput (`mux_estimate`) grows most; the best of these wins. Among equals, as where all
+rates are served, the one that claims least compute wins, a rule that the paper does not state. If
+this order finds no room for all models in any division, the largest models are placed first
+instead, also our addition. A local search then moves and exchanges models as long as that improves
+the estimate.
+
+Used by the simulator's placement answers, not by a running fleet.
 """
 
 from __future__ import annotations

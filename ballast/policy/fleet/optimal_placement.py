@@ -1,13 +1,13 @@
-"""The placement with the least KV pressure, by CP-SAT: what Prism's Algorithm 1 approximates.
+"""Find the placement with the least KV pressure by CP-SAT: what Prism's Algorithm 1 approximates.
 
 Whether models can be placed so that no device has a KVPR above r is a packing problem with linear
 constraints: on each device, demand + r x weights of its models is at most r x its memory. The least
 r is found by bisection: a placement that is found lowers the upper end to its own KVPR, a proof
-that there is none raises the lower. It starts from the greedy's answer and a bound that needs no
-search. Then, of the placements with that KVPR, one that moves fewest bytes is sought.
+that there is none raises the lower. The search starts from the greedy placement and a bound that
+needs no search. Then, of the placements with that KVPR, it seeks one that moves fewest bytes.
 
-One thread, a fixed seed, a limit of deterministic time: equal problems have equal answers. Seconds
-of search have no place in a device's loop.
+One thread, a fixed seed and a limit of deterministic time: equal problems have equal answers. Used
+by the simulator's placement answers to judge the greedy placement; too slow for a device's loop.
 """
 
 from __future__ import annotations

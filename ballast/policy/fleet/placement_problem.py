@@ -1,4 +1,7 @@
-"""The vocabulary of placement problems: what models are placed on, and where they are."""
+"""Define the devices and homes that placement algorithms work on.
+
+Shared by `kv_pressure`, `mux_placement` and `optimal_placement`.
+"""
 
 from __future__ import annotations
 

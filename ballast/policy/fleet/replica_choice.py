@@ -1,4 +1,7 @@
-"""Which of the devices that serve a model gets a request."""
+"""Choose which of the devices that serve a model gets a request: load first, then cached prefix.
+
+Used by the controller's request router and its counterpart in the simulator.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Models follow the load: a device that cannot keep up shares a model with one that can."""
+"""Add a device to a model that is late where it is, and withdraw devices that a model does not
+need.
+
+The fleet policy of placements `follow` and `both`. Requests that already wait stay on their device.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Demand and supply of pages: claims of models and requests that lack some, and offers of ways to
-find them. What an offer does besides is declared with it, so that the code that covers claims
-(`ballast.policy.market.cover`) knows no kind of action.
+"""Define claims (needs for pages) and offers (ways to free pages, with a price).
+
+An offer declares all effects of its action, so that the code that covers claims by offers
+(`ballast.policy.market.cover`) depends on no kind of action. Used by all modules of `policy.market`
+and by the memory policies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What is short of pages, as claims: models that are to come, and requests that cannot go on."""
+"""List the claims for pages of a device: models to activate, and requests short of KV pages.
+
+Memory policies pass these claims to `ballast.policy.market.cover`, which finds pages for them.
+"""
 
 from __future__ import annotations
 

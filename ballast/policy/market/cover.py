@@ -1,4 +1,8 @@
-"""Cover claims for pages, in order of precedence, from sources in a fixed order or by price."""
+"""Cover claims for pages in order of precedence, from sources in a fixed order or by price.
+
+The core of all memory policies: it chooses which offers to take and returns their actions, and the
+promises that keep freed pages for their claims. It applies nothing.
+"""
 
 from __future__ import annotations
 

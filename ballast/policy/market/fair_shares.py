@@ -1,9 +1,11 @@
-"""Fair shares of KV memory where models contend for it: who has more waits, and is undone first.
+"""Bound models to fair shares of KV memory while they contend for it, by holding and preempting.
 
-One pool without shares lends memory to whoever asks first, and under overload that is the model
-whose requests hold most KV: it makes models wait that need little. Here a model may have more than
-its share as long as no other model with less lacks pages (max-min fairness, as of processor
-sharing with weights: Demers, Keshav, Shenker 1989).
+One pool without shares serves requests in the order in which they ask, and under overload the model
+whose requests hold most KV makes models wait that need little. Here a model may exceed its share as
+long as no other model below its own share lacks pages (max-min fairness, as in weighted processor
+sharing: Demers, Keshav, Shenker 1989).
+
+Used by the memory policies `balloon`, `recompute`, `mirage` and `kvswap`.
 """
 
 from __future__ import annotations

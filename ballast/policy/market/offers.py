@@ -1,8 +1,8 @@
-"""Sources of pages: each yields what it could free, at what price, by which action.
+"""List ways to free pages as priced offers: cached prefixes, weights, lent pages, preemption.
 
 The price of an offer is the harm expected from it, in request-seconds: seconds of delay, summed
-over the requests that it delays. Sources may be concatenated (a fixed order of remedies) or merged
-by price (`ballast.policy.market.cover`).
+over the requests that it delays. Memory policies pass these sources to
+`ballast.policy.market.cover`, concatenated (a fixed order of remedies) or merged by price.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The pages that claims can count on while one decision is made, and what was taken to get them."""
+"""Account for the pages that claims can count on during one decision, with undo.
+
+`ballast.policy.market.cover` takes offers from it and gives pages to claims; trials that do not
+cover a claim are undone. It is plain arithmetic on a view: pages themselves do not move.
+"""
 
 from __future__ import annotations
 

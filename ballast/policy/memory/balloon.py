@@ -1,4 +1,7 @@
-"""The elastic pool, first come first served: activate on demand, take pages where they idle."""
+"""Share one elastic pool between all models: activate on demand, evict what is idle (Prism).
+
+The memory policy of presets `balloon` and `prism`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Decisions that all memory policies share, unless a policy says otherwise.
+"""Decide what all memory policies decide alike unless one overrides it.
 
-What makes way for a new model's activations and for KV that leaves borrowed pages, which idle
-models leave the device, the answer to an order to lend, and the last resort when nothing can go on.
+Make room for a new model's activations and for KV that leaves borrowed pages, evict models whose
+time to live is over, answer an operator's order to lend pages, and choose the last resort when no
+request can go on. `ballast.policy.base.MemoryPolicy` has these as its defaults.
 """
 
 from __future__ import annotations

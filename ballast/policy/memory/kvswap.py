@@ -1,4 +1,7 @@
-"""KV swapped layer by layer in place of preemption (as Pie does): what MIRAGE is compared with."""
+"""Swap KV to the host layer by layer instead of preempting requests, as Pie does.
+
+The memory policy of preset `kvswap`: a baseline that MIRAGE is compared with.
+"""
 
 from __future__ import annotations
 

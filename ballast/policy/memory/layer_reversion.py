@@ -1,5 +1,8 @@
-"""Giving back: models that gave memory up claim it again, as pages are free or hold what nobody
-uses."""
+"""Return memory to models that gave it up, from pages that are free or hold unused caches.
+
+Dynamic reversion of MIRAGE (5.3, 7.6.1): rotating layers become resident again. Used by the memory
+policies `mirage` (weights) and `kvswap` (KV).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Layers lend their memory to KV before any work is thrown away (MIRAGE, section 5)."""
+"""Give memory of weight layers to KV before preempting any request (MIRAGE, section 5).
+
+The memory policy of preset `mirage`. Layers that give up their pages rotate: they are loaded from
+the host just before they run.
+"""
 
 from __future__ import annotations
 

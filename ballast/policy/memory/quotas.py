@@ -1,8 +1,8 @@
-"""Quotas of KV memory that follow demand: no model can starve the others of it, none keeps what it
-does not use.
+"""Divide KV memory by quotas that follow each model's demand (MuxServe).
 
 MuxServe (Duan et al., 2024), section 3.3: every model has a quota of token blocks, which is adapted
-from time to time by moving blocks from models that use few of theirs to models that use all.
+from time to time by moving blocks from models that use few of theirs to models that use all. The
+memory policy of preset `muxserve`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Models that were evicted to make room claim their place back before they are asked for."""
+"""Activate evicted models again before they are requested, while pages are free.
+
+Used by the memory policy `balloon` with option `restore`. It preempts no request and evicts only
+idle models that are worth less.
+"""
 
 from __future__ import annotations
 

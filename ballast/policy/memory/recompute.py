@@ -1,4 +1,8 @@
-"""Models placed for good, requests recomputed when KV runs short (vLLM): the papers' baseline."""
+"""Keep all weights resident, and preempt requests by recomputation when KV runs short (vLLM).
+
+The memory policy of preset `recompute`: the baseline of the papers. `mirage` and `kvswap` share its
+parts.
+"""
 
 from __future__ import annotations
 

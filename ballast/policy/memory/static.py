@@ -1,4 +1,8 @@
-"""Fixed shares: every model has its own part of the device for ever (the classical baseline)."""
+"""Give every model a fixed share of the device's memory: the classical baseline.
+
+The memory policy of preset `static`. `recompute`, `mirage`, `kvswap` and `quotas` use its functions
+for placing weights and for covering claims within a model's own limit.
+"""
 
 from __future__ import annotations
 

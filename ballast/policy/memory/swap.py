@@ -1,4 +1,7 @@
-"""Whole models in turn: one model has the device to itself (QLM, llama-swap; Prism section 3.3)."""
+"""Give the whole device to one model at a time, in turns (QLM, llama-swap; Prism section 3.3).
+
+The memory policy of preset `swap`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Turns: one model at a time is served, the others' requests wait."""
+"""Compute the turns of models that are served one at a time while the others' requests wait.
+
+Used by the memory policies with option `temporal` (`recompute`, `mirage`, `kvswap`), and in part by
+`swap` and by first come first served (`ballast.policy.compute.basic_orders`).
+"""
 
 from __future__ import annotations
 
