@@ -1,6 +1,7 @@
-"""LoRA in a model that `transformers` runs: its linear modules add each row's adapter.
+"""Apply LoRA adapters in a model that `transformers` runs: linear modules add each row's adapter.
 
-A linear module is called with its input and nothing else, so a job's rows wait here while it runs.
+A linear module gets no argument but its input, so the adapter of each row of the job is kept in
+`AdaptedModules` while the job runs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Our attention, as `transformers` calls it.
+"""Register our paged attention with `transformers`, whose modules call it in every layer.
 
-No mask function is registered beside it: `transformers` then makes no mask at all, as for other
-serving engines; that its masks are no more than a causal one and the window that the attention is
-told was seen when the model was loaded. Not every family passes arguments of a call on to its
-attention, so what this needs to know of a job is in the context that the call runs in.
+No mask function is registered beside it: `transformers` then makes no mask, as for other serving
+engines. That its masks are only causal, with at most the window that the attention is given, is
+checked when the model is loaded. Since not every family passes arguments of a call on to its
+attention, the job's batch is in a context variable (`running`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Barriers of a pass over the layers while some of them are loaded and evicted (MIRAGE, 4.1)."""
+"""Define the barriers at which a pass waits for layers that are loaded while it runs (MIRAGE, 4.1).
+
+Rotors implement them; model executors call them.
+"""
 
 from __future__ import annotations
 

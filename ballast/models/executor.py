@@ -1,4 +1,8 @@
-"""The common part of all model executors: logits first, then tokens from them."""
+"""Run the jobs of one model: compute logits, then sample tokens (the base of all executors).
+
+Runners of live devices call it on a lane's thread. Subclasses compute logits: `FusedModel`,
+`TransformersModel`, `GpuExecutor`, and ranks of groups.
+"""
 
 from __future__ import annotations
 

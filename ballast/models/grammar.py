@@ -1,7 +1,8 @@
-"""Grammars: which tokens an output may go on with, by llguidance, from the tokens it has so far.
+"""Compute which tokens an output may continue with, from its grammar and its tokens so far.
 
-A grammar is compiled once for a tokenizer (`compile_grammar`, which may take a second and is no
-work for a lane); each request has a matcher of its own, a cheap copy (`Grammars`).
+By llguidance. A grammar is compiled once for a tokenizer (`compile_grammar`, which may take a
+second and must not run on a lane); each request has a matcher of its own, a cheap copy
+(`Grammars`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Linear layers of a module whose weights are packed: computed by our kernel, or by oneDNN's."""
+"""Compute linear layers of a module from packed weights, by our kernel or by oneDNN's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`transformers`' own module for a model, its parameters views of memory that comes and goes.
+"""Build `transformers`' own module for a model, with parameters that are views of pool memory.
 
 The module is built once, on the meta device; its parameters become views of device addresses that
-stay the same as long as the model exists. Nothing there is touched until a job runs, and jobs run
-only while the model is resident.
+stay the same as long as the model exists. The memory there is not touched until a job runs, and
+jobs run only while the model is resident.
 """
 
 from __future__ import annotations

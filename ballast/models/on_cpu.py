@@ -1,4 +1,5 @@
-"""Choice of a model's executor on the CPU of this machine."""
+"""Choose a model's executor on CPU: the fast path if its weights are laid out for it, else
+generic."""
 
 from __future__ import annotations
 

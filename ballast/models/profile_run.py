@@ -1,14 +1,13 @@
-"""The profile run: the memory that a model's jobs need, measured when the model is loaded.
+"""Measure the activation memory of a model's jobs when it is loaded, by running jobs of all sizes.
 
-What a job allocates beside weights and KV cache depends on the model's architecture, on the library
-that multiplies its matrices, and on the instructions that this library finds on the CPU: bfloat16
-products go through float32 copies on one machine and through none on the next. So jobs of all
-sizes are run once, on the weights in the host tier, and PyTorch's allocations are counted. The
-peak follows from the sizes, the library and the number of threads alone: the same machine
-measures the same each time.
+What a job allocates beside weights and KV cache depends on the model's architecture, on the GEMM
+library, and on the instructions that the library finds on the CPU: bfloat16 products go through
+float32 copies on one machine and through none on the next. So jobs of all sizes are run once, on
+the weights in the host tier, and PyTorch's allocations are counted. The peak follows from the
+sizes, the library and the number of threads alone: the same machine measures the same each time.
 
 Layers of one kind allocate alike, so one of each kind is run, not all. All tokens are the same, so
-that all rows take the same experts: no expert ever has more.
+that all rows take the same experts, the most rows that an expert can have. CPU devices only.
 """
 
 from __future__ import annotations

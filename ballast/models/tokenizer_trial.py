@@ -1,9 +1,9 @@
-"""A tokenizer loaded once in a child, before the server loads it.
+"""Load a tokenizer once in a limited child process, before the server loads it itself.
 
-A tokenizer's files are parsed by native code, which may take memory or time without end, or end
-the process. So they are tried in a limited process (`ballast.isolation`). Ordinary faults do not
-matter here: the server names them when it loads the tokenizer. Chat templates are programs, run for
-each request and not at load: the server renders them in children of its own.
+A tokenizer's files are parsed by native code, which may take unlimited memory or time, or end the
+process (`ballast.isolation`). Ordinary faults are ignored here: the server reports them when it
+loads the tokenizer. Chat templates are programs that run for each request and not at load: the
+server renders them in child processes of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Any decoder that `transformers` knows, its weights and KV cache in memory that comes and goes."""
+"""Run any decoder that `transformers` supports on CPU, with weights and KV cache in pool memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""LoRA adapters in PEFT's format: checked against their base, then beside it in the host tier.
+"""Load LoRA adapters in PEFT's format: check them against their base model, pack them beside it.
 
 An adapter adds `scale * (x A^T) B^T` to the output of some of its base's linear modules. Its
-matrices become one more segment of the base, in the base's dtype: they are on the device whenever
-the base is. B is kept transposed, as the kernels read it: (rank, outputs).
+matrices become one more segment of the base in the host tier, in the base's dtype: they are on the
+device whenever the base is. B is kept transposed, as the kernels read it: (rank, outputs).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Check that a module computes the same in our batches as in `transformers`' own way.
+"""Check that a module computes the same logits in our batches as in `transformers`' own forward.
 
 The reference is the module's own forward: one sequence at a time, `transformers`' attention and
-masks, and no positions given, so that the module finds them itself. Ours is one flat batch of
-pieces of several sequences, each with its positions, and an attention that is called as it will
-be when serving. Both run without the model's weights (`ballast.weights.weightless`) and
-through as few layers as show every kind of layer there is. What differs, a position that the module
-counts by itself or a scale that grows with it, would be wrong answers.
+masks, and no positions given, so that the module computes them itself. Ours is one flat batch of
+pieces of several sequences, each with its positions, and an attention that is called as in serving.
+Both run without the model's weights (`ballast.weights.weightless`) and through the fewest layers
+that include every kind of layer. A difference, such as positions that the module counts by itself
+or a scale that grows with them, would mean wrong answers: the model is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A decoder's architecture: its sizes, its tensors, and how it attends."""
+"""Describe a decoder's architecture: its sizes, its tensors, and its attention windows.
+
+Found by `ballast.weights.inspection`; sharding, packing and assembly go by it.
+"""
 
 from __future__ import annotations
 

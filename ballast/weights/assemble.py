@@ -1,9 +1,9 @@
-"""Assembly of each tensor of an architecture from tensors of the files.
+"""Assemble each tensor of an architecture from the tensors stored in a checkpoint's files.
 
-A *recipe* is the tensor in row-major order as a sequence of runs of stored tensors. Mostly that is
-one stored tensor; `transformers` holds the experts of a layer as one tensor where checkpoints have
-one for each, and renames. Its own rules say what becomes of a stored name; what it would do to
-whole tensors is done here to recipes, so that nothing is read but what goes to its place.
+A *recipe* is the tensor in row-major order as a sequence of runs of stored tensors. Usually that is
+one stored tensor; but `transformers` holds the experts of a layer as one tensor where checkpoints
+have one for each, and renames tensors. Its own conversion rules are applied here to recipes instead
+of to whole tensors, so that only the bytes that are needed are read, directly to their place.
 """
 
 from __future__ import annotations

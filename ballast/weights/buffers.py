@@ -1,4 +1,5 @@
-"""Buffers that checkpoints lack, such as rotary frequencies, computed by `transformers`."""
+"""Compute the buffers that checkpoints lack, such as rotary frequencies, by `transformers`' own
+code."""
 
 from __future__ import annotations
 

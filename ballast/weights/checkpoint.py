@@ -1,8 +1,9 @@
-"""Loading of a checkpoint into the host tier.
+"""Load a checkpoint's weights into the host tier.
 
 Everything that can be known from configuration and headers is checked first
 (`ballast.weights.manifest`); then the files are read, converted to the dtype in which the model is
-served, packed and hashed, by several threads. The user's files are closed before serving begins.
+served, packed and hashed, by several threads. The files are closed before serving begins. Used by
+the live device machines and tensor-parallel ranks; never touches device memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint's config.json, and its end-of-sequence tokens."""
+"""Read a checkpoint's `config.json`, and its end-of-sequence tokens."""
 
 from __future__ import annotations
 

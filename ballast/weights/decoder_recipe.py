@@ -1,8 +1,8 @@
-"""Recipes of Llama-like decoders: how their layers are computed, where these differ.
+"""Describe how a Llama-like decoder computes its layers, as a recipe of features.
 
-A `DecoderRecipe` is what the fast path (`models/fused/model.py`) goes by, instead of names of
+The fast path (`models/fused/model.py`) goes by a `DecoderRecipe` instead of names of model
 families. Its defaults are Llama's. `weights/recipe_search.py` finds the recipe of a module, and
-`weights/recipe_agreement.py` shows that the module computes what its recipe says.
+`weights/recipe_agreement.py` checks that the module computes what its recipe says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""PyTorch's default dtype, set for one thread.
+"""Set PyTorch's default dtype for one thread only, while a module is built.
 
-`torch.set_default_dtype` holds for all threads of a process: while a model is built, jobs beside
-it would make tensors in that model's dtype, and of two builds at once one may leave its own behind.
+`torch.set_default_dtype` holds for all threads of a process: concurrent jobs would make tensors in
+the new model's dtype, and of two concurrent builds one could leave its dtype set.
 """
 
 from __future__ import annotations

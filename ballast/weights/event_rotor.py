@@ -1,4 +1,7 @@
-"""The rotor of a GPU: streams wait for each other's events, without the host."""
+"""Load rotating layers on a GPU, ordered with the jobs' kernels by CUDA events.
+
+Streams wait for each other's events on the device; the host does not wait.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host tier: a model's weights in host memory, packed, sealed and read only.
+"""Hold models' weights in host memory (the host tier): packed, sealed and read only.
 
 ::
 
@@ -6,10 +6,10 @@
     model b   [embeddings 1f..]  [layer 0 5b..]  ...
                ^ equal layout and bytes: one memfd, held by both
 
-One memfd per distinct segment: it is filled with several threads, then sealed against writing and
-any change of size, and mapped read only. So its mappings cannot fault, whatever happens to the
-user's own files, and other processes can be given it (docs/decisions/006). Tensors begin at
-multiples of 64 bytes within their segment.
+One memfd per distinct segment: it is filled by several threads, then sealed against writing and any
+change of size, and mapped read only. So its mappings cannot fault, whatever happens to the user's
+own files, and other processes can map it (docs/decisions/006). Tensors begin at multiples of 64
+bytes within their segment.
 """
 
 from __future__ import annotations

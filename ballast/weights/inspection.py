@@ -1,6 +1,6 @@
-"""Learn a model's architecture from its module, and refuse a model that cannot be served.
+"""Derive a model's architecture from its `transformers` module, and refuse unsupported models.
 
-Names, shapes and dtypes come from the module itself, built without memory, and what it requires of
+Names, shapes and dtypes come from the module itself, built without memory; its requirements of
 attention from running it without its weights (`ballast.weights.probe`). So sizes are those that the
 model really uses. A model is refused when it is loaded if it does not call our attention, requires
 more of it than it can do, or would compute something else in our batches

@@ -1,4 +1,4 @@
-"""The rotor of a CPU: loads go over the link as jobs advance from layer to layer."""
+"""Load rotating layers on a CPU device over the host link, as jobs advance from layer to layer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A checkpoint's contents before its weights are read: plain data, checked in full.
+"""Describe and check a checkpoint's contents before its weights are read, as plain data.
 
-Finding out runs code of `transformers` on a configuration that anybody may have written, so it is
-done in a process of its own where there is one (`ballast.isolation`); what comes back can be sent
-between processes, and loading goes by nothing else.
+Making a manifest runs code of `transformers` on a configuration that anybody may have written, so
+it runs in a limited process where there is one (`ballast.isolation`). The manifest can be sent
+between processes, and loading (`ballast.weights.checkpoint`) relies on it alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The `transformers` module of a configuration on the meta device, which has no memory."""
+"""Build the `transformers` module of a configuration on the meta device, which allocates no
+memory."""
 
 from __future__ import annotations
 

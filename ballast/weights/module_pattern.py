@@ -1,7 +1,7 @@
-"""Patterns for the paths of modules, matched in time linear in the path.
+"""Match module paths against patterns from adapter files, in time linear in the path.
 
-They come with adapters. Python's `re` takes exponential time for some of them (`(a+)+`); here an
-automaton of llguidance is asked, which knows no look-around and no references to groups.
+Python's `re` takes exponential time for some patterns (`(a+)+`); the automaton of llguidance used
+here does not, and supports neither look-around nor references to groups.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Identity of a segment's bytes, as far as it can be known without reading them.
+"""Identify a segment's bytes without reading them, by the files that they come from.
 
-A file is distinguished from what it was, and from any other, by its place in its file system, its
-size, and the times of its last changes, of which the kernel keeps one (`ctime`) that no program can
-set. Like other tools that go by them, this cannot see writes through a mapping before they reach
-the file.
+Workers share host segments of equal origin before loading them. A file is distinguished from its
+earlier contents, and from any other file, by its place in its file system, its size, and the times
+of its last changes, of which one (`ctime`) is kept by the kernel and cannot be set by programs.
+Like other tools that rely on these, this cannot see writes through a mapping before they reach the
+file.
 """
 
 from __future__ import annotations

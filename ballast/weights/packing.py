@@ -1,9 +1,9 @@
-"""Memory layout of each tensor of a segment: as stored, or packed for our linear layers.
+"""Choose the memory layout of each tensor of a segment: as stored, or packed for our GEMM kernels.
 
-`as_stored` keeps the architecture's own tensors, for `models/transformers.py`. `fused` lays layers
-of Llama's kind out, by their recipe (`ballast.weights.decoder_recipe`), for
-`models/fused/model.py`: query, key and value projections as one matrix, gate and up as another, all
-matrices in panels, so that a step reads each from front to back.
+`as_stored` keeps the architecture's own tensors, for `models/transformers.py`. `fused` lays out
+Llama-like layers by their recipe (`ballast.weights.decoder_recipe`), for `models/fused/model.py`:
+query, key and value projections as one matrix, gate and up as another, all matrices in panels, so
+that a step reads each from front to back.
 """
 
 from __future__ import annotations

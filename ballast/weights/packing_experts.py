@@ -1,9 +1,9 @@
-"""Memory layout of a layer's experts, for `models/fused/experts.py`.
+"""Choose the memory layout of a layer's experts, for `models/fused/experts.py`.
 
 `transformers` holds a layer's experts as two tensors, (experts, 2 * inner, hidden) and (experts,
 hidden, inner). In memory each expert's matrix is in panels of its own (`kernels/linear.py`), one
-after the other: a step reads those of the experts that it goes through, and no others. The router
-is as stored. Each expert is read, packed and written by itself.
+after the other: a step reads only the experts that its rows are routed to. The router is as stored.
+Each expert is read, packed and written by itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Choose the page size of CPU devices whose fleet file names none: large where models are large.
+"""Choose the page size of CPU devices whose fleet file states none: large if their models are
+large.
 
-Moving the page tables of a page costs the same whatever its size, so a fleet of large models trades
-memory eight times as fast in pages of 2 MiB as in pages of 256 KiB. Small models would lose much of
-them to rounding: each layer is a segment of whole pages.
+Used by the command line when it reads a fleet file. Remapping a page costs the same whatever its
+size, so a fleet of large models trades memory eight times as fast in pages of 2 MiB as in pages of
+256 KiB. Small models would lose much of such pages to rounding: each layer is a segment of whole
+pages.
 """
 
 from __future__ import annotations

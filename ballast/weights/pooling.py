@@ -1,4 +1,4 @@
-"""Detection of embedding models, by the files of sentence-transformers."""
+"""Detect embedding models by the files of sentence-transformers in their checkpoint."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Stand-ins for attention, masks and experts replace the real ones for one call. `transformers` builds
 no mask for an attention implementation of our own, so the probe requests one and examines it: a
-layer that sees less than its past is found by what its mask lets through, whatever its
-configuration says.
+layer that attends to less than its whole past is found by its mask, whatever its configuration
+says.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check that a module computes what its recipe says, so that the fast path can replace it.
 
-The recipe is followed here in plain tensors, with the module's own linear layers and vectors, and
-its logits are compared with the module's. Both run without the model's weights, in the batches of
-`ballast.weights.agreement`: so this takes milliseconds, and holds for whatever families there are.
+The recipe is carried out here in plain tensors, with the module's own linear layers and vectors,
+and its logits are compared with the module's. Both run without the model's weights, in the batches
+of `ballast.weights.agreement`: the check takes milliseconds, and holds for any family.
 """
 
 from __future__ import annotations

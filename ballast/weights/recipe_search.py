@@ -1,9 +1,9 @@
-"""The recipe of a decoder's layers, found by its tensors' names and shapes and by trying its parts.
+"""Find the recipe of a decoder's layers from its tensors' names and shapes and by running its
+parts.
 
-What a part computes is seen by calling it, where it is small enough: norms and activations. What
-cannot be seen so is taken from the configuration. Whether all of it together is what the module
-computes is for `ballast.weights.recipe_agreement` to say: nothing here has to be right for every
-family, only for those that it is to find.
+Parts that are small enough are called to see what they compute: norms and activations. The rest is
+taken from the configuration. The result is a proposal: `ballast.weights.recipe_agreement` checks
+that it is what the module computes, so the search need not be right for every family.
 """
 
 from __future__ import annotations

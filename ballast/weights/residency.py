@@ -1,14 +1,15 @@
-"""The weights of one model on one device: present or absent, and their addresses.
+"""Keep one model's weights on one device: map pages, load, evict and rotate layers.
 
 All segments lie in one range of addresses, each beginning at a page, in load order::
 
     segment     |    0: embeddings    |  1: layer 0   |  2: layer 1   | ...
     pages       |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |  8  | ...
 
-Parameters are views on these addresses for as long as the model exists; only the pages beneath come
-and go. Weights are read only: eviction copies nothing. Pages of a segment that several models
-contain are owned by the segment (`weights/shared.py`) and aliased here, as are those of the slots
-that rotating layers share (`weights/slots.py`).
+Used by the engine's models. Parameters are views on these addresses for as long as the model
+exists; only the pages beneath are mapped and unmapped. Weights are read only: eviction copies
+nothing. Pages of a segment that several models contain are owned by the segment
+(`weights/shared.py`) and aliased here, as are those of the slots that rotating layers share
+(`weights/slots.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Which layer each slot of a rotation holds, and which one follows it there: what rotors share."""
+"""Track which layer each slot of a rotation holds, and which layer follows it there.
+
+Used by the rotors, live (`LinkRotor`, `EventRotor`) and simulated; copies nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Loading of rotating layers into their slots just before they are run (MIRAGE, 4.1 and 5.4)."""
+"""Define the protocol of rotors, which load rotating layers just before they run (MIRAGE, 4.1,
+5.4).
+
+Implemented by `LinkRotor` (CPU), `EventRotor` (GPU), groups of ranks and the simulator; called by
+`WeightsOnDevice` on the engine loop's thread.
+"""
 
 from __future__ import annotations
 

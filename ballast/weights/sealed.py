@@ -1,4 +1,7 @@
-"""A segment's memory in the host tier: a memfd that is filled, sealed, and mapped read only."""
+"""Hold one segment's bytes in a memfd that is filled, sealed, and mapped read only.
+
+The unit of the host tier (`ballast.weights.host`); other processes can map it by its descriptor.
+"""
 
 from __future__ import annotations
 

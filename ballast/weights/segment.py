@@ -1,4 +1,4 @@
-"""Segments: tensors packed one after the other, filled piece by piece."""
+"""Define segments (tensors packed one after the other) and the pieces in which they are filled."""
 
 from __future__ import annotations
 

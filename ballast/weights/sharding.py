@@ -1,9 +1,9 @@
-"""Division of a model's tensors over the ranks of a tensor-parallel group.
+"""Divide a model's tensors over the ranks of a tensor-parallel group.
 
 ::
 
     q, k, v, gate, up   by outputs: each rank has its heads, its part of the intermediate
-    o, down             by inputs: ranks add up what they get (their bias is the first rank's)
+    o, down             by inputs: ranks sum their products (the bias is the first rank's)
     head                by tokens, in panels
     everything else     whole on every rank: norms, embeddings (of which a tied head is a part)
 

@@ -1,10 +1,12 @@
-"""Segments that several models contain: on the device once, mapped into each of these models.
+"""Keep segments that several models contain on the device once, mapped into each of these models.
 
 ::
 
     weights:a    [ 7 ][ 8 ][ 2 ][ 3 ]        a's own range: embeddings, layer 0
     weights:b    [ 7 ][ 8 ][ 5 ][ 6 ]        b's
     owners       pages 7, 8: shared:1f..  2, 3: weights:a  5, 6: weights:b
+
+The pages of a shared segment are freed when its last holder is evicted.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Slots: pages that rotating layers of a model share, mapped beneath each of them.
+"""Map the pages of slots beneath the rotating layers of a model, which share them in turn.
 
 ::
 
     weights:a    [ 7 ][ 3 ][ 9 ][ 3 ]        layers 0 .. 3; 1 and 3 rotate through one slot
-    owners       pages 7, 9: weights:a        3: slots:a, lent to weights:a twice
+    owners       pages 7, 9: weights:a        3: slots:a, aliased by weights:a twice
 
-Which layers rotate changes between jobs (`remap`); a job maps nothing. Layers whose slot stays the
-same are not touched, so that a change costs what it changes.
+Which layers rotate changes between jobs only (`remap`); a job maps nothing. Layers whose slot stays
+the same are not touched, so the cost of a change is that of the layers that it affects. Rotors, not
+slots, copy layers' bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, located by their headers, with nothing mapped.
+"""Locate tensors in safetensors files by their headers, without mapping the files.
 
-A header is checked in full before any data is read, so that a checkpoint that cannot be used is
-told with the file and the tensor at fault, and not by a failed job later.
+A header is checked in full before any data is read, so that an unusable checkpoint is refused with
+the file and the tensor at fault, and no job fails later.
 """
 
 from __future__ import annotations

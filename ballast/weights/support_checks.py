@@ -1,4 +1,4 @@
-"""Refusal of models that cannot be served: each check raises UnsupportedModel with the reason."""
+"""Refuse models that cannot be served: each check raises UnsupportedModel with the reason."""
 
 from __future__ import annotations
 

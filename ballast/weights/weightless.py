@@ -1,9 +1,9 @@
-"""Modules without weights, which compute on the CPU at any size, in hardly any memory.
+"""Make modules without weights, which compute on the CPU at any size, in hardly any memory.
 
-What a module requires of its attention, and which positions it uses, does not depend on the
-elements of its matrices. So linear layers and experts, which are nearly all of a model, are
-replaced by functions that cost no more than a copy of their output; every other parameter is
-random, a large one a view of a small buffer whose rows overlap.
+Used for the checks at load: what a module requires of its attention, and which positions it uses,
+does not depend on the elements of its matrices. So linear layers and experts, nearly all of a
+model, are replaced by functions that cost no more than a copy of their output; every other
+parameter is random, a large one a view of a small buffer whose rows overlap.
 """
 
 from __future__ import annotations

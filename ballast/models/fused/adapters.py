@@ -1,4 +1,7 @@
-"""Adapters of a fused model: what each adds to the rows of the matrices that were put together."""
+"""Apply LoRA adapters to the merged matrices (q/k/v, gate/up) of a fused model.
+
+Used by the fast paths on CPU and, for the targets of each matrix, on GPUs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Cosines and sines of a job's positions, as the fused path's rotary kernel reads them."""
+"""Compute cosines and sines of a job's positions, in the layout of the fused path's rotary
+kernel."""
 
 from __future__ import annotations
 

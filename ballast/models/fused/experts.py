@@ -1,13 +1,13 @@
-"""Layers of experts on the fast path: what they run in place of gate and up, and of down.
+"""Run layers of experts on the fast path, in place of gate and up, and of down.
 
 ::
 
     norm   q/k/v   rotary   attention   o   norm   gate/up               down
                                                    route, gate_up │      down, combine │
 
-Each of the two is a program of its own, whose operations have barriers between them as a job's
-have (`kernels/team.py`), so that a layer has as many operations as one without experts, and what
-cuts jobs into pieces needs to know nothing of this. The kernels are those of `kernels/experts.py`.
+Each of the two is a program of its own, with barriers between its operations as in a job's program
+(`kernels/team.py`). So a layer has as many operations as one without experts, and the code that
+cuts passes into programs need not distinguish them. The kernels are those of `kernels/experts.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The matrices of a fused model by PyTorch's kernels: oneDNN's, or plain ones.
+"""Multiply matrices of a fused model by PyTorch's kernels: oneDNN's, or plain ones.
 
-Which matrices of a job these multiply is a matter of its rows: of each matrix, from the number that
-was measured (`ballast.kernels.choices`). Around a call stand operations of ours, in the programs
-before and after it: the inputs are narrowed to the weights' dtype, the product is stored, added or
-gated.
+The number of rows decides which matrices of a job are multiplied here: for each matrix, from a
+number of rows that was measured (`ballast.kernels.choices`). Operations of our own kernels, in the
+programs before and after a call, narrow the inputs to the weights' dtype, and store, add or gate
+the product.
 """
 
 from __future__ import annotations

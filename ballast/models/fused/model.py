@@ -1,15 +1,14 @@
-"""The fast path of decoders of Llama's kind: a job is one program that all threads run together.
+"""Run Llama-like decoders by the fast path on CPU: a job is one program that all threads run.
 
 Llama has eight operations in a layer: norm, q/k/v, rotary and KV, attention, output projection,
-norm, gate and up, down. What others have otherwise, their recipe says
-(`ballast.weights.decoder_recipe`): operations that are not there, or more of them, other kernels,
-or other numbers in the tables. A layer of experts has programs in place of the last two
-(`ballast.models.fused.experts`).
+norm, gate and up, down. How other decoders differ is in their recipe
+(`ballast.weights.decoder_recipe`): fewer or more operations, other kernels, or other numbers in the
+tables. A layer of experts has programs in place of the last two (`ballast.models.fused.experts`).
 
 Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in the lane's
-workspace, at addresses that never change: so the operations' tables are made once, and a job fills
-in what differs, which is the number of rows, tokens, positions and block tables.
-`models/transformers.py` is the reference, and serves everything else.
+workspace, at addresses that never change: so the operations' tables are made once, and only what
+differs is filled in for each job: the number of rows, tokens, positions and block tables.
+`models/transformers.py` is the reference, and runs all other decoders.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""A pass over a model's layers: programs of our own kernels, and what is due between them.
+"""Cut a forward pass into programs of our own kernels, with stops between them for other work.
 
 ::
 
-    program            due         program            due        program
+    program            stop        program            stop       program
     [embed norm narrow][q/k/v of ][store rotary at- ][output    ][add norm narrow][gate/up ...
                        [a library][tention narrow   ][projection]
 
-Without a library, adapters, ranks and layers that come and go, a pass is one program.
+Without a library, adapters, ranks and rotating layers, a pass is one program. Used by the fast path
+on CPU.
 """
 
 from __future__ import annotations

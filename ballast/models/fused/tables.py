@@ -1,6 +1,6 @@
-"""Operation tables of a fused model that are made once: embeddings, norms, rotary position and KV.
+"""Make the operation tables of a fused model, once: embeddings, norms, rotary position and KV.
 
-What differs from job to job (`rows`, items, the next item) is filled in by `FusedModel` itself.
+Fields that differ from job to job (`rows`, items, the next item) are filled in by `FusedModel`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Where the activations of a fused model lie in a lane's workspace, and what its matrices read and
-write there."""
+"""Lay out the activations of a fused model in its lane's workspace, and its matrices' operands
+there."""
 
 from __future__ import annotations
 

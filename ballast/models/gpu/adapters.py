@@ -1,4 +1,4 @@
-"""Adapters of a model on a GPU: what each adds to each place, and by which kernels."""
+"""Apply LoRA adapters of a model on a GPU, by Triton kernels or by plain PyTorch operations."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Models on a GPU: what all of them share, and any decoder that `transformers` knows.
+"""Run the jobs of models on a GPU: the base of all GPU executors, and any `transformers` decoder.
 
-The generic path is that of `models/transformers.py`: the module and the attention it calls are the
-same, where its parameters and the job's tensors are differs. `models/gpu/fused.py` is the other.
-A job is filled into the batch of its bucket, whose addresses stay: over a batch of decodes a CUDA
-graph can be recorded (`models/gpu/graphs.py`). Nothing waits for the device before the tokens are
-fetched. Logits stay there where tokens can be chosen there (`kernels/gpu/sampling.py`); what
-else depends on them is computed on the host, by the function that all devices share.
+The generic path is that of `models/transformers.py`: the same module and attention, with parameters
+and the job's tensors on the device. `models/gpu/fused.py` is the fast path. A job is filled into
+the batch of its bucket, whose addresses do not change: over a batch of decodes a CUDA graph can be
+recorded (`models/gpu/graphs.py`). The host waits for the device only to fetch tokens. Logits stay
+on the device where tokens can be chosen there (`kernels/gpu/sampling.py`); the rest of sampling
+runs on the host, by the function that all devices share.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The fast path of the Llama-shaped families on a GPU: a layer is ten launches, four of them GEMMs.
+"""Run Llama-shaped families on a GPU by the fast path: a layer is ten launches, four of them GEMMs.
 
-Weights lie as `ballast.weights.packing.fused` has them for plain matrices: queries, keys and values
-are one, gates and ups another. Between matrices are our own kernels (`kernels/gpu/layer.py`),
-which also put keys and values where they belong. What a batch, a graph and a rotating layer are is
-as in `models/gpu/executor.py`, whose generic path is the reference, and serves everything else.
+Weights lie as `ballast.weights.packing.fused` packs them for plain matrices: queries, keys and
+values as one matrix, gate and up as another. Between GEMMs run our own kernels
+(`kernels/gpu/layer.py`), which also write keys and values to their blocks. Batches, graphs and
+rotating layers are handled as in `models/gpu/executor.py`, whose generic path is the reference and
+runs all other decoders.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""CUDA graphs of decode steps: recorded while nothing runs, replayed for jobs of their bucket.
+"""Record CUDA graphs of decode steps while nothing runs, and replay them for jobs of their bucket.
 
-A graph holds addresses, and those stay whatever happens to the pages beneath: it is good for as
-long as its model is served, resident or not. Recording runs nothing and touches no memory of the
-model, so that it can be done while weights are on their way or gone. A bucket is recorded after a
-job of it has run without a graph: kernels are compiled by then, and workspaces allocated, neither
-of which a recording allows.
+A graph holds virtual addresses, and those stay whatever happens to the pages beneath: it is valid
+as long as its model is served, resident or not. Recording runs nothing and touches no memory of the
+model, so it can be done while weights are loading or absent. A bucket is recorded after a job of it
+has run without a graph: by then kernels are compiled and workspaces allocated, neither of which is
+allowed while recording.
 
-A pass that has to wait for layers is cut there: pieces are recorded one by one, and what waits
-comes between them.
+A pass that has to wait for layers is cut there: pieces are recorded one by one, and the waits are
+called between them.
 
-Graphs of one stream are freed together (`GraphRecorder.clear`). A cache that is full frees those of
-the stream used least recently; a model that goes only stops using its own, which are freed with the
-stream's others, or at once where it has the stream's last.
+Graphs of one stream are freed together (`GraphRecorder.clear`). A full cache frees those of the
+stream used least recently. A model that is removed only stops using its own, which are freed with
+the stream's others, or at once if the stream has no others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A rank's part of a model on GPUs: the same job on every rank, with two sums in each layer.
+"""Run one rank's part of a model on a GPU: the same job on every rank, with two sums in each layer.
 
-`models/parallel/model.py` says what a rank has, `models/gpu/fused.py` how it computes that. In
-float32 the parts of a sum are gathered and added in the order of the ranks, so that a row's result
-depends on that row alone; in bfloat16 NCCL adds them, which moves less
+The division is that of `models/parallel/model.py`, the computation that of `models/gpu/fused.py`.
+In float32 the parts of a sum are gathered and added in the order of the ranks, so that a row's
+result depends on that row alone; in bfloat16 NCCL adds them, which moves less
 (`docs/decisions/018-groups-of-gpus.md`).
 """
 

@@ -1,6 +1,7 @@
-"""Passes recorded piece by piece, with callbacks between the pieces.
+"""Record a pass as CUDA graphs piece by piece, with callbacks between the pieces on replay.
 
-Pieces are CUDA graphs; between them are a pass's calls at layers that come and go.
+The callbacks are the pass's barriers at rotating layers. Used by `GraphCache`
+(`models/gpu/graphs.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Exchange of tensors between ranks of one host: by gloo, NCCL (GPUs) or shared memory."""
+"""Exchange tensors between ranks of one host (collectives): by gloo, NCCL (GPUs) or shared
+memory."""
 
 from __future__ import annotations
 

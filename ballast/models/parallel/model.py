@@ -1,4 +1,4 @@
-"""A rank's part of a fused model: the same job on every rank, with two sums in each layer.
+"""Run one rank's part of a fused model on CPU: the same job on every rank, two sums in each layer.
 
 ::
 
