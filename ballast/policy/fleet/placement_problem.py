@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Homes = Mapping[str, tuple[str, ...]]
-"""By model, its devices: one for each of its parts."""
+"""Devices of each model, one for each of its parts."""
 
 
 @dataclass(frozen=True, slots=True)
