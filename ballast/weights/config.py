@@ -16,7 +16,7 @@ from ballast.core.errors import CheckpointError, UnsupportedModel, brief
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 _MOST_BYTES = 16 << 20
-"""Limit on a JSON file that is read; the largest known have some 100 kB."""
+"""Most bytes of a JSON file that is read; the largest known have some 100 kB."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -71,8 +71,8 @@ def text_config(config: Any) -> Any:
 
 
 def check_layers(config: Any, directory: Path, tensors: int) -> None:
-    """Raise CheckpointError for a number of layers that the files, which hold so many tensors,
-    cannot have: building them may take memory without end."""
+    """Raise CheckpointError for a number of layers that files with `tensors` tensors cannot have:
+    building them could take unlimited memory."""
     layers = getattr(text_config(config), "num_hidden_layers", None)
     if layers is None or (type(layers) is int and 1 <= layers <= tensors):
         return

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 class DefaultDtype(TorchFunctionMode):
     """Context in which this thread makes tensors in `dtype` where torch would choose its default.
 
-    That is where a floating-point tensor comes of integers and Python's numbers alone, and no dtype
-    is named. `torch.get_default_dtype` knows nothing of it.
+    That is where a floating-point tensor is made from integers and Python's numbers alone, and no
+    dtype is named. `torch.get_default_dtype` does not reflect it.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -42,7 +42,7 @@ class DefaultDtype(TorchFunctionMode):
 
 
 def _names_dtype(values: Sequence[Any]) -> bool:
-    """Whether a dtype is among the values, or an array or tensor that has a floating-point one."""
+    """Whether a dtype is among the values, or an array or tensor with a floating-point dtype."""
     for value in values:
         if isinstance(value, torch.dtype):
             return True

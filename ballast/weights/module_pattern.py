@@ -12,7 +12,7 @@ MOST_CHARACTERS = 1024
 
 
 class ModulePattern:
-    """A pattern of PEFT's `rank_pattern`: it stands for the end of a path, from a dot on.
+    """A pattern of PEFT's `rank_pattern`: it matches the end of a path, from a dot on.
 
     Raises ValueError with the reason for an invalid one.
     """
@@ -33,7 +33,7 @@ class ModulePattern:
             raise ValueError(" ".join(why.split())[:300])
 
     def matches(self, path: str) -> bool:
-        """Whether a module's path is one of those that the pattern stands for."""
+        """Whether the pattern matches a module's path."""
         self._matcher.reset()
         tokens = list(path.encode())
         return bool(

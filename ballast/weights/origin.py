@@ -19,7 +19,7 @@ from ballast.weights.assemble import Recipe, Sources
 from ballast.weights.segment import Segment
 
 QUIET_SECONDS = 2.0
-"""A file that was changed so lately may change again and show the same time."""
+"""Seconds since a file's last change within which it may change again and show the same time."""
 
 File = tuple[int, ...]
 
@@ -30,10 +30,10 @@ def origin_of(
     sources: Sources,
     absent: Callable[[str], bool] = lambda name: False,
 ) -> str | None:
-    """Hex SHA-256 of it, by this version of Ballast: equal only for equal bytes. None where a file
-    has changed too lately to be sure.
+    """Return a hex SHA-256 of the segment's sources and layout, and this version of Ballast: equal
+    only for equal bytes. None if a file has changed too recently to be sure.
 
-    `absent`: tensors that are not read, but zeros.
+    `absent`: whether a tensor is not read, but filled with zeros.
     """
     files: dict[str, File] = {}
     parts: list[object] = [__version__, segment.n_bytes]

@@ -25,7 +25,7 @@ _HARMLESS = {"dropout", "logits_to_keep", "position_ids", "use_cache"}
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Positions that a query sees: if `causal`, the last `window`, or all before it."""
+    """Positions that a query attends to: if `causal`, the last `window`, or all before it."""
 
     causal: bool
     window: int | None = None
@@ -42,14 +42,14 @@ class AttentionCall:
     scale: float | None
     softcap: float | None
     window: int | None
-    """The window that was passed as an argument of attention."""
+    """The window passed as an argument of attention."""
     mask: Mask | None
-    """None: without one, or with one that was altered on its way."""
+    """The mask passed; None: there was none, or one that was altered on its way."""
     causal: bool
     sinks: tuple[int, ...] | None
-    """Their shape: scores of which each head has one more."""
+    """Shape of the sinks: one more score for each head."""
     more: tuple[str, ...]
-    """Arguments beyond all of these."""
+    """Names of arguments beyond all of these."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class ProbeResult:
     """Arguments that one call of a module passed to attention, masks and experts."""
 
     positions: int
-    """Most tokens of a sequence; windows are found up to that."""
+    """Most tokens of a sequence; windows are found up to that length."""
     calls: list[AttentionCall] = field(default_factory=list)
     """Calls of the attention, in their order."""
     logits: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ _trace: ContextVar[ProbeResult] = ContextVar(_NAME)
 def probe(module: nn.Module, positions: int) -> ProbeResult:
     """Run a module once, on the meta device, or on the CPU if `make_weightless` has prepared it.
 
-    Raises whatever the module does when it cannot be run so.
+    Raises whatever the module raises if it cannot be run so.
     """
     module.set_attn_implementation(_NAME)  # type: ignore[operator]
     module.set_experts_implementation(_NAME)  # type: ignore[operator]
@@ -148,7 +148,8 @@ def _mask(
 
 
 def _look_into(function: Callable[..., Any], positions: int) -> Mask:
-    """Ask what late positions see. A window is the same everywhere; chunks, say, are not."""
+    """Evaluate a mask function for late positions. A window is the same at all of them; chunks, for
+    instance, are not."""
     windows = set()
     for q in {positions - 1, positions - 2, positions // 2}:
         keys = torch.arange(q + 2)

@@ -27,7 +27,7 @@ _OWNER_DIGITS = 12
 
 
 class Container(Protocol):
-    """Weights of a model that contain a segment."""
+    """A model's weights that contain a shared segment."""
 
     version: ChangeCounter
 
@@ -42,11 +42,12 @@ class SharedSegment:
         self.pages: tuple[int, ...] = ()
         """Empty while no model uses it."""
         self.holders: dict[str, None] = {}
-        """Models that have it mapped, or are about to, in order. Changed by `add_holder` and
-        `remove_holder` alone."""
+        """Models that have it mapped, or are about to, in order. Changed only by `add_holder` and
+        `remove_holder`."""
         self.parts_of: tuple[Container, ...] = ()
         """Weights of the models that contain it, present or not: the version of each grows with
-        every change of holders. Replaced, never mutated: new models are made by another thread."""
+        every change of holders. Replaced, never mutated, as new models are made by another
+        thread."""
         self._going: set[str] = set()
         self.filled = False
         """Whether its bytes are present."""
@@ -81,7 +82,8 @@ class SharedSegment:
             model.version.n += 1
 
     def allocate(self, through: str) -> Short | None:
-        """Allocate its pages through the owner `through`, whose promise is used up; or none."""
+        """Allocate its pages, all or none, through the owner `through`, whose promise is used
+        up."""
         pages = self._pool.allocate(through, self.n_pages)
         if isinstance(pages, Short):
             return pages

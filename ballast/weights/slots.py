@@ -32,7 +32,7 @@ class LayerPages:
     n_pages: int
     n_bytes: int
     own: bool
-    """Whether the segment is no other model's."""
+    """Whether the segment is in no other model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Slots:
         self._pages: list[tuple[int, ...]] = []
         """Pages of each slot."""
         self.rotatable: tuple[int, ...] = ()
-        """Layers that may rotate: of the commonest size, and no other model's."""
+        """Layers that may rotate: of the commonest size, and in no other model."""
         self.layer_pages = 0
         """Pages of each rotatable layer; 0 where there are fewer than two."""
         self.layer_bytes = 0
@@ -88,10 +88,10 @@ class Slots:
         return wanted.refusal(self.rotatable)
 
     def remap(self, wanted: Rotation, held: Sequence[int]) -> SlotContents | Short:
-        """Change the layers that rotate; or change nothing, where the pool is short.
+        """Change the layers that rotate; or change nothing, if the pool is short.
 
-        `held`: by slot, the layer whose bytes are there. No job and no load of the model may be
-        under way. Raises BrokenPromise for a rotation that `refusal` would refuse.
+        `held`: by slot, the layer whose bytes are there. No job and no load of the model may be in
+        flight. Raises BrokenPromise for a rotation that `refusal` would refuse.
         """
         why = self.refusal(wanted)
         if why is not None:
@@ -149,7 +149,8 @@ class Slots:
         self.rotation = WHOLE
 
     def validate(self) -> None:
-        """Raises BrokenPromise unless each slot lies beneath its layers, and the pool agrees."""
+        """Raise BrokenPromise unless each slot is mapped beneath its layers, and the pool
+        agrees."""
         for layer, slot in self.rotation.slot_of.items():
             if self._range.pages(*self._where(layer)) != self._pages[slot]:
                 raise BrokenPromise(f"{self.owner}: layer {layer} is not in slot {slot}")

@@ -20,17 +20,17 @@ from transformers.pytorch_utils import Conv1D
 from ballast.weights.buffers import set_up_buffers
 
 _NOISE = 1 << 21
-"""Random numbers that all parameters are made of."""
+"""Number of random values that all parameters are made of."""
 _LARGE = 1 << 20
 """Elements from which on a parameter's rows overlap."""
 _SCALE = 0.05
 _STEP = 3
-"""Elements between neighbours along a dimension of a large parameter, but the last: different rows
-are different, and all of them fit into the buffer where they are fewer than 700,000."""
+"""Elements between neighbours along a dimension of a large parameter, except the last: rows differ,
+and all of them fit into the buffer if they are fewer than 700,000."""
 
 
 def replace_linears(module: nn.Module) -> None:
-    """Have linear layers compute something else from their inputs, without their weights.
+    """Make linear layers compute a cheap function of their inputs, without their weights.
 
     On the CPU or the meta device.
     """
@@ -41,7 +41,7 @@ def replace_linears(module: nn.Module) -> None:
 
 
 def make_weightless(module: nn.Module, kind: str) -> None:
-    """Have a module of the meta device, whose linear layers are replaced, compute on the CPU.
+    """Make a module of the meta device, whose linear layers are replaced, compute on the CPU.
 
     In float32; tied parameters stay tied. Raises UnsupportedModel as `set_up_buffers` does.
     """
@@ -80,7 +80,8 @@ def _is_replaced(owner: nn.Module) -> bool:
 
 
 def _has_experts(owner: nn.Module) -> bool:
-    """Whether they are computed by `transformers`' interface, for which there are stand-ins."""
+    """Whether a module's experts are computed by `transformers`' interface, for which there are
+    stand-ins."""
     return hasattr(owner, "_is_expert_parallel")
 
 
@@ -90,7 +91,7 @@ def is_plain_linear(owner: nn.Module) -> bool:
 
 
 def _sizes(owner: Any) -> tuple[int, int]:
-    """(inputs, outputs)"""
+    """Return (inputs, outputs) of a linear module."""
     if is_plain_linear(owner):
         return owner.in_features, owner.out_features
     inputs, outputs = owner.weight.shape
@@ -98,7 +99,8 @@ def _sizes(owner: Any) -> tuple[int, int]:
 
 
 def _linear(owner: nn.Module, n_in: int, n_out: int, number: int) -> Callable[[Tensor], Tensor]:
-    """x (..., n_in) -> (..., n_out): a stretch of x, repeated if need be, each element scaled."""
+    """Return x (..., n_in) -> (..., n_out): a stretch of x, repeated if need be, each element
+    scaled."""
     scale = _contiguous(n_out, number) * (1 / _SCALE)
     first = (n_in - n_out) * (number % 4) // 3 if n_out < n_in else 0
 
@@ -134,7 +136,7 @@ def _elements(like: Tensor, number: int) -> Tensor:
 
 
 def _contiguous(n: int, number: int) -> Tensor:
-    """(n,) random numbers, others for each `number`."""
+    """Return (n,) random values, different for each `number`."""
     noise = _noise()
     if n >= _NOISE:
         return noise.repeat(math.ceil(n / _NOISE))[:n]
