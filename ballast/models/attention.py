@@ -22,12 +22,12 @@ from ballast.kernels.attention import Attention, AttentionParams
 from ballast.kernels.paged_attention import PagedBatch
 
 NAME = "ballast"
-"""The implementation's name in `transformers`."""
+"""Name of this attention implementation in `transformers`."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """State of one job that all layers share. `out` (T, heads, head_dim) is re-used by every
+    """State of one job that all layers share. `out` (T, heads, head_dim) is reused by every
     layer."""
 
     batch: Attention
@@ -44,7 +44,7 @@ _job: ContextVar[JobContext] = ContextVar(NAME)
 
 @contextmanager
 def running(job: JobContext) -> Iterator[None]:
-    """Modules called within attend for `job`."""
+    """Make modules called within attend for `job`."""
     token = _job.set(job)
     try:
         yield

@@ -155,7 +155,7 @@ def read_pairs(wanted: AdapterSource) -> tuple[Pair, ...]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(str(error.filename or path), None, reason) from error
-    except Exception as error:  # nobody foresaw what these files say
+    except Exception as error:  # unforeseen contents of the files
         raise CheckpointError(str(wanted.directory), None, brief(error)) from error
 
 

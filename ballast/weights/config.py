@@ -39,7 +39,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             why = f"transformers {transformers.__version__} knows no such model"
         raise UnsupportedModel(f"{kind}: {why}")
     try:
-        # It also mends what older versions have written, the `model_type` among it.
+        # It also converts values of older versions, `model_type` among them.
         found = AutoConfig.from_pretrained(
             str(directory), trust_remote_code=False, local_files_only=True
         )

@@ -36,7 +36,7 @@ class DefaultDtype(TorchFunctionMode):
         made = func(*args, **kwargs)
         if not isinstance(made, Tensor) or made.dtype != torch.get_default_dtype():
             return made
-        # `Tensor.float` is asked for float32 by its name, `Tensor.type` by a text.
+        # `Tensor.float` states float32 by its name, `Tensor.type` states a dtype as text.
         named = func in (Tensor.float, Tensor.type) or _names_dtype([*args, *kwargs.values()])
         return made if named else made.to(self._dtype)
 

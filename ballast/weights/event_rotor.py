@@ -59,7 +59,7 @@ class EventRotor:
         self._stream = driver.new_stream()
         self._events, self._timed = EventPool(driver), EventPool(driver, timed=True)
         self._flights: deque[_Flight] = deque()
-        """In the order of their stream."""
+        """Copies in flight, in the order of their stream."""
         self._landing: dict[int, int] = {}
         """By layer, the event after its copy, which was not seen to be reached."""
         self._past: list[int] = []
@@ -167,7 +167,7 @@ class EventRotor:
         except DeviceError as error:
             log.error("copies of layers cannot be waited for: %s", error)
         finally:
-            self._settled()  # who waits for it will meet the same error
+            self._settled()  # code that waits for a copy gets the same error
 
     def _replace(self, slot: int, layer: int) -> None:
         # The next pass tries again where the copy cannot be launched.

@@ -108,7 +108,7 @@ class LinkRotor:
         with self._change:
             self._end_arrival()
             self._settling, self._busy = False, True
-            # Nobody else knows of a layer with memory of its own that it is not there.
+            # Only this rotor records that a layer with memory of its own is not present.
             slots, broken = self._slots, set(self._broken)
             slots.remap(rotation, [NOBODY if layer in broken else layer for layer in held])
             for layer in range(len(self._ready)):

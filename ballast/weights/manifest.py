@@ -38,7 +38,7 @@ from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
 from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
 
-if TYPE_CHECKING:  # it needs packages that who only reads weights can do without
+if TYPE_CHECKING:  # it needs packages that reading weights does not
     from ballast.isolation.zygote import Zygote
 
 
@@ -98,7 +98,7 @@ def read_manifest(reading: ManifestRequest) -> Manifest:
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(str(error.filename or directory), None, reason) from error
-    except Exception as error:  # nobody foresaw what these files say
+    except Exception as error:  # unforeseen contents of the files
         raise CheckpointError(str(directory), None, brief(error)) from error
 
 

@@ -34,8 +34,8 @@ def build_module(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
     if type(own) not in auto._model_mapping and is_wrapper(own):
         auto = AutoModelForImageTextToText
     with DefaultDtype(dtype), torch.device("meta"):
-        # Named here, an attention that the configuration names is not fetched from anywhere; and a
-        # dtype would be made the default of all threads.
+        # Stated here, so that an attention that the configuration names is not downloaded; a dtype
+        # would become the default of all threads.
         module = auto.from_config(own, dtype=None, attn_implementation="eager").eval()
     for part in module.modules():
         if isinstance(getattr(part, "config", None), PreTrainedConfig):

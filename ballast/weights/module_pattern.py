@@ -20,7 +20,7 @@ class ModulePattern:
     def __init__(self, text: str) -> None:
         if len(text) > MOST_CHARACTERS:
             raise ValueError(f"it is longer than {MOST_CHARACTERS} characters")
-        # PEFT asks `re.match` for `(.*\.)?(text)$`: with an anchor, it stands for the whole path.
+        # PEFT matches `(.*\.)?(text)$` by `re.match`: with an anchor, that is the whole path.
         whole = text.startswith("^") and "|" not in text
         if "|" not in text:
             text = text.removeprefix("^").removesuffix("$")

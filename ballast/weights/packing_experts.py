@@ -55,7 +55,7 @@ def is_known(architecture: Architecture) -> bool:
     """Whether `models/fused/experts.py` can run the experts of a decoder."""
     config = architecture.config.get_text_config()
     routing = routing_of(config)
-    # A wrapper may do more with a text than its text model does: nothing here compares them.
+    # A multimodal model may do more with text than its text model; this is not compared.
     if routing is None or config.hidden_act != "silu" or config is not architecture.config:
         return False
     return routing.top_k == architecture.experts_per_token > 0

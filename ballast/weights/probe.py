@@ -83,7 +83,7 @@ def probe(module: nn.Module, positions: int) -> ProbeResult:
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
     try:
         with torch.no_grad():
-            # Given a mask of padding, `transformers` looks for no packed sequences in positions.
+            # With a padding mask, `transformers` does not look for packed sequences in positions.
             padding = torch.ones(ids.shape, device=ids.device)
             output = module(
                 input_ids=ids, attention_mask=padding, use_cache=False, logits_to_keep=ids[0, :1]
@@ -156,7 +156,7 @@ def _look_into(function: Callable[..., Any], positions: int) -> Mask:
         try:
             seen = function(torch.tensor(0), torch.tensor(0), torch.tensor(q), keys)
             n = int(seen.sum())
-            # The last n positions up to its own: as many are seen as there are, and no others.
+            # A window sees exactly the last n positions up to the query's own.
             if n == 0 or not bool(seen[q + 1 - n : q + 1].all()) or seen.shape != keys.shape:
                 return Mask(False)
         except Exception:  # noqa: BLE001 - one that cannot be asked is none that we know

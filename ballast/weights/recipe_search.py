@@ -179,7 +179,7 @@ def _activation(mlp: nn.Module) -> str | None:
     others = [part for part in mlp.children() if not isinstance(part, nn.Linear)]
     if len(others) != 1:
         return None
-    # Some are clipped where activations of others go on.
+    # Some activations are clipped at large values, others are not.
     x = torch.cat([torch.linspace(-6, 6, 257), torch.tensor([-1e3, -50, -11, 11, 50, 1e3])])
     made: Tensor = others[0](x.clone())
     for name, function in _ACTIVATIONS.items():
@@ -203,7 +203,7 @@ def _rotaries(
     if len(widths) != 1:
         return
     (width,) = widths
-    rotating = getattr(text, "no_rope_layers", None)  # 1 where there is one
+    rotating = getattr(text, "no_rope_layers", None)  # 1: the layer rotates
     if isinstance(rotating, list) and len(rotating) == n_layers and not all(rotating):
         yield tuple(n if turns else None for n, turns in zip(names, rotating, strict=True)), width
         return

@@ -76,7 +76,7 @@ def _filled(fd: int, n_bytes: int, segment: Segment, fill: Fill, threads: int) -
     base = syscalls.mmap(0, n_bytes, write, syscalls.MAP_SHARED, fd)
 
     def work(piece: Piece) -> bytes:
-        # Memory that is missing shows here, as an error, and not as a signal when written.
+        # Allocate now: missing memory is an error here, but a signal when it is written.
         page = std_mmap.PAGESIZE
         first = (piece.address - base) // page * page
         end = ceil_div(piece.address - base + piece.n_bytes, page) * page

@@ -115,10 +115,10 @@ def _linear(owner: nn.Module, n_in: int, n_out: int, number: int) -> Callable[[T
 
 def _parameter(owner: nn.Module, leaf: str, parameter: Tensor, number: int) -> Tensor:
     if leaf == "weight" and _is_replaced(owner):
-        # Code that looks at it by itself finds a shape and a dtype, and zeros.
+        # Code that reads the weight itself gets its shape, and zeros.
         return torch.zeros(()).expand(parameter.shape)
     elements = _elements(parameter, number)
-    # Weights of norms are around one; what there is else of one dimension is added.
+    # Weights of norms are around one; other one-dimensional parameters are added.
     return elements + 1 if leaf == "weight" and parameter.dim() == 1 else elements
 
 

@@ -60,7 +60,7 @@ class AdaptiveBatches(ComputePolicy):
     def __call__(self, view: ComputeView, memo: object) -> ComputeDecision | None:
         rounds = memo if isinstance(memo, Rounds) else Rounds()
         for r in view.runnable:
-            if r.moves_kv:  # which others may wait for
+            if r.moves_kv:  # others may wait for this job
                 return ComputeDecision(r.model, memo=rounds)
         prefilling = any(job.prefills for job in view.in_flight)
         prompts = [r for r in view.runnable if r.first_prompt is not None]

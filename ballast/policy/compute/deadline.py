@@ -109,7 +109,7 @@ class Deadline(ComputePolicy):
         if alone and view.runnable[0].first_prompt is None:
             return self._freely(view, turn, math.inf)
         for r in view.runnable:
-            if r.moves_kv:  # which others may wait for
+            if r.moves_kv:  # others may wait for this job
                 return ComputeDecision(
                     r.model, memo=DeadlineMemo(turn.model, view.now, turn.credit)
                 )
@@ -154,7 +154,7 @@ class Deadline(ComputePolicy):
             )
             urgent = next(joins, urgent)
             return self._run(urgent, self._chunk(view, urgent, urgent.others), turn)
-        if late is None:  # nothing that anybody waits for
+        if late is None:  # no request waits
             return ComputeDecision(view.runnable[0].model, memo=turn)
         return self._run(late, self._chunk(view, late, math.inf), turn)
 
@@ -174,7 +174,7 @@ class Deadline(ComputePolicy):
             if self._keeps(now, d, seconds):
                 next_due, its_pace = self._next_due(d), min(d.pace, self.longest_wait)
                 if d.first is not None and next_due < now + seconds:
-                    # Behind its pace, for want of memory maybe: it catches up by its last token.
+                    # Behind its pace, as after a shortage: it catches up by its last token.
                     its_pace = min(its_pace, (_last_due(d) - now) / d.outputs)
                     next_due = now + its_pace
                 due = min(due, next_due)
@@ -261,7 +261,7 @@ class Deadline(ComputePolicy):
             batches[p.work.model] = alone = Task(task.due + pace, own, pace, n)
             return [alone]
         beside = min(n, math.ceil(batch.steps * batch.pace / pace))
-        rarely = max(0.0, 1.0 - pace / batch.pace)  # the part of its tokens that need a step more
+        rarely = max(0.0, 1.0 - pace / batch.pace)  # part of its tokens that need a further step
         batches[p.work.model] = Task(batch.due, own, min(pace, batch.pace), max(batch.steps, n))
         steps = [Task(task.due + pace, more + rarely * own, pace, beside)]
         if n > beside:
@@ -298,7 +298,7 @@ class Deadline(ComputePolicy):
             batch = at_hand.get(p.work.model)
             if batch is None or batch.task is None:
                 others = demand.headroom(len(place) + i)
-            else:  # which steps with it
+            else:  # its batch steps with it
                 others = demand.headroom(place[p.work.model], len(place) + i)
                 others = min(others, max(0.0, batch.task.due))
             least = self._job_seconds(p.work, least_chunk(p.work, view.step_tokens))
@@ -357,7 +357,7 @@ class Deadline(ComputePolicy):
             return sizes[max(0, n - 1)]
 
         most = fitting(option.tokens, seconds)
-        if option.begun > option.tokens:  # one pass over the weights for more of them
+        if option.begun > option.tokens:  # more prompts share one pass over the weights
             most = max(most, fitting(option.begun, min(seconds, option.due)))
         return most
 

@@ -67,7 +67,7 @@ class Demand:
         demand = self._demand
         for i in without:
             demand = demand - self._each[i]
-        due = demand > _NOTHING  # before that nobody can be late
+        due = demand > _NOTHING  # before that no task can be late
         return float((self._times - demand)[due].min(initial=math.inf))
 
     def _due(self, task: Task) -> NDArray[np.float64]:

@@ -133,7 +133,7 @@ class KvSwap(MemoryPolicy):
         wake, promises = None, tuple[Promise, ...]()
         if self.pooled:
             to_come, absent_at = activation_claims(view, PATIENCE)
-            absent = [c for c in to_come if c.then is not None]  # by an operator, or a time to live
+            absent = [c for c in to_come if c.then is not None]  # evicted (operator, ttl)
             wake = earliest(absent_at, short_at)
             sources: list[Source] = [
                 cached_prefixes,
@@ -150,7 +150,7 @@ class KvSwap(MemoryPolicy):
             freeing, promises, left = covered.actions, covered.promises, covered.budget
             freeing += cover_limited(view, limited, [layers, own_younger_requests])
         else:
-            # Within a share whoever waits keeps nothing from those that run.
+            # Within a share, waiting requests keep no pages from running ones.
             running = [c for c in claims if c.may_preempt]
             waiting = [c for c in claims if not c.may_preempt]
             freeing = cover_within(view, running, [layers, own_younger_requests])
@@ -247,7 +247,7 @@ class KvSwap(MemoryPolicy):
             plan = self.plan(view, m, freed, len(now.layers) + 1)
             return plan is None or (bool(self.cap) and not plan.hidden)
 
-        # The most that is not over: first the one wanted, as it nearly always is.
+        # Find the most layers that are not over; nearly always all that are wanted.
         if counts and not over(wanted):
             freed = wanted
         else:

@@ -74,7 +74,7 @@ class Quotas(MemoryPolicy):
             adapted = known
         claims, _ = kv_claims(view, waiting=False)
         actions += [*moves, *cover_within(view, claims, [own_younger_requests])]
-        # Where new quotas change nothing, only what happens can.
+        # If new quotas change no limit, only another event can.
         may_change = moves or adapted is known
         lacking = may_change and any(s.limited for s in view.shortages)
         return Decision(tuple(actions), adapted, adapted.since + self.adapt if lacking else None)
@@ -87,7 +87,7 @@ class Quotas(MemoryPolicy):
         models = [m for m in view.models if m.name in known.division.pages]
         wishes = {m.name: wish(view, m, known.first[m.name]) for m in models}
         if sum(w.least for w in wishes.values()) > total:
-            # Room for requests that are here comes before room for those that may come.
+            # Present requests have precedence over expected ones.
             wishes = {m.name: wish(view, m, 0) for m in models}
         division = replace(known.division, pages=divide(total, wishes))
         return replace(known, division=division, since=view.now)

@@ -68,7 +68,7 @@ class WholeModels(MemoryPolicy):
             evict = Evict(current.name, why=f"{heir.name} is next")
             beside = heir.missing_pages <= view.free - view.promised
             if beside and any(current.name in s.holders for s in heir.shared):
-                # It comes first, so that the segments they share need not be brought again.
+                # Activate it before the eviction, so that shared segments are not loaded again.
                 start = self._start(view, heir, actions)
                 return replace(start, actions=(*start.actions, evict))
             return self._start(view, heir, [*actions, evict])
