@@ -106,7 +106,7 @@ def estimated_bytes(text: str) -> int:
 
 
 class Matcher:
-    """State of one output in its grammar."""
+    """State of one output within its grammar."""
 
     def __init__(self, compiled: CompiledGrammar, vocab: int) -> None:
         self._compiled, self._vocab = compiled, vocab

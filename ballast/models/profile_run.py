@@ -40,7 +40,7 @@ Make = Callable[[HostModel, Sequence[int], int, Layout, Workspace, DeviceSetting
 _PAGE_BYTES = 64 * KiB
 _TOKEN = 1
 _SAMPLING = Sampling(logprobs=0)
-"""Parameters of the measured jobs: log-probabilities take the most memory of PyTorch's."""
+"""Parameters of the measured jobs: log-probabilities need the most of PyTorch's memory."""
 _DRAWN = 72
 """Bytes that NumPy takes per token of the vocabulary while one row is shaped and sampled, with
 min-p, top-k and top-p of equal logits."""

@@ -123,8 +123,8 @@ PRESETS = tuple(_KINDS)
 
 
 def option_names(name: str) -> tuple[str, ...]:
-    """Options of preset `name`: of its memory policy, its order of compute and its order of
-    admission.
+    """Return the options of preset `name`: of its memory policy, its order of compute and its order
+    of admission.
 
     An option means the same, and has the same default, in every preset that has it. Raises
     ConfigError for an unknown preset.

@@ -27,7 +27,7 @@ from ballast.core.errors import brief
 
 _NAME = "ballast_agreement"
 _LEAST_LAYERS = 5
-"""Patterns of layers commonly repeat after four."""
+"""Least layers that are run: patterns of layers commonly repeat after four."""
 _TOLERANCE = 5e-3
 """Largest difference, in standard deviations of the logits. Rounding causes less than a fifth of
 it, wrong positions more."""
@@ -155,7 +155,7 @@ def _n_layers(module: Any) -> int:
 
 @dataclass(slots=True)
 class _Batch:
-    """`pieces`: (sequence, tokens) in the order of the batch's rows."""
+    """One batch; `pieces`: (sequence, tokens) in the order of its rows."""
 
     pieces: Sequence[tuple[int, int]]
     kv: dict[tuple[int, int], tuple[Tensor, Tensor]]

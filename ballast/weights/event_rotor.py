@@ -61,12 +61,12 @@ class EventRotor:
         self._flights: deque[_Flight] = deque()
         """Copies in flight, in the order of their stream."""
         self._landing: dict[int, int] = {}
-        """By layer, the event after its copy, which was not seen to be reached."""
+        """By layer, the event after its copy, if not known to be reached."""
         self._past: list[int] = []
-        """Events of lanes' streams that were not seen to be reached."""
+        """Events of lanes' streams that are not known to be reached."""
         self._stalls = StreamStalls(self._timed)
         self._lock = threading.Lock()
-        """A pass and the loop's turn are never at the same time; reports may be."""
+        """Passes and the loop's turns never run at the same time, but reports may."""
 
     # -- the loop's thread ------------------------------------------------------------------------
 

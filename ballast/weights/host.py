@@ -56,7 +56,7 @@ class SegmentExchange(Protocol):
 
     @property
     def writable(self) -> bool:
-        """As `HostTier.writable`, the same for all processes."""
+        """`HostTier.writable`, the same for all processes."""
 
 
 class HostTier:
@@ -80,9 +80,9 @@ class HostTier:
         self._exchange = exchange
         self.isolation: Isolation = isolation or Here()
         self._segments: dict[str, SealedSegment] = {}
-        """By digest."""
+        """Segments held, by digest."""
         self._origins: dict[str, SealedSegment] = {}
-        """By origin."""
+        """Segments held, by origin."""
         self.closing = False
         """Whether fills in progress are to fail; set by any thread."""
         self._writable: bool | None = None

@@ -79,7 +79,8 @@ class Manifest:
     recipe: DecoderRecipe | None
     """How the fast path computes a layer, if `fused`."""
     fingerprint: str
-    """Hex digest of everything but the elements."""
+    """Hex digest of configuration, dtype, names, shapes and layouts, without the weights'
+    elements."""
     modules: dict[str, tuple[int, int]]
     """(inputs, outputs) of the linear modules, by path; empty if no adapters are configured."""
 

@@ -40,7 +40,7 @@ class SharedSegment:
         self.n_bytes = n_bytes
         self.n_pages = ceil_div(n_bytes, page_bytes)
         self.pages: tuple[int, ...] = ()
-        """Empty while no model uses it."""
+        """Pages of the segment; empty while no model uses it."""
         self.holders: dict[str, None] = {}
         """Models that have it mapped, or are about to, in order. Changed only by `add_holder` and
         `remove_holder`."""

@@ -80,7 +80,7 @@ class Slots:
 
     @property
     def saved_pages(self) -> int:
-        """Pages that rotating layers do not need for themselves."""
+        """Pages that rotation frees: those of the layers beyond the slots."""
         return self.rotation.n_freed * self.layer_pages
 
     def refusal(self, wanted: Rotation) -> str | None:
@@ -166,7 +166,7 @@ class Slots:
         self._range.unalias(at, n, self.owner)
 
     def _dissolve(self, slot: int, stays: int | None) -> None:
-        """Make the slot's pages the own ones of layer `stays`, or free them."""
+        """Give the slot's pages to layer `stays` as its own, or free them."""
         pages = self._pages[slot]
         if stays is None:
             self._pool.give_back(self.owner, pages)

@@ -46,8 +46,8 @@ def make_weightless(module: nn.Module, kind: str) -> None:
     In float32; tied parameters stay tied. Raises UnsupportedModel as `set_up_buffers` does.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}
-    """By the identity of a tensor that was replaced: itself, so that it stays unique, and its
-    replacement."""
+    """By identity of a replaced tensor: the tensor itself, so that its identity stays unique, and
+    its replacement."""
     stored = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
     for number, owner in enumerate(module.modules()):
         for leaf, parameter in owner._parameters.items():

@@ -79,10 +79,10 @@ class FusedModel(ModelExecutor):
         max_rows: int,
         max_sampled: int,
     ) -> None:
-        """`segment_addresses[i]`: where segment i of `host` is while the model is resident.
+        """`segment_addresses[i]`: address of segment i of `host` while the model is resident.
 
         `max_rows`, `max_sampled`: most tokens of a job, and most positions sampled in it. Raises
-        BrokenPromise where the workspace is too small for them.
+        BrokenPromise if the workspace is too small for them.
         """
         super().__init__(host, kv_base, layout)
         spec = self.spec

@@ -58,7 +58,7 @@ returns its result."""
 
 @dataclass(slots=True)
 class _Wish:
-    """A recording to be made."""
+    """A recording that is wanted."""
 
     step: Step
     runs: int = 0
@@ -93,7 +93,7 @@ class GraphCache:
         self._recorders: dict[int, GraphRecorder] = {}
         self._kept: OrderedDict[GraphKey, RecordedPass] = OrderedDict()
         self._wanted: dict[GraphKey, _Wish] = {}
-        """In order of their last run."""
+        """Recordings that are wanted, in order of the last run without them."""
         self._past: OrderedDict[GraphKey, Step] = OrderedDict()
         """Passes whose graphs were freed to make room, the latest last."""
         self._refused: dict[GraphKey, str] = {}
@@ -168,7 +168,7 @@ class GraphCache:
 
     @property
     def wanted(self) -> int:
-        """Recordings to be made."""
+        """Number of recordings that are wanted."""
         return len(self._wanted)
 
     @property

@@ -17,7 +17,7 @@ from ballast.kernels.meeting import Meeting
 from ballast.weights.sharding import Shard
 
 _c10d: Any = torch.distributed
-"""PyTorch's stubs lack most of what its backends' classes have."""
+"""Untyped, as PyTorch's stubs lack most members of its backends' classes."""
 
 _CONNECT_TIMEOUT = timedelta(minutes=5)
 """Most time for a running rank to connect; a rank that has died is noticed at once."""

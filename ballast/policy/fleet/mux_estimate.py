@@ -23,7 +23,7 @@ class Tenant:
 
     name: str
     weights: float
-    """Bytes."""
+    """Bytes of its weights."""
     kv_bytes_per_token: float
     traffic: Traffic
     """Requests per second, and mean tokens of each."""

@@ -69,7 +69,7 @@ def _activate(model: str, _: int) -> Sequence[Action]:
 
 
 def _to_come(m: ModelView) -> bool:
-    """Whether a model is absent or on its way, or has come and runs nothing yet."""
+    """Whether a model is absent or loading, or is loaded and runs nothing yet."""
     if m.residency is Residency.RESIDENT:
         return not m.running and not m.held
     if m.residency is Residency.ACTIVATING:
@@ -200,6 +200,6 @@ def _gain(view: DeviceView, m: ModelView, overdue_at: float | None) -> float:
 
 
 def earliest(*times: float | None) -> float | None:
-    """The least of the times given, ignoring None."""
+    """Return the earliest of the given times, ignoring None."""
     known = [t for t in times if t is not None]
     return min(known) if known else None

@@ -34,24 +34,24 @@ class PageBudget:
     def __init__(self, view: DeviceView, within: int | None = None) -> None:
         """`within`: pages for claims, all of them free; None: the device's."""
         self.coming = view.coming if within is None else within
-        """Pages that are free or will be, less those claims have got."""
+        """Pages that are free or will be, less those that claims have got."""
         self.free = view.free - view.promised if within is None else within
         """Of these, pages that are free once the actions so far are done."""
         self.borrowed = view.borrowed
         """Pages of other devices, for KV only."""
         self._models = view.by_name
         self._taken: dict[tuple[str, ...], int] = {}
-        """Pages by key of the offer."""
+        """Pages taken, by key of the offer."""
         self._taken_of: dict[str, int] = {}
-        """Pages by owner."""
+        """Pages taken, by owner."""
         self._emptied: dict[str, bool] = {}
-        """Owners of which everything was taken."""
+        """Owners all of whose memory was taken."""
         self._blocks: dict[str, int] = {}
         """KV blocks that each model gets back on pages that it keeps."""
         self._holders = view.derived(_holders).copy()
         """Models that hold each shared segment."""
         self._changes: list[tuple[dict[Any, Any], Any, Any]] = []
-        """Journal: which dictionary has changed, at which key, and what was there before."""
+        """Journal for `undo`: the dictionary that changed, the key, and the value before."""
 
     # -- claims -----------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class MirageMemo:
 
 @dataclass(frozen=True, slots=True)
 class _Covered:
-    """How the claims of one decision are covered."""
+    """Result of covering the claims of one decision."""
 
     view: DeviceView
     """The device as it will be once rotations and limits are as decided."""
