@@ -1,20 +1,21 @@
-"""Execute models: any decoder that `transformers` knows, and a fused path of Llama-shaped families.
+"""Execute models: any decoder that `transformers` supports, and a fast path for Llama-like
+families.
 
 Packages from `engine` up may import it; `engine`, `cluster` and `bench` do. It imports `weights`,
 `kv`, `kernels`, `memory`, `isolation` and `core`.
 
 - `adapters`: LoRA in modules that `transformers` runs.
-- `attention`: Our attention function, registered with `transformers`.
-- `barriers`: Where a pass waits for layers that come and go (MIRAGE, 4.1).
+- `attention`: Our paged attention, registered with `transformers`.
+- `barriers`: The protocol by which a pass waits for layers that are still loading (MIRAGE, 4.1).
 - `executor`: The common part of all executors: logits, then sampling.
 - `fused`: Package: the fast path on CPU.
 - `gpu`: Package: executors on GPUs.
 - `grammar`: Grammar-constrained decoding by llguidance: token masks from tokens so far.
-- `linears`: Linear modules replaced by packed ones.
+- `linears`: Linear modules that compute from packed weights.
 - `module`: The `transformers` module of a model, its parameters views of pool memory.
-- `on_cpu`: The executor of a model on CPU.
+- `on_cpu`: Choose the executor of a model on CPU.
 - `parallel`: Package: tensor-parallel ranks, and the exchange of tensors between them.
-- `profile_run`: Activation memory of a model's jobs, measured when it is loaded.
-- `tokenizer_trial`: A trial load of a tokenizer in a child process.
-- `transformers`: The executor of any decoder that `transformers` knows, on CPU.
+- `profile_run`: Measure the activation memory of a model's jobs when it is loaded.
+- `tokenizer_trial`: Load a tokenizer in a limited child process on trial.
+- `transformers`: The executor of any decoder that `transformers` supports, on CPU.
 """

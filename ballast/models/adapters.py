@@ -1,6 +1,7 @@
-"""LoRA in a model that `transformers` runs: its linear modules add each row's adapter.
+"""Apply LoRA adapters in a model that `transformers` runs: linear modules add each row's adapter.
 
-A linear module is called with its input and nothing else, so a job's rows wait here while it runs.
+A linear module gets no argument but its input, so the adapter of each row of the job is kept in
+`AdaptedModules` while the job runs.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from ballast.kernels.lora import AdapterRows, LoraGroup, LoraMatrices, LoraTarge
 from ballast.weights.host import HostAdapter, LoraDelta
 
 Rows = TypeVar("Rows")
-"""Tables of rows by adapter, for kernels: `AdapterRows`, or a GPU's."""
+"""Tables of rows by adapter, for kernels: `AdapterRows`, or their counterpart on GPUs."""
 
 
 def groups_of(
     adapters: Sequence[HostAdapter], addresses: Sequence[int], dtype: torch.dtype
 ) -> dict[str, LoraGroup]:
-    """Collect the adapters' matrices by module path. `addresses`: those of their segments.
+    """Collect the adapters' matrices by module path. `addresses`: of the adapters' segments.
 
     Compiles the kernels, unless Numba's cache has them (seconds).
     """
@@ -39,7 +40,8 @@ def groups_of(
 def targets_of(
     adapters: Sequence[HostAdapter], addresses: Sequence[int]
 ) -> dict[str, tuple[int, LoraTarget]]:
-    """By path of a module: its inputs, and what the adapters add. `addresses`: of their segments"""
+    """Return, by module path, its inputs and the matrices that the adapters add. `addresses`: of
+    the adapters' segments."""
     sizes: dict[str, LoraDelta] = {d.module: d for adapter in adapters for d in adapter.deltas}
     return {
         module: (sizes[module].inputs, LoraTarget(sizes[module].outputs, tuple(entries)))
@@ -50,7 +52,8 @@ def targets_of(
 def matrices_of(
     adapters: Sequence[HostAdapter], addresses: Sequence[int]
 ) -> dict[str, list[LoraMatrices | None]]:
-    """By path of a module: what each adapter has for it. `addresses`: of their segments."""
+    """Return, by module path, each adapter's matrices for it. `addresses`: of the adapters'
+    segments."""
     found: dict[str, list[LoraMatrices | None]] = {}
     for i, (adapter, base) in enumerate(zip(adapters, addresses, strict=True)):
         for d in adapter.deltas:
@@ -60,12 +63,13 @@ def matrices_of(
 
 
 def adapters_of(work: Sequence[SequenceWork]) -> list[int]:
-    """Adapter of each sequence; -1: none."""
+    """Return the adapter of each sequence; -1: none."""
     return [-1 if w.adapter is None else w.adapter for w in work]
 
 
 def rows_of(work: Sequence[SequenceWork]) -> tuple[AdapterRows, AdapterRows] | None:
-    """All rows of a job, and those that the head sees; None if none goes through an adapter."""
+    """Return the adapters of all rows of a job, and of the rows that the head computes; None if no
+    row has one."""
     adapters = adapters_of(work)
     if all(a < 0 for a in adapters):
         return None
@@ -80,9 +84,10 @@ class AdaptedModules(Generic[Rows]):
     def __init__(
         self, module: nn.Module, adds: Mapping[str, Callable[[Rows, Tensor, Tensor], None]]
     ) -> None:
-        """Changes the `forward` of these modules of `module`, by path.
+        """Replace the `forward` of these modules of `module`.
 
-        Each of `adds`: to y (rows, outputs) what adapters make of x (rows, inputs).
+        `adds`: by module path, a function that adds the adapters' products of x (rows, inputs) to y
+        (rows, outputs).
         """
         head = module.get_output_embeddings()  # type: ignore[operator]
         self._rows: tuple[Rows, Rows] | None = None
@@ -94,10 +99,11 @@ class AdaptedModules(Generic[Rows]):
 
     @contextmanager
     def job(self, rows: tuple[Rows, Rows] | None, *, head: bool = True) -> Iterator[None]:
-        """Around the call of the module: all rows of the job, and those that the head sees.
+        """Apply adapters while the module is called within. `rows`: all rows of the job, and those
+        that the head computes.
 
-        `head`: whether it is called. Raises BrokenPromise at the end unless every module here was
-        called just once.
+        `head`: whether the head is called. Raises BrokenPromise at the end unless every module here
+        was called exactly once.
         """
         if rows is None:
             yield

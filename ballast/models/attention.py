@@ -1,9 +1,9 @@
-"""Our attention, as `transformers` calls it.
+"""Register our paged attention with `transformers`, whose modules call it in every layer.
 
-No mask function is registered beside it: `transformers` then makes no mask at all, as for other
-serving engines; that its masks are no more than a causal one and the window that the attention is
-told was seen when the model was loaded. Not every family passes arguments of a call on to its
-attention, so what this needs to know of a job is in the context that the call runs in.
+No mask function is registered beside it: `transformers` then makes no mask, as for other serving
+engines. That its masks are only causal, with at most the window that the attention is given, is
+checked when the model is loaded. Since not every family passes arguments of a call on to its
+attention, the job's batch is in a context variable (`running`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ballast.kernels.attention import Attention, AttentionParams
 from ballast.kernels.paged_attention import PagedBatch
 
 NAME = "ballast"
-"""The implementation's name in `transformers`."""
+"""Name of this attention implementation in `transformers`."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """State of one job that all layers share. `out` (T, heads, head_dim) is re-used by every
+    """State of one job that all layers share. `out` (T, heads, head_dim) is reused by every
     layer."""
 
     batch: Attention
@@ -44,7 +44,7 @@ _job: ContextVar[JobContext] = ContextVar(NAME)
 
 @contextmanager
 def running(job: JobContext) -> Iterator[None]:
-    """Modules called within attend for `job`."""
+    """Make modules called within attend for `job`."""
     token = _job.set(job)
     try:
         yield

@@ -1,4 +1,7 @@
-"""Barriers of a pass over the layers while some of them are loaded and evicted (MIRAGE, 4.1)."""
+"""Define the barriers at which a pass waits for layers that are loaded while it runs (MIRAGE, 4.1).
+
+Rotors implement them; model executors call them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ class Barriers(Protocol):
     """Barriers of one model's layers, called by the lane that runs its job, layer by layer in
     order.
 
-    For each layer that `begin_pass` returns, `wait` is called before it is run, and `used` after.
+    For each layer that `begin_pass` returns, `wait` is called before it runs, and `used` after.
     """
 
     def begin_pass(self, work: Sequence[SequenceWork]) -> Collection[int]:
@@ -25,4 +28,4 @@ class Barriers(Protocol):
         """Mark a layer as used: its memory may be overwritten."""
 
     def stalled(self) -> float:
-        """Seconds that passes have waited since the last call."""
+        """Return the seconds that passes have waited since the last call."""

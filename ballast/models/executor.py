@@ -1,4 +1,8 @@
-"""The common part of all model executors: logits first, then tokens from them."""
+"""Run the jobs of one model: compute logits, then sample tokens (the base of all executors).
+
+Runners of live devices call it on a lane's thread. Subclasses compute logits: `FusedModel`,
+`TransformersModel`, `GpuExecutor`, and ranks of groups.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ class ModelExecutor(ABC):
         """`kv_base`: address of block 0, which need not be backed by memory yet."""
         self.spec = spec = host.spec
         self.barriers: Barriers | None = None
-        """Where layers come and go."""
+        """Barriers at rotating or loading layers; None: no layer rotates or loads under a job."""
         self.grammars = Grammars(host.directory, spec.vocab, spec.eos_token_ids)
         self.dtype = dtype = DTYPES[spec.dtype]
         if layout.stride_bytes % dtype.itemsize:
@@ -56,20 +60,20 @@ class ModelExecutor(ABC):
 
     @abstractmethod
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
-        """(n, vocab) float32: at each position that `work` wants, in its order.
+        """Return logits (n, vocab) float32, of each position that `work` wants, in its order.
 
-        Computes KV for all of `work`. What it returns is valid until the next call.
+        Computes KV for all of `work`. The result is valid until the next call.
         """
 
     @abstractmethod
     def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
-        """(n, hidden): what the head would get at each position that `work` wants.
+        """Return the head's input (n, hidden) of each position that `work` wants.
 
         Otherwise as `logits`.
         """
 
     def run(self, work: Sequence[SequenceWork]) -> list[JobResult]:
-        """Compute KV for all of `work`, and sample where it requires that, in its order."""
+        """Compute KV for all of `work`, and sample the sequences that require it, in order."""
         results: list[JobResult] = []
         embedded = [w for w in work if w.embed]
         if embedded:
@@ -99,11 +103,11 @@ class ModelExecutor(ABC):
         return results
 
     def stalled(self) -> float:
-        """Seconds that jobs have waited for layers since this was last asked."""
+        """Return the seconds that jobs have waited for layers since the last call."""
         return 0.0 if self.barriers is None else self.barriers.stalled()
 
     def _begin_pass(self, work: Sequence[SequenceWork]) -> Collection[int]:
-        """Layers at which the pass that begins has to heed `barriers`."""
+        """Return the layers at which the pass that begins has to call `barriers`."""
         return () if self.barriers is None else self.barriers.begin_pass(work)
 
     def choose(
@@ -113,7 +117,8 @@ class ModelExecutor(ABC):
         positions: Sequence[int],
         shapes: Mapping[int, sampling.SamplingContext],
     ) -> tuple[list[int], dict[int, sampling.Scores]]:
-        """As `sampling.sample`; in `run`, where `logits` are as `logits` returned them."""
+        """Sample as `sampling.sample` does; called by `run` with the tensor that `logits`
+        returned."""
         return sampling.sample(logits, params, positions, shapes)
 
     def _embedded(self, work: Sequence[SequenceWork]) -> list[EmbeddingOutput]:
@@ -126,8 +131,8 @@ class ModelExecutor(ABC):
     def _shapes(
         self, sampled: Sequence[SequenceWork]
     ) -> tuple[dict[int, sampling.SamplingContext], dict[int, Matcher], dict[int, FailedOutput]]:
-        """By index in `sampled`: what shapes the logits of those that ask for it, matchers of those
-        that follow a grammar, and failures of those whose grammar is at fault."""
+        """Prepare sampling, by index in `sampled`: contexts of sequences whose logits are modified,
+        matchers of those with a grammar, and failures of those whose grammar is at fault."""
         shapes: dict[int, sampling.SamplingContext] = {}
         matchers: dict[int, Matcher] = {}
         failed: dict[int, FailedOutput] = {}
@@ -147,12 +152,13 @@ class ModelExecutor(ABC):
         return shapes, matchers, failed
 
     def rows(self, work: Sequence[SequenceWork]) -> Rows:
-        """The rows of a job. Raises BrokenPromise where a sequence is longer than the model's."""
+        """Return the rows of a job. Raises BrokenPromise if a sequence is longer than the model's
+        context."""
         self.check(work)
         return Rows(self._kv, self.spec.n_heads, work)
 
     def check(self, work: Sequence[SequenceWork]) -> None:
-        """Raises BrokenPromise where a sequence is longer than the model's."""
+        """Raise BrokenPromise if a sequence is longer than the model's context."""
         for w in work:
             if w.end > self.spec.max_model_len:
                 raise BrokenPromise(
@@ -176,7 +182,7 @@ def _scores(work: Sequence[SequenceWork], logits: Tensor) -> list[PromptScoresOu
 
 
 def wanted_rows(work: Sequence[SequenceWork]) -> list[int]:
-    """Rows of a job of which the model's output is wanted."""
+    """Return the rows of a job for which the model's output is wanted."""
     wanted: list[int] = []
     first = 0
     for w in work:
@@ -186,7 +192,7 @@ def wanted_rows(work: Sequence[SequenceWork]) -> list[int]:
 
 
 class Rows:
-    """All tokens of a job, one sequence after the other, T in all."""
+    """All T tokens of a job, one sequence after the other."""
 
     def __init__(self, kv: KvArray, heads: int, work: Sequence[SequenceWork]) -> None:
         counts = [len(w.tokens) for w in work]
@@ -195,9 +201,9 @@ class Rows:
         self.n = n = self.paged.n_tokens
         first = np.cumsum(counts) - counts
         self.wanted = np.array(wanted_rows(work), np.int64)
-        """Rows of which the model's output is wanted."""
+        """Rows for which the model's output is wanted."""
         self.tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, n)
-        # Position of a row: its index, less where its sequence begins, plus where that starts.
+        # Position of a row: its index, minus its sequence's first row, plus its first position.
         shift = np.asarray(starts) - first
         self.positions: Array = np.arange(n) + np.repeat(shift, counts)
         """Position of each row in its sequence, int64 (T,)."""
@@ -205,4 +211,4 @@ class Rows:
         block = self.paged.tables[tables + self.positions // kv.block_tokens].astype(np.int64)
         token = kv.kv_heads * kv.head_dim
         self.places: Array = block * kv.block_stride + self.positions % kv.block_tokens * token
-        """Elements from K of a layer in block 0 to that of each row, int64 (T,)."""
+        """Offset in elements, from K of a layer in block 0, of each row's K, int64 (T,)."""

@@ -1,7 +1,8 @@
-"""Grammars: which tokens an output may go on with, by llguidance, from the tokens it has so far.
+"""Compute which tokens an output may continue with, from its grammar and its tokens so far.
 
-A grammar is compiled once for a tokenizer (`compile_grammar`, which may take a second and is no
-work for a lane); each request has a matcher of its own, a cheap copy (`Grammars`).
+By llguidance. A grammar is compiled once for a tokenizer (`compile_grammar`, which may take a
+second and must not run on a lane); each request has a matcher of its own, a cheap copy
+(`Grammars`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FIXED_BYTES, BYTES_PER_CHARACTER = 64 << 10, 96
 choices, with what the first mask adds over a vocabulary of 128,000."""
 _TOKENIZER_FILES = (
     "added_tokens.json",
-    "config.json",  # names the tokenizer's class where nothing else does
+    "config.json",  # names the tokenizer's class if no other file does
     "merges.txt",
     "special_tokens_map.json",
     "spiece.model",
@@ -42,16 +43,16 @@ _TOKENIZER_FILES = (
 
 
 class GrammarTokenizer:
-    """A checkpoint's tokenizer as llguidance wants it. Equal `key`s stand for equal tokenizers."""
+    """A checkpoint's tokenizer for llguidance. Tokenizers with equal `key`s are equal."""
 
     def __init__(self, directory: Path, vocab: int, eos: Sequence[int]) -> None:
-        """`vocab`: width of the logits. Nothing is loaded yet."""
+        """`vocab`: width of the logits. Loads nothing yet."""
         self._directory, self._vocab, self._eos = directory, vocab, list(eos)
         self.key = _digest(directory, vocab, self._eos)
 
     def load(self) -> Any:
-        """An `LLTokenizer`: seconds, and 0.6 KiB a token. Raises InvalidRequest where the model has
-        no tokenizer that llguidance can use."""
+        """Return an `LLTokenizer`; takes seconds, and 0.6 KiB a token. Raises InvalidRequest if the
+        model has no tokenizer that llguidance can use."""
         begun = time.perf_counter()
         try:
             from llguidance.hf import from_tokenizer
@@ -61,7 +62,7 @@ class GrammarTokenizer:
                 str(self._directory), trust_remote_code=False, local_files_only=True
             )
             made = from_tokenizer(tokenizer, n_vocab=self._vocab, eos_token=self._eos or None)
-        except Exception as error:  # whatever a broken file makes the libraries raise
+        except Exception as error:  # the libraries may raise anything for a broken file
             raise InvalidRequest(f"no grammars for this model's tokenizer: {error}") from error
         seconds = time.perf_counter() - begun
         log.info("grammars for %s: made ready in %.2f s", self._directory, seconds)
@@ -69,41 +70,43 @@ class GrammarTokenizer:
 
 
 class CompiledGrammar:
-    """A grammar compiled for a tokenizer. Matchers share what they learn of its lexer."""
+    """A grammar compiled for a tokenizer. Its matchers share one lexer, whose states grow with
+    use."""
 
     def __init__(self, prototype: Any) -> None:
         self._prototype = prototype
         self.broken = False
-        """A matcher of it has failed; others may, as they share its lexer. It is not used again."""
+        """Whether a matcher of it has failed: others may, as they share its lexer, so it is not
+        used again."""
 
     def matcher(self) -> Any:
-        """An `LLMatcher` of a new output, in microseconds."""
+        """Return an `LLMatcher` for a new output, in microseconds."""
         return self._prototype.deep_copy()
 
 
 def compile_grammar(tokenizer: Any, text: str) -> CompiledGrammar:
-    """Compile `text`, as llguidance writes grammars, and its first mask; other threads go on.
+    """Compile `text`, in llguidance's format, and its first mask; other threads go on meanwhile.
 
-    What it does is bounded by llguidance's limits, in time as well as memory. Raises InvalidRequest
-    for a grammar that cannot be followed.
+    Time and memory are bounded by llguidance's limits. Raises InvalidRequest for a grammar that
+    cannot be followed.
     """
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MOST_LEXER_STATES)
     prototype = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     if not prototype.is_error():
-        prototype.compute_bitmask()  # a tenth of a second of some, which copies need not take
+        prototype.compute_bitmask()  # up to a tenth of a second, spared in copies
     _check(prototype)
     return CompiledGrammar(prototype)
 
 
 def estimated_bytes(text: str) -> int:
-    """About what a grammar takes once it is compiled."""
+    """Estimate the bytes of a compiled grammar."""
     return FIXED_BYTES + BYTES_PER_CHARACTER * len(text)
 
 
 class Matcher:
-    """State of one output in its grammar."""
+    """State of one output within its grammar."""
 
     def __init__(self, compiled: CompiledGrammar, vocab: int) -> None:
         self._compiled, self._vocab = compiled, vocab
@@ -111,13 +114,16 @@ class Matcher:
         self._seen: list[int] = []
 
     def follows(self, output: Sequence[int]) -> bool:
-        """Whether it is of an output that begins like this one, and may be used."""
+        """Whether `output` continues the tokens seen so far, and the matcher may still be used."""
         seen = self._seen
         return not self._matcher.is_error() and seen == list(output[: len(seen)])
 
     def allowed(self, output: Sequence[int]) -> Array:
-        """(vocab,) bool: what may follow `output`, which it `follows`; at least one token: a
-        complete one may end. Raises InvalidRequest where the matcher fails."""
+        """Return the mask (vocab,) bool of tokens that may continue `output`, which it `follows`;
+        at least one token: a complete output may end.
+
+        Raises InvalidRequest if the matcher fails.
+        """
         rest = list(output[len(self._seen) :])
         if rest:
             self._matcher.consume_tokens(rest)
@@ -143,32 +149,32 @@ class Matcher:
 class Grammars:
     """The matchers of one model's open requests.
 
-    What they answer is a function of (grammar, output) alone: a matcher is only kept to save the
-    work of going through the output again, and made anew where it does not fit. `hold` and
-    `release` are callable from any thread; the rest is for the lane that runs the model.
+    Results depend on (grammar, output) alone: a matcher is only kept to avoid processing the output
+    again, and made anew if it does not fit. `hold` and `release` are callable from any thread, all
+    else only by the lane that runs the model.
     """
 
     def __init__(self, directory: Path, vocab: int, eos: Sequence[int]) -> None:
-        """As `GrammarTokenizer`."""
+        """Parameters: as of `GrammarTokenizer`."""
         self.tokenizer = GrammarTokenizer(directory, vocab, eos)
         self._vocab = vocab
         self._held: dict[str, CompiledGrammar] = {}
-        """By request, from before it is admitted until it has ended."""
+        """Grammars by request, from before it is admitted until it has ended."""
         self._matchers: dict[str, Matcher] = {}
-        """By request; of some of those that are held."""
+        """Matchers by request, for some of those in `_held`."""
 
     def hold(self, request_id: str, compiled: CompiledGrammar) -> None:
-        """A request may be run from now on: this is its grammar."""
+        """Register the grammar of a request, which may run from now on."""
         self._held[request_id] = compiled
 
     def release(self, request_id: str) -> None:
-        """A request has ended. It is in no job."""
+        """Forget the grammar of a request that has ended and is in no job."""
         self._held.pop(request_id, None)
         self._matchers.pop(request_id, None)
 
     def matcher(self, request_id: str, output: Sequence[int]) -> Matcher:
-        """The matcher of a request with this output. Raises BrokenPromise where it has no grammar:
-        nobody waits on a lane for one to be compiled."""
+        """Return the matcher of a request with this output. Raises BrokenPromise if its grammar was
+        not registered: a lane never waits for a grammar to be compiled."""
         matcher = self._matchers.get(request_id)
         if matcher is None or not matcher.follows(output):
             if request_id not in self._held:

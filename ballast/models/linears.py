@@ -1,4 +1,4 @@
-"""Linear layers of a module whose weights are packed: computed by our kernel, or by oneDNN's."""
+"""Compute linear layers of a module from packed weights, by our kernel or by oneDNN's."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ballast.kernels import choices, linear, onednn, team
 def packed(
     address: int, n: int, k: int, dtype: torch.dtype, bias: Callable[[], Tensor | None]
 ) -> Callable[[Tensor], Tensor]:
-    """x (..., k) -> x W^T + bias (..., n), of `dtype`, for the panels at `address`.
+    """Return a function x (..., k) -> x W^T + bias (..., n) of `dtype`, for the panels at
+    `address`.
 
-    They need not be there yet. `bias` is asked for in every call. Measures which kernel is the
-    better one (`ballast.kernels.choices`) where that is not known yet.
+    The panels need not be present yet. `bias` is called each time. Measures which kernel is faster
+    (`ballast.kernels.choices`) if that is not known yet.
     """
     tables = linear.tables(np.array([address]), n, k)
     table, kernel = tables.ctypes.data, linear.kernel(dtype)
@@ -44,7 +45,7 @@ def packed(
 
 
 def replace(module: nn.Module, address: int, dtype: torch.dtype) -> None:
-    """Have `module` compute from panels at `address` instead of its weight."""
+    """Make `module` compute from panels at `address` instead of its weight."""
 
     def bias() -> Tensor | None:
         return module.bias  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""`transformers`' own module for a model, its parameters views of memory that comes and goes.
+"""Build `transformers`' own module for a model, with parameters that are views of pool memory.
 
 The module is built once, on the meta device; its parameters become views of device addresses that
-stay the same as long as the model exists. Nothing there is touched until a job runs, and jobs run
-only while the model is resident.
+stay the same as long as the model exists. The memory there is not touched until a job runs, and
+jobs run only while the model is resident.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from ballast.weights.packing import DTYPES, PANELS
 from ballast.weights.segment import Segment
 
 View = Callable[[int, Sequence[int], torch.dtype], Tensor]
-"""A tensor of a shape and dtype at an address: `memory.tensor.tensor_at`, or a GPU's."""
+"""Returns a tensor of a shape and dtype at an address: `memory.tensor.tensor_at`, or its
+counterpart on GPUs."""
 
 
 def placed(
     host: HostModel, addresses: Sequence[int], view: View, device: torch.device | None = None
 ) -> nn.Module:
-    """The module of `host`, segment i at `addresses[i]`, that attends as `models.attention` does.
+    """Build the module of `host`, segment i at `addresses[i]`, with the attention of
+    `models.attention`.
 
-    It has as many layers as `host`, which may be fewer than the configuration's. On the CPU, or on
-    `device`. Raises UnsupportedModel where it keeps state that cannot be set up without its
+    It has as many layers as `host`, which may be fewer than the configuration's. It is on the CPU,
+    or on `device`. Raises UnsupportedModel if it keeps state that cannot be set up without its
     weights.
     """
     module = build_module(host.config, DTYPES[host.spec.dtype])
@@ -43,20 +45,20 @@ def placed(
 
 
 def layers_of(module: nn.Module, host: HostModel) -> list[nn.Module]:
-    """The module that runs each layer: all that the layer's segment holds is within it."""
+    """Return the module that runs each layer: it contains all tensors of the layer's segment."""
     layers = host.segments[1 : 1 + host.spec.n_layers]
     return [module.get_submodule(layer_path(segment)) for segment in layers]
 
 
 def layer_path(segment: Segment) -> str:
-    """Path of the module that all of a layer's tensors are within."""
+    """Return the path of the module that contains all of a layer's tensors."""
     paths = [name.split(".") for packed in segment.tensors for name in packed.names]
     together = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
     return ".".join(parts[0] for parts in together)
 
 
 def _cut(module: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Drop the layers that come after these, the first ones."""
+    """Drop the layers after these, which are the first ones."""
     for part in module.modules():
         if isinstance(part, nn.ModuleList) and [*part][: len(layers)] == [*layers]:
             del part[len(layers) :]
@@ -65,7 +67,7 @@ def _cut(module: nn.Module, layers: Sequence[nn.Module]) -> None:
 def _place(
     module: nn.Module, segments: Sequence[Segment], addresses: Sequence[int], view: View
 ) -> None:
-    """Make every parameter (and persistent buffer) a view of its place; touches nothing."""
+    """Make every parameter (and persistent buffer) a view of its place; touches no memory there."""
     left = set(module.state_dict())
     for segment, base in zip(segments, addresses, strict=True):
         for packed in segment.tensors:

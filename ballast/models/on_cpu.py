@@ -1,4 +1,5 @@
-"""Choice of a model's executor on the CPU of this machine."""
+"""Choose a model's executor on CPU: the fast path if its weights are laid out for it, else
+generic."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ def on_cpu(
     workspace: Workspace,
     device: DeviceSettings,
 ) -> ModelExecutor:
-    """The fast path where `host` is laid out for it, else `transformers`' own module.
+    """Return the fast path's executor if `host` is laid out for it, else that of `transformers`'
+    own module.
 
-    `segment_addresses[i]`: where segment i is while the model is resident; `kv_base`: where block 0
-    is. `workspace`: the lane's, which only the fast path uses.
+    `segment_addresses[i]`: address of segment i while the model is resident; `kv_base`: address of
+    block 0. `workspace`: the lane's, used by the fast path only.
     """
     where = (host, segment_addresses, kv_base, layout)
     if host.fused:

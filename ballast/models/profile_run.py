@@ -1,14 +1,13 @@
-"""The profile run: the memory that a model's jobs need, measured when the model is loaded.
+"""Measure the activation memory of a model's jobs when it is loaded, by running jobs of all sizes.
 
-What a job allocates beside weights and KV cache depends on the model's architecture, on the library
-that multiplies its matrices, and on the instructions that this library finds on the CPU: bfloat16
-products go through float32 copies on one machine and through none on the next. So jobs of all
-sizes are run once, on the weights in the host tier, and PyTorch's allocations are counted. The
-peak follows from the sizes, the library and the number of threads alone: the same machine
-measures the same each time.
+What a job allocates beside weights and KV cache depends on the model's architecture, on the GEMM
+library, and on the instructions that the library finds on the CPU: bfloat16 products go through
+float32 copies on one machine and through none on the next. So jobs of all sizes are run once, on
+the weights in the host tier, and PyTorch's allocations are counted. The peak follows from the
+sizes, the library and the number of threads alone: the same machine measures the same each time.
 
 Layers of one kind allocate alike, so one of each kind is run, not all. All tokens are the same, so
-that all rows take the same experts: no expert ever has more.
+that all rows take the same experts, the most rows that an expert can have. CPU devices only.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from ballast.weights.host import HostModel
 from ballast.weights.segment import Segment
 
 Make = Callable[[HostModel, Sequence[int], int, Layout, Workspace, DeviceSettings], ModelExecutor]
-"""Makes what runs a model, as `ballast.models.on_cpu.on_cpu` does."""
+"""Makes a model's executor, as `ballast.models.on_cpu.on_cpu` does."""
 
 _PAGE_BYTES = 64 * KiB
 _TOKEN = 1
 _SAMPLING = Sampling(logprobs=0)
-"""Parameters of the measured jobs: log-probabilities take the most memory of PyTorch's."""
+"""Parameters of the measured jobs: log-probabilities need the most of PyTorch's memory."""
 _DRAWN = 72
-"""Bytes of NumPy's, for each token of the vocabulary, while one row is shaped and sampled: with
+"""Bytes that NumPy takes per token of the vocabulary while one row is shaped and sampled, with
 min-p, top-k and top-p of equal logits."""
 
 
 def measured(host: HostModel, make: Make, device: DeviceSettings) -> HostModel:
     """Return `host` with the measured memory of its jobs on `device` in its spec.
 
-    Takes `host` over: it is closed where this fails. Jobs may run in other threads meanwhile: the
-    counts are of the calling one. Raises UnsupportedModel where a job fails.
+    Takes over `host`, and closes it on failure. Jobs may run in other threads meanwhile:
+    allocations are counted for the calling thread only. Raises UnsupportedModel if a job fails.
     """
     try:
         with _intraop_threads(device.threads):
@@ -64,7 +63,7 @@ def measured(host: HostModel, make: Make, device: DeviceSettings) -> HostModel:
 
 
 def _peak(host: HostModel, make: Make, device: DeviceSettings) -> int:
-    """Most bytes allocated at a time by jobs of any size."""
+    """Return the most bytes allocated at a time by jobs of any size."""
     size = (device.step_tokens, device.step_logits)
     workspace = Workspace(workspace_bytes(host.spec, *size, host.recipe))
     try:
@@ -78,7 +77,7 @@ def _peak(host: HostModel, make: Make, device: DeviceSettings) -> int:
         return peak
     except BallastError:
         raise
-    except Exception as error:  # whatever a family's module does, other models are served
+    except Exception as error:  # a module may raise anything; other models are served
         why = f"{host.spec.name}: a job of it fails: {brief(error)}"
         raise UnsupportedModel(why) from error
     finally:
@@ -86,10 +85,10 @@ def _peak(host: HostModel, make: Make, device: DeviceSettings) -> int:
 
 
 def bound(host: HostModel, peak: int, device: DeviceSettings) -> JobMemory:
-    """Bound the memory to set aside where PyTorch has allocated at most `peak` bytes at a time.
+    """Return the memory to set aside if PyTorch has allocated at most `peak` bytes at a time.
 
     The C library's heap has holes between its blocks: over jobs of mixed sizes it took 1.3 to 2.6
-    times what was allocated at the peak. `AllocatorCap` gives back what goes beyond this bound.
+    times the bytes allocated at the peak. `AllocatorCap` frees memory beyond this bound.
     """
     vocab = host.spec.vocab
     logits = 0 if host.fused else 4 * device.step_logits * vocab
@@ -104,13 +103,13 @@ def bound(host: HostModel, peak: int, device: DeviceSettings) -> JobMemory:
 
 
 def allocated(run: Callable[[], object]) -> int:
-    """Most bytes that PyTorch's CPU allocator had given out at a time to this thread during `run`.
+    """Return the most bytes that PyTorch's CPU allocator gave this thread at a time during `run`.
 
-    What libraries ask of it for themselves is included.
+    Allocations that libraries make through it are included.
     """
     autograd: Any = torch.autograd
-    # Not `torch.profiler`: that one is the process's, writes to its log, and imports a compiler.
-    # The records of this one are the calling thread's.
+    # Not `torch.profiler`: it is process-wide, writes to its log, and imports a compiler.
+    # This one records the calling thread only.
     config = autograd.ProfilerConfig(
         autograd.ProfilerState.CPU,
         False,  # shapes
@@ -138,7 +137,7 @@ def allocated(run: Callable[[], object]) -> int:
 
 @contextmanager
 def _intraop_threads(n: int | None) -> Iterator[None]:
-    """PyTorch has `n` threads for an operation of the calling thread; None: as many as it had."""
+    """Give operations of the calling thread `n` threads of PyTorch; None: as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if n is None else n)
     try:
@@ -148,8 +147,9 @@ def _intraop_threads(n: int | None) -> Iterator[None]:
 
 
 def _jobs(spec: ModelSpec, step_tokens: int, step_logits: int) -> Iterator[list[SequenceWork]]:
-    """Jobs of `step_tokens` tokens, of half of them, and so on: a library may take other ways, that
-    need more memory, for fewer rows. The last is one token, which sees the longest context."""
+    """Yield jobs of `step_tokens` tokens, of half of them, and so on: with fewer rows a library may
+    use other algorithms that need more memory. The last job is one token with the longest
+    context."""
     n = step_tokens
     while n:
         yield _job(spec, n, min(n, step_logits))
@@ -160,9 +160,9 @@ def _jobs(spec: ModelSpec, step_tokens: int, step_logits: int) -> Iterator[list[
 
 
 def _job(spec: ModelSpec, n: int, sampled: int) -> list[SequenceWork]:
-    """Prefill chunks beside decodes: `n` tokens, of which `sampled` are sampled.
+    """Return a job of prefill chunks beside decodes: `n` tokens, of which `sampled` are sampled.
 
-    All of KV is in one block, as what is computed does not matter.
+    All of KV is in one block, as the results do not matter.
     """
     counts = [1] * (sampled - 1)
     left = n - len(counts)
@@ -179,10 +179,10 @@ def _job(spec: ModelSpec, n: int, sampled: int) -> list[SequenceWork]:
 
 
 def _shallow(host: HostModel) -> HostModel:
-    """The same model with its first layers, as many as hold one of each kind after the first layer:
-    that one's input is the embeddings, which the later ones need memory beside.
+    """Return the model with only its first layers, enough to hold one of each kind after the first
+    layer: the first layer's input is the embeddings, beside which later layers need memory.
 
-    Shares the memory of `host`, and is not closed. With all layers where these are not numbered.
+    Shares the memory of `host`, and must not be closed. Has all layers if these are not numbered.
     """
     depth = host.spec.n_layers
     layers = host.segments[1 : 1 + depth]
@@ -210,7 +210,8 @@ def _shallow(host: HostModel) -> HostModel:
 
 
 def _kind(layer: Segment, path: str) -> object:
-    """Equal for layers that hold tensors of the same names, shapes and layouts."""
+    """Return a value that is equal for layers with tensors of the same names, shapes and
+    layouts."""
     return tuple(
         (tuple(name.removeprefix(path) for name in t.names), t.shape, t.layout)
         for t in layer.tensors

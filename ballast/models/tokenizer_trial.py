@@ -1,9 +1,9 @@
-"""A tokenizer loaded once in a child, before the server loads it.
+"""Load a tokenizer once in a limited child process, before the server loads it itself.
 
-A tokenizer's files are parsed by native code, which may take memory or time without end, or end
-the process. So they are tried in a limited process (`ballast.isolation`). Ordinary faults do not
-matter here: the server names them when it loads the tokenizer. Chat templates are programs, run for
-each request and not at load: the server renders them in children of its own.
+A tokenizer's files are parsed by native code, which may take unlimited memory or time, or end the
+process (`ballast.isolation`). Ordinary faults are ignored here: the server reports them when it
+loads the tokenizer. Chat templates are programs that run for each request and not at load: the
+server renders them in child processes of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ballast.isolation.calls import Isolation
 
 
 def vet_tokenizer(directory: Path, isolation: Isolation) -> None:
-    """Try a checkpoint's tokenizer in isolation.
+    """Try to load a checkpoint's tokenizer in isolation.
 
-    Raises CheckpointError where loading it would end the process, and LimitExceeded where it takes
-    too much memory or time.
+    Raises CheckpointError if loading it would end the process, and LimitExceeded if it takes too
+    much memory or time.
     """
     try:
         isolation.call(try_tokenizer, directory, NoneType)
@@ -28,9 +28,9 @@ def vet_tokenizer(directory: Path, isolation: Isolation) -> None:
 
 
 def try_tokenizer(directory: Path) -> None:
-    """Load a checkpoint's tokenizer, in a process that may end of it.
+    """Load a checkpoint's tokenizer, in a process that loading may end.
 
-    Raises CheckpointError for a fault that passes by `except Exception`, and MemoryError.
+    Raises CheckpointError for a fault that `except Exception` does not catch, and MemoryError.
     """
     from transformers import AutoTokenizer
 
@@ -42,6 +42,6 @@ def try_tokenizer(directory: Path) -> None:
         raise
     except Exception:  # noqa: BLE001 - the server names it
         pass
-    except BaseException as error:  # a panic of the tokenizers library is no Exception
+    except BaseException as error:  # a panic of the tokenizers library is not an Exception
         reason = f"no usable tokenizer: {type(error).__name__}: {error}"
         raise CheckpointError(str(directory), None, reason) from error

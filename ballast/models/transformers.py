@@ -1,4 +1,4 @@
-"""Any decoder that `transformers` knows, its weights and KV cache in memory that comes and goes."""
+"""Run any decoder that `transformers` supports on CPU, with weights and KV cache in pool memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ballast.weights.host import HostModel
 
 
 class TransformersModel(ModelExecutor):
-    """Runs the jobs of any decoder, through its own module."""
+    """Runs the jobs of any decoder through its own module."""
 
     def __init__(
         self,
@@ -30,10 +30,9 @@ class TransformersModel(ModelExecutor):
         kv_base: int,
         layout: Layout,
     ) -> None:
-        """`segment_addresses[i]`: where segment i of `host` is while the model is resident.
+        """`segment_addresses[i]`: address of segment i of `host` while the model is resident.
 
-        Raises UnsupportedModel where the module keeps state that cannot be set up without its
-        weights.
+        Raises UnsupportedModel if the module keeps state that cannot be set up without its weights.
         """
         super().__init__(host, kv_base, layout)
         own = len(host.segments)
@@ -41,7 +40,7 @@ class TransformersModel(ModelExecutor):
         groups = groups_of(host.adapters, segment_addresses[own:], self.dtype)
         self._adapted = AdaptedModules(self._module, {p: g.add for p, g in groups.items()})
         self._stops: Collection[int] = ()
-        """Layers at which the pass under way heeds `barriers`."""
+        """Layers at which the current pass calls `barriers`."""
         for i, layer in enumerate(layers_of(self._module, host)):
             layer.register_forward_pre_hook(partial(self._reach, i))
             layer.register_forward_hook(partial(self._leave, i))

@@ -1,8 +1,8 @@
-"""Decide who gets memory, compute and devices: pure functions of frozen views.
+"""Decide which models and requests get memory, compute and devices: pure functions of frozen views.
 
 Packages from `kernels` up may import it; `engine`, `cluster`, `sim`, `bench` and the command line
-do. It imports `core` only; `memory` can neither see it nor be seen by it, so that a policy cannot
-touch what it decides about.
+do. It imports `core` only, and `memory` does not import it either: a policy returns actions and
+cannot touch the memory that it decides about.
 
 - `admission`: The order in which waiting requests are admitted.
 - `base`: The protocols of memory, admission, compute and fleet policies, and their defaults.

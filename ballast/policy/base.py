@@ -1,4 +1,9 @@
-"""What policies are: pure questions, asked by a device's loop and by the fleet's controller."""
+"""Define the protocols of policies: memory, admission and compute on a device, and the fleet.
+
+Policies of `ballast.policy` implement them; `ballast.policy.presets` combines them. The engine loop
+of a device (live and simulated) calls the first three, the fleet's controller the last. A policy is
+a pure function of a view and a memo: it returns a decision, and changes nothing itself.
+"""
 
 from __future__ import annotations
 
@@ -23,125 +28,138 @@ from ballast.policy.requirements import Requirements
 
 
 class Policy:
-    """Part of a preset. Equal views and memos give equal decisions."""
+    """A part of a preset. Equal views and memos give equal decisions."""
 
     __slots__ = ()
 
     @property
     def requires(self) -> Requirements:
-        """What every device that it decides for must be able to do; by default nothing."""
+        """Requirements that every device of the policy must meet; by default none."""
         return Requirements()
 
 
 class MemoryPolicy(Policy, ABC):
-    """Memory and residency of one device. Everything that is decided about them is asked of it;
-    what has a default here is decided alike under every policy that does not say otherwise."""
+    """Decides about memory and residency on one device. Methods with a default implementation
+    decide alike under every policy that does not override them."""
 
     __slots__ = ()
 
     @abstractmethod
     def __call__(self, view: DeviceView, memo: object) -> Decision:
-        """Decide. Asked on arrivals, finishes, shortages and timers, not on every step."""
+        """Decide. Called on arrivals, finishes, shortages and timers, not on every step."""
 
     def expire(self, view: DeviceView) -> Expiry:
-        """Evict models whose idle time to live is over; asked before each decision."""
+        """Evict models whose idle time to live is over; called before each decision."""
         return expire(view)
 
     def when_stuck(self, view: DeviceView) -> Sequence[Action]:
-        """Let requests go on that lack memory, when no decision helps, nothing runs and nothing is
-        on its way: `Recall` what is lent, or fail one (`Refuse`). Where none of it can be done, or
-        it has not helped many times, the answer that policies share is taken instead."""
+        """Free memory for requests that cannot go on, when no decision helps, nothing runs and
+        nothing is on its way: `Recall` lent pages, or fail a request (`Refuse`).
+
+        If none of the actions can be applied, or they have not helped many times, the default is
+        used.
+        """
         return last_resort(view)
 
     def bring_home(self, view: DeviceView, model: str, own: int, pages: int) -> Sequence[Action]:
-        """Make room for a slab of a model's KV that leaves pages borrowed from another device:
-        `own` pages of what the model itself holds, as its limit asks for, and as many more of
-        anybody's as make up `pages` (either may be negative). Where the answer does not suffice,
-        the youngest requests on that slab are preempted."""
+        """Make room for a slab of a model's KV that leaves pages borrowed from another device.
+
+        Free `own` pages of the model's own, as its limit requires, and pages of any model to make
+        up `pages` in all (either may be negative). If the answer does not suffice, the youngest
+        requests on that slab are preempted.
+        """
         return caches_for(view, model, own, pages)
 
     def vacate(self, view: DeviceView, model: str, requests: Sequence[str]) -> Sequence[str]:
-        """Return in which order running requests of a model, given oldest first, are preempted
-        where no room was made for their slab by `bring_home`, until the slab is empty or what is
-        left of it finds room. Those not named come after, youngest first."""
+        """Return the order in which running requests of a model are preempted if `bring_home` made
+        no room for their slab, until the slab is empty or the rest of it finds room.
+
+        `requests`: oldest first. Those that are not returned follow, youngest first.
+        """
         return requests[::-1]
 
     def lend(self, view: DeviceView, to: str, pages: int) -> LendAnswer:
-        """Make room for pages that an operator lends to another device, or refuse to. By default
-        nothing makes way, and free pages are lent, all of them if it comes to that."""
+        """Make room for pages that an operator lends to another device, or refuse. By default
+        nothing is freed, and free pages are lent, if need be all of them."""
         return LendAnswer()
 
     def grow_activations(self, view: DeviceView, pages: int) -> Sequence[Action]:
-        """Make room for so many pages of activations more than are free, for a model that joins.
-        The actions are done in order until there is room; where there is none after the last, the
-        model is refused."""
+        """Make room for `pages` pages of activations beyond those free, for a model that joins.
+
+        The actions are applied in order until there is room; if there is none after the last, the
+        model is refused.
+        """
         return caches_in_order(view, pages)
 
 
 class AdmissionPolicy(Policy, ABC):
-    """In which order waiting requests are admitted. That is not who comes first where work is
-    undone: precedence stays with `Precedence`."""
+    """Decides the order in which waiting requests are admitted. It does not decide which work is
+    undone for which request: that is `Precedence`."""
 
     __slots__ = ()
 
     @abstractmethod
     def __call__(self, view: DeviceView, memo: object) -> Decision:
-        """Reorder queues (`Reorder`). Asked before the memory policy, which sees the new order."""
+        """Reorder queues (`Reorder`). Called before the memory policy, which sees the new order."""
 
 
 class ComputePolicy(Policy, ABC):
-    """Which model's job runs next on an idle lane."""
+    """Decides which model's job runs next on an idle lane."""
 
     __slots__ = ()
 
     @property
     def in_turns(self) -> bool:
-        """Whether models that only decode come in turns, the least recently run first, whatever is
-        due: a simulation can then go through many steps without asking."""
+        """Whether models that only decode take turns, the least recently run first, whatever is
+        due: a simulation can then compute many steps without calling the policy."""
         return False
 
     @abstractmethod
     def __call__(self, view: ComputeView, memo: object) -> ComputeDecision | None:
-        """Decide. Asked when a lane is idle and a model could run.
+        """Decide. Called when a lane is idle and a model could run.
 
-        None: the lane stays idle until something happens, which a job in flight sees to: where none
-        is, one must begin (BrokenPromise).
+        None: the lane stays idle until the next event. It is allowed only while a job is in flight,
+        whose end is such an event; otherwise a job must begin (BrokenPromise).
         """
 
 
 class FleetPolicy(Policy, ABC):
-    """Which devices serve which models, and which of a model's devices gets a request."""
+    """Decides which devices serve which models, and which of a model's devices gets a request."""
 
     __slots__ = ()
 
     @property
     def moves(self) -> bool:
-        """Whether it decides again after the start. If not it is never called, and only operators
+        """Whether it decides again after the start. If not, it is never called, and only operators
         move models."""
         return False
 
     @property
     def replicates(self) -> bool:
-        """Whether a model can come to have several devices, at the start or later."""
+        """Whether a model may get several devices, at the start or later."""
         return self.moves
 
     def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
-        """Return, by model, its devices at the start. Raises ConfigError for a model that no device
-        can serve."""
+        """Return the devices of each model at the start. Raises ConfigError for a model that no
+        device can serve."""
         return spread(needs, rooms)
 
     def route(self, replicas: Sequence[Replica]) -> str:
-        """Return the name of the device that gets a request; there are several. They prefill: those
-        that only decode are among them where there are no others."""
+        """Return the name of the device that gets a new request, of several. All of them prefill;
+        devices that only decode are given if there are no others."""
         return held_prefix(replicas)
 
     def decodes(self, replicas: Sequence[Replica]) -> str:
-        """Return the name of the device at which a request goes on whose first token has come at
-        one that only prefills; there is one or more, and they decode. Those that have the weights
-        come first, unless they are busier than others."""
+        """Return the name of the device where a request goes on whose first token was computed at a
+        device that only prefills.
+
+        `replicas`: one or more that decode. Those with the weights resident come first, unless they
+        are busier than others.
+        """
         able = near(replicas)
         return held_prefix([r for r in able if r.resident] or able)
 
     @abstractmethod
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
-        """Decide. Asked first when the fleet has started, then when it wished to be."""
+        """Decide. Called first when the fleet has started, then at the times that its decisions
+        state."""

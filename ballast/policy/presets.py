@@ -1,4 +1,8 @@
-"""Named combinations of policies."""
+"""Combine memory, compute, fleet and admission policies under the names of presets.
+
+Used by the command line, the engine, the cluster, the simulator and benchmarks: `resolve` builds a
+preset from its name and options, `preset_of` that of a fleet file.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ ORDERS: Mapping[str, Callable[..., ComputePolicy]] = {
     "fcfs": FirstComeFirstServed,
     "adbs": AdaptiveBatches,
 }
-"""Compute policies: dataclasses, whose fields are options."""
+"""Compute policies by name: dataclasses, whose fields are options."""
 PLACEMENTS: Mapping[str, FleetPolicy] = {
     "weights": FixedPlacement(),
     "work": FixedPlacement(by_work=True),
@@ -41,24 +45,23 @@ PLACEMENTS: Mapping[str, FleetPolicy] = {
     "both": ReplicateUnderLoad(by_work=True),
     "kvpr": LeastPressure(),
 }
-"""Fleet policies, by the name that `placement` gives them."""
+"""Fleet policies, by the values of `placement` in a fleet file."""
 _JOIN = "+"
 _PLACEMENT = "work"
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A memory policy, a compute policy, a fleet policy and an admission policy, resolved with
-    their options, and what they require of devices."""
+    """A memory, a compute, a fleet and an admission policy with their options."""
 
     name: str
-    """As it was asked for: with the order's name where that is not the preset's own."""
+    """The name that was resolved, with the order's name if that is not the preset's own."""
     memory: MemoryPolicy
     compute: ComputePolicy
     order: str
     """Name of the compute policy."""
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Those given."""
+    """Options that were given."""
     placement: str = _PLACEMENT
     """Name of the fleet policy."""
     admission: AdmissionPolicy = dataclasses.field(default_factory=LateLast)
@@ -70,17 +73,18 @@ class Preset:
 
     @property
     def values(self) -> dict[str, float]:
-        """Of all its options."""
+        """Values of all options, given or default."""
         policies = (self.memory, self.compute, self.admission)
         return {name: getattr(p, name) for p in policies for name in _fields(type(p))}
 
     @property
     def requires(self) -> Requirements:
-        """What its memory policy requires of the device that it runs on."""
+        """The memory policy's requirements of its device."""
         return self.memory.requires
 
     def refusal(self, device: DeviceSettings) -> ConfigError | None:
-        """The error of a fleet with a device that cannot do what a policy requires."""
+        """Return the error of a fleet whose device does not meet a policy's requirements, or
+        None."""
         for key, value, requires in (
             ("preset", self.name, self.memory.requires),
             ("preset", self.name, self.compute.requires),
@@ -93,7 +97,7 @@ class Preset:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The parts of a preset; what it requires, these declare."""
+    """Policies of a preset before options are applied."""
 
     memory: Callable[..., MemoryPolicy]
     """A dataclass; its fields are the preset's options."""
@@ -119,8 +123,8 @@ PRESETS = tuple(_KINDS)
 
 
 def option_names(name: str) -> tuple[str, ...]:
-    """Options of preset `name`: of its memory policy, its order of compute and its order of
-    admission.
+    """Return the options of preset `name`: of its memory policy, its order of compute and its order
+    of admission.
 
     An option means the same, and has the same default, in every preset that has it. Raises
     ConfigError for an unknown preset.
@@ -130,7 +134,8 @@ def option_names(name: str) -> tuple[str, ...]:
 
 
 def shared_options(name: str, options: Mapping[str, float]) -> dict[str, float]:
-    """Those of `options` that the preset `name` has: what makes it comparable with theirs."""
+    """Return those of `options` that the preset `name` has too, so that presets are compared with
+    equal options."""
     known = option_names(name)
     return {key: value for key, value in options.items() if key in known}
 
@@ -141,11 +146,11 @@ def resolve(
     order: str | None = None,
     placement: str | None = None,
 ) -> Preset:
-    """The preset `name`, tuned by `options`: fields of its memory and compute policies.
+    """Return the preset `name` with `options`, which are fields of its policies.
 
-    `name` may end in another order of compute than the preset's own (`swap+deadline`); `order`, if
-    given, is that order. `placement` names a fleet policy in place of the preset's own. Raises
-    ConfigError for an unknown preset, order, placement or option.
+    `name` may end in another order of compute than the preset's own (`swap+deadline`); `order`
+    replaces the preset's own order unless `name` states one. `placement` names a fleet policy in
+    place of the preset's own. Raises ConfigError for an unknown preset, order, placement or option.
     """
     kind, order_name, named = _parts(name)
     if not named and order is not None:
@@ -172,8 +177,8 @@ def resolve(
 
 
 def preset_of(fleet: FleetSettings) -> Preset:
-    """The preset of a fleet, with its options and placement. Raises ConfigError as `resolve`, and
-    where one of the fleet's devices cannot do what a policy requires."""
+    """Return the preset of a fleet, with its options and placement. Raises ConfigError as
+    `resolve`, and if one of the fleet's devices does not meet a policy's requirements."""
     preset = resolve(fleet.preset, fleet.options, placement=fleet.placement)
     for device in (fleet.device, *fleet.others):
         if (refusal := preset.refusal(device)) is not None:
@@ -182,7 +187,7 @@ def preset_of(fleet: FleetSettings) -> Preset:
 
 
 def _parts(name: str) -> tuple[_Kind, str, bool]:
-    """A preset's memory policy, its order of compute, and whether the name states the order."""
+    """Return a preset's policies, its order of compute, and whether the name states the order."""
     memory, join, order_name = name.partition(_JOIN)
     kind = _KINDS.get(memory)
     if kind is None:
@@ -204,7 +209,7 @@ def _all_fields(kind: _Kind, compute: Callable[..., ComputePolicy]) -> tuple[str
 
 
 def _own(policy: Callable[..., object], options: Mapping[str, float]) -> dict[str, float]:
-    """Those of the options that are fields of this policy."""
+    """Return those of the options that are fields of this policy."""
     return {key: options[key] for key in _fields(policy) if key in options}
 
 

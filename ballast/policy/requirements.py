@@ -1,4 +1,8 @@
-"""What policies require of the devices that they run on."""
+"""Declare what a policy requires of its devices, and refuse devices that lack it.
+
+Presets check it when a fleet is configured (`ballast.policy.presets.preset_of`), before anything is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +13,29 @@ from ballast.core.settings import DeviceSettings
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """Abilities of a device that a policy does not work without."""
+    """Abilities that a policy requires of every device."""
 
     rotation: bool = False
-    """Layers of weights rotate."""
+    """Layers of weights can rotate."""
     kv_swapping: bool = False
-    """KV lies layer by layer, and that of some layers moves between device and host in each step.
-    Layers of weights do not rotate then: a job waits for one or the other. Nor can KV lie on
-    borrowed pages, which back whole blocks."""
+    """KV lies layer by layer, and that of some layers is copied between device and host in each
+    step.
+
+    Layers of weights do not rotate then: a job waits for one or the other. KV cannot lie on
+    borrowed pages, which back whole blocks.
+    """
     dirty: bool = False
-    """Of such a layer only what a step has written goes back to the host; else all of it."""
+    """Only what a step has written of a swapped layer is copied back to the host; else all of
+    it."""
     following: bool = False
-    """Models come to the device and leave it as the load goes."""
+    """Models can be activated on and removed from the device as the load changes."""
 
     def __post_init__(self) -> None:
         if self.rotation and self.kv_swapping:
             raise ValueError("layers of weights, or their KV, can rotate, not both")
 
     def refusal(self, device: DeviceSettings) -> str | None:
-        """Return why a device cannot do what is required, if it cannot."""
+        """Return why a device does not meet the requirements, or None."""
         if self.rotation and not device.rotates:
             return "its layers of weights must rotate, which those spread over ranks cannot so far"
         if self.kv_swapping and device.tensor_parallel > 1:

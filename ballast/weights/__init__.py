@@ -4,38 +4,38 @@ Packages from `models` up may import it. It imports `kernels`, `memory`, `isolat
 cannot see `kv`.
 
 - `adapter`: LoRA adapters in PEFT's format, checked against their base model.
-- `agreement`: Check that a model computes the same in our batches as in `transformers`.
-- `architecture`: A decoder's sizes and tensors, and how it attends.
-- `assemble`: How tensors of the module are assembled from tensors of the files.
+- `agreement`: Check that a module computes the same in our batches as in `transformers`.
+- `architecture`: A decoder's sizes, tensors and attention windows.
+- `assemble`: Assemble tensors of the module from tensors of the files.
 - `buffers`: Buffers that checkpoints lack, such as rotary frequencies.
-- `checkpoint`: From a checkpoint's directory to a model in the host tier.
+- `checkpoint`: Load a checkpoint's weights into the host tier.
 - `config`: `config.json`, the generation config, and end-of-sequence tokens.
 - `decoder_recipe`: How a Llama-like decoder's layers are computed, by features.
 - `default_dtype`: PyTorch's default dtype, set for one thread.
-- `event_rotor`: Rotating layers on a GPU, ordered by CUDA events.
+- `event_rotor`: Load rotating layers on a GPU, ordered by CUDA events.
 - `host`: The host tier: weights packed in sealed memory, shared by all workers.
-- `inspection`: Learn an architecture from its `transformers` module, or refuse the model.
-- `link_rotor`: Rotating layers on CPU, loaded over the link as jobs advance.
+- `inspection`: Derive an architecture from its `transformers` module, or refuse the model.
+- `link_rotor`: Load rotating layers on a CPU device over the link, as jobs advance.
 - `manifest`: A checkpoint's contents, checked before its weights are read.
 - `meta_module`: The `transformers` module of a configuration, without memory.
 - `module_pattern`: Linear-time patterns of module paths.
 - `module_segments`: A module's tensors, divided into segments.
-- `origin`: The identity of a segment's bytes, without reading them.
+- `origin`: Identify a segment's bytes without reading them.
 - `packing`: Memory layout of each tensor of a segment: as stored, or panel-packed.
 - `packing_experts`: Memory layout of a layer's experts.
-- `page_size`: The page size that a fleet's models suggest.
-- `pooling`: Detection of embedding models by their sentence-transformers files.
-- `probe`: What a decoder requires of attention, learned on the meta device.
+- `page_size`: Choose the page size of CPU devices by the size of their models.
+- `pooling`: Detect embedding models by their sentence-transformers files.
+- `probe`: Find what a decoder requires of attention, on the meta device.
 - `recipe_agreement`: Check that a module computes what its recipe says.
 - `recipe_search`: Find a decoder's recipe from its tensors and parts.
-- `residency`: The weights of one model on one device: absent, loading, resident.
+- `residency`: One model's weights on one device: absent, loading, resident, rotating.
 - `rotation_slots`: Which layer each slot of a rotation holds, and which follows it.
-- `rotor`: The protocol that brings rotating layers to their slots (MIRAGE, 4.1, 5.4).
+- `rotor`: The protocol that loads rotating layers into their slots (MIRAGE, 4.1, 5.4).
 - `sealed`: A host-tier segment: a memfd that is filled, sealed, and mapped read only.
 - `segment`: Segments: tensors of one layer, packed one after the other.
 - `segment_table`: Places of a model's segments in its range of device addresses.
 - `sharding`: Division of each tensor over tensor-parallel ranks.
-- `shared`: Segments that several models share, on the device once.
+- `shared`: Segments that several models contain, on the device once.
 - `slots`: Pages that rotating layers of a model share.
 - `stored`: Tensors in safetensors files, located by their headers.
 - `support_checks`: Refusal of models that cannot be served, with reasons.

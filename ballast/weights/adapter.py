@@ -1,8 +1,8 @@
-"""LoRA adapters in PEFT's format: checked against their base, then beside it in the host tier.
+"""Load LoRA adapters in PEFT's format: check them against their base model, pack them beside it.
 
 An adapter adds `scale * (x A^T) B^T` to the output of some of its base's linear modules. Its
-matrices become one more segment of the base, in the base's dtype: they are on the device whenever
-the base is. B is kept transposed, as the kernels read it: (rank, outputs).
+matrices become one more segment of the base in the host tier, in the base's dtype: they are on the
+device whenever the base is. B is kept transposed, as the kernels read it: (rank, outputs).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _REFUSED = {
     "arrow_config": "routing between adapters",
 }
 _PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
-"""Ways of initialisation that leave the base's weights as they are."""
+"""Initialisations that leave the base's weights as they are."""
 
 
 def load_adapters(
@@ -64,10 +64,11 @@ def load_adapters(
     modules: Mapping[str, tuple[int, int]],
     tier: HostTier,
 ) -> HostModel:
-    """Return `host` with the adapters that can be served, and in `failed` why others cannot.
+    """Return `host` with the adapters that can be served, and in `failed` the reasons of the
+    others.
 
-    `modules`: (inputs, outputs) of those that can be adapted, by path. Takes `host` over: the
-    result is to be closed in its place.
+    `modules`: (inputs, outputs) of the base's modules that can be adapted, by path. Takes over
+    `host`: close the result in its place.
     """
     if not settings:
         return host
@@ -98,9 +99,9 @@ def load_adapter(
 ) -> HostAdapter:
     """Read, check, convert and seal the adapter at `settings.path`.
 
-    `modules` are those of the base that can be adapted. Raises CheckpointError (file, tensor,
-    reason), UnsupportedModel, LimitExceeded where reading takes more than it may, and DeviceError
-    where host memory does not suffice.
+    `modules`: as for `load_adapters`. Raises CheckpointError (file, tensor, reason),
+    UnsupportedModel, LimitExceeded if reading takes more than its limits, and DeviceError if host
+    memory does not suffice.
     """
     wanted = AdapterSource(Path(settings.path), dict(modules))
     try:
@@ -124,7 +125,7 @@ class AdapterSource:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The matrices A and B of one module, in the files."""
+    """The stored matrices A and B of one module."""
 
     module: str
     a: Stored
@@ -139,7 +140,7 @@ class Pair:
 def read_pairs(wanted: AdapterSource) -> tuple[Pair, ...]:
     """Read an adapter's configuration and header, and check them against its base.
 
-    A and B for each module that the files adapt, in the base's order. Raises CheckpointError and
+    Returns A and B of each adapted module, in the base's order. Raises CheckpointError and
     UnsupportedModel.
     """
     path = wanted.directory / TENSORS
@@ -154,7 +155,7 @@ def read_pairs(wanted: AdapterSource) -> tuple[Pair, ...]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(str(error.filename or path), None, reason) from error
-    except Exception as error:  # nobody foresaw what these files say
+    except Exception as error:  # unforeseen contents of the files
         raise CheckpointError(str(wanted.directory), None, brief(error)) from error
 
 
@@ -209,7 +210,7 @@ class _Config:
 
     @classmethod
     def read(cls, path: Path) -> _Config:
-        """Raises CheckpointError, and UnsupportedModel for what the kernels cannot do."""
+        """Raises CheckpointError, and UnsupportedModel for features that the kernels lack."""
         if not path.is_file():
             raise CheckpointError(str(path), None, "there is no such file")
         config = read_json(path)
@@ -229,7 +230,7 @@ class _Config:
         return cls(path, config["r"], config["lora_alpha"], ranks, alphas, rs)
 
     def of(self, module: str) -> tuple[int, float]:
-        """(rank, scale) of one module."""
+        """Return (rank, scale) of one module."""
         rank = _by_pattern(self.rank_patterns, module, self.rank)
         alpha = _by_pattern(self.alpha_patterns, module, self.alpha)
         return int(rank), alpha / (math.sqrt(rank) if self.rs else rank) if rank > 0 else 0.0
@@ -245,12 +246,12 @@ def _pattern(path: Path, text: str) -> ModulePattern:
 def _by_pattern(
     patterns: Sequence[tuple[ModulePattern, float]], module: str, default: float
 ) -> float:
-    """The value of the first pattern that the module's path matches, as PEFT has it."""
+    """Return the value of the first pattern that the module's path matches, as in PEFT."""
     return next((value for pattern, value in patterns if pattern.matches(module)), default)
 
 
 def _refuse(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModel for an adapter that is more than low-rank products."""
+    """Raise UnsupportedModel for an adapter that is more than low-rank products."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedModel(f"{path}: an adapter of type {kind!r}; only LORA is supported")
@@ -265,7 +266,7 @@ def _refuse(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _pairs(path: Path, config: _Config, modules: Mapping[str, tuple[int, int]]) -> tuple[Pair, ...]:
-    """A and B for each module that the file adapts, checked, in the model's order."""
+    """Return A and B of each module that the file adapts, checked, in the model's order."""
     halves: dict[str, dict[str, Stored]] = {}
     for name, stored in read_header(path).items():
         match = _KEY.fullmatch(name)
@@ -299,7 +300,7 @@ def _pairs(path: Path, config: _Config, modules: Mapping[str, tuple[int, int]]) 
 
 
 def _read(pairs: Sequence[Pair], dtype: torch.dtype) -> dict[str, Tensor]:
-    """A, and B transposed, of each module in turn, by name."""
+    """Read A, and B transposed, of each module in turn; returns them by name."""
     found: dict[str, Tensor] = {}
     with Sources([Recipe.of(half) for pair in pairs for half in (pair.a, pair.b)]) as sources:
         for pair in pairs:

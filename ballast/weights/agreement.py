@@ -1,11 +1,11 @@
-"""Check that a module computes the same in our batches as in `transformers`' own way.
+"""Check that a module computes the same logits in our batches as in `transformers`' own forward.
 
 The reference is the module's own forward: one sequence at a time, `transformers`' attention and
-masks, and no positions given, so that the module finds them itself. Ours is one flat batch of
-pieces of several sequences, each with its positions, and an attention that is called as it will
-be when serving. Both run without the model's weights (`ballast.weights.weightless`) and
-through as few layers as show every kind of layer there is. What differs, a position that the module
-counts by itself or a scale that grows with it, would be wrong answers.
+masks, and no positions given, so that the module computes them itself. Ours is one flat batch of
+pieces of several sequences, each with its positions, and an attention that is called as in serving.
+Both run without the model's weights (`ballast.weights.weightless`) and through the fewest layers
+that include every kind of layer. A difference, such as positions that the module counts by itself
+or a scale that grows with them, would mean wrong answers: the model is refused.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ballast.core.errors import brief
 
 _NAME = "ballast_agreement"
 _LEAST_LAYERS = 5
-"""Patterns of layers commonly repeat after four."""
+"""Least layers that are run: patterns of layers commonly repeat after four."""
 _TOLERANCE = 5e-3
-"""Largest difference, in standard deviations of the logits. Rounding makes less than a fifth of it,
-positions more."""
+"""Largest difference, in standard deviations of the logits. Rounding causes less than a fifth of
+it, wrong positions more."""
 _ATTEMPTS = 3
-"""With other tokens: where rounding tips a choice of experts, it does not do so every time."""
+"""Attempts, each with other tokens: rounding can change a choice of experts, but not every time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A sequence of which `length` tokens from position `start` on are there, the first `cut` of
-    them in an earlier batch than the rest."""
+    """A sequence of `length` tokens from position `start` on, the first `cut` of them in an earlier
+    batch than the rest."""
 
     start: int
     length: int
@@ -46,7 +46,7 @@ class Case:
 
 
 def cases(positions: int) -> list[Case]:
-    """Sequences at the beginning, in the middle and at the end of the context."""
+    """Return sequences at the beginning, in the middle and at the end of the context."""
     found = [Case(0, min(7, positions), min(4, positions - 1))]
     if positions >= 32:
         found += [Case(positions // 2, 5, 3), Case(positions - 4, 4, 1)]
@@ -55,10 +55,11 @@ def cases(positions: int) -> list[Case]:
 
 @torch.inference_mode()
 def disagreement(module: nn.Module, positions: int, vocab: int) -> str | None:
-    """Compare the two within `positions`; returns the difference in words, or None.
+    """Compare the module's logits in our batches with its own, within `positions`; returns the
+    difference in words, or None.
 
-    `module` is weightless, and has no more layers than have to be run. Raises whatever the module
-    raises when it cannot be run in our way.
+    `module` is weightless, and has only the layers that have to be run. Raises whatever the module
+    raises if it cannot be run in our batches.
     """
     found = None
     for attempt in range(_ATTEMPTS):
@@ -69,10 +70,11 @@ def disagreement(module: nn.Module, positions: int, vocab: int) -> str | None:
 
 
 def batched(module: Any, positions: int, vocab: int) -> list[Tensor]:
-    """(length, vocab) logits of `cases(positions)`, computed in batches of pieces of all of them.
+    """Return the (length, vocab) logits of each of `cases(positions)`, computed in batches of
+    pieces of all of them.
 
-    `module` is weightless and attends through `attend`: one of `transformers`, or something that is
-    called in the same way.
+    `module` is weightless and attends through `attend`: a module of `transformers`, or an object
+    that is called in the same way.
     """
     tried = cases(positions)
     if isinstance(module, nn.Module):
@@ -113,7 +115,7 @@ def _compare(module: nn.Module, tried: Sequence[Case], vocab: int, seed: int) ->
 
 
 class _Forgotten(DynamicLayer):  # type: ignore[misc]
-    """KV of a sequence that is `seen` tokens long, all of which have been dropped."""
+    """KV cache of a sequence that is `seen` tokens long, all of which have been dropped."""
 
     def __init__(self, seen: int) -> None:
         super().__init__()
@@ -127,7 +129,7 @@ class _Forgotten(DynamicLayer):  # type: ignore[misc]
 
 
 def _theirs(module: Any, case: Case, ids: Tensor) -> Tensor:
-    """(length, vocab) logits."""
+    """Return the (length, vocab) logits of a case by `transformers`' own forward."""
     if case.start == 0:
         output = module(input_ids=ids[None], use_cache=False)
     else:
@@ -139,8 +141,8 @@ def _theirs(module: Any, case: Case, ids: Tensor) -> Tensor:
 
 
 def _cache_name(module: Any) -> str:
-    """Name of the module's argument for its cache: `past_key_values`, and `cache` from transformers
-    5.24 on."""
+    """Return the name of the module's argument for its cache: `past_key_values`, and `cache` from
+    transformers 5.24 on."""
     return "cache" if "cache" in signature(module.forward).parameters else "past_key_values"
 
 
@@ -153,7 +155,7 @@ def _n_layers(module: Any) -> int:
 
 @dataclass(slots=True)
 class _Batch:
-    """`pieces`: (sequence, tokens) in the order of the batch's rows."""
+    """One batch; `pieces`: (sequence, tokens) in the order of its rows."""
 
     pieces: Sequence[tuple[int, int]]
     kv: dict[tuple[int, int], tuple[Tensor, Tensor]]
@@ -173,7 +175,8 @@ def _attending(batch: _Batch) -> Iterator[None]:
 
 
 def _ours(module: Any, tried: Sequence[Case], tokens: Sequence[Tensor]) -> list[Tensor]:
-    """(length, vocab) logits of each sequence, computed in two batches of pieces of all of them."""
+    """Return the (length, vocab) logits of each sequence, computed in two batches of pieces of
+    all."""
     kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     found: list[list[Tensor]] = [[] for _ in tried]
     numbered = list(enumerate(tried))
@@ -213,7 +216,7 @@ def attend(
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """As `ballast.models.attention.attend`, in plain tensors, within a batch of this module.
+    """Attend as `ballast.models.attention.attend`, in plain tensors, within a batch of this module.
 
     Query (1, heads, T, head_dim), key and value (1, kv_heads, T, head_dim).
     """
@@ -250,7 +253,8 @@ def attend(
 def _experts(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Depends on how much is sent to experts, and not on which: rounding may tip a choice."""
+    """Stand in for experts: the result depends on the weights of the choice, not on which experts
+    are chosen, as rounding may change that."""
     return hidden_states * (0.5 + 0.1 * top_k_weights.sum(-1, keepdim=True)).to(hidden_states.dtype)
 
 
@@ -262,6 +266,7 @@ ExpertsInterface.register(_NAME, _experts)
 
 
 def layers_to_run(kinds: Sequence[Hashable]) -> int:
-    """Number of layers, from the first, that include every one of `kinds`, one for each layer."""
+    """Return the number of layers, from the first, that include every one of `kinds` (the kind of
+    each layer)."""
     firsts = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
     return min(len(kinds), max(_LEAST_LAYERS, 1 + max(firsts.values())))

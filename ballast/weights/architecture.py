@@ -1,4 +1,7 @@
-"""A decoder's architecture: its sizes, its tensors, and how it attends."""
+"""Describe a decoder's architecture: its sizes, its tensors, and its attention windows.
+
+Found by `ballast.weights.inspection`; sharding, packing and assembly go by it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class Architecture:
     recipe: DecoderRecipe | None
     """How the fast path computes a layer; None: it cannot compute layers of this kind."""
     conversions: tuple[Any, ...]
-    """`transformers`' rules from a checkpoint's names and tensors to these."""
+    """`transformers`' rules that convert a checkpoint's names and tensors to these."""
     base_prefix: str
     """Beginning of the names of tensors that belong to the model without its head."""
 

@@ -1,9 +1,9 @@
-"""Assembly of each tensor of an architecture from tensors of the files.
+"""Assemble each tensor of an architecture from the tensors stored in a checkpoint's files.
 
-A *recipe* is the tensor in row-major order as a sequence of runs of stored tensors. Mostly that is
-one stored tensor; `transformers` holds the experts of a layer as one tensor where checkpoints have
-one for each, and renames. Its own rules say what becomes of a stored name; what it would do to
-whole tensors is done here to recipes, so that nothing is read but what goes to its place.
+A *recipe* is the tensor in row-major order as a sequence of runs of stored tensors. Usually that is
+one stored tensor; but `transformers` holds the experts of a layer as one tensor where checkpoints
+have one for each, and renames tensors. Its own conversion rules are applied here to recipes instead
+of to whole tensors, so that only the bytes that are needed are read, directly to their place.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A tensor of `shape`: its runs one after the other."""
+    """How to read a tensor of `shape`: its runs one after the other."""
 
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
@@ -58,11 +58,11 @@ class Recipe:
 
     @property
     def plain(self) -> Stored | None:
-        """The stored tensor that it is, if it is one."""
+        """The stored tensor that it is read from, if it is only one run."""
         return self.runs[0].source if len(self.runs) == 1 else None
 
     def cut(self, start: int, n: int) -> tuple[Run, ...]:
-        """Its elements `start .. start + n`."""
+        """Return the runs of its elements `start .. start + n`."""
         found, at = [], 0
         for run in self.runs:
             first, last = max(start, at), min(start + n, at + run.n)
@@ -95,10 +95,10 @@ def concatenate(parts: Sequence[Recipe], dim: int) -> Recipe:
 def recipes(
     architecture: Architecture, stored: Mapping[str, Stored], directory: Path
 ) -> dict[str, Recipe]:
-    """Recipes of all names in the architecture that the files have tensors for, of their shapes.
+    """Return the recipes of all names in the architecture that the files have tensors for.
 
-    Raises CheckpointError where parts do not fit together, UnsupportedModel where `transformers`
-    would do more with them than stack and concatenate.
+    Raises CheckpointError if parts do not fit together, UnsupportedModel if `transformers` would do
+    more with them than stack and concatenate.
     """
     names = {n: n for _, wanted in architecture.segments for w in wanted for n in w.names}
     renamings = [c for c in architecture.conversions if isinstance(c, WeightRenaming)]
@@ -133,7 +133,7 @@ def recipes(
 
 
 class _Unfit(Exception):
-    """Why parts cannot be put together."""
+    """Raised, with the reason, for parts that cannot be put together."""
 
 
 def _convert(converter: WeightConverter, by_source: Mapping[str, Sequence[Recipe]]) -> Recipe:
@@ -161,7 +161,8 @@ def _convert(converter: WeightConverter, by_source: Mapping[str, Sequence[Recipe
 
 
 def _alike(parts: Sequence[Recipe], dim: int | None = None) -> Sequence[Recipe]:
-    """The parts, of one shape but for dimension `dim`."""
+    """Return the parts; raises `_Unfit` unless their shapes are equal, except in dimension
+    `dim`."""
 
     def rest(shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape if dim is None else (*shape[:dim], *shape[dim + 1 :])
@@ -177,7 +178,7 @@ class Sources:
     """The files behind recipes, open for reading from several threads; a context manager."""
 
     def __init__(self, plan: Iterable[Recipe]) -> None:
-        """Raises OSError where one cannot be opened."""
+        """Raises OSError if a file cannot be opened."""
         paths = {run.source.path for recipe in plan for run in recipe.runs}
         with ExitStack() as files:
             self._fds = {p: files.enter_context(open(p, "rb", buffering=0)).fileno() for p in paths}
@@ -199,15 +200,15 @@ class Sources:
         return self._fds[source.path]
 
     def read(self, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-        """The whole tensor, converted to `dtype`."""
+        """Read the whole tensor, converted to `dtype`."""
         whole = torch.empty(recipe.shape, dtype=dtype)
         self.fill(recipe, 0, whole.view(-1))
         return whole
 
     def fill(self, recipe: Recipe, start: int, target: Tensor) -> None:
-        """Elements from `start` on into `target` (1-D), converted to its dtype.
+        """Read elements from `start` on into `target` (1-D), converted to its dtype.
 
-        Raises CheckpointError, which names file and tensor, where they cannot be read.
+        Raises CheckpointError, with file and tensor, if they cannot be read.
         """
         at = 0
         for run in recipe.cut(start, target.numel()):

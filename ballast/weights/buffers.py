@@ -1,4 +1,5 @@
-"""Buffers that checkpoints lack, such as rotary frequencies, computed by `transformers`."""
+"""Compute the buffers that checkpoints lack, such as rotary frequencies, by `transformers`' own
+code."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from ballast.core.errors import UnsupportedModel, brief
 def set_up_buffers(module: nn.Module, kind: str, device: torch.device) -> None:
     """Compute the values of meta-device buffers, and put these on `device`.
 
-    `transformers` knows how to set each up, by the model that its owner is part of; parameters are
-    marked so that it leaves those alone. Raises UnsupportedModel where it fails, and where it
-    leaves a buffer alone or draws it at random: it then differs when that is done twice.
+    `transformers` initialises the buffers of each module by a method of the model that contains it;
+    parameters are marked so that it leaves those alone. Raises UnsupportedModel if it fails, and if
+    it leaves a buffer unset or draws it at random, which shows as a difference between two runs.
     """
     for parameter in module.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -45,7 +46,7 @@ def set_up_buffers(module: nn.Module, kind: str, device: torch.device) -> None:
 def _owners(
     module: nn.Module, path: str, initialise: Any
 ) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], object]]]:
-    """Every module, what its tensors' names begin with, and what sets it up: the same method of the
+    """Yield every module, the prefix of its tensors' names, and its initialiser: the method of the
     nearest model around it."""
     initialise = getattr(module, "_init_weights", initialise)
     yield path, module, initialise

@@ -1,8 +1,9 @@
-"""Loading of a checkpoint into the host tier.
+"""Load a checkpoint's weights into the host tier.
 
 Everything that can be known from configuration and headers is checked first
 (`ballast.weights.manifest`); then the files are read, converted to the dtype in which the model is
-served, packed and hashed, by several threads. The user's files are closed before serving begins.
+served, packed and hashed, by several threads. The files are closed before serving begins. Used by
+the live device machines and tensor-parallel ranks; never touches device memory.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ def load_host_model(
     threads: int = THREADS,
     shard: Shard = WHOLE,
 ) -> HostModel:
-    """Read, check, convert and seal the checkpoint at `settings.path`, with so many threads.
+    """Read, check, convert and seal the checkpoint at `settings.path`, by `threads` threads.
 
     Of a `shard`, only that rank's part is read; its segments are as large on every rank.
 
-    Segments that `tier` has already, of other checkpoints, are shared with them; those that it, or
-    another process, has made of the same files are not read at all.
+    Segments that `tier` already has from other checkpoints are shared with them; those that it, or
+    another process, has made from the same files are not read at all.
 
-    `dtype: auto` serves what most bytes of the checkpoint are: bfloat16, or float32. A float16
-    checkpoint is then served in float32, which holds its numbers exactly; bfloat16 would round
-    them, so that has to be asked for. Tensors that `transformers` keeps in float32 stay in that.
+    `dtype: auto` serves the dtype of most bytes of the checkpoint: bfloat16, or float32. A float16
+    checkpoint is served in float32, which holds its numbers exactly; bfloat16, which would round
+    them, has to be requested. Tensors that `transformers` keeps in float32 stay in that.
 
     Raises CheckpointError (file, tensor, reason), UnsupportedModel, ConfigError for settings that
-    do not fit the model, LimitExceeded where reading takes more than it may, and DeviceError where
+    do not fit the model, LimitExceeded if reading takes more than its limits, and DeviceError if
     host memory does not suffice. An adapter with any of these faults is left out, and listed in
     `failed`.
     """
@@ -90,11 +91,10 @@ def load_host_model(
 def read_spec(
     settings: ModelSettings, ranks: int = 1, isolation: Isolation | None = None
 ) -> ModelSpec:
-    """Read a model's spec on each of `ranks` ranks, from headers alone, without its weights.
+    """Read a model's spec on each of `ranks` ranks from headers alone, without reading its weights.
 
-    So segments that are equal to another model's are not known to be, its fingerprint is not that
-    of the loaded model, and adapters are not looked at. Raises as `load_host_model`, for what
-    headers show.
+    It has no segment digests, its fingerprint is not that of the loaded model, and adapters are
+    ignored. Raises as `load_host_model`, for faults that headers show.
     """
     manifest = _examined(ManifestRequest(settings, Shard(0, ranks)), isolation or Here())
     return _spec(settings, manifest, ranks)
@@ -141,7 +141,7 @@ def _fill(
 
 
 def clipped_context(settings: ModelSettings, spec: ModelSpec) -> str | None:
-    """Warning about a `limits.context` beyond the model's own; None: it is within."""
+    """Return a warning about a `limits.context` beyond the model's own; None: it is within."""
     if settings.max_model_len is None or settings.max_model_len <= spec.max_model_len:
         return None
     return (
@@ -151,7 +151,7 @@ def clipped_context(settings: ModelSettings, spec: ModelSpec) -> str | None:
 
 
 def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
-    """Without what only bytes show: digests of segments."""
+    """Return the spec without the segments' digests, which only their bytes show."""
     return ModelSpec(
         name=settings.name,
         n_layers=manifest.n_layers,
@@ -184,7 +184,7 @@ def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
 
 
 def _write(piece: Piece, elements: Tensor) -> bytes:
-    """Copy a whole tensor to where it belongs; its SHA-256."""
+    """Copy a whole tensor to its place in the segment; returns its SHA-256."""
     if elements.nbytes != piece.n_bytes:
         raise BrokenPromise(f"{piece.tensor.names}: {elements.nbytes} bytes, not {piece.n_bytes}")
     target = tensor_at(piece.address, elements.shape, elements.dtype)
@@ -193,7 +193,7 @@ def _write(piece: Piece, elements: Tensor) -> bytes:
 
 
 def _copy(piece: Piece, recipe: Recipe, sources: Sources, dtype: torch.dtype) -> bytes:
-    """Read one piece of a tensor, convert it on the way; SHA-256 of the result."""
+    """Read one piece of a tensor and convert it on the way; returns the SHA-256 of the result."""
     target = tensor_at(piece.address, (piece.n_bytes // dtype.itemsize,), dtype)
     sources.fill(recipe, piece.start // dtype.itemsize, target)
     return hashlib.sha256(target.view(torch.uint8).numpy().data).digest()

@@ -1,4 +1,4 @@
-"""A checkpoint's config.json, and its end-of-sequence tokens."""
+"""Read a checkpoint's `config.json`, and its end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ballast.core.errors import CheckpointError, UnsupportedModel, brief
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 _MOST_BYTES = 16 << 20
-"""Limit on a JSON file that is read; the largest known have some 100 kB."""
+"""Most bytes of a JSON file that is read; the largest known have some 100 kB."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             why = f"transformers {transformers.__version__} knows no such model"
         raise UnsupportedModel(f"{kind}: {why}")
     try:
-        # It also mends what older versions have written, the `model_type` among it.
+        # It also converts values of older versions, `model_type` among them.
         found = AutoConfig.from_pretrained(
             str(directory), trust_remote_code=False, local_files_only=True
         )
@@ -71,8 +71,8 @@ def text_config(config: Any) -> Any:
 
 
 def check_layers(config: Any, directory: Path, tensors: int) -> None:
-    """Raise CheckpointError for a number of layers that the files, which hold so many tensors,
-    cannot have: building them may take memory without end."""
+    """Raise CheckpointError for a number of layers that files with `tensors` tensors cannot have:
+    building them could take unlimited memory."""
     layers = getattr(text_config(config), "num_hidden_layers", None)
     if layers is None or (type(layers) is int and 1 <= layers <= tensors):
         return

@@ -1,8 +1,8 @@
-"""Recipes of Llama-like decoders: how their layers are computed, where these differ.
+"""Describe how a Llama-like decoder computes its layers, as a recipe of features.
 
-A `DecoderRecipe` is what the fast path (`models/fused/model.py`) goes by, instead of names of
+The fast path (`models/fused/model.py`) goes by a `DecoderRecipe` instead of names of model
 families. Its defaults are Llama's. `weights/recipe_search.py` finds the recipe of a module, and
-`weights/recipe_agreement.py` shows that the module computes what its recipe says.
+`weights/recipe_agreement.py` checks that the module computes what its recipe says.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PRE = "pre"
 POST = "post"
 """A norm of what attention adds to the hidden states, and one of what the MLP adds (OLMo 2)."""
 BOTH = "both"
-"""All four of them (Gemma 2)."""
+"""All four of these norms (Gemma 2)."""
 
 SILU = "silu"
 GELU = "gelu"
@@ -25,7 +25,7 @@ GELU_TANH = "gelu_tanh"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderRecipe:
-    """One decoder: embeddings, layers of attention and a gated MLP, a norm, a head.
+    """Computation of one decoder: embeddings, layers of attention and a gated MLP, a norm, a head.
 
     Per layer, with the norms that it has, and f the activation::
 
@@ -65,16 +65,17 @@ class DecoderRecipe:
     Empty: all layers by `inv_freq`."""
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
-    """As `softcap`, of logits after they were divided."""
+    """As `softcap`, for logits after the division."""
 
     @property
     def norms_before(self) -> bool:
-        """Whether norms stand before attention and before the MLP."""
+        """Whether norms come before attention and before the MLP."""
         return self.norms != POST
 
     @property
     def lands_apart(self) -> bool:
-        """Whether what attention and MLP add is changed before it is added to hidden states."""
+        """Whether outputs of attention and MLP are normed or scaled before they are added to hidden
+        states."""
         return self.norms != PRE or self.residual_scale != 1.0
 
     def rotary_of(self, layer: int) -> str | None:
@@ -89,12 +90,13 @@ class DecoderRecipe:
 
 
 LLAMA = DecoderRecipe()
-"""Also Mistral's, Qwen2's and Qwen3's: the only one that GPUs, plain matrices and tensor-parallel
-groups have a fast path for."""
+"""Also Mistral's, Qwen2's and Qwen3's: the only recipe with a fast path on GPUs, with plain
+matrices, and in tensor-parallel groups."""
 
 
 def matrices(recipe: DecoderRecipe) -> dict[str, tuple[str, ...]]:
-    """The matrices of a layer by role, and the modules within the layer that each consists of."""
+    """Return the matrices of a layer by role, and the modules within the layer that each consists
+    of."""
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up = ("mlp.gate_proj", "mlp.up_proj")
     return {
@@ -106,10 +108,10 @@ def matrices(recipe: DecoderRecipe) -> dict[str, tuple[str, ...]]:
 
 
 def vectors(recipe: DecoderRecipe) -> dict[str, str]:
-    """The norms of a layer by role, and the module within the layer that each is.
+    """Return the norms of a layer by role, and the module within the layer of each.
 
-    `input_norm` stands before attention, `post_norm` before the MLP, `o_norm` and `down_norm` after
-    them; `q_norm` and `k_norm` need not be there.
+    `input_norm` comes before attention, `post_norm` before the MLP, `o_norm` and `down_norm` after
+    them; `q_norm` and `k_norm` are optional.
     """
     before_mlp = "post_attention_layernorm" if recipe.norms == PRE else "pre_feedforward_layernorm"
     found = {"input_norm": "input_layernorm"} if recipe.norms != POST else {}

@@ -1,7 +1,7 @@
-"""PyTorch's default dtype, set for one thread.
+"""Set PyTorch's default dtype for one thread only, while a module is built.
 
-`torch.set_default_dtype` holds for all threads of a process: while a model is built, jobs beside
-it would make tensors in that model's dtype, and of two builds at once one may leave its own behind.
+`torch.set_default_dtype` holds for all threads of a process: concurrent jobs would make tensors in
+the new model's dtype, and of two concurrent builds one could leave its dtype set.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 class DefaultDtype(TorchFunctionMode):
     """Context in which this thread makes tensors in `dtype` where torch would choose its default.
 
-    That is where a floating-point tensor comes of integers and Python's numbers alone, and no dtype
-    is named. `torch.get_default_dtype` knows nothing of it.
+    That is where a floating-point tensor is made from integers and Python's numbers alone, and no
+    dtype is named. `torch.get_default_dtype` does not reflect it.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -36,13 +36,13 @@ class DefaultDtype(TorchFunctionMode):
         made = func(*args, **kwargs)
         if not isinstance(made, Tensor) or made.dtype != torch.get_default_dtype():
             return made
-        # `Tensor.float` is asked for float32 by its name, `Tensor.type` by a text.
+        # `Tensor.float` states float32 by its name, `Tensor.type` states a dtype as text.
         named = func in (Tensor.float, Tensor.type) or _names_dtype([*args, *kwargs.values()])
         return made if named else made.to(self._dtype)
 
 
 def _names_dtype(values: Sequence[Any]) -> bool:
-    """Whether a dtype is among the values, or an array or tensor that has a floating-point one."""
+    """Whether a dtype is among the values, or an array or tensor with a floating-point dtype."""
     for value in values:
         if isinstance(value, torch.dtype):
             return True

@@ -1,4 +1,7 @@
-"""The rotor of a GPU: streams wait for each other's events, without the host."""
+"""Load rotating layers on a GPU, ordered with the jobs' kernels by CUDA events.
+
+Streams wait for each other's events on the device; the host does not wait.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A copy on its way, between two events that know when they were reached."""
+    """A copy in flight, between two events that record when they were reached."""
 
     layer: int
     n_bytes: int
@@ -34,8 +37,8 @@ class EventRotor:
     """Implements `Rotor`, and `ballast.models.barriers.Barriers` for the jobs.
 
     A layer is copied after the event that follows the last use of its slot, and run after the event
-    that follows its copy. How long a copy took, or a lane's stream stood still, the device says by
-    the events around it: they are asked once they are reached, so that nobody waits for the answer.
+    that follows its copy. The durations of copies, and of stalls of lanes' streams, are read from
+    the events around them once these are reached, so that the host never waits for them.
     """
 
     def __init__(
@@ -46,8 +49,8 @@ class EventRotor:
         stream: Callable[[], int],
         settled: Callable[[], None],
     ) -> None:
-        """`context`: of the device, retained as long as this is used; `copies`: that bring each
-        layer; `stream`: that the calling lane's work goes to; `settled`: called by any thread."""
+        """`context`: of the device, retained as long as this is used; `copies`: load each layer;
+        `stream`: returns the stream of the calling lane's work; `settled`: called by any thread."""
         self.loads = Loads()
         self._slots = RotationSlots()
         self._driver, self._context = driver, context
@@ -56,14 +59,14 @@ class EventRotor:
         self._stream = driver.new_stream()
         self._events, self._timed = EventPool(driver), EventPool(driver, timed=True)
         self._flights: deque[_Flight] = deque()
-        """In the order of their stream."""
+        """Copies in flight, in the order of their stream."""
         self._landing: dict[int, int] = {}
-        """By layer, the event after its copy, which was not seen to be reached."""
+        """By layer, the event after its copy, if not known to be reached."""
         self._past: list[int] = []
-        """Events of lanes' streams that were not seen to be reached."""
+        """Events of lanes' streams that are not known to be reached."""
         self._stalls = StreamStalls(self._timed)
         self._lock = threading.Lock()
-        """A pass and the loop's turn are never at the same time; reports may be."""
+        """Passes and the loop's turns never run at the same time, but reports may."""
 
     # -- the loop's thread ------------------------------------------------------------------------
 
@@ -93,17 +96,18 @@ class EventRotor:
         self.remap(WHOLE, (), ())
 
     def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
-        """A GPU's weights come over streams of its link, whose events this does not know."""
+        """Return False: a GPU's weights are loaded over streams of its link, whose events are not
+        available here."""
         return False
 
     def rest(self) -> None:
-        """Return when nothing is on its way. No job runs; the context is current."""
+        """Return when no copy is in flight. No job may run; the context is current."""
         self._driver.finish(self._stream)
         with self._lock:
             self._look()
 
     def close(self) -> None:
-        """No job runs."""
+        """Wait for the copies, and free events and stream. No job may run."""
         self._driver.set_current(self._context)
         self._driver.finish(self._stream)
         self._events.close()
@@ -113,8 +117,11 @@ class EventRotor:
     # -- a lane's thread --------------------------------------------------------------------------
 
     def begin_pass(self, work: Sequence[SequenceWork] = ()) -> frozenset[int]:
-        """Layers that rotate, or were brought since. Where the last pass broke off, slots are not
-        what the first layers need: they are brought, as all that it launched has ended."""
+        """Return the layers that rotate, or were loaded since the last pass.
+
+        If the last pass broke off, slots do not hold the first layers: these are loaded, as all
+        work that it launched has ended.
+        """
         with self._lock:
             self._look()
             for slot, first in self._slots.lacking():
@@ -122,14 +129,14 @@ class EventRotor:
             return frozenset(self._slots.slot_of) | frozenset(self._landing)
 
     def wait(self, layer: int) -> None:
-        """Kernels launched from here on run when it is there. Returns at once."""
+        """Make kernels launched from here on wait for the layer, on the device; returns at once."""
         with self._lock:
             event = self._landing.get(layer)
             if event is not None:
                 self._stalls.wait_for(self._lane(), event)
 
     def used(self, layer: int) -> None:
-        """Once what was launched so far has ended, the next of its slot takes its place."""
+        """Load the next layer of the slot once the work launched so far has ended."""
         following = self._slots.following(layer)
         if following is None:
             return
@@ -141,8 +148,8 @@ class EventRotor:
             self._replace(*following)
 
     def stalled(self) -> float:
-        """Seconds that lanes' streams stood still for layers since this was last asked. What was
-        launched by then has ended."""
+        """Return the seconds that lanes' streams have waited for layers since the last call. The
+        work launched by then must have ended."""
         with self._lock:
             seconds = self._stalls.seconds()
             self.loads.stall_seconds += seconds
@@ -160,7 +167,7 @@ class EventRotor:
         except DeviceError as error:
             log.error("copies of layers cannot be waited for: %s", error)
         finally:
-            self._settled()  # who waits for it will meet the same error
+            self._settled()  # code that waits for a copy gets the same error
 
     def _replace(self, slot: int, layer: int) -> None:
         # The next pass tries again where the copy cannot be launched.

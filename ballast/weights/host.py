@@ -1,4 +1,4 @@
-"""The host tier: a model's weights in host memory, packed, sealed and read only.
+"""Hold models' weights in host memory (the host tier): packed, sealed and read only.
 
 ::
 
@@ -6,10 +6,10 @@
     model b   [embeddings 1f..]  [layer 0 5b..]  ...
                ^ equal layout and bytes: one memfd, held by both
 
-One memfd per distinct segment: it is filled with several threads, then sealed against writing and
-any change of size, and mapped read only. So its mappings cannot fault, whatever happens to the
-user's own files, and other processes can be given it (docs/decisions/006). Tensors begin at
-multiples of 64 bytes within their segment.
+One memfd per distinct segment: it is filled by several threads, then sealed against writing and any
+change of size, and mapped read only. So its mappings cannot fault, whatever happens to the user's
+own files, and other processes can map it (docs/decisions/006). Tensors begin at multiples of 64
+bytes within their segment.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from ballast.weights.sharding import WHOLE, Shard
 
 
 class SegmentExchange(Protocol):
-    """Sharing of segments with other processes of this host.
+    """Protocol for sharing segments with other processes of this host.
 
     Implemented by `ballast.cluster.segment_broker.SegmentClient`.
     """
 
     def find(self, origin: str) -> tuple[str, int] | None:
-        """Find a segment of this origin that another process holds; this one then holds it, too.
+        """Find a segment of this origin that another process holds; this process then holds it,
+        too.
 
-        Returns its digest and a descriptor, the caller's, or None.
+        Returns its digest and a descriptor that the caller owns, or None.
         """
 
     def share(self, digest: str, fd: int, origin: str | None) -> int | None:
-        """Let others map the segment in `fd`, of `origin` if that is known.
+        """Let other processes map the segment in `fd`, of `origin` if that is known.
 
-        Returns a descriptor, the caller's, of an equal segment that another process has already, or
-        None.
+        Returns a descriptor, which the caller owns, of an equal segment that another process
+        already has, or None.
         """
 
     def release(self, digest: str) -> None:
@@ -55,11 +56,12 @@ class SegmentExchange(Protocol):
 
     @property
     def writable(self) -> bool:
-        """As `HostTier.writable`, the same for all processes."""
+        """`HostTier.writable`, the same for all processes."""
 
 
 class HostTier:
-    """Segments in host memory, equal ones once however many models hold them, and processes.
+    """Segments in host memory: equal ones are kept once for all models and processes that hold
+    them.
 
     Used by one thread at a time.
     """
@@ -70,40 +72,43 @@ class HostTier:
         exchange: SegmentExchange | None = None,
         isolation: Isolation | None = None,
     ) -> None:
-        """`progress` is called for each piece that was filled, by any thread; `exchange` shares
-        the segments that are held; `isolation` is how checkpoints' configurations and
-        headers are read before: here, if not given."""
+        """`progress`: called for each piece that was filled, by any thread; `exchange`: shares the
+        segments with other processes; `isolation`: where configurations and headers of checkpoints
+        are read, by default in this process."""
         _allow_files()
         self._progress = progress
         self._exchange = exchange
         self.isolation: Isolation = isolation or Here()
         self._segments: dict[str, SealedSegment] = {}
-        """By digest."""
+        """Segments held, by digest."""
         self._origins: dict[str, SealedSegment] = {}
-        """By what they are made of."""
+        """Segments held, by origin."""
         self.closing = False
-        """Fail the fills in progress; set by any thread."""
+        """Whether fills in progress are to fail; set by any thread."""
         self._writable: bool | None = None
-        """None: not asked for yet."""
+        """None: not determined yet."""
 
     @property
     def writable(self) -> bool:
-        """Whether segments are sealed against a change of size alone: most GPUs cannot page-lock a
-        file that is sealed against writing. They are mapped read only all the same. Processes that
-        exchange segments have one answer, as any of them may fill what another page-locks."""
+        """Whether segments are sealed against a change of size only, and not against writing.
+
+        Most GPUs cannot page-lock a file that is sealed against writing. Segments are mapped read
+        only all the same. Processes that exchange segments agree on it, as any of them may fill a
+        segment that another page-locks.
+        """
         if self._writable is None:
             self._writable = self._exchange is not None and self._exchange.writable
         return self._writable
 
     def make_writable(self, writable: bool) -> None:
-        """Set `writable` to what this device needs; without effect where segments are exchanged
-        with other processes."""
+        """Set `writable` to what this device needs; no effect if segments are exchanged with other
+        processes."""
         if self._exchange is None:
             self._writable = writable
 
     @property
     def n_bytes(self) -> int:
-        """Memory of all segments, in whole pages of the operating system."""
+        """Bytes of all segments, in whole pages of the operating system."""
         return sum(s.n_bytes for s in self._segments.values())
 
     def hold(
@@ -114,10 +119,11 @@ class HostTier:
         threads: int,
         origin: Origin = lambda segment: None,
     ) -> SealedSegment:
-        """The memory of a segment: one that was made of the same, here or in another process, or
-        it is filled; and where an equal one is there already, that one in its stead.
+        """Return the memory of a segment: one of the same origin, here or in another process, or
+        else a new one that is filled; if an equal one exists already, that one instead.
 
-        `origin` is asked again after filling: what changed meanwhile is not known to be anything.
+        `origin` is called again after filling: if the files changed meanwhile, the origin is
+        unknown.
         """
         made_of = origin(segment)
         found = None if made_of is None else self._made_of(made_of, whole_pages(segment))
@@ -136,7 +142,7 @@ class HostTier:
         return found
 
     def release(self, sealed: SealedSegment) -> None:
-        """One hold less; the last gives the memory back."""
+        """Remove one hold; the last one frees the memory."""
         sealed.holds -= 1
         if not sealed.holds:
             del self._segments[sealed.digest]
@@ -182,7 +188,8 @@ class HostTier:
         return found
 
     def _theirs(self, fd: int, n_bytes: int, digest: str) -> SealedSegment:
-        """Raises DeviceError for what is no segment, and nothing is held then."""
+        """Map another process's segment. Raises DeviceError if it is none, and nothing is held
+        then."""
         assert self._exchange is not None
         try:
             return SealedSegment(fd, n_bytes, digest)
@@ -206,10 +213,10 @@ class HostBytes:
         origin: Origin = lambda segment: None,
     ) -> None:
         """Bring all segments into `tier`, one after the other, so that of a model whose segments
-        are there already no more than one is ever in memory twice.
+        are there already at most one is in memory twice.
 
-        Raises DeviceError where the memory is not to be had, and whatever `fill` raises; nothing
-        stays behind then.
+        Raises DeviceError if there is not enough memory, and whatever `fill` raises; nothing stays
+        behind then.
         """
         self._tier = tier
         self._held: list[SealedSegment] = []
@@ -225,17 +232,18 @@ class HostBytes:
         """Digest of all segments in order."""
 
     def addresses(self) -> tuple[int, ...]:
-        """Where each segment begins."""
+        """Return the address of each segment."""
         if not self._held:
             raise DeviceError("host tier", "it is closed")
         return tuple(s.address for s in self._held)
 
     def files(self) -> tuple[int, ...]:
-        """The sealed memfd of each segment, for another process to map; they stay the tier's."""
+        """Return the sealed memfd of each segment, for another process to map; the tier keeps
+        owning them."""
         return tuple(s.fd for s in self._held)
 
     def close(self) -> None:
-        """Let go of them; a second call does nothing. No view of them may be used after."""
+        """Release the segments; a second call does nothing. No view of them may be used after."""
         for sealed in self._held:
             self._tier.release(sealed)
         self._held = []
@@ -272,10 +280,10 @@ class HostAdapter:
 class HostModel:
     """A model in the host tier, and its adapters.
 
-    `config` is the transformers configuration its module is built from; `segments` tell where in
-    the memory at `addresses` each tensor of the model is; the addresses of the adapters' segments
-    follow. `windows`: how many positions each layer's attention sees. `fused`: the segments are
-    laid out for `models/fused/model.py`, which computes by `recipe`.
+    `config`: the transformers configuration that its module is built from. `segments`: where, in
+    the memory at `addresses`, each tensor of the model is; the addresses of the adapters' segments
+    follow. `windows`: attention window of each layer. `fused`: the segments are laid out for
+    `models/fused/model.py`, which computes by `recipe`.
     """
 
     spec: ModelSpec
@@ -287,7 +295,7 @@ class HostModel:
     fused: bool
     recipe: DecoderRecipe | None = None
     shard: Shard = WHOLE
-    """The part of the model that this is."""
+    """The rank's part of the model."""
     adapters: tuple[HostAdapter, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
     """Adapters that are not served, with the reason."""
@@ -298,14 +306,15 @@ class HostModel:
         self.addresses = own + tuple(x for a in self.adapters for x in a.memory.addresses())
 
     def close(self) -> None:
-        """Give back what no other model holds. No copy from it may be on its way."""
+        """Free the segments that no other model holds. No copy from them may be in flight."""
         for adapter in self.adapters:
             adapter.memory.close()
         self.memory.close()
 
 
 def _allow_files() -> None:
-    """As many open files as the system allows: a tier has one per segment, and 1024 is common."""
+    """Raise the limit of open files to what the system allows: a tier has one per segment, and 1024
+    is common."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

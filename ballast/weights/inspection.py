@@ -1,6 +1,6 @@
-"""Learn a model's architecture from its module, and refuse a model that cannot be served.
+"""Derive a model's architecture from its `transformers` module, and refuse unsupported models.
 
-Names, shapes and dtypes come from the module itself, built without memory, and what it requires of
+Names, shapes and dtypes come from the module itself, built without memory; its requirements of
 attention from running it without its weights (`ballast.weights.probe`). So sizes are those that the
 model really uses. A model is refused when it is loaded if it does not call our attention, requires
 more of it than it can do, or would compute something else in our batches
@@ -34,8 +34,8 @@ _MOST_POSITIONS = 2**31 - 1
 def inspect_model(config: Any, length: int | None = None) -> Architecture:
     """Build and run a model's module, without weights, and return its architecture.
 
-    `length`: most tokens of a sequence that will be served; None: as many as the model is made for.
-    Raises UnsupportedModel with the reason.
+    `length`: most tokens of a sequence that will be served; None: the model's own context. Raises
+    UnsupportedModel with the reason.
     """
     kind = config.model_type
     try:
@@ -106,10 +106,11 @@ def _inspect(config: Any, kind: str, length: int | None) -> Architecture:
 
 
 def _run(module: nn.Module, positions: int, kind: str) -> ProbeResult:
-    """Probe what the module requires; leaves it on the CPU, without weights, or on the meta device.
+    """Probe the module's requirements; leaves it on the CPU, without weights, or on the meta
+    device.
 
     Most modules are quicker on the CPU. Only some that would multiply large matrices there are not,
-    and of these only those that never look at elements can be run on the meta device.
+    and of these only those that never read elements can be run on the meta device.
     """
     if not is_light(module):
         try:
@@ -135,7 +136,8 @@ def _without_weights(module: nn.Module, kind: str) -> None:
 def _linears(
     module: nn.Module, segments: Sequence[tuple[str, Sequence[ModelTensor]]], positions: int
 ) -> frozenset[str]:
-    """Find `Architecture.linears` by running the module once more without their weights."""
+    """Return `Architecture.linears`, found by running the module once more without these
+    weights."""
     alone = {w.names[0] for _, wanted in segments for w in wanted if len(w.names) == 1}
     found: dict[str, nn.Module] = {}
     for path, linear in module.named_modules():
@@ -160,7 +162,7 @@ def _check_agreement(
     positions: int,
     kind: str,
 ) -> None:
-    """Refuse a module that computes something else in our batches.
+    """Refuse a module whose logits are different in our batches.
 
     Shortens `module` to the layers that are run: one of each kind that occurs.
     """
@@ -223,7 +225,7 @@ def _recipe(
 
 
 def _fixed_rotary_positions(text: Any, positions: int) -> int:
-    """Length up to which rotary frequencies do not depend on a sequence's length.
+    """Return the length up to which rotary frequencies do not depend on a sequence's length.
 
     LongRoPE has other frequencies for all of a sequence once it is longer than that. Those of type
     `dynamic` change, too, but not within `max_position_embeddings`, which is `positions`.
@@ -241,7 +243,8 @@ def _ropes(text: Any) -> Iterator[dict[str, Any]]:
 
 
 def _intermediate(text: Any, segments: Sequence[tuple[str, Sequence[ModelTensor]]]) -> int:
-    """Width of the widest layer's MLP; the largest dimension where the configuration has none."""
+    """Return the width of the widest layer's MLP, or the largest dimension if the configuration has
+    none."""
     largest = max(n for _, wanted in segments[1:] for w in wanted for n in w.shape)
     found = getattr(text, "intermediate_size", None)
     sizes = found if isinstance(found, list) else [found]

@@ -1,4 +1,4 @@
-"""The rotor of a CPU: loads go over the link as jobs advance from layer to layer."""
+"""Load rotating layers on a CPU device over the host link, as jobs advance from layer to layer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ballast.weights.rotor import ArrivalPlan, Loads
 class LinkRotor:
     """Implements `Rotor`, and `ballast.models.barriers.Barriers` for the jobs.
 
-    A slot's next layer is loaded as soon as its last user is done: at the end of a pass those that
-    the next one begins with. What could not be loaded fails the pass that comes to it, and is tried
-    once more by the next. The loop's thread remaps and settles, lanes run passes, the link's thread
-    reports what has landed.
+    A slot's next layer is loaded as soon as the present one has been used; at the end of a pass,
+    the first layers of the next pass. A layer whose load failed fails the pass that reaches it, and
+    is loaded once more by the next pass. The loop's thread remaps and settles, lanes run passes,
+    the link's thread reports loads that have ended.
 
-    While the model's weights arrive, passes wait for its layers likewise (`start_load`); what that
-    load fails to bring is not tried again.
+    While the model's weights are loading, passes wait for its layers likewise (`start_load`);
+    layers that this load fails to bring are not loaded again.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class LinkRotor:
         settled: Callable[[], None],
         opened: Callable[[int], None] | None = None,
     ) -> None:
-        """`settled` and `opened`, called with the transfer, notify the loop; from any thread.
-        Without `opened` jobs wait for whole loads of the model's weights."""
+        """`settled`, and `opened` with the transfer, notify the loop; they are called by any
+        thread. Without `opened`, jobs wait for whole loads of the model's weights."""
         self.loads = Loads()
         self._slots = RotationSlots()
         self._stream = f"rotation:{model}"
@@ -47,20 +47,20 @@ class LinkRotor:
         self._settled, self._opened = settled, opened
         self._change = threading.Condition()
         self._ready = bytearray(b"\1") * len(copies)
-        """By layer, whether its bytes are where it is read."""
+        """By layer, 1 if its bytes are at its address."""
         self._flying: set[int] = set()
-        """Layers on their way."""
+        """Layers in flight."""
         self._touched: set[int] = set()
-        """Layers brought since they were last mapped, perhaps."""
+        """Layers that may have been loaded since they were last mapped."""
         self._broken: dict[int, str] = {}
-        """Layers that could not be brought to where they are read, and why."""
+        """Layers whose load failed, and why."""
         self._arrival: _Arrival | None = None
-        """The last arrival of all weights that jobs did not have to wait for as a whole."""
+        """The last load of all weights during which jobs may run."""
         self._settling = False
         self._stalled = 0.0
-        """Seconds, since they were last asked for."""
+        """Seconds of stalls since the last call of `stalled`."""
         self._busy = False
-        """Layers rotate, or some may be on their way."""
+        """Whether layers rotate, or some may be in flight."""
 
     # -- the loop's thread ------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class LinkRotor:
         with self._change:
             self._end_arrival()
             self._settling, self._busy = False, True
-            # Nobody else knows of a layer with memory of its own that it is not there.
+            # Only this rotor records that a layer with memory of its own is not present.
             slots, broken = self._slots, set(self._broken)
             slots.remap(rotation, [NOBODY if layer in broken else layer for layer in held])
             for layer in range(len(self._ready)):
@@ -128,8 +128,11 @@ class LinkRotor:
     # -- a lane's thread --------------------------------------------------------------------------
 
     def begin_pass(self, work: Sequence[SequenceWork] = ()) -> frozenset[int]:
-        """Layers that rotate, or are not there yet. Where the last pass broke off, slots are not
-        what the first layers need: they are brought, as is what could not be brought before."""
+        """Return the layers that rotate, or are not present yet.
+
+        If the last pass broke off, slots do not hold the first layers: these are loaded, as are
+        layers whose load failed before.
+        """
         if not self._busy:
             return frozenset()
         with self._change:
@@ -148,7 +151,7 @@ class LinkRotor:
             return stops
 
     def wait(self, layer: int) -> None:
-        """Returns when the layer is there. Raises DeviceError if it cannot be brought."""
+        """Wait until the layer is present. Raises DeviceError if it cannot be loaded."""
         if self._ready[layer]:
             return
         began = self._clock.now()
@@ -167,7 +170,7 @@ class LinkRotor:
                 self.loads.stall_seconds += seconds
 
     def used(self, layer: int) -> None:
-        """The job is done with a layer: the next of its slot can take its place."""
+        """Mark a layer as used by the job: the next layer of its slot is loaded in its place."""
         following = self._slots.following(layer)
         if following is None:
             return
@@ -176,7 +179,7 @@ class LinkRotor:
             self._load(following[1])
 
     def stalled(self) -> float:
-        """Seconds that jobs have waited for layers since this was last asked."""
+        """Return the seconds that jobs have waited for layers since the last call."""
         seconds, self._stalled = self._stalled, 0.0
         return seconds
 
@@ -198,7 +201,7 @@ class LinkRotor:
             self._settled()
 
     def _weights_landed(self, arrival: _Arrival, n_bytes: int) -> None:
-        """So many bytes of a load of all weights are there."""
+        """Handle progress of a load of all weights: `n_bytes` bytes are present."""
         with self._change:
             if arrival is not self._arrival:
                 return
@@ -225,14 +228,14 @@ class LinkRotor:
     # -- under the lock ---------------------------------------------------------------------------
 
     def _end_arrival(self) -> None:
-        """No pass waits for a load of all weights any more: all of it is there, or is gone."""
+        """End waits for a load of all weights: all of it is present, or evicted."""
         if self._arrival is not None:
             for layer in self._arrival.missing:
                 self._ready[layer] = True
             self._arrival = None
 
     def _replace(self, slot: int, layer: int) -> None:
-        """The slot is the layer's from now on."""
+        """Assign the slot to the layer."""
         before = self._slots.put(slot, layer)
         if before >= 0:
             self._ready[before] = False
@@ -257,15 +260,16 @@ class LinkRotor:
 
 
 class _Arrival:
-    """Follows the transfer that brings all weights of a model (`memory.transfer.TransferWatch`)."""
+    """Follows the transfer that loads all weights of a model (`memory.transfer.TransferWatch`)."""
 
     def __init__(self, rotor: LinkRotor, transfer_id: int, coming: ArrivalPlan) -> None:
         self.transfer_id, self.coming = transfer_id, coming
         self.missing = set(coming.layers)
-        """Layers that have not landed; like what follows, changed under the rotor's lock."""
+        """Layers that have not landed. This and the following are changed under the rotor's
+        lock."""
         self.opened = False
         self.error: str | None = None
-        """Why the missing ones will not come."""
+        """Why the missing layers will not come; None: they may."""
         self._rotor = rotor
 
     def landed(self, n_bytes: int) -> None:

@@ -1,8 +1,8 @@
-"""A checkpoint's contents before its weights are read: plain data, checked in full.
+"""Describe and check a checkpoint's contents before its weights are read, as plain data.
 
-Finding out runs code of `transformers` on a configuration that anybody may have written, so it is
-done in a process of its own where there is one (`ballast.isolation`); what comes back can be sent
-between processes, and loading goes by nothing else.
+Making a manifest runs code of `transformers` on a configuration that anybody may have written, so
+it runs in a limited process where there is one (`ballast.isolation`). The manifest can be sent
+between processes, and loading (`ballast.weights.checkpoint`) relies on it alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
 from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
 
-if TYPE_CHECKING:  # it needs packages that who only reads weights can do without
+if TYPE_CHECKING:  # it needs packages that reading weights does not
     from ballast.isolation.zygote import Zygote
 
 
@@ -57,7 +57,7 @@ class Manifest:
     config: str
     """Values of config.json, as JSON, for `ballast.weights.config.config_of`."""
     untied: bool
-    """The head has weights of its own, whatever config.json says."""
+    """Whether the head has weights of its own, whatever config.json says."""
     n_layers: int
     heads: int
     kv_heads: int
@@ -79,9 +79,10 @@ class Manifest:
     recipe: DecoderRecipe | None
     """How the fast path computes a layer, if `fused`."""
     fingerprint: str
-    """Hex digest of everything but the elements."""
+    """Hex digest of configuration, dtype, names, shapes and layouts, without the weights'
+    elements."""
     modules: dict[str, tuple[int, int]]
-    """(inputs, outputs) of the linear modules, by path, if there are adapters to change them."""
+    """(inputs, outputs) of the linear modules, by path; empty if no adapters are configured."""
 
 
 def read_manifest(reading: ManifestRequest) -> Manifest:
@@ -98,7 +99,7 @@ def read_manifest(reading: ManifestRequest) -> Manifest:
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(str(error.filename or directory), None, reason) from error
-    except Exception as error:  # nobody foresaw what these files say
+    except Exception as error:  # unforeseen contents of the files
         raise CheckpointError(str(directory), None, brief(error)) from error
 
 
@@ -150,7 +151,7 @@ def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
 def _layout(
     settings: ModelSettings, architecture: Architecture, dtype: str
 ) -> tuple[tuple[Segment, ...], bool]:
-    """The segments, and whether they are those of the fast path."""
+    """Return the segments, and whether they are those of the fast path."""
     packed = settings.linear != "plain"
     layout = None
     if settings.model_impl != "generic" and not _adapts_in_halves(settings, architecture):
@@ -166,8 +167,8 @@ def _layout(
 
 
 def _adapts_in_halves(settings: ModelSettings, architecture: Architecture) -> bool:
-    """Whether adapters may change a matrix that has gates before ups as it is stored, while the
-    fast path has them take turns: the kernels cannot add to it there."""
+    """Whether adapters may change a matrix that is stored with gates before ups, while the fast
+    path interleaves them: the kernels cannot add to it there."""
     recipe = architecture.recipe
     return bool(settings.adapters) and recipe is not None and recipe.gate_up_stored_whole
 
@@ -175,7 +176,7 @@ def _adapts_in_halves(settings: ModelSettings, architecture: Architecture) -> bo
 def _shard(
     settings: ModelSettings, architecture: Architecture, dtype: str, shard: Shard
 ) -> tuple[Architecture, tuple[Segment, ...]]:
-    """One rank's part. Raises ConfigError for what cannot be divided."""
+    """Return one rank's part. Raises ConfigError for models that cannot be divided."""
     if architecture.experts_per_token:
         allowed = f"{settings.name} has experts, which are not divided so far"
         raise ConfigError("tensor_parallel", shard.ranks, allowed)
@@ -199,7 +200,8 @@ def _shard(
 
 
 def _heads_differ(architecture: Architecture, found: Mapping[str, Recipe]) -> bool:
-    """Whether parameters said to be tied are in the files under several names, unlike each other.
+    """Whether parameters that should be tied are in the files under several names with different
+    values.
 
     `transformers` does not tie them then, whatever the configuration says.
     """
@@ -227,7 +229,7 @@ def _same(a: Stored, b: Stored) -> bool:
 def _match(
     architecture: Architecture, found: Mapping[str, Recipe], directory: Path
 ) -> dict[str, Recipe]:
-    """For every tensor that the architecture has, by its first name, how to read it."""
+    """Return how to read each tensor of the architecture, by its first name."""
     plan = {}
     for _, wanted in architecture.segments:
         for tensor in wanted:
@@ -289,7 +291,7 @@ def _fingerprint(config: Any, segments: Sequence[Segment]) -> str:
 def fork_zygote(limits: Limits | None = None) -> Zygote:
     """Fork the process whose children read manifests, as `Zygote.fork` does.
 
-    What each of them would else compute anew is computed before.
+    Values that each of them would compute anew are computed before.
     """
     from ballast.isolation.zygote import Zygote
 

@@ -1,4 +1,4 @@
-"""The `transformers` module of a configuration on the meta device, which has no memory."""
+"""Build a model's `transformers` module on the meta device, which allocates no memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ballast.weights.default_dtype import DefaultDtype
 from ballast.weights.recipe_search import find_rotary
 
 _REPORTS = ("output_attentions", "output_hidden_states", "output_router_logits")
-"""Settings for what a forward returns besides logits, for training; switched off, since computing
-it may fail in our batches."""
+"""Settings for outputs of a forward besides logits, for training; switched off, since computing
+them may fail in our batches."""
 
 
 def build_module(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Build the module of `config` for evaluation on the meta device, without memory or weights.
 
-    A model that also takes images or sounds is built without the parts that text does not go
-    through. Experts are computed by `transformers`' grouped matrix multiplication, the default. The
-    module has its own copy of the configuration, which names its attention and experts.
+    A multimodal model is built without the parts that text does not go through. Experts are
+    computed by `transformers`' grouped matrix multiplication, the default. The module has its own
+    copy of the configuration, which states its attention and experts.
     """
     own = copy.deepcopy(config)
     for part in (own, own.get_text_config()):
@@ -34,8 +34,8 @@ def build_module(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
     if type(own) not in auto._model_mapping and is_wrapper(own):
         auto = AutoModelForImageTextToText
     with DefaultDtype(dtype), torch.device("meta"):
-        # Named here, an attention that the configuration names is not fetched from anywhere; and a
-        # dtype would be made the default of all threads.
+        # Stated here, so that an attention that the configuration names is not downloaded; a dtype
+        # would become the default of all threads.
         module = auto.from_config(own, dtype=None, attn_implementation="eager").eval()
     for part in module.modules():
         if isinstance(getattr(part, "config", None), PreTrainedConfig):

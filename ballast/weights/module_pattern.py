@@ -1,7 +1,7 @@
-"""Patterns for the paths of modules, matched in time linear in the path.
+"""Match module paths against patterns from adapter files, in time linear in the path.
 
-They come with adapters. Python's `re` takes exponential time for some of them (`(a+)+`); here an
-automaton of llguidance is asked, which knows no look-around and no references to groups.
+Python's `re` takes exponential time for some patterns (`(a+)+`); the automaton of llguidance used
+here does not, and supports neither look-around nor references to groups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ MOST_CHARACTERS = 1024
 
 
 class ModulePattern:
-    """A pattern of PEFT's `rank_pattern`: it stands for the end of a path, from a dot on.
+    """A pattern of PEFT's `rank_pattern`: it matches the end of a path, from a dot on.
 
     Raises ValueError with the reason for an invalid one.
     """
@@ -20,7 +20,7 @@ class ModulePattern:
     def __init__(self, text: str) -> None:
         if len(text) > MOST_CHARACTERS:
             raise ValueError(f"it is longer than {MOST_CHARACTERS} characters")
-        # PEFT asks `re.match` for `(.*\.)?(text)$`: with an anchor, it stands for the whole path.
+        # PEFT matches `(.*\.)?(text)$` by `re.match`: with an anchor, that is the whole path.
         whole = text.startswith("^") and "|" not in text
         if "|" not in text:
             text = text.removeprefix("^").removesuffix("$")
@@ -33,7 +33,7 @@ class ModulePattern:
             raise ValueError(" ".join(why.split())[:300])
 
     def matches(self, path: str) -> bool:
-        """Whether a module's path is one of those that the pattern stands for."""
+        """Whether the pattern matches a module's path."""
         self._matcher.reset()
         tokens = list(path.encode())
         return bool(

@@ -1,4 +1,4 @@
-"""A module's tensors, divided into segments: embeddings, each layer, head."""
+"""Divide a module's tensors into segments: embeddings, each layer, head."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Identity of a segment's bytes, as far as it can be known without reading them.
+"""Identify a segment's bytes without reading them, by the files that they come from.
 
-A file is distinguished from what it was, and from any other, by its place in its file system, its
-size, and the times of its last changes, of which the kernel keeps one (`ctime`) that no program can
-set. Like other tools that go by them, this cannot see writes through a mapping before they reach
-the file.
+Workers share host segments of equal origin before loading them. A file is distinguished from its
+earlier contents, and from any other file, by its place in its file system, its size, and the times
+of its last changes, of which one (`ctime`) is kept by the kernel and cannot be set by programs.
+Like other tools that rely on these, this cannot see writes through a mapping before they reach the
+file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ballast.weights.assemble import Recipe, Sources
 from ballast.weights.segment import Segment
 
 QUIET_SECONDS = 2.0
-"""A file that was changed so lately may change again and show the same time."""
+"""Seconds since a file's last change within which it may change again and show the same time."""
 
 File = tuple[int, ...]
 
@@ -29,10 +30,10 @@ def origin_of(
     sources: Sources,
     absent: Callable[[str], bool] = lambda name: False,
 ) -> str | None:
-    """Hex SHA-256 of it, by this version of Ballast: equal only for equal bytes. None where a file
-    has changed too lately to be sure.
+    """Return a hex SHA-256 of the segment's sources and layout, and this version of Ballast: equal
+    only for equal bytes. None if a file has changed too recently to be sure.
 
-    `absent`: tensors that are not read, but zeros.
+    `absent`: whether a tensor is not read, but filled with zeros.
     """
     files: dict[str, File] = {}
     parts: list[object] = [__version__, segment.n_bytes]

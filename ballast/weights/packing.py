@@ -1,9 +1,9 @@
-"""Memory layout of each tensor of a segment: as stored, or packed for our linear layers.
+"""Choose the memory layout of each tensor of a segment: as stored, or packed for our GEMM kernels.
 
-`as_stored` keeps the architecture's own tensors, for `models/transformers.py`. `fused` lays layers
-of Llama's kind out, by their recipe (`ballast.weights.decoder_recipe`), for
-`models/fused/model.py`: query, key and value projections as one matrix, gate and up as another, all
-matrices in panels, so that a step reads each from front to back.
+`as_stored` keeps the architecture's own tensors, for `models/transformers.py`. `fused` lays out
+Llama-like layers by their recipe (`ballast.weights.decoder_recipe`), for `models/fused/model.py`:
+query, key and value projections as one matrix, gate and up as another, all matrices in panels, so
+that a step reads each from front to back.
 """
 
 from __future__ import annotations
@@ -25,31 +25,33 @@ from ballast.weights.segment import PLAIN, PackedTensor
 PANELS = "panels"
 """Layout of a matrix in panels (`kernels/linear.py`)."""
 GATED = "gated"
-"""In panels of which each has as many rows of gate and of up, so that one item has both."""
+"""Layout in panels each of which has as many rows of gate as of up, so that one item computes
+both."""
 WIDE = "wide"
 """Layout of a bias: float32, zeros up to the end of the last panel."""
 GATED_WIDE = "gated wide"
-"""The same of a matrix in the layout `GATED`: rows of gate and of up take turns as there."""
+"""`WIDE` for a matrix in the layout `GATED`: rows of gate and of up are interleaved as there."""
 SHIFTED = "shifted"
-"""Layout of a norm's weights w: 1 + w in float32, which holds it where bfloat16 would round it."""
+"""Layout of a norm's weights w: 1 + w in float32, as bfloat16 would round it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes that can be served."""
 
 Read = Callable[[str, torch.dtype], Tensor]
-"""The tensor that has a name in the architecture, whole, in a dtype."""
+"""Reads the whole tensor of a name in the architecture, in a dtype."""
 
 
 Layout = tuple[tuple[str, tuple[PackedTensor, ...]], ...]
-"""(name, tensors) of each segment, in load order; offsets are yet to be given."""
+"""(name, tensors) of each segment, in load order; offsets are not set yet."""
 
 
 def as_stored(
     architecture: Architecture, dtype: str, linears: Collection[str] = frozenset()
 ) -> Layout:
-    """Lay tensors out as the architecture has them, but weights named in `linears` in panels.
+    """Lay tensors out as in the architecture, except weights named in `linears`, which are in
+    panels.
 
-    In `dtype`, but for those that have one of their own.
+    In `dtype`, except tensors with a dtype of their own.
     """
 
     def tensor(w: ModelTensor) -> PackedTensor:
@@ -60,14 +62,14 @@ def as_stored(
 
 
 def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Layout | None:
-    """The layout of the fast path, in the roles that `models/fused/model.py` knows; None: it has
-    none.
+    """Return the layout of the fast path, by the roles of `models/fused/model.py`; None: it has
+    none for this architecture.
 
-    Roles: `embeddings`, `norm` and `head` (`embeddings` and `head` on one tensor where they are
-    tied); in layers the matrices and norms of `ballast.weights.decoder_recipe`, and biases as
-    `qkv.bias` and so on; in those of experts, in place of the last two matrices, the roles of
-    `packing_experts`. Matrices are plain if not `packed`, which Llama's recipe alone has a fast
-    path for, on CPUs and GPUs, and without experts.
+    Roles: `embeddings`, `norm` and `head` (`embeddings` and `head` on one tensor if they are tied);
+    in layers the matrices and norms of `ballast.weights.decoder_recipe`, and biases as `qkv.bias`
+    and so on; in layers of experts, in place of the last two matrices, the roles of
+    `packing_experts`. Matrices are plain if not `packed`, for which only Llama's recipe without
+    experts has a fast path, on CPUs and GPUs.
     """
     mixed = packed and packing_experts.is_known(architecture)
     recipe = LLAMA if mixed else architecture.recipe
@@ -97,7 +99,7 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
 def build(tensor: PackedTensor, read: Read, served: torch.dtype) -> Tensor:
     """Build the elements of a packed tensor as they lie in memory, flat.
 
-    Vectors that are kept in float32 are rounded to the dtype that is `served` all the same.
+    Vectors that are kept in float32 are rounded to the `served` dtype all the same.
     """
     vector = tensor.layout in (WIDE, GATED_WIDE, SHIFTED)
     dtype = served if vector else DTYPES[tensor.dtype]
@@ -120,7 +122,7 @@ def _tensor(
     layout: str,
     sources: tuple[str, ...],
 ) -> PackedTensor:
-    """With the bytes that it takes in its layout."""
+    """Return a packed tensor, with its bytes in its layout."""
     if layout == PLAIN:
         n_bytes = math.prod(shape) * DTYPES[dtype].itemsize
     elif layout in (WIDE, GATED_WIDE):
@@ -133,13 +135,13 @@ def _tensor(
 
 
 MATRICES = matrices(LLAMA)
-"""The fused matrices of a layer by role, and the modules in each, in their order, as Llama's."""
+"""The fused matrices of a Llama layer by role, and the modules in each, in their order."""
 
 
 def _layer(
     wanted: Sequence[ModelTensor], dtype: str, packed: bool, recipe: DecoderRecipe
 ) -> tuple[PackedTensor, ...] | None:
-    """A layer's tensors by role; None if it has others than expected."""
+    """Return a layer's tensors by role; None if it has others than expected."""
     by_part = {_part(w.names[0]): w for w in wanted}
     found = list(packing_experts.pop_experts(by_part, dtype)) if packed else []
     roles = matrices(recipe)
@@ -175,9 +177,9 @@ def _part(name: str) -> str:
 def _outside(
     wanted: Sequence[ModelTensor], model: str
 ) -> tuple[ModelTensor, ModelTensor, ModelTensor | None] | None:
-    """(embeddings, final norm, head or None if tied); None if there is more or less.
+    """Return (embeddings, final norm, head or None if tied); None if there is more or less.
 
-    `model`: what the names begin with, but for the head's.
+    `model`: prefix of all names but the head's.
     """
     by_name = {w.names[0]: w for w in wanted}
     table = by_name.pop(f"{model}embed_tokens.weight", None)
@@ -193,7 +195,7 @@ def _plain(role: str, w: ModelTensor, dtype: str) -> PackedTensor:
 
 
 def _vector(role: str, w: ModelTensor, dtype: str, recipe: DecoderRecipe) -> PackedTensor:
-    """A norm's weights, as its kernel multiplies by them."""
+    """Return a norm's weights in the layout of its kernel."""
     layout = SHIFTED if recipe.norm_offset else PLAIN
     return _tensor((role,), w.shape, dtype, layout, (w.names[0],))
 
@@ -201,7 +203,7 @@ def _vector(role: str, w: ModelTensor, dtype: str, recipe: DecoderRecipe) -> Pac
 def _stack(
     role: str, parts: Sequence[ModelTensor | None], dtype: str, layout: str
 ) -> PackedTensor | None:
-    """Tensors above each other; None unless all are there."""
+    """Stack tensors along the first dimension; None unless all are present."""
     there = [p for p in parts if p is not None]
     if len(there) != len(parts):
         return None

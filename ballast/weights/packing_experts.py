@@ -1,9 +1,9 @@
-"""Memory layout of a layer's experts, for `models/fused/experts.py`.
+"""Choose the memory layout of a layer's experts, for `models/fused/experts.py`.
 
 `transformers` holds a layer's experts as two tensors, (experts, 2 * inner, hidden) and (experts,
 hidden, inner). In memory each expert's matrix is in panels of its own (`kernels/linear.py`), one
-after the other: a step reads those of the experts that it goes through, and no others. The router
-is as stored. Each expert is read, packed and written by itself.
+after the other: a step reads only the experts that its rows are routed to. The router is as stored.
+Each expert is read, packed and written by itself.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ballast.weights.architecture import Architecture, ModelTensor
 from ballast.weights.segment import PLAIN, PackedTensor
 
 EXPERT_PANELS = "expert_panels"
-"""Layout of (experts, n, k): each expert in panels."""
+"""Layout of (experts, n, k): each expert's matrix in panels."""
 EXPERT_GATED = "expert_gated"
-"""The same, of (experts, gates and then ups, k): each expert as mode GATED takes it."""
+"""Layout of (experts, gates and then ups, k): each expert's matrix in the layout `GATED`."""
 LAYOUTS = frozenset({EXPERT_PANELS, EXPERT_GATED})
 
 ROUTER, GATE_UP, DOWN = "router", "experts.gate_up", "experts.down"
@@ -38,13 +38,12 @@ _ROLES = {
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 ReadPart = Callable[[str, int, Tensor], None]
-"""Fill a tensor (1-D) with the elements from a number on of that of a name, converted."""
+"""Fills a tensor (1-D) with elements of the named tensor, from a given element on, converted."""
 
 
 def routing_of(config: Any) -> Routing | None:
-    """Return how the router of a decoder with this configuration of its text chooses, where it is a
-    plain softmax over all experts and nothing is beside the experts; None: it is not, or not
-    known."""
+    """Return the routing of a decoder with this text configuration, if it is a plain softmax over
+    all experts without anything beside these; None: it is not, or not known."""
     if config.model_type == "mixtral":
         return Routing(int(config.num_experts_per_tok), normalised=True)
     if config.model_type == "qwen3_moe":
@@ -53,10 +52,10 @@ def routing_of(config: Any) -> Routing | None:
 
 
 def is_known(architecture: Architecture) -> bool:
-    """Whether the experts of a decoder are such as `models/fused/experts.py` runs."""
+    """Whether `models/fused/experts.py` can run the experts of a decoder."""
     config = architecture.config.get_text_config()
     routing = routing_of(config)
-    # A wrapper may do more with a text than its text model does: nothing here compares them.
+    # A multimodal model may do more with text than its text model; this is not compared.
     if routing is None or config.hidden_act != "silu" or config is not architecture.config:
         return False
     return routing.top_k == architecture.experts_per_token > 0
@@ -65,7 +64,7 @@ def is_known(architecture: Architecture) -> bool:
 def pop_experts(by_part: dict[str, ModelTensor], dtype: str) -> tuple[PackedTensor, ...]:
     """Remove router and experts from a layer's tensors, by their names, and pack them.
 
-    Empty, and nothing is taken, if they are not all there.
+    Empty, with nothing removed, unless all are there.
     """
     names = [name for name, _ in _ROLES.values()]
     if not all(name in by_part for name in names):

@@ -1,8 +1,10 @@
-"""Choose the page size of CPU devices whose fleet file names none: large where models are large.
+"""Choose the page size of CPU devices whose fleet file states none: large if their models are
+large.
 
-Moving the page tables of a page costs the same whatever its size, so a fleet of large models trades
-memory eight times as fast in pages of 2 MiB as in pages of 256 KiB. Small models would lose much of
-them to rounding: each layer is a segment of whole pages.
+Used by the command line when it reads a fleet file. Remapping a page costs the same whatever its
+size, so a fleet of large models trades memory eight times as fast in pages of 2 MiB as in pages of
+256 KiB. Small models would lose much of such pages to rounding: each layer is a segment of whole
+pages.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ LARGE_PAGE = 2 * MiB
 MOST_WASTE = 0.05
 """Part of a model's weights that rounding segments up to large pages may add."""
 LEAST_PAGES = 128
-"""Large pages that a device has at least: with fewer, what one model's KV cache grows by at a time
-is too much of the device."""
+"""Least large pages of a device: with fewer, the unit by which one model's KV cache grows would be
+too large a part of the device."""
 
 KV_PAGES = 32
-"""Large pages that are left beside weights, for KV and activations."""
+"""Large pages left beside weights, for KV and activations."""
 
 
 def with_page_sizes(fleet: FleetSettings) -> FleetSettings:
     """Return `fleet` with large pages on all CPU devices without a page size, if models fit them.
 
-    The models of a device are those that name it, or all that name none. CPU devices get the same
-    size, that of one that names its own, as pages are lent and KV moves between equal ones only.
-    Nothing changes where KV lies layer by layer, which grows by pages of all layers at once, or
-    where a checkpoint cannot be read: loading it says what is wrong.
+    The models of a device are those whose settings name it, or no device. CPU devices get the same
+    size, that of one that states its own, as pages are lent and KV moves between equal ones only.
+    Nothing changes if KV lies layer by layer, which grows by pages of all layers at once, or if a
+    checkpoint cannot be read: loading it then reports the fault.
     """
     devices = [device for device, _ in fleet.devices.values()]
     unsized = {device.name: device for device in devices if _is_unsized(device)}
@@ -76,8 +78,8 @@ def _crowd(
     sizes: Mapping[str, Mapping[str, int] | None],
     device: DeviceSettings,
 ) -> bool:
-    """Whether rounding leaves too little beside the weights that have to be there together: of all
-    models, if the budget holds them at all, else of those that are pinned and the largest other."""
+    """Whether rounding leaves too little beside the weights that have to be resident together: of
+    all models, if the budget holds them at all, else of the pinned ones and the largest other."""
     ranks = device.tensor_parallel
     budget = device.budget_bytes // ranks - KV_PAGES * LARGE_PAGE
     exact, rounded = {}, {}
@@ -93,16 +95,16 @@ def _crowd(
 
 
 def waste(segments: Iterable[int], page_bytes: int, ranks: int = 1) -> float:
-    """Bytes added by rounding segments up to pages, as a part of the segments' bytes; each of
-    `ranks` has an equal part of every segment, in pages of its own."""
+    """Return the bytes added by rounding segments up to pages, as a part of the segments' bytes;
+    each of `ranks` has an equal part of every segment, in pages of its own."""
     parts = [n / ranks for n in segments]
     backed = sum(math.ceil(n / page_bytes) * page_bytes for n in parts)
     return backed / max(1, sum(parts)) - 1
 
 
 def _segment_bytes(model: ModelSettings) -> dict[str, int] | None:
-    """Bytes by segment, about: tensors whose names have the same first number are a layer's, those
-    without one lie together. None where the checkpoint's headers cannot be read."""
+    """Estimate bytes by segment: tensors whose names have the same first number are a layer's,
+    those without one lie together. None if the checkpoint's headers cannot be read."""
     try:
         tensors = served_tensors(Path(model.path), model.dtype)
     except (CheckpointError, OSError):

@@ -1,4 +1,4 @@
-"""Detection of embedding models, by the files of sentence-transformers."""
+"""Detect embedding models by the files of sentence-transformers in their checkpoint."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _STEPS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 
 
 def pools_last_token(directory: Path) -> bool:
-    """Whether a text's embedding is the hidden state of its last token, and nothing else is done.
+    """Whether a text's embedding is the hidden state of its last token, without further steps.
 
-    Other ways of pooling are not offered: they need the hidden states of all tokens, or what only
-    bidirectional attention sees. Raises CheckpointError for files that cannot be read.
+    Other ways of pooling are not supported: they need the hidden states of all tokens, or
+    bidirectional attention. Raises CheckpointError for files that cannot be read.
     """
     path = directory / "modules.json"
     if not path.is_file():

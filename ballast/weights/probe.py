@@ -2,8 +2,8 @@
 
 Stand-ins for attention, masks and experts replace the real ones for one call. `transformers` builds
 no mask for an attention implementation of our own, so the probe requests one and examines it: a
-layer that sees less than its past is found by what its mask lets through, whatever its
-configuration says.
+layer that attends to less than its whole past is found by its mask, whatever its configuration
+says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HARMLESS = {"dropout", "logits_to_keep", "position_ids", "use_cache"}
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Positions that a query sees: if `causal`, the last `window`, or all before it."""
+    """Positions that a query attends to: if `causal`, the last `window`, or all before it."""
 
     causal: bool
     window: int | None = None
@@ -42,14 +42,14 @@ class AttentionCall:
     scale: float | None
     softcap: float | None
     window: int | None
-    """The window that was passed as an argument of attention."""
+    """The window passed as an argument of attention."""
     mask: Mask | None
-    """None: without one, or with one that was altered on its way."""
+    """The mask passed; None: there was none, or one that was altered on its way."""
     causal: bool
     sinks: tuple[int, ...] | None
-    """Their shape: scores of which each head has one more."""
+    """Shape of the sinks: one more score for each head."""
     more: tuple[str, ...]
-    """Arguments beyond all of these."""
+    """Names of arguments beyond all of these."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class ProbeResult:
     """Arguments that one call of a module passed to attention, masks and experts."""
 
     positions: int
-    """Most tokens of a sequence; windows are found up to that."""
+    """Most tokens of a sequence; windows are found up to that length."""
     calls: list[AttentionCall] = field(default_factory=list)
     """Calls of the attention, in their order."""
     logits: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ _trace: ContextVar[ProbeResult] = ContextVar(_NAME)
 def probe(module: nn.Module, positions: int) -> ProbeResult:
     """Run a module once, on the meta device, or on the CPU if `make_weightless` has prepared it.
 
-    Raises whatever the module does when it cannot be run so.
+    Raises whatever the module raises if it cannot be run so.
     """
     module.set_attn_implementation(_NAME)  # type: ignore[operator]
     module.set_experts_implementation(_NAME)  # type: ignore[operator]
@@ -83,7 +83,7 @@ def probe(module: nn.Module, positions: int) -> ProbeResult:
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
     try:
         with torch.no_grad():
-            # Given a mask of padding, `transformers` looks for no packed sequences in positions.
+            # With a padding mask, `transformers` does not look for packed sequences in positions.
             padding = torch.ones(ids.shape, device=ids.device)
             output = module(
                 input_ids=ids, attention_mask=padding, use_cache=False, logits_to_keep=ids[0, :1]
@@ -148,14 +148,15 @@ def _mask(
 
 
 def _look_into(function: Callable[..., Any], positions: int) -> Mask:
-    """Ask what late positions see. A window is the same everywhere; chunks, say, are not."""
+    """Evaluate a mask function for late positions. A window is the same at all of them; chunks, for
+    instance, are not."""
     windows = set()
     for q in {positions - 1, positions - 2, positions // 2}:
         keys = torch.arange(q + 2)
         try:
             seen = function(torch.tensor(0), torch.tensor(0), torch.tensor(q), keys)
             n = int(seen.sum())
-            # The last n positions up to its own: as many are seen as there are, and no others.
+            # A window sees exactly the last n positions up to the query's own.
             if n == 0 or not bool(seen[q + 1 - n : q + 1].all()) or seen.shape != keys.shape:
                 return Mask(False)
         except Exception:  # noqa: BLE001 - one that cannot be asked is none that we know

@@ -1,8 +1,8 @@
 """Check that a module computes what its recipe says, so that the fast path can replace it.
 
-The recipe is followed here in plain tensors, with the module's own linear layers and vectors, and
-its logits are compared with the module's. Both run without the model's weights, in the batches of
-`ballast.weights.agreement`: so this takes milliseconds, and holds for whatever families there are.
+The recipe is carried out here in plain tensors, with the module's own linear layers and vectors,
+and its logits are compared with the module's. Both run without the model's weights, in the batches
+of `ballast.weights.agreement`: the check takes milliseconds, and holds for any family.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ballast.weights.decoder_recipe import GELU, SILU, DecoderRecipe, matrices, 
 from ballast.weights.recipe_search import LayerSizes, frequencies, scaling
 
 _TOLERANCE = 1e-3
-"""Largest difference, in standard deviations of the logits. Rounding makes some 1e-6 of it."""
+"""Largest difference, in standard deviations of the logits. Rounding causes about 1e-6."""
 
 
 @torch.inference_mode()
@@ -35,8 +35,8 @@ def follows(
 ) -> bool:
     """Whether `module` computes, within `positions`, the logits of `recipe`.
 
-    `module` is weightless, with its list of layers, the first ones of all, at `path`; `rotary`:
-    its submodule for angles, with the frequencies that are to be served; `windows`: of each layer.
+    `module` is weightless, with its list of layers, the first ones of all, at `path`; `rotary`: its
+    submodule for angles, with the frequencies that will be served; `windows`: of each layer.
     """
     if not _have_one_epsilon(module):
         return False
@@ -51,7 +51,8 @@ def follows(
 
 
 def _have_one_epsilon(module: Any) -> bool:
-    """Whether all norms add the configuration's `rms_norm_eps`: weightless ones hardly show it."""
+    """Whether all norms add the configuration's `rms_norm_eps`: outputs of weightless ones hardly
+    show it."""
     epsilon = module.config.get_text_config().rms_norm_eps
     found = {
         getattr(part, name)
@@ -76,7 +77,7 @@ class SpeltOut:
     def __call__(
         self, *, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, use_cache: bool
     ) -> Any:
-        """`logits` (1, kept, vocab) of input_ids (1, T) at position_ids (1, T)."""
+        """Return `logits` (1, kept, vocab) of input_ids (1, T) at position_ids (1, T)."""
         recipe = self.recipe
         embeddings = self.module.get_input_embeddings().weight
         hidden = embeddings[input_ids[0]] * recipe.embedding_scale
@@ -143,7 +144,7 @@ class SpeltOut:
         return out.reshape(n, -1)
 
     def _rotated(self, x: Tensor, name: str, positions: Tensor) -> Tensor:
-        """x (heads, T, head_dim), the first elements of each head rotated, in halves."""
+        """Rotate the first elements of each head of x (heads, T, head_dim), in halves."""
         steps = getattr(self.rotary, frequencies(name)).float()
         factor = float(getattr(self.rotary, scaling(name)))
         angles = positions.float()[:, None] * steps

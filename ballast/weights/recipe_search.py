@@ -1,9 +1,8 @@
-"""The recipe of a decoder's layers, found by its tensors' names and shapes and by trying its parts.
+"""Find the recipe of a decoder's layers from its tensors' names and shapes and by running parts.
 
-What a part computes is seen by calling it, where it is small enough: norms and activations. What
-cannot be seen so is taken from the configuration. Whether all of it together is what the module
-computes is for `ballast.weights.recipe_agreement` to say: nothing here has to be right for every
-family, only for those that it is to find.
+Parts that are small enough are called to see what they compute: norms and activations. The rest is
+taken from the configuration. The result is a proposal: `ballast.weights.recipe_agreement` checks
+that it is what the module computes, so the search need not be right for every family.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _NORMS = {
         "pre_feedforward_layernorm",
     ): BOTH,
 }
-"""Names of a layer's norms, sorted, and where they stand."""
+"""Positions of a layer's norms, by their sorted names."""
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     SILU: torch.nn.functional.silu,
     GELU: torch.nn.functional.gelu,
     GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
 }
 _SAME = 1e-5
-"""Two activations, or two norms, that differ by less on small numbers are the same one."""
+"""Largest difference on small numbers of two activations, or two norms, that count as the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +75,9 @@ def candidates(
     """Yield recipes that the module may have, the likeliest first; none if it has no gated layers
     of these sizes, all alike.
 
-    `module` computes on the CPU, and may lack the later ones of its layers. `layers`: of all
-    layers, shapes of tensors by their names within the layer; `path`: of the list of layers;
-    `scales`: by which each layer's scores are multiplied.
+    `module` computes on the CPU, and may lack its later layers. `layers`: for all layers, shapes of
+    tensors by their names within the layer; `path`: of the list of layers; `scales`: factor of each
+    layer's attention scores.
     """
     first = layers[0]
     structure = _structure(first, sizes.head_dim)
@@ -114,7 +113,7 @@ def candidates(
 
 
 def _structure(layer: Mapping[str, tuple[int, ...]], head_dim: int) -> DecoderRecipe | None:
-    """Recipe of a layer as far as its tensors' names show it; None: of no known kind."""
+    """Return the recipe of a layer as far as its tensors' names show it; None: of no known kind."""
     norms = sorted({name.split(".")[0] for name in layer if "layernorm" in name})
     where = _NORMS.get(tuple(norms))
     if where is None:
@@ -134,8 +133,8 @@ def _structure(layer: Mapping[str, tuple[int, ...]], head_dim: int) -> DecoderRe
 def _expected(
     recipe: DecoderRecipe, layer: Mapping[str, tuple[int, ...]], sizes: LayerSizes
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a layer of that structure; biases and norms of heads, of which it
-    may have some or none, where `layer` has them."""
+    """Return the shapes of the tensors of a layer of that structure. Biases and norms of heads,
+    which it may or may not have, are included if `layer` has them."""
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     outputs = {
         "qkv": (queries, keys, keys),
@@ -175,11 +174,12 @@ def _norm_offset(norm: Any) -> bool | None:
 
 
 def _activation(mlp: nn.Module) -> str | None:
-    """The one module of an MLP that is no linear layer, by what it computes."""
+    """Return the name of an MLP's activation: its only module that is not a linear layer, compared
+    by its outputs."""
     others = [part for part in mlp.children() if not isinstance(part, nn.Linear)]
     if len(others) != 1:
         return None
-    # Some are clipped where activations of others go on.
+    # Some activations are clipped at large values, others are not.
     x = torch.cat([torch.linspace(-6, 6, 257), torch.tensor([-1e3, -50, -11, 11, 50, 1e3])])
     made: Tensor = others[0](x.clone())
     for name, function in _ACTIVATIONS.items():
@@ -191,7 +191,7 @@ def _activation(mlp: nn.Module) -> str | None:
 def _rotaries(
     rotary: Any, text: Any, n_layers: int
 ) -> Iterator[tuple[tuple[str | None, ...], int]]:
-    """`DecoderRecipe.rotary`, and how many elements of a head are rotated."""
+    """Yield `DecoderRecipe.rotary`, and the number of elements of a head that are rotated."""
     kinds = getattr(text, "layer_types", None)
     if getattr(rotary, "inv_freq", None) is not None:
         names = ("",) * n_layers
@@ -203,7 +203,7 @@ def _rotaries(
     if len(widths) != 1:
         return
     (width,) = widths
-    rotating = getattr(text, "no_rope_layers", None)  # 1 where there is one
+    rotating = getattr(text, "no_rope_layers", None)  # 1: the layer rotates
     if isinstance(rotating, list) and len(rotating) == n_layers and not all(rotating):
         yield tuple(n if turns else None for n, turns in zip(names, rotating, strict=True)), width
         return
@@ -214,10 +214,11 @@ def _rotaries(
 
 
 def frequencies(name: str) -> str:
-    """Attribute of the rotary module with the frequencies that a recipe calls `name`."""
+    """Return the attribute of the rotary module with the frequencies `name` of a recipe."""
     return f"{name}_inv_freq" if name else "inv_freq"
 
 
 def scaling(name: str) -> str:
-    """Attribute of the rotary module with the factor of their cosines and sines."""
+    """Return the attribute of the rotary module with the factor of the cosines and sines of set
+    `name`."""
     return f"{name}_attention_scaling" if name else "attention_scaling"

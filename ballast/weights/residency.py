@@ -1,14 +1,15 @@
-"""The weights of one model on one device: present or absent, and their addresses.
+"""Keep one model's weights on one device: map pages, load, evict and rotate layers.
 
 All segments lie in one range of addresses, each beginning at a page, in load order::
 
     segment     |    0: embeddings    |  1: layer 0   |  2: layer 1   | ...
     pages       |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |  8  | ...
 
-Parameters are views on these addresses for as long as the model exists; only the pages beneath come
-and go. Weights are read only: eviction copies nothing. Pages of a segment that several models
-contain are owned by the segment (`weights/shared.py`) and aliased here, as are those of the slots
-that rotating layers share (`weights/slots.py`).
+Used by the engine's models. Parameters are views on these addresses for as long as the model
+exists; only the pages beneath are mapped and unmapped. Weights are read only: eviction copies
+nothing. Pages of a segment that several models contain are owned by the segment
+(`weights/shared.py`) and aliased here, as are those of the slots that rotating layers share
+(`weights/slots.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ballast.weights.slots import LayerPages, Slots
 
 
 class WeightsOnDevice:
-    """All segments of a model, present or absent together, but for layers that rotate.
+    """All segments of a model, present or absent together, except layers that rotate.
 
     Owners in the ledger: ``weights:NAME`` and, while layers rotate, ``slots:NAME``.
     """
@@ -61,7 +62,7 @@ class WeightsOnDevice:
             )
         self.spec = spec
         self.version = ChangeCounter()
-        """Grows with every change of what is present, or of other holders of shared segments."""
+        """Grows with every change of what is present, and of other holders of shared segments."""
         self.shared: tuple[SharedSegment, ...] = ()
         self._link = link
         self._pool = pool
@@ -73,11 +74,12 @@ class WeightsOnDevice:
         layers = self.segments[1 : 1 + spec.n_layers]
         self.rotor = make_rotor(spec, [s.copy for s in layers]) if make_rotor else None
         self.may_be_loading = False
-        """Loads of layers may be in flight: layers rotate, or did and no job has passed since."""
+        """Whether loads of layers may be in flight: layers rotate, or did and no job has ended
+        since."""
         self._backed = False
         self._filled = False
         self._going = False
-        """Its eviction waits for a job or a load."""
+        """Whether its eviction waits for a job or a load."""
 
     @property
     def owner(self) -> str:
@@ -105,7 +107,7 @@ class WeightsOnDevice:
         """Map pages for all segments and start the transfer that fills them; or do nothing.
 
         `ahead`: most bytes that may still be in flight when the first job begins
-        (`FirstJobReadyEvent`), if its rotor can have jobs wait for the layers that these hold.
+        (`FirstJobReadyEvent`), if its rotor can make jobs wait for the layers in these bytes.
 
         Segments that another model has loaded are mapped, not copied; if all are, `filled` holds at
         once and no transfer starts. `Short.pages`: pages that the pool lacks. If a mapping or the
@@ -146,9 +148,9 @@ class WeightsOnDevice:
         """Start a transfer of all bytes that are neither present nor in flight; `ahead`: as for
         `activate`.
 
-        Whole models are one stream of the link, which is served in order: when this transfer has
-        ended, so have those before it that load shared segments. Its end is posted as
-        `TransferDoneEvent`, upon which `transfer_landed` is to be called.
+        Whole models are loaded in one stream of the link, in order: when this transfer has ended,
+        so have earlier ones that load shared segments. Its end is posted as `TransferDoneEvent`,
+        upon which `transfer_landed` is to be called.
         """
         wanted: list[int] = []
         brought: list[SharedSegment] = []
@@ -173,11 +175,11 @@ class WeightsOnDevice:
         brought: Collection[SharedSegment],
         ahead: int,
     ) -> bool:
-        """Start the transfer of the segments `wanted`, layers last, so that the first job can
-        begin before its end; False: nothing is started, as that is not possible, or of no use.
+        """Start the transfer of the segments `wanted`, layers last, so that the first job can begin
+        before its end; False, with nothing started, if that is impossible or useless.
 
-        Only the other model's transfer shows when a segment that it loads has landed, so there must
-        be none of these.
+        No shared segment may be in flight from another model: only that model's transfer shows when
+        it has landed.
         """
         if self.rotor is None or ahead <= 0 or self.may_be_loading:
             return False
@@ -200,7 +202,8 @@ class WeightsOnDevice:
     def transfer_landed(self) -> bool:
         """Handle the success of the transfer; returns whether all bytes are present.
 
-        They are not where another model was to load a shared segment and failed: `fill` again then.
+        They are not if another model was to load a shared segment and failed: call `fill` again
+        then.
         """
         self._filled = True
         for segment in self.shared:
@@ -215,10 +218,10 @@ class WeightsOnDevice:
         return self.own_pages - self.slots.saved_pages
 
     def remap(self, wanted: Rotation) -> Short | None:
-        """Change which layers rotate; or change nothing, where the pool is short.
+        """Change which layers rotate; or change nothing, if the pool is short.
 
         No job of the model is in flight, and its rotor is settled. Raises BrokenPromise for layers
-        that cannot (`Slots.refusal`).
+        that cannot rotate (`Slots.refusal`).
         """
         if self.rotor is None or not self._backed:
             raise BrokenPromise(f"{self.spec.name}: its layers cannot rotate now")
@@ -231,15 +234,15 @@ class WeightsOnDevice:
         return None
 
     def transfer_failed(self) -> None:
-        """Handle the failure of the transfer while a job that waits for its layers keeps the pages:
-        other models may load the shared segments themselves."""
+        """Handle the failure of the transfer while a job that waits for its layers still keeps the
+        pages: other models may load the shared segments themselves."""
         for segment in self.shared:
             if segment.filler == self.spec.name:
                 segment.filler = None
 
     def evict(self) -> None:
         """Free the model's pages, and those of shared segments that no other model uses now. No job
-        and no transfer of this model may use them, and its rotor is settled."""
+        or transfer of this model may use them, and its rotor is settled."""
         if not self._backed:
             raise BrokenPromise(f"{self.spec.name}: its weights are not on the device")
         for s in self.segments:
@@ -252,7 +255,7 @@ class WeightsOnDevice:
         self._drop_own()
 
     def announce_eviction(self) -> None:
-        """Announce an eviction to the shared segments, which are about to lose this holder."""
+        """Mark this model as a leaving holder of its shared segments, before its eviction."""
         self._going = True
         for segment in self.shared:
             segment.mark_leaving(self.spec.name)
@@ -263,7 +266,8 @@ class WeightsOnDevice:
             self.may_be_loading = False
 
     def may_rotate(self, digests: Iterable[str]) -> bool:
-        """Whether any layer that may rotate has one of these digests; shared, it could not."""
+        """Whether any layer that may rotate has one of these digests; as a shared segment it could
+        not."""
         of_layers = self.spec.segment_digests[1 : 1 + self.spec.n_layers]
         mine = {of_layers[i] for i in self.slots.rotatable} if of_layers else set()
         return not mine.isdisjoint(digests)
@@ -271,7 +275,7 @@ class WeightsOnDevice:
     def share(self, shared: Mapping[str, SharedSegment]) -> None:
         """Turn the segments of `shared`, by digest, from the model's own into shared ones, since
         another model contains them too. Present pages stay mapped and change their owner. None of
-        these layers may rotate."""
+        these layers may be rotating."""
         table = list(self.segments)
         for i, (s, digest) in enumerate(zip(table, self.spec.segment_digests, strict=False)):
             whose = shared.get(digest)
@@ -297,7 +301,7 @@ class WeightsOnDevice:
         self._range.close()
 
     def validate(self) -> None:
-        """Raises BrokenPromise unless range, segments and the pool's ledger agree."""
+        """Raise BrokenPromise unless range, segments and the pool's ledger agree."""
         self._range.validate()
         own = self.present_pages - self.slots.pages if self._backed else 0
         if own != self._pool.ledger.owned(self.owner):
@@ -328,7 +332,7 @@ class WeightsOnDevice:
             if segment not in self.shared:
                 segment.parts_of = (*segment.parts_of, self)
         self.shared = shared
-        """The others, each once."""
+        """Shared segments, each once."""
         self.version.n += 1
         self.pages = self.own_pages + sum(s.n_pages for s in self.shared)
         """Pages of all segments, present or not."""

@@ -1,4 +1,9 @@
-"""Loading of rotating layers into their slots just before they are run (MIRAGE, 4.1 and 5.4)."""
+"""Define the protocol of rotors, which load rotating layers just before they run (MIRAGE, 4.1,
+5.4).
+
+Implemented by `LinkRotor` (CPU), `EventRotor` (GPU), groups of ranks and the simulator; called by
+`WeightsOnDevice` on the engine loop's thread.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ class Loads:
     """Counts and times of the loads of a model's rotating layers since start."""
 
     n: int = 0
-    """Layers loaded, those included that ceased to rotate."""
+    """Layers loaded, including those that ceased to rotate."""
     n_bytes: int = 0
     copy_seconds: float = 0.0
     """Seconds that the copies took on their link."""
@@ -29,7 +34,7 @@ class ArrivalPlan:
     """Order in which one transfer loads a model's weights: layers last and in order."""
 
     layers: Mapping[int, int]
-    """By layer, bytes of the transfer after which it, and all before it, are present."""
+    """By layer, the bytes of the transfer after which it and all layers before it are present."""
     opens: int
     """Bytes after which the first job may begin."""
 
@@ -42,7 +47,7 @@ class Rotor(Protocol):
 
     @property
     def held(self) -> Sequence[int]:
-        """By slot of the rotation in force, the layer whose bytes it holds; while settled."""
+        """By slot of the rotation in force, the layer whose bytes it holds; valid while settled."""
 
     def settle(self) -> None:
         """Start no more loads; once none is in flight, a `RotationSettledEvent` is posted. No job
@@ -60,11 +65,11 @@ class Rotor(Protocol):
 
     def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         """Start the transfer that loads the model's weights, and post `FirstJobReadyEvent` during
-        it: from then on jobs wait for each layer that they come to. The end is posted as
-        `TransferDoneEvent`, before any job can have passed the last layer, or failed for want of
+        it: from then on jobs wait for each layer that they reach. The end is posted as
+        `TransferDoneEvent`, before any job can have passed the last layer, or failed for lack of
         one.
 
-        Returns False, with nothing started, where jobs have to wait for the whole load.
+        Returns False, with nothing started, if jobs have to wait for the whole load.
         """
 
 

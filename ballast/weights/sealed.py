@@ -1,4 +1,7 @@
-"""A segment's memory in the host tier: a memfd that is filled, sealed, and mapped read only."""
+"""Hold one segment's bytes in a memfd that is filled, sealed, and mapped read only.
+
+The unit of the host tier (`ballast.weights.host`); other processes can map it by its descriptor.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ class SealedSegment:
     """The memory of one segment, held by any number of models: a memfd, mapped read only."""
 
     def __init__(self, fd: int, n_bytes: int, digest: str) -> None:
-        """Takes `fd` over. Raises DeviceError where it is no sealed file of this size, OSError
-        where it cannot be mapped; it is closed then."""
+        """Take over `fd`. Raises DeviceError if it is no sealed file of this size, OSError if it
+        cannot be mapped; it is closed then."""
         self.holds = 0
         self.n_bytes = n_bytes
         self.digest = digest
@@ -43,8 +46,8 @@ class SealedSegment:
     def filled(
         cls, model: str, segment: Segment, fill: Fill, threads: int, writable: bool = False
     ) -> SealedSegment:
-        """Allocate, call `fill` for every piece from several threads, seal; `writable`: against a
-        change of size alone."""
+        """Allocate memory, call `fill` for every piece from several threads, and seal it;
+        `writable`: against a change of size only."""
         n_bytes = whole_pages(segment)
         _check_available(model, segment.name, n_bytes)
         try:
@@ -61,18 +64,19 @@ class SealedSegment:
             raise no_memory(model, n_bytes, error) from error
 
     def close(self) -> None:
-        """Give the memory back, unless another process has it too."""
+        """Free the memory, unless another process has it too."""
         syscalls.munmap(self.address, self.n_bytes)
         os.close(self.fd)
 
 
 def _filled(fd: int, n_bytes: int, segment: Segment, fill: Fill, threads: int) -> str:
-    """Fill everything; hex SHA-256 over the layout (but for names) and the pieces' digests."""
+    """Fill all pieces; returns the hex SHA-256 over the layout (without names) and the pieces'
+    digests."""
     write = syscalls.PROT_READ | syscalls.PROT_WRITE
     base = syscalls.mmap(0, n_bytes, write, syscalls.MAP_SHARED, fd)
 
     def work(piece: Piece) -> bytes:
-        # Memory that is missing shows here, as an error, and not as a signal when written.
+        # Allocate now: missing memory is an error here, but a signal when it is written.
         page = std_mmap.PAGESIZE
         first = (piece.address - base) // page * page
         end = ceil_div(piece.address - base + piece.n_bytes, page) * page
@@ -98,7 +102,8 @@ def _filled(fd: int, n_bytes: int, segment: Segment, fill: Fill, threads: int) -
 
 
 def _check_available(model: str, segment: str, n_bytes: int) -> None:
-    """Refuse what the kernel would answer by killing a process."""
+    """Refuse a segment for which memory does not suffice, as the kernel would kill a process
+    instead."""
     available = _available()
     if available is not None and n_bytes > available:
         raise DeviceError(
@@ -109,7 +114,8 @@ def _check_available(model: str, segment: str, n_bytes: int) -> None:
 
 
 def _available() -> int | None:
-    """Bytes that can still be had, by the kernel's estimate and the control group's limit."""
+    """Return the bytes that can still be allocated, by the kernel's estimate and the control
+    group's limit; None: unknown."""
     found: list[int] = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

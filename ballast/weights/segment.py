@@ -1,4 +1,4 @@
-"""Segments: tensors packed one after the other, filled piece by piece."""
+"""Define segments (tensors packed one after the other) and the pieces in which they are filled."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from dataclasses import dataclass, replace
 from ballast.core.units import MiB, ceil_div
 
 PLAIN = "plain"
-"""Layout of a tensor that is as it was stored."""
+"""Layout of a tensor as it was stored."""
 TENSOR_ALIGNMENT = 64
 PIECE_BYTES = 4 * MiB
-"""Bytes filled and hashed at once by a thread; a multiple of the OS's page and of elements."""
+"""Bytes filled and hashed at once by a thread; a multiple of the operating system's page and of
+elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
     """A tensor within a segment, contiguous at byte `offset`; `names` of its parameters.
 
-    `layout`: how its elements lie, and `sources`: the architecture's tensors, by name, that they
-    come from (`ballast.weights.packing`). `parts`: into how many equal parts it can be divided that
-    are filled each by itself, if it is not as stored.
+    `layout`: order of its elements; `sources`: names of the architecture's tensors that it is made
+    from (`ballast.weights.packing`). `parts`: the number of equal parts in which it can be filled,
+    if it is not as stored.
     """
 
     names: tuple[str, ...]
@@ -46,7 +47,8 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The unit of weights that is loaded and evicted. `n_bytes`: packed, a multiple of 64."""
+    """The unit of weights that is loaded and evicted. `n_bytes`: its packed size, a multiple of
+    64."""
 
     name: str
     n_bytes: int
@@ -55,7 +57,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes `start .. start + n_bytes` of one tensor, which go to `address`."""
+    """Bytes `start .. start + n_bytes` of one tensor, which are written to `address`."""
 
     tensor: PackedTensor
     start: int
@@ -68,11 +70,12 @@ TensorsByRole = Mapping[str, tuple[PackedTensor, int]]
 
 
 Fill = Callable[[Piece], bytes]
-"""Write the piece's bytes at its address; a digest of them."""
+"""Writes the piece's bytes at its address; returns a digest of them."""
 
 
 Origin = Callable[[Segment], str | None]
-"""Identity of the sources of a segment's bytes: equal only where the bytes are; None: unknown."""
+"""Returns the identity of the sources of a segment's bytes: equal only if the bytes are; None:
+unknown."""
 
 
 def pack(name: str, tensors: Sequence[PackedTensor]) -> Segment:
@@ -85,7 +88,7 @@ def pack(name: str, tensors: Sequence[PackedTensor]) -> Segment:
 
 
 def whole_pages(segment: Segment) -> int:
-    """Bytes of a segment's memory, in whole pages of the operating system."""
+    """Return the bytes of a segment's memory, in whole pages of the operating system."""
     return _up(max(segment.n_bytes, 1), mmap.PAGESIZE)
 
 

@@ -1,4 +1,5 @@
-"""Places of a model's segments in its range of device addresses, each at a whole page."""
+"""Assign each segment of a model its place, from a whole page on, in its range of device
+addresses."""
 
 from __future__ import annotations
 

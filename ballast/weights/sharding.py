@@ -1,9 +1,9 @@
-"""Division of a model's tensors over the ranks of a tensor-parallel group.
+"""Divide a model's tensors over the ranks of a tensor-parallel group.
 
 ::
 
     q, k, v, gate, up   by outputs: each rank has its heads, its part of the intermediate
-    o, down             by inputs: ranks add up what they get (their bias is the first rank's)
+    o, down             by inputs: ranks sum their products (the bias is the first rank's)
     head                by tokens, in panels
     everything else     whole on every rank: norms, embeddings (of which a tied head is a part)
 
@@ -29,18 +29,19 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part, 0 <= rank < ranks."""
+    """One rank's part of a model, 0 <= rank < ranks."""
 
     rank: int
     ranks: int
 
     def of(self, n: int) -> range:
-        """Its part of `n`, which `ranks` divides."""
+        """Return the rank's part of `n` elements, which `ranks` divides."""
         each = n // self.ranks
         return range(self.rank * each, (self.rank + 1) * each)
 
     def tokens(self, vocab: int) -> range:
-        """Whose logits it computes: whole panels, no rank more than the first."""
+        """Return the tokens whose logits the rank computes: whole panels, no rank more than the
+        first."""
         each = ceil_div(ceil_div(vocab, PANEL), self.ranks) * PANEL
         return range(min(vocab, self.rank * each), min(vocab, (self.rank + 1) * each))
 
@@ -95,7 +96,7 @@ def narrowed(
 
 
 def absent(name: str, shard: Shard) -> bool:
-    """Whether a tensor is zero on this rank: a bias that another adds to the ranks' sum."""
+    """Whether a tensor is zero on this rank: a bias that the first rank adds to the ranks' sum."""
     return shard.rank > 0 and name.endswith(tuple(f"{part}.bias" for part in _BY_INPUTS))
 
 
@@ -114,7 +115,7 @@ def _part(w: ModelTensor, vocab: int, shard: Shard) -> ModelTensor:
 
 
 def _narrow(recipe: Recipe, dim: int, first: int, n: int) -> Recipe:
-    """`n` of dimension `dim`, from `first` on."""
+    """Return the recipe of `n` elements of dimension `dim`, from `first` on."""
     inner = math.prod(recipe.shape[dim + 1 :])
     rows = math.prod(recipe.shape[:dim])
     runs: list[Run] = []

@@ -1,10 +1,12 @@
-"""Segments that several models contain: on the device once, mapped into each of these models.
+"""Keep segments that several models contain on the device once, mapped into each of these models.
 
 ::
 
     weights:a    [ 7 ][ 8 ][ 2 ][ 3 ]        a's own range: embeddings, layer 0
     weights:b    [ 7 ][ 8 ][ 5 ][ 6 ]        b's
     owners       pages 7, 8: shared:1f..  2, 3: weights:a  5, 6: weights:b
+
+The pages of a shared segment are freed when its last holder is evicted.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _OWNER_DIGITS = 12
 
 
 class Container(Protocol):
-    """Weights of a model that contain a segment."""
+    """A model's weights that contain a shared segment."""
 
     version: ChangeCounter
 
@@ -38,13 +40,14 @@ class SharedSegment:
         self.n_bytes = n_bytes
         self.n_pages = ceil_div(n_bytes, page_bytes)
         self.pages: tuple[int, ...] = ()
-        """Empty while no model uses it."""
+        """Pages of the segment; empty while no model uses it."""
         self.holders: dict[str, None] = {}
-        """Models that have it mapped, or are about to, in order. Changed by `add_holder` and
-        `remove_holder` alone."""
+        """Models that have it mapped, or are about to, in order. Changed only by `add_holder` and
+        `remove_holder`."""
         self.parts_of: tuple[Container, ...] = ()
         """Weights of the models that contain it, present or not: the version of each grows with
-        every change of holders. Replaced, never mutated: new models are made by another thread."""
+        every change of holders. Replaced, never mutated, as new models are made by another
+        thread."""
         self._going: set[str] = set()
         self.filled = False
         """Whether its bytes are present."""
@@ -79,7 +82,8 @@ class SharedSegment:
             model.version.n += 1
 
     def allocate(self, through: str) -> Short | None:
-        """Allocate its pages through the owner `through`, whose promise is used up; or none."""
+        """Allocate its pages, all or none, through the owner `through`, whose promise is used
+        up."""
         pages = self._pool.allocate(through, self.n_pages)
         if isinstance(pages, Short):
             return pages

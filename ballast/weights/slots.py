@@ -1,12 +1,13 @@
-"""Slots: pages that rotating layers of a model share, mapped beneath each of them.
+"""Map the pages of slots beneath the rotating layers of a model, which share them in turn.
 
 ::
 
     weights:a    [ 7 ][ 3 ][ 9 ][ 3 ]        layers 0 .. 3; 1 and 3 rotate through one slot
-    owners       pages 7, 9: weights:a        3: slots:a, lent to weights:a twice
+    owners       pages 7, 9: weights:a        3: slots:a, aliased by weights:a twice
 
-Which layers rotate changes between jobs (`remap`); a job maps nothing. Layers whose slot stays the
-same are not touched, so that a change costs what it changes.
+Which layers rotate changes between jobs only (`remap`); a job maps nothing. Layers whose slot stays
+the same are not touched, so the cost of a change is that of the layers that it affects. Rotors, not
+slots, copy layers' bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class LayerPages:
     n_pages: int
     n_bytes: int
     own: bool
-    """Whether the segment is no other model's."""
+    """Whether the segment is in no other model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Slots:
         self._pages: list[tuple[int, ...]] = []
         """Pages of each slot."""
         self.rotatable: tuple[int, ...] = ()
-        """Layers that may rotate: of the commonest size, and no other model's."""
+        """Layers that may rotate: of the commonest size, and in no other model."""
         self.layer_pages = 0
         """Pages of each rotatable layer; 0 where there are fewer than two."""
         self.layer_bytes = 0
@@ -79,7 +80,7 @@ class Slots:
 
     @property
     def saved_pages(self) -> int:
-        """Pages that rotating layers do not need for themselves."""
+        """Pages that rotation frees: those of the layers beyond the slots."""
         return self.rotation.n_freed * self.layer_pages
 
     def refusal(self, wanted: Rotation) -> str | None:
@@ -87,10 +88,10 @@ class Slots:
         return wanted.refusal(self.rotatable)
 
     def remap(self, wanted: Rotation, held: Sequence[int]) -> SlotContents | Short:
-        """Change the layers that rotate; or change nothing, where the pool is short.
+        """Change the layers that rotate; or change nothing, if the pool is short.
 
-        `held`: by slot, the layer whose bytes are there. No job and no load of the model may be
-        under way. Raises BrokenPromise for a rotation that `refusal` would refuse.
+        `held`: by slot, the layer whose bytes are there. No job and no load of the model may be in
+        flight. Raises BrokenPromise for a rotation that `refusal` would refuse.
         """
         why = self.refusal(wanted)
         if why is not None:
@@ -148,7 +149,8 @@ class Slots:
         self.rotation = WHOLE
 
     def validate(self) -> None:
-        """Raises BrokenPromise unless each slot lies beneath its layers, and the pool agrees."""
+        """Raise BrokenPromise unless each slot is mapped beneath its layers, and the pool
+        agrees."""
         for layer, slot in self.rotation.slot_of.items():
             if self._range.pages(*self._where(layer)) != self._pages[slot]:
                 raise BrokenPromise(f"{self.owner}: layer {layer} is not in slot {slot}")
@@ -164,7 +166,7 @@ class Slots:
         self._range.unalias(at, n, self.owner)
 
     def _dissolve(self, slot: int, stays: int | None) -> None:
-        """Make the slot's pages the own ones of layer `stays`, or free them."""
+        """Give the slot's pages to layer `stays` as its own, or free them."""
         pages = self._pages[slot]
         if stays is None:
             self._pool.give_back(self.owner, pages)

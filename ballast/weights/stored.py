@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, located by their headers, with nothing mapped.
+"""Locate tensors in safetensors files by their headers, without mapping the files.
 
-A header is checked in full before any data is read, so that a checkpoint that cannot be used is
-told with the file and the tensor at fault, and not by a failed job later.
+A header is checked in full before any data is read, so that an unusable checkpoint is refused with
+the file and the tensor at fault, and no job fails later.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ITEM_BYTES = {
 """Bytes of one element by the format's name of its dtype."""
 
 _MOST_HEADER = 100_000_000
-"""Bytes; the format's own limit."""
+"""Most bytes of a header; the format's own limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Stored:
 def find_tensors(directory: Path) -> dict[str, Stored]:
     """Find all tensors of a checkpoint, by name.
 
-    One file, or the shards of an index. Raises CheckpointError for a header that does not hold
-    together, a file shorter than its header says, and a missing shard.
+    Reads one file, or the shards of an index. Raises CheckpointError for an inconsistent header, a
+    file shorter than its header states, and a missing shard.
     """
     if (directory / SINGLE).is_file():
         return read_header(directory / SINGLE)
@@ -94,7 +94,7 @@ def served_bytes(directory: Path, dtype: str) -> int:
 
 
 def served_tensors(directory: Path, dtype: str) -> dict[str, int]:
-    """Estimate as `served_bytes`, of each tensor by its name in the checkpoint."""
+    """Estimate as `served_bytes`, for each tensor by its name in the checkpoint."""
     tensors = find_tensors(directory)
     if dtype == "auto":
         halves = sum(t.n_bytes for t in tensors.values() if t.dtype == "BF16")
@@ -129,7 +129,7 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _entry(path: Path, name: str, entry: Any, data: int, size: int) -> Stored:
-    """One header entry; `data`: where the file's tensors begin, `size`: bytes of the file."""
+    """Read one header entry; `data`: where the file's tensors begin, `size`: bytes of the file."""
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]

@@ -1,4 +1,4 @@
-"""Refusal of models that cannot be served: each check raises UnsupportedModel with the reason."""
+"""Refuse models that cannot be served: each check raises UnsupportedModel with the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def check_config(config: Any, kind: str) -> None:
 
 
 def check_module(module: nn.Module, kind: str) -> None:
-    """Refuse convolutions, and code that cannot be given positions or the tokens to sample at."""
+    """Refuse convolutions, and code that accepts neither positions nor the tokens to compute logits
+    at."""
     if any(isinstance(part, nn.Conv1d) for part in module.modules()):
         raise UnsupportedModel(
             f"{kind}: it has convolutions, over sounds or over tokens: the latter keep more of the "
@@ -53,7 +54,8 @@ def check_module(module: nn.Module, kind: str) -> None:
 def check_attention(
     calls: Sequence[AttentionCall], n_layers: int, positions: int, kind: str
 ) -> None:
-    """Refuse a model whose layers attend unlike, not through our attention, or require more."""
+    """Refuse a model whose layers attend differently, bypass our attention, or require more of
+    it."""
     if [c.layer for c in calls] != list(range(n_layers)):
         raise UnsupportedModel(
             f"{kind}: its attention cannot be replaced: its {n_layers} layers call transformers' "
@@ -90,7 +92,7 @@ def check_attention(
 
 
 def _quantization_method(quantization: Any) -> str:
-    """Name of a quantization's method, where its configuration says it."""
+    """Return the name of a quantization's method, if its configuration states it."""
     values = quantization if isinstance(quantization, dict) else vars(quantization)
     name = values.get("quant_method") or values.get("quant_algo") or "by an unnamed method"
     return str(getattr(name, "value", name))

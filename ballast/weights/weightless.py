@@ -1,9 +1,9 @@
-"""Modules without weights, which compute on the CPU at any size, in hardly any memory.
+"""Make modules without weights, which compute on the CPU at any size, in hardly any memory.
 
-What a module requires of its attention, and which positions it uses, does not depend on the
-elements of its matrices. So linear layers and experts, which are nearly all of a model, are
-replaced by functions that cost no more than a copy of their output; every other parameter is
-random, a large one a view of a small buffer whose rows overlap.
+Used for the checks at load: what a module requires of its attention, and which positions it uses,
+does not depend on the elements of its matrices. So linear layers and experts, nearly all of a
+model, are replaced by functions that cost no more than a copy of their output; every other
+parameter is random, a large one a view of a small buffer whose rows overlap.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from transformers.pytorch_utils import Conv1D
 from ballast.weights.buffers import set_up_buffers
 
 _NOISE = 1 << 21
-"""Random numbers that all parameters are made of."""
+"""Number of random values that all parameters are made of."""
 _LARGE = 1 << 20
 """Elements from which on a parameter's rows overlap."""
 _SCALE = 0.05
 _STEP = 3
-"""Elements between neighbours along a dimension of a large parameter, but the last: different rows
-are different, and all of them fit into the buffer where they are fewer than 700,000."""
+"""Elements between neighbours along a dimension of a large parameter, except the last: rows differ,
+and all of them fit into the buffer if they are fewer than 700,000."""
 
 
 def replace_linears(module: nn.Module) -> None:
-    """Have linear layers compute something else from their inputs, without their weights.
+    """Make linear layers compute a cheap function of their inputs, without their weights.
 
     On the CPU or the meta device.
     """
@@ -41,13 +41,13 @@ def replace_linears(module: nn.Module) -> None:
 
 
 def make_weightless(module: nn.Module, kind: str) -> None:
-    """Have a module of the meta device, whose linear layers are replaced, compute on the CPU.
+    """Make a module of the meta device, whose linear layers are replaced, compute on the CPU.
 
     In float32; tied parameters stay tied. Raises UnsupportedModel as `set_up_buffers` does.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}
-    """By the identity of a tensor that was replaced: itself, so that it stays unique, and its
-    replacement."""
+    """By identity of a replaced tensor: the tensor itself, so that its identity stays unique, and
+    its replacement."""
     stored = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
     for number, owner in enumerate(module.modules()):
         for leaf, parameter in owner._parameters.items():
@@ -80,7 +80,8 @@ def _is_replaced(owner: nn.Module) -> bool:
 
 
 def _has_experts(owner: nn.Module) -> bool:
-    """Whether they are computed by `transformers`' interface, for which there are stand-ins."""
+    """Whether a module's experts are computed by `transformers`' interface, for which there are
+    stand-ins."""
     return hasattr(owner, "_is_expert_parallel")
 
 
@@ -90,7 +91,7 @@ def is_plain_linear(owner: nn.Module) -> bool:
 
 
 def _sizes(owner: Any) -> tuple[int, int]:
-    """(inputs, outputs)"""
+    """Return (inputs, outputs) of a linear module."""
     if is_plain_linear(owner):
         return owner.in_features, owner.out_features
     inputs, outputs = owner.weight.shape
@@ -98,7 +99,8 @@ def _sizes(owner: Any) -> tuple[int, int]:
 
 
 def _linear(owner: nn.Module, n_in: int, n_out: int, number: int) -> Callable[[Tensor], Tensor]:
-    """x (..., n_in) -> (..., n_out): a stretch of x, repeated if need be, each element scaled."""
+    """Return x (..., n_in) -> (..., n_out): a stretch of x, repeated if need be, each element
+    scaled."""
     scale = _contiguous(n_out, number) * (1 / _SCALE)
     first = (n_in - n_out) * (number % 4) // 3 if n_out < n_in else 0
 
@@ -113,10 +115,10 @@ def _linear(owner: nn.Module, n_in: int, n_out: int, number: int) -> Callable[[T
 
 def _parameter(owner: nn.Module, leaf: str, parameter: Tensor, number: int) -> Tensor:
     if leaf == "weight" and _is_replaced(owner):
-        # Code that looks at it by itself finds a shape and a dtype, and zeros.
+        # Code that reads the weight itself gets its shape, and zeros.
         return torch.zeros(()).expand(parameter.shape)
     elements = _elements(parameter, number)
-    # Weights of norms are around one; what there is else of one dimension is added.
+    # Weights of norms are around one; other one-dimensional parameters are added.
     return elements + 1 if leaf == "weight" and parameter.dim() == 1 else elements
 
 
@@ -134,7 +136,7 @@ def _elements(like: Tensor, number: int) -> Tensor:
 
 
 def _contiguous(n: int, number: int) -> Tensor:
-    """(n,) random numbers, others for each `number`."""
+    """Return (n,) random values, different for each `number`."""
     noise = _noise()
     if n >= _NOISE:
         return noise.repeat(math.ceil(n / _NOISE))[:n]

@@ -1,4 +1,7 @@
-"""Adapters of a fused model: what each adds to the rows of the matrices that were put together."""
+"""Apply LoRA adapters to the merged matrices (q/k/v, gate/up) of a fused model.
+
+Used by the fast paths on CPU and, for the targets of each matrix, on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from ballast.weights.segment import Segment
 
 
 class FusedAdapters:
-    """All adapters of a model, matrix by matrix."""
+    """All adapters of a model, by matrix."""
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class FusedAdapters:
         }
 
     def of(self, work: Sequence[SequenceWork]) -> AdaptedRows | None:
-        """For one job; None if none of its rows goes through an adapter."""
+        """Return the adapters of one job's rows; None if no row has one."""
         rows = rows_of(work)
         return None if rows is None else AdaptedRows(self._groups, *rows)
 
@@ -56,7 +59,8 @@ class AdaptedRows:
         self._groups, self._rows, self._sampled = groups, rows, sampled
 
     def add(self, role: str, i: int, x: Tensor, y: Tensor) -> None:
-        """Add to y (rows, outputs of layer i's matrix `role`) what x (rows, inputs) makes there."""
+        """Add to y (rows, outputs of layer i's matrix `role`) the adapters' products of x (rows,
+        inputs)."""
         group = self._groups[role][i]
         if group is not None:
             rows = self._sampled if role == "head" else self._rows
@@ -64,7 +68,7 @@ class AdaptedRows:
 
 
 def inputs_of(role: str, spec: ModelSpec) -> int:
-    """Inputs of the matrices of a role."""
+    """Return the number of inputs of the matrices of a role."""
     inputs = {"o": spec.n_heads * spec.head_dim, "down": spec.intermediate}
     return inputs.get(role, spec.hidden)
 
@@ -75,8 +79,8 @@ def targets_by_role(
     *,
     interleaved: bool,
 ) -> dict[str, list[list[LoraTarget] | None]]:
-    """Collect the adapters' targets of each matrix, by role and layer; None: nothing. Of `head`
-    there is one. `addresses`, `interleaved`: as `FusedAdapters` has them."""
+    """Collect the adapters' targets of each matrix, by role and layer (`head` has one entry); None:
+    no adapter changes it. `addresses`, `interleaved`: as of `FusedAdapters`."""
     spec = host.spec
     found = matrices_of(host.adapters, addresses)
     attended, kv = spec.n_heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -94,7 +98,7 @@ def targets_by_role(
             entries: Sequence[LoraMatrices | None] | None = found.get(path)
             if entries is not None:
                 n = outputs[role][i] if role in outputs else spec.hidden
-                if len(paths) == 1 and role in outputs:  # stored as one
+                if len(paths) == 1 and role in outputs:  # stored as one matrix
                     n = sum(outputs[role])
                 column = columns[role][i] if role in columns else 0
                 made.append(LoraTarget(n, tuple(entries), column, *blocks))
@@ -111,7 +115,7 @@ def targets_by_role(
 
 
 def _modules(segment: Segment, role: str) -> list[str]:
-    """Paths of the modules that a layer's matrix was put together from; a layer of experts has no
-    matrices of some roles."""
+    """Return the paths of the modules that a layer's matrix was merged from; none for roles that a
+    layer of experts lacks."""
     sources = next((t.sources for t in segment.tensors if t.names == (role,)), ())
     return [name.removesuffix(".weight") for name in sources]

@@ -1,4 +1,5 @@
-"""Cosines and sines of a job's positions, as the fused path's rotary kernel reads them."""
+"""Compute cosines and sines of a job's positions, in the layout of the fused path's rotary
+kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Angles:
         self, config: Any, names: Sequence[str], cosine: int, sine: int, set_bytes: int
     ) -> None:
         """`names`: of the sets, as `DecoderRecipe.rotary_sets`; `cosine`, `sine`: addresses of the
-        first set's, `set_bytes`: from one set to the next."""
+        first set; `set_bytes`: from one set to the next."""
         rotary = rotary_of(config)
         self._sets = [
             (getattr(rotary, frequencies(n)).float(), float(getattr(rotary, scaling(n))))
@@ -35,18 +36,22 @@ class Angles:
         ]
         self._at = {n: (cosine + i * set_bytes, sine + i * set_bytes) for i, n in enumerate(names)}
         self.width = 2 * len(self._sets[0][0])
-        """Elements of a head that turn; the same in all sets."""
+        """Elements of a head that are rotated; the same in all sets."""
 
     def addresses(self, name: str | None) -> tuple[int, int]:
-        """Addresses of the cosines and of the sines of a set, each float32 (T, width / 2); None:
-        any, as nothing turns by them."""
+        """Return the addresses of the cosines and of the sines of a set, each float32 (T, width /
+        2).
+
+        `name` None: those of any set, as the layer does not rotate.
+        """
         return self._at[name] if name is not None else next(iter(self._at.values()))
 
     def fill(self, positions: Array) -> None:
-        """Compute them for (T,) positions.
+        """Compute cosines and sines for (T,) positions.
 
-        Of float32 angles, as `transformers` has them, but in float64: in float32 PyTorch's result
-        depends, in the last bit, on where in a vector an element lies, and so on other sequences.
+        Angles are float32, as in `transformers`, but cosines and sines are computed in float64: in
+        float32 the last bit of PyTorch's result depends on an element's place in a vector, and so
+        on other sequences.
         """
         shape = (len(positions), self.width // 2)
         columns = torch.from_numpy(positions).float()[:, None]

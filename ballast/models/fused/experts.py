@@ -1,13 +1,13 @@
-"""Layers of experts on the fast path: what they run in place of gate and up, and of down.
+"""Run layers of experts on the fast path, in place of gate and up, and of down.
 
 ::
 
     norm   q/k/v   rotary   attention   o   norm   gate/up               down
                                                    route, gate_up │      down, combine │
 
-Each of the two is a program of its own, whose operations have barriers between them as a job's
-have (`kernels/team.py`), so that a layer has as many operations as one without experts, and what
-cuts jobs into pieces needs to know nothing of this. The kernels are those of `kernels/experts.py`.
+Each of the two is a program of its own, with barriers between its operations as in a job's program
+(`kernels/team.py`). So a layer has as many operations as one without experts, and the code that
+cuts passes into programs need not distinguish them. The kernels are those of `kernels/experts.py`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from ballast.weights.segment import TensorsByRole
 
 Array = np.ndarray[Any, Any]
 
-"""A layer's tensors and their device addresses, by role."""
-
 _ALIGNMENT = 64
 
 
@@ -47,8 +45,9 @@ class FusedExperts:
         rows: int,
     ) -> None:
         """`config`: of the text; `weights`: of all layers, of which some have experts; `memory`:
-        address of `experts_bytes`; `hidden`: addresses of what experts get, and of what their sum
-        is added to, float32 (rows, hidden) each; `rows`: most of a job."""
+        address of `experts_bytes` bytes; `hidden`: addresses of the experts' inputs and of the
+        tensor that their sum is added to, float32 (rows, hidden) each; `rows`: most rows of a
+        job."""
         self.layers = layers_of_experts(weights)
         self._number = {layer: i for i, layer in enumerate(self.layers)}
         found = [weights[i] for i in self.layers]
@@ -84,8 +83,8 @@ class FusedExperts:
         self._programs = team.program_tables(self._operations.reshape(-1, 2, 2))
 
     def describe(self, into: PlannedPass, layer: int) -> bool:
-        """Put what stands for gate and up and for down of a layer into a pass; False: it has no
-        experts."""
+        """Add a layer's two programs of experts to a pass, in place of gate and up and of down;
+        False: it has no experts."""
         i = self._number.get(layer)
         if i is None:
             return False
@@ -95,22 +94,23 @@ class FusedExperts:
 
     @property
     def counts(self) -> Array:
-        """int64 (layers with experts, experts): rows that each had in the last job."""
+        """int64 (layers with experts, experts): rows of each in the last job."""
         return self._experts.counts.copy()
 
     def fill(self, rows: int, item_rows: int) -> None:
-        """Before each job: how many rows it has, and how many of these are one item."""
+        """Set the number of rows of the next job, and of each item."""
         self._programs[:, program_code.ARRIVED] = 0
         self._experts.fill(rows, item_rows)
 
 
 def layers_of_experts(weights: Sequence[TensorsByRole]) -> list[int]:
-    """Numbers of the layers that have experts."""
+    """Return the numbers of the layers that have experts."""
     return [i for i, w in enumerate(weights) if ROUTER in w]
 
 
 def experts_bytes(spec: ModelSpec, rows: int) -> int:
-    """Bytes of workspace that experts need in jobs of up to `rows` tokens; 0: no experts."""
+    """Return the bytes of workspace that experts need in jobs of up to `rows` tokens; 0: no
+    experts."""
     return sum(ceil_div(n, _ALIGNMENT) * _ALIGNMENT for n in _sizes(spec, rows))
 
 

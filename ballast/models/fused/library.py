@@ -1,9 +1,9 @@
-"""The matrices of a fused model by PyTorch's kernels: oneDNN's, or plain ones.
+"""Multiply matrices of a fused model by PyTorch's kernels: oneDNN's, or plain ones.
 
-Which matrices of a job these multiply is a matter of its rows: of each matrix, from the number that
-was measured (`ballast.kernels.choices`). Around a call stand operations of ours, in the programs
-before and after it: the inputs are narrowed to the weights' dtype, the product is stored, added or
-gated.
+The number of rows decides which matrices of a job are multiplied here: for each matrix, from a
+number of rows that was measured (`ballast.kernels.choices`). Operations of our own kernels, in the
+programs before and after a call, narrow the inputs to the weights' dtype, and store, add or gate
+the product.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Library:
         narrowed: int,
         from_rows: Mapping[str, int],
     ) -> None:
-        """`places`: what each matrix reads and writes, and as `opened` what that of gate and up
-        writes where it is not gated at once. `narrowed`: where inputs in bfloat16 may lie.
-        `from_rows`: rows of a matrix, by role, from which it is multiplied here."""
+        """`places`: operands of each matrix by role, and as `opened` those of gate and up if they
+        are not gated at once. `narrowed`: address for inputs in bfloat16. `from_rows`: by role, the
+        rows from which on a matrix is multiplied here."""
         self._dtype, self._places, self._from_rows = dtype, places, from_rows
         stored = dict.fromkeys(MATRICES, layers) | {"head": [last]}
         self._matrices = {
@@ -74,7 +74,8 @@ class Library:
         places: Mapping[str, MatrixPlace],
         narrowed: int,
     ) -> Library | None:
-        """None where our kernels are all there is for these weights on this CPU, or the best.
+        """Return the library of a model; None if our kernels are the only ones for these weights on
+        this CPU, or the fastest.
 
         Measures matrices of shapes that are new to this machine, which takes a second or two.
         """
@@ -91,7 +92,8 @@ class Library:
         return cls(layers, last, dtype, places, narrowed, used) if used else None
 
     def roles(self, rows: int, sampled: int) -> frozenset[str]:
-        """Roles that are multiplied here in a job of `rows` tokens, `sampled` of them sampled."""
+        """Return the roles that are multiplied here in a job of `rows` tokens, `sampled` of them
+        sampled."""
         return frozenset(
             role
             for role, least in self._from_rows.items()
@@ -99,7 +101,7 @@ class Library:
         )
 
     def begin(self, roles: frozenset[str], rows: int, sampled: int, item_rows: int) -> None:
-        """Make ready for a job; `item_rows`: rows of an operation's item."""
+        """Prepare a job; `item_rows`: rows of an operation's item."""
         self._inputs.clear()
         self._gates[:, linear_code.NEXT], self._gates[:, linear_code.ROWS] = 0, rows
         for role in roles:
@@ -112,8 +114,8 @@ class Library:
             self._inputs[role] = tensor_at(source, (count, place.k), self._dtype)
 
     def describe(self, into: PlannedPass, role: str, i: int, *, gate: bool) -> None:
-        """Put the matrix `role` of layer i into a pass; `gate`: gated at once, if it is of gate and
-        up."""
+        """Add the matrix `role` of layer i to a pass; `gate`: whether gate and up are gated at
+        once."""
         if self._dtype != torch.float32:
             into.operation(layer.kernel("narrow", self._dtype), self._narrow[role], i)
         into.stop(Due.LIBRARY, i, role)
@@ -125,9 +127,9 @@ class Library:
             into.operation(kernel, self._stores[role], i)
 
     def multiply(self, role: str, i: int) -> Tensor:
-        """x W^T + b of layer i's matrix `role`; the operation after it takes it from there.
+        """Return x W^T + b of layer i's matrix `role`, which the next operation of the pass reads.
 
-        The caller keeps the product until that has run.
+        The caller keeps the product until that operation has run.
         """
         found = self._matrices[role][i]
         assert found is not None, "layers of experts have no matrix of this role"
@@ -148,7 +150,7 @@ class Library:
 
 
 def _matrix(role: str, weights: TensorsByRole, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """A matrix as the library takes it, and its bias."""
+    """Return a matrix as the library reads it, and its bias."""
     tensor, address = weights[role]
     n, k = _stored_shape(tensor)
     bias = None
@@ -177,6 +179,6 @@ def _storing(place: MatrixPlace, count: int) -> Array:
 
 
 def _stored_shape(tensor: PackedTensor) -> tuple[int, int]:
-    """(n, k), with the rows that fill up the last panel of gate and up."""
+    """Return (n, k), including the rows that fill up the last panel of gate and up."""
     n, k = tensor.shape
     return (ceil_div(n, PANEL) * PANEL if tensor.layout == GATED else n), k

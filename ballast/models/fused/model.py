@@ -1,15 +1,14 @@
-"""The fast path of decoders of Llama's kind: a job is one program that all threads run together.
+"""Run Llama-like decoders by the fast path on CPU: a job is one program that all threads run.
 
 Llama has eight operations in a layer: norm, q/k/v, rotary and KV, attention, output projection,
-norm, gate and up, down. What others have otherwise, their recipe says
-(`ballast.weights.decoder_recipe`): operations that are not there, or more of them, other kernels,
-or other numbers in the tables. A layer of experts has programs in place of the last two
-(`ballast.models.fused.experts`).
+norm, gate and up, down. How other decoders differ is in their recipe
+(`ballast.weights.decoder_recipe`): fewer or more operations, other kernels, or other numbers in the
+tables. A layer of experts has programs in place of the last two (`ballast.models.fused.experts`).
 
 Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in the lane's
-workspace, at addresses that never change: so the operations' tables are made once, and a job fills
-in what differs, which is the number of rows, tokens, positions and block tables.
-`models/transformers.py` is the reference, and serves everything else.
+workspace, at addresses that never change: so the operations' tables are made once, and only what
+differs is filled in for each job: the number of rows, tokens, positions and block tables.
+`models/transformers.py` is the reference, and runs all other decoders.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from ballast.weights.segment import PackedTensor, Segment, TensorsByRole
 Array = np.ndarray[Any, Any]
 
 ROWS_ALONE = 8
-"""Rows up to which the operations between matrices take one row per item."""
+"""Rows up to which the operations between matrices compute one row per item."""
 _GATED = {SILU: linear.GATED, GELU: linear.GATED_ERF, GELU_TANH: linear.GATED_TANH}
 
 
@@ -80,16 +79,16 @@ class FusedModel(ModelExecutor):
         max_rows: int,
         max_sampled: int,
     ) -> None:
-        """`segment_addresses[i]`: where segment i of `host` is while the model is resident.
+        """`segment_addresses[i]`: address of segment i of `host` while the model is resident.
 
         `max_rows`, `max_sampled`: most tokens of a job, and most positions sampled in it. Raises
-        BrokenPromise where the workspace is too small for them.
+        BrokenPromise if the workspace is too small for them.
         """
         super().__init__(host, kv_base, layout)
         spec = self.spec
         self._recipe = recipe = host.recipe or LLAMA
         self._buffers = b = ActivationBuffers.of(spec, workspace, max_rows, max_sampled, recipe)
-        self._workspace = workspace  # its memory goes with it
+        self._workspace = workspace  # keeps its memory mapped
         self._max_rows, self._max_sampled = max_rows, max_sampled
         angles = (b.cosine, b.sine, angle_bytes(spec, max_rows))
         self._angles = Angles(host.config, recipe.rotary_sets, *angles)
@@ -114,7 +113,7 @@ class FusedModel(ModelExecutor):
         self._adapters = FusedAdapters(host, addresses, self.dtype, interleaved=interleaved)
         self._passes: dict[tuple[frozenset[str], bool], PlannedPass] = {}
         self._product: Tensor | None = None
-        """The library's last one: read by the operations after it."""
+        """The library's last product, kept while the next operations read it."""
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
@@ -132,7 +131,8 @@ class FusedModel(ModelExecutor):
         return tensor_at(self._buffers.normed, (n, self.spec.hidden), torch.float32)
 
     def _compute(self, work: Sequence[SequenceWork], *, head: bool) -> int:
-        """Run a job, to its logits or to the norm before the head; how many rows of them."""
+        """Run a job, up to its logits or to the norm before the head; returns the number of sampled
+        rows."""
         rows = self.rows(work)
         sampled = len(rows.wanted)
         if rows.n > self._max_rows or sampled > self._max_sampled:
@@ -162,11 +162,11 @@ class FusedModel(ModelExecutor):
         self._product = None
 
     def _meet(self, n: int, sampled: int, adapted: AdaptedRows | None, stop: PassStop) -> None:
-        """Do what is due at a stop of a job of n rows."""
+        """Do the work that is due at a stop of a job of n rows."""
         barriers = self.barriers
         if stop.due is Due.LIBRARY:
             assert self._library is not None
-            self._product = None  # its memory is given back before there is another
+            self._product = None  # free its memory before the next is allocated
             self._product = self._library.multiply(stop.role, stop.layer)
         elif stop.due is Due.ADAPTERS:
             assert adapted is not None
@@ -179,7 +179,7 @@ class FusedModel(ModelExecutor):
             (barriers.wait if stop.due is Due.WAIT else barriers.used)(stop.layer)
 
     def _rows_of(self, role: str, n: int) -> tuple[Tensor, Tensor]:
-        """Inputs of a matrix and its product before it is gated: n rows each."""
+        """Return the inputs of a matrix and its product before gating, n rows each."""
         place = self._places["opened" if role == "gate_up" else role]
         x = tensor_at(place.source, (n, place.k), torch.float32)
         return x, tensor_at(place.target, (n, place.target_row), torch.float32)
@@ -187,7 +187,8 @@ class FusedModel(ModelExecutor):
     # -- the order of operations ------------------------------------------------------------------
 
     def _pass_of(self, by_library: frozenset[str], *, adapted: bool) -> PlannedPass:
-        """The pass in which a library multiplies the matrices of these roles, and adapters add."""
+        """Return the pass in which a library multiplies the matrices of these roles, and adapters
+        are applied if `adapted`."""
         key = by_library, adapted
         if key not in self._passes:
             self._passes[key] = self._describe(by_library, adapted=adapted)
@@ -229,7 +230,8 @@ class FusedModel(ModelExecutor):
     def _multiply(
         self, planned: PlannedPass, by_library: frozenset[str], role: str, i: int, *, adapted: bool
     ) -> None:
-        """Put the matrix `role` of layer i into a pass, and what follows it."""
+        """Add the matrix `role` of layer i to a pass, and the operations and stops that follow
+        it."""
         if role in by_library:
             assert self._library is not None
             self._library.describe(planned, role, i, gate=not adapted)
@@ -251,17 +253,17 @@ class FusedModel(ModelExecutor):
         return packed, address
 
     def _sum_up(self, n: int) -> None:
-        """Complete the hidden states of n rows, of which the output projection or `down` has given
-        this rank's part; called only with `SUMS`."""
+        """Complete the hidden states of n rows, to which the output projection or `down` has
+        contributed this rank's part; called only with `SUMS`."""
         raise NotImplementedError
 
     def _place(self, role: str) -> MatrixPlace:
-        """Return what a matrix reads and writes."""
+        """Return the operands of a matrix."""
         b, spec = self._buffers, self.spec
         h, q, inner = spec.hidden, spec.n_heads * spec.head_dim, spec.intermediate
         recipe = self._recipe
         source = b.hidden if recipe.norms == POST else b.normed
-        # What a norm wrote was read before attention, or the MLP, gets to its last matrix.
+        # The norm's output has been read by the time that the last matrix is multiplied.
         landing, mode = (b.normed, linear.STORE) if recipe.lands_apart else (b.hidden, linear.ADD)
         return {
             "qkv": MatrixPlace(qkv_width(spec), h, source, b.qkv, qkv_width(spec)),
@@ -272,7 +274,7 @@ class FusedModel(ModelExecutor):
         }[role]
 
     def _opened(self) -> MatrixPlace:
-        """The matrix of gate and up where these are not gated at once."""
+        """Return the operands of gate and up if these are not gated at once."""
         b, spec = self._buffers, self.spec
         width = gate_up_width(spec)
         return MatrixPlace(width, spec.hidden, self._place("gate_up").source, b.gate_up, width)
@@ -282,7 +284,8 @@ class FusedModel(ModelExecutor):
     def _weights_by_role(
         self, segments: Sequence[Segment], addresses: Sequence[int]
     ) -> tuple[TensorsByRole, Sequence[TensorsByRole], TensorsByRole]:
-        """Tensors and their addresses, by role: of the first segment, the layers, and the last."""
+        """Return tensors and their addresses, by role: of the first segment, the layers, and the
+        last."""
         n_layers = self.spec.n_layers
         weights = [
             {role: (p, at + p.offset) for p in segment.tensors for role in p.names}
@@ -299,7 +302,7 @@ class FusedModel(ModelExecutor):
         last: TensorsByRole,
         epsilon: int,
     ) -> None:
-        """Make the tables of what runs between the matrices: embedding, norms, rotary and KV."""
+        """Make the tables of operations between the matrices: embedding, norms, rotary and KV."""
         tables = FusedTables(self.spec, self._recipe, self._buffers, self.dtype, epsilon)
         self._embed = tables.embedding(*first["embeddings"], self._embedding_scale)
         self._norms = tables.norms([*layers, last])
@@ -336,7 +339,7 @@ class FusedModel(ModelExecutor):
         place = place or self._place(role)
         bias = f"{role}.bias"
         tables = linear.tables(
-            # A layer of experts runs none of its own in place of these.
+            # 0: a layer of experts lacks this matrix.
             np.array([w[role][1] if role in w else 0 for w in weights]),
             place.n,
             place.k,
@@ -367,7 +370,7 @@ class FusedModel(ModelExecutor):
             self.experts.fill(n, item_rows)
 
     def _attend(self, rows: Rows) -> tuple[int, Array]:
-        """Attention's kernel, and each layer's table."""
+        """Return attention's kernel, and each layer's table."""
         b, spec = self._buffers, self.spec
         return rows.paged.attend_tables(
             b.qkv,

@@ -1,12 +1,13 @@
-"""A pass over a model's layers: programs of our own kernels, and what is due between them.
+"""Cut a forward pass into programs of our own kernels, with stops between them for other work.
 
 ::
 
-    program            due         program            due        program
+    program            stop        program            stop       program
     [embed norm narrow][q/k/v of ][store rotary at- ][output    ][add norm narrow][gate/up ...
                        [a library][tention narrow   ][projection]
 
-Without a library, adapters, ranks and layers that come and go, a pass is one program.
+Without a library, adapters, ranks and rotating layers, a pass is one program. Used by the fast path
+on CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Due(enum.Enum):
-    """Reasons for which a pass stops."""
+    """Kinds of work for which a pass stops."""
 
     LIBRARY = enum.auto()
     """A library multiplies a matrix."""
@@ -33,24 +34,25 @@ class Due(enum.Enum):
     SUM = enum.auto()
     """Ranks add up their parts of the hidden states."""
     WAIT = enum.auto()
-    """A layer that comes and goes has to be there."""
+    """Wait for a rotating or loading layer."""
     USED = enum.auto()
-    """A layer that comes and goes has been used."""
+    """A rotating or loading layer has been used."""
 
 
 class End(enum.Enum):
-    """Points up to which a pass is run."""
+    """Points at which a run of a pass may end."""
 
     KV = enum.auto()
-    """The last layer's KV: nothing is sampled."""
+    """After the last layer's KV: nothing is sampled."""
     NORM = enum.auto()
-    """The norm before the head."""
+    """After the norm before the head."""
     HEAD = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class PassStop:
-    """`due` before the next operation; for the matrix `role` of a layer, or for the layer."""
+    """A stop for `due` before the next operation: for the matrix `role` of a layer, or for the
+    layer."""
 
     due: Due
     layer: int
@@ -62,7 +64,7 @@ _Step = tuple[team.Program | None, PassStop | None]
 
 
 class PlannedPass:
-    """Operations and stops in order: first described, then run any number of times.
+    """Operations and stops in order: described once, then run any number of times.
 
     The tables of operations have to outlive it.
     """
@@ -70,10 +72,10 @@ class PlannedPass:
     def __init__(self) -> None:
         self._described: list[tuple[int, int]] = []
         self._stops: list[tuple[int, PassStop]] = []
-        """With the number of operations before each."""
+        """Stops, each with the number of operations before it."""
         self._attention: list[int] = []
         self._ends: dict[End, tuple[int, int]] = {}
-        """How many of the operations and of the stops come before."""
+        """Number of the operations and of the stops before each end."""
         self._operations: Array | None = None
         self._programs: dict[tuple[int, int], team.Program] = {}
         self._steps: dict[End, list[_Step]] = {}
@@ -81,20 +83,20 @@ class PlannedPass:
     # -- its description --------------------------------------------------------------------------
 
     def operation(self, kernel: int, tables: Array, i: int) -> None:
-        """The kernel at an address, on table i of `tables`."""
+        """Add the kernel at an address, on table i of `tables`."""
         self._described.append((kernel, int(tables.ctypes.data + i * tables.strides[0])))
 
     def attention(self) -> None:
-        """Attention of the next layer: every job has tables of its own (`set_attention`)."""
+        """Add attention of the next layer, whose tables are set for every job (`set_attention`)."""
         self._attention.append(len(self._described))
         self._described.append(_ATTENDED_LATER)
 
     def stop(self, due: Due, layer: int, role: str = "") -> None:
-        """`WAIT` and `USED` are heeded for the layers alone that a run names."""
+        """Add a stop. Runs make `WAIT` and `USED` only at the layers that they name."""
         self._stops.append((len(self._described), PassStop(due, layer, role)))
 
     def end(self, end: End) -> None:
-        """A run up to `end` has the operations and stops so far."""
+        """Let runs up to `end` consist of the operations and stops so far."""
         self._ends[end] = len(self._described), len(self._stops)
 
     # -- running it -------------------------------------------------------------------------------
@@ -110,10 +112,10 @@ class PlannedPass:
     def run(
         self, end: End, threads: int, heeded: Collection[int], meet: Callable[[PassStop], None]
     ) -> None:
-        """Everything up to `end`, by up to `threads` threads; `meet` is called at each stop.
+        """Run everything up to `end` by at most `threads` threads, calling `meet` at each stop.
 
-        `heeded`: layers that come and go. The last one of them has been used where a pass that
-        samples nothing ends.
+        `heeded`: layers with barriers. If a run ends within one of them, as it samples nothing, a
+        `USED` stop for it is added at the end.
         """
         steps = self._steps.get(end)
         if heeded or steps is None:

@@ -1,6 +1,6 @@
-"""Operation tables of a fused model that are made once: embeddings, norms, rotary position and KV.
+"""Make the operation tables of a fused model, once: embeddings, norms, rotary position and KV.
 
-What differs from job to job (`rows`, items, the next item) is filled in by `FusedModel` itself.
+Fields that differ from job to job (`rows`, items, the next item) are filled in by `FusedModel`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class FusedTables:
-    """Makes the tables of one model; each int64 (operations, fields), see `kernels.layer`."""
+    """Makes the operation tables of one model, each int64 (operations, fields): see
+    `kernels.layer`."""
 
     spec: ModelSpec
     recipe: DecoderRecipe
@@ -36,7 +37,7 @@ class FusedTables:
     """Epsilon of all norms, as the bits of a float32."""
 
     def embedding(self, packed: PackedTensor, address: int, scale: float) -> Array:
-        """Rows of the embeddings by token, times `scale`."""
+        """Make the table that reads rows of the embeddings by token, times `scale`."""
         b, spec = self.buffers, self.spec
         panels = packed.layout == PANELS
         _, steps, _, group = (*linear.packed_shape(spec.vocab, spec.hidden, self.dtype), 1)[:4]
@@ -53,7 +54,8 @@ class FusedTables:
         )
 
     def norms(self, weights: Sequence[TensorsByRole]) -> Array:
-        """Tables of the two norms of each layer, and of the last norm, of sampled rows alone."""
+        """Make the tables of the two norms of each layer, and of the last norm, which is of sampled
+        rows only."""
         b, spec = self.buffers, self.spec
         roles = ("input_norm", "post_norm") if self.recipe.norms_before else ()
         addresses = [w[role][1] for w in weights[:-1] for role in roles]
@@ -71,7 +73,8 @@ class FusedTables:
         return tables
 
     def lands(self, weights: Sequence[TensorsByRole]) -> Array:
-        """Two of each layer, where it has any."""
+        """Make the two tables of each layer that norm or scale outputs before they are added, if it
+        needs them."""
         b, spec = self.buffers, self.spec
         if not self.recipe.lands_apart:
             return layer.tables(0)
@@ -89,7 +92,7 @@ class FusedTables:
         )
 
     def rotary(self, weights: Sequence[TensorsByRole], angles: Angles, kv: KvArray) -> Array:
-        """One of each layer, which also writes KV."""
+        """Make the table of each layer that rotates queries and keys and writes KV."""
         b, spec = self.buffers, self.spec
         normed = "q_norm" in weights[0]
         sets = [self.recipe.rotary_of(i) for i in range(spec.n_layers)]

@@ -1,5 +1,5 @@
-"""Where the activations of a fused model lie in a lane's workspace, and what its matrices read and
-write there."""
+"""Lay out the activations of a fused model in its lane's workspace, and its matrices' operands
+there."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _ALIGNMENT = 64
 
 
 class MatrixPlace(NamedTuple):
-    """Addresses that a matrix of n outputs and k inputs reads and writes; `target_row`: elements
-    from a row of the target to the next."""
+    """Operands of a matrix of n outputs and k inputs: addresses that it reads and writes;
+    `target_row`: elements from a row of the target to the next."""
 
     n: int
     k: int
@@ -34,10 +34,9 @@ class MatrixPlace(NamedTuple):
 class ActivationBuffers:
     """Addresses in the workspace: float32, except for `tokens`, `sampled` and `places`: int64.
 
-    `gate_up` has gates and ups, where a matrix's product is stored before it is gated, and before
-    them the inputs of a library's matrix in bfloat16. `part` and the three after it are for a rank
-    of several: its part of a sum, all ranks' parts, and the same of logits; `experts` is divided by
-    `experts.py`.
+    `gate_up`: gates and ups stored before gating, and earlier the bfloat16 inputs of a library's
+    matrix. `part` and the three after it are for ranks: this rank's part of a sum, all ranks'
+    parts, and the same of logits. `experts` is divided by `experts.py`.
     """
 
     hidden: int
@@ -67,7 +66,7 @@ class ActivationBuffers:
         sampled: int,
         recipe: DecoderRecipe,
     ) -> ActivationBuffers:
-        """Raises BrokenPromise where the workspace is too small."""
+        """Raises BrokenPromise if the workspace is too small."""
         addresses = []
         at = workspace.address
         for n_bytes in _sizes(spec, rows, sampled, recipe):
@@ -81,21 +80,23 @@ class ActivationBuffers:
 def workspace_bytes(
     spec: ModelSpec, rows: int, sampled: int, recipe: DecoderRecipe | None = None
 ) -> int:
-    """Bytes of workspace for jobs of up to `rows` tokens, of which `sampled` are sampled.
+    """Return the bytes of workspace for jobs of up to `rows` tokens, of which `sampled` are
+    sampled.
 
-    `recipe`: the model's; Llama's if not given.
+    `recipe`: the model's; by default Llama's.
     """
     sizes = _sizes(spec, rows, sampled, recipe or LLAMA)
     return sum(ceil_div(n, _ALIGNMENT) * _ALIGNMENT for n in sizes)
 
 
 def angle_bytes(spec: ModelSpec, rows: int) -> int:
-    """Cosines, or sines, of so many positions by one set of frequencies; whole cache lines."""
+    """Return the bytes of cosines, or sines, of `rows` positions by one set of frequencies; whole
+    cache lines."""
     return ceil_div(2 * rows * spec.head_dim, _ALIGNMENT) * _ALIGNMENT
 
 
 def _sizes(spec: ModelSpec, rows: int, sampled: int, recipe: DecoderRecipe) -> tuple[int, ...]:
-    """Bytes of each buffer, in the order of `_Buffers`."""
+    """Return the bytes of each buffer, in the order of `ActivationBuffers`."""
     hidden, attended = 4 * rows * spec.hidden, 4 * rows * spec.n_heads * spec.head_dim
     angles = len(recipe.rotary_sets) * angle_bytes(spec, rows)
     narrowed = 2 * rows * max(spec.hidden, spec.n_heads * spec.head_dim, spec.intermediate)
@@ -124,10 +125,10 @@ def _sizes(spec: ModelSpec, rows: int, sampled: int, recipe: DecoderRecipe) -> t
 
 
 def gate_up_width(spec: ModelSpec) -> int:
-    """Gates and ups of one token, in elements: of whole panels."""
+    """Return the gates and ups of one token, in elements, rounded up to whole panels."""
     return ceil_div(2 * spec.intermediate, linear_code.PANEL) * linear_code.PANEL
 
 
 def qkv_width(spec: ModelSpec) -> int:
-    """Queries, keys and values of one token, in elements."""
+    """Return the queries, keys and values of one token, in elements."""
     return (spec.n_heads + 2 * spec.kv_heads) * spec.head_dim

@@ -1,4 +1,4 @@
-"""Adapters of a model on a GPU: what each adds to each place, and by which kernels."""
+"""Apply LoRA adapters of a model on a GPU, by Triton kernels or by plain PyTorch operations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ballast.kernels.gpu.lora import GpuAdaptedRows, GpuLoraGroup, Lora
 from ballast.kernels.plain.lora import PlainLora, View
 
 Place = str
-"""Path of a module, or what a fused model calls its matrix."""
+"""Path of a module, or name of a fused model's matrix."""
 
 
 class GpuAdapters:
-    """All adapters of one model; none, if it has none."""
+    """All adapters of one model; empty if it has none."""
 
     def __init__(
         self,
@@ -28,22 +28,23 @@ class GpuAdapters:
         view: View,
         scratch: Scratch,
     ) -> None:
-        """`groups`: what they add, place by place; `scratch`: of the model's jobs."""
+        """`groups`: the adapters' matrices by place; `scratch`: of the model's jobs."""
         self._index = {place: i for i, place in enumerate(groups)}
         self.lora: Lora = lora(list(groups.values()), dtype, device, view, scratch)
 
     def adds(self) -> dict[Place, Callable[[GpuAdaptedRows, Tensor, Tensor], None]]:
-        """By place: adds to y (rows, outputs) what adapters make of x (rows, inputs)."""
+        """Return, by place, a function that adds the adapters' products of x (rows, inputs) to y
+        (rows, outputs)."""
         return {place: partial(self.add, place) for place in self._index}
 
     def add(self, place: Place, rows: GpuAdaptedRows, x: Tensor, y: Tensor) -> None:
-        """Add to y, if any adapter adds something there."""
+        """Add the adapters' products of x to y, if any adapter changes the place."""
         i = self._index.get(place)
         if i is not None:
             self.lora.add(i, rows, x, y)
 
     def replayable(self, batch: GpuBatch) -> bool:
-        """Whether a CUDA graph may be recorded over what adapters do with the batch."""
+        """Whether a CUDA graph may be recorded over the adapters' work on the batch."""
         return batch.adapted is None or self.lora.replayable
 
 

@@ -1,11 +1,11 @@
-"""Models on a GPU: what all of them share, and any decoder that `transformers` knows.
+"""Run the jobs of models on a GPU: the base of all GPU executors, and any `transformers` decoder.
 
-The generic path is that of `models/transformers.py`: the module and the attention it calls are the
-same, where its parameters and the job's tensors are differs. `models/gpu/fused.py` is the other.
-A job is filled into the batch of its bucket, whose addresses stay: over a batch of decodes a CUDA
-graph can be recorded (`models/gpu/graphs.py`). Nothing waits for the device before the tokens are
-fetched. Logits stay there where tokens can be chosen there (`kernels/gpu/sampling.py`); what
-else depends on them is computed on the host, by the function that all devices share.
+The generic path is that of `models/transformers.py`: the same module and attention, with parameters
+and the job's tensors on the device. `models/gpu/fused.py` is the fast path. A job is filled into
+the batch of its bucket, whose addresses do not change: over a batch of decodes a CUDA graph can be
+recorded (`models/gpu/graphs.py`). The host waits for the device only to fetch tokens. Logits stay
+on the device where tokens can be chosen there (`kernels/gpu/sampling.py`); the rest of sampling
+runs on the host, by the function that all devices share.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ballast.models.module import View, layers_of, placed
 from ballast.weights.host import HostModel
 
 CHUNK_BUCKETS = 8
-"""Buckets with prefills whose batches are kept: no graph is captured over them."""
+"""Most batches kept of buckets with prefills: no graph is recorded over them."""
 
 
 class GpuExecutor(ModelExecutor):
@@ -59,14 +59,13 @@ class GpuExecutor(ModelExecutor):
         graphs: GraphCache | None = None,
         common: Scratch | None = None,
     ) -> None:
-        """`kv_bytes`: of addresses that its KV has; `make`: attention, by default the device's;
-        `graphs`: of the device, if it has any; `common`: as `Scratch` says.
+        """`kv_bytes`: bytes of addresses for its KV; `make`: makes the attention of a batch, by
+        default the device's; `graphs`: of the device, if it has any; `common`: see `Scratch`.
 
-        Raises UnsupportedModel where the module keeps state that cannot be set up without its
-        weights.
+        Raises UnsupportedModel if the module keeps state that cannot be set up without its weights.
         """
         super().__init__(host, kv_base, layout)
-        # Images of NVIDIA's have TORCH_ALLOW_TF32_CUBLAS_OVERRIDE set: ten bits of each factor.
+        # NVIDIA's images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: 10-bit mantissas of factors.
         torch.set_float32_matmul_precision("highest")
         self._host, self._device = host, device
         on_gpu = device.type == "cuda"
@@ -76,7 +75,7 @@ class GpuExecutor(ModelExecutor):
         self._adapters = GpuAdapters(groups, self.dtype, device, self._view, self._scratch)
         self._set_up(host, tuple(segment_addresses[:own]))
         if on_gpu:
-            # Jobs run on streams that wait for no other: buffers have to be there by then.
+            # Streams of jobs wait for no other stream: buffers have to be filled by then.
             torch.cuda.current_stream(device).synchronize()
         item, slabs = self.dtype.itemsize, kv_bytes // layout.range_bytes
         self._cache = GpuKv.of(
@@ -92,25 +91,29 @@ class GpuExecutor(ModelExecutor):
         self._chunks: OrderedDict[Bucket, GpuBatch] = OrderedDict()
         self._graphs = graphs
         self._cuts: tuple[int, ...] = ()
-        """Layers at which the pass under way stops, and its callbacks."""
+        """Layers at which the current pass stops, and its callbacks."""
         self._stops: Stops | None = None
 
     @abstractmethod
     def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
-        """Make of each segment at its address what computes; touches nothing there."""
+        """Build the computation from each segment at its address; touches no memory there."""
 
     @abstractmethod
     def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, GpuLoraGroup]:
-        """Collect what adapters, whose segments are at `addresses`, add; before `_set_up`."""
+        """Collect the matrices of adapters, whose segments are at `addresses`; called before
+        `_set_up`."""
 
     @abstractmethod
     def _compute_logits(self, batch: GpuBatch, n: int) -> Tensor:
-        """Logits of the first `n` wanted rows, float32. Calls `_reach` and `_leave` for each
-        layer, in order, around all that uses its weights or its KV."""
+        """Return logits of the first `n` wanted rows, float32.
+
+        Calls `_reach` and `_leave` for each layer, in order, around all work that uses its weights
+        or KV.
+        """
 
     @abstractmethod
     def _compute_hidden(self, batch: GpuBatch, n: int) -> Tensor:
-        """Inputs of the head for these rows, likewise."""
+        """Return the head's inputs for these rows, likewise."""
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
@@ -124,7 +127,7 @@ class GpuExecutor(ModelExecutor):
         recordable = batch.replayable and self._adapters.replayable(batch)
         if graphs is None or not recordable:
             return self._step(batch, batch.n_wanted, cuts, self.barriers)
-        # The very kernels that will be recorded: they are loaded then, and give the same bits.
+        # Run the same kernels as will be recorded: this loads them, and results are equal.
         logits = self._step(batch, batch.bucket.wanted, cuts, self.barriers)
         graphs.want(self.spec.name, bucket, partial(self._recorded, batch, cuts), cuts)
         return logits[: batch.n_wanted]
@@ -143,11 +146,12 @@ class GpuExecutor(ModelExecutor):
         positions: Sequence[int],
         shapes: Mapping[int, sampling.SamplingContext],
     ) -> tuple[list[int], dict[int, sampling.Scores]]:
-        """Sample on the device, and on the host only the rows that `GpuSampler` has to move."""
+        """Sample on the device, and on the host only rows that `GpuSampler` has to move there."""
         return self._sampler.sample(logits, params, positions, shapes)
 
     def batch(self, work: Sequence[SequenceWork]) -> GpuBatch:
-        """The batch of the job's bucket, filled with it. Raises BrokenPromise as `check` does."""
+        """Return the batch of the job's bucket, filled with it. Raises BrokenPromise as `check`
+        does."""
         self.check(work)
         return self._filled(self._bucket(work), work)
 
@@ -181,7 +185,7 @@ class GpuExecutor(ModelExecutor):
         return batch
 
     def _step(self, batch: GpuBatch, n: int, cuts: tuple[int, ...], stops: Stops | None) -> Tensor:
-        """Logits of the first `n` rows that are wanted, float32."""
+        """Return logits of the first `n` wanted rows, float32."""
         self._cuts, self._stops = cuts, stops
         return self._compute_logits(batch, n)
 
@@ -199,7 +203,7 @@ class GpuExecutor(ModelExecutor):
 
 
 class GpuTransformersModel(GpuExecutor):
-    """Any decoder, through its own module."""
+    """Runs the jobs of any decoder through its own module."""
 
     def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
         self._module: Any = placed(host, addresses, self._view, self._device)

@@ -1,9 +1,10 @@
-"""The fast path of the Llama-shaped families on a GPU: a layer is ten launches, four of them GEMMs.
+"""Run Llama-shaped families on a GPU by the fast path: a layer is ten launches, four of them GEMMs.
 
-Weights lie as `ballast.weights.packing.fused` has them for plain matrices: queries, keys and values
-are one, gates and ups another. Between matrices are our own kernels (`kernels/gpu/layer.py`),
-which also put keys and values where they belong. What a batch, a graph and a rotating layer are is
-as in `models/gpu/executor.py`, whose generic path is the reference, and serves everything else.
+Weights lie as `ballast.weights.packing.fused` packs them for plain matrices: queries, keys and
+values as one matrix, gate and up as another. Between GEMMs run our own kernels
+(`kernels/gpu/layer.py`), which also write keys and values to their blocks. Batches, graphs and
+rotating layers are handled as in `models/gpu/executor.py`, whose generic path is the reference and
+runs all other decoders.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from ballast.weights.packing import DTYPES, WIDE
 from ballast.weights.segment import PLAIN, Segment
 
 ONE_ROW = False
-"""Whether a decode of one sequence is multiplied by our own kernel: until `scripts/gpu_check` has
-shown on some GPU that it is faster than PyTorch's, it is not."""
+"""Whether a decode of one sequence is multiplied by our own kernel: not until `scripts/gpu_check`
+has shown on some GPU that it is faster than PyTorch's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class GpuFusedModel(GpuExecutor):
     def __init__(
         self, *where: Any, kernels: LayerKernels | None = None, one_row: bool = ONE_ROW
     ) -> None:
-        """`where`: as `GpuExecutor`; `kernels`: chosen by the device if not given; `one_row`:
-        whether a decode of one sequence multiplies by them, too."""
+        """`where`: as of `GpuExecutor`; `kernels`: by default chosen by the device; `one_row`:
+        whether they also multiply a decode of one sequence."""
         super().__init__(*where)
         self._one_row = one_row
         self._kernels = k = kernels or layer_kernels(self._device)
@@ -114,7 +115,7 @@ class GpuFusedModel(GpuExecutor):
             qkv = self._multiply(batch, "qkv", layer.qkv, x, i)
             query = k.rotate(batch, i, qkv, layer.vectors, self._epsilon, cosine, sine)
             if i == last and not n:
-                # Nobody wants more of it than its keys and values.
+                # Only its keys and values are needed.
                 self._leave(i)
                 return hidden[:0]
             batch.attend(i, query, batch.out, self._attention_params[i])
@@ -128,7 +129,7 @@ class GpuFusedModel(GpuExecutor):
         return k.add_norm(ends[0], ends[1], None, self._norm, self._epsilon)
 
     def _alone(self, batch: GpuBatch) -> bool:
-        """Whether it is a row that our own kernels multiply."""
+        """Whether the batch is one row that our own kernels multiply."""
         return self._one_row and batch.n_tokens == 1 and batch.adapted is None
 
     def _pass_of_row(self, batch: GpuBatch) -> Tensor:
@@ -151,7 +152,8 @@ class GpuFusedModel(GpuExecutor):
     def _multiply(
         self, batch: GpuBatch, role: str, matrix: Tensor, x: Tensor, layer: int = 0
     ) -> Tensor:
-        """x W^T of a layer's matrix, or of the head, and what the rows' adapters add."""
+        """Return x W^T of a layer's matrix, or of the head, with the products of the rows' adapters
+        added."""
         y = torch.nn.functional.linear(x, matrix)
         if batch.adapted is not None:
             self._adapters.add(_place(role, layer), batch.adapted[role == "head"], x, y)
@@ -171,7 +173,8 @@ class _Angles:
         self._scale, self._dtype = float(rotary.attention_scaling), dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of (T,) positions, each (T, head_dim / 2), computed in float32."""
+        """Return cosines and sines of (T,) positions, each (T, head_dim / 2), computed in
+        float32."""
         angles = positions[:, None] * self._frequencies
         turned = angles.cos(), angles.sin()
         cosine, sine = ((t * self._scale).to(self._dtype) for t in turned)

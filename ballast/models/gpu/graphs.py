@@ -1,17 +1,17 @@
-"""CUDA graphs of decode steps: recorded while nothing runs, replayed for jobs of their bucket.
+"""Record CUDA graphs of decode steps while nothing runs, and replay them for jobs of their bucket.
 
-A graph holds addresses, and those stay whatever happens to the pages beneath: it is good for as
-long as its model is served, resident or not. Recording runs nothing and touches no memory of the
-model, so that it can be done while weights are on their way or gone. A bucket is recorded after a
-job of it has run without a graph: kernels are compiled by then, and workspaces allocated, neither
-of which a recording allows.
+A graph holds virtual addresses, and those stay whatever happens to the pages beneath: it is valid
+as long as its model is served, resident or not. Recording runs nothing and touches no memory of the
+model, so it can be done while weights are loading or absent. A bucket is recorded after a job of it
+has run without a graph: by then kernels are compiled and workspaces allocated, neither of which is
+allowed while recording.
 
-A pass that has to wait for layers is cut there: pieces are recorded one by one, and what waits
-comes between them.
+A pass that has to wait for layers is cut there: pieces are recorded one by one, and the waits are
+called between them.
 
-Graphs of one stream are freed together (`GraphRecorder.clear`). A cache that is full frees those of
-the stream used least recently; a model that goes only stops using its own, which are freed with the
-stream's others, or at once where it has the stream's last.
+Graphs of one stream are freed together (`GraphRecorder.clear`). A full cache frees those of the
+stream used least recently. A model that is removed only stops using its own, which are freed with
+the stream's others, or at once if the stream has no others.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ballast.models.gpu.recording import GraphRecorder, Recording, Stops
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 * MiB
-"""Device memory that the driver is assumed to need for a piece beside its kernels' outputs.
-`scripts/gpu_check` measures it; this is a guess until then."""
+"""Device memory that the driver is assumed to need for a piece beside its kernels' outputs; a guess
+until `scripts/gpu_check` has measured it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class GraphKey:
 
     model: str
     stream: int
-    """Kernels are bound to its multiprocessors."""
+    """Its kernels are bound to the stream's multiprocessors."""
     bucket: Bucket
     cuts: tuple[int, ...] = ()
     """Layers that the pass waits for, ascending."""
@@ -53,12 +53,12 @@ class GraphKey:
 
 Step = Callable[[Recording], Tensor]
 """A pass over the tensors of a bucket: launches its work, calls the recording where it stops, and
-returns what it computes."""
+returns its result."""
 
 
 @dataclass(slots=True)
 class _Wish:
-    """A recording to be made."""
+    """A recording that is wanted."""
 
     step: Step
     runs: int = 0
@@ -69,7 +69,7 @@ class _Wish:
 
 @dataclass(slots=True)
 class RecordedPass:
-    """A pass that can be run again."""
+    """A recorded pass, which can be replayed."""
 
     step: Step
     bucket: Bucket
@@ -83,7 +83,8 @@ class RecordedPass:
 
 
 class GraphCache:
-    """The graphs of one device, within `cap_bytes`. From any thread unless stated otherwise."""
+    """The CUDA graphs of one device, within `cap_bytes`. Callable from any thread unless stated
+    otherwise."""
 
     def __init__(self, cap_bytes: int, recorder: Callable[[int], GraphRecorder]) -> None:
         """`recorder`: makes the recorder of a stream."""
@@ -92,9 +93,9 @@ class GraphCache:
         self._recorders: dict[int, GraphRecorder] = {}
         self._kept: OrderedDict[GraphKey, RecordedPass] = OrderedDict()
         self._wanted: dict[GraphKey, _Wish] = {}
-        """In order of their last run."""
+        """Recordings that are wanted, in order of the last run without them."""
         self._past: OrderedDict[GraphKey, Step] = OrderedDict()
-        """Passes dropped for lack of room, the latest last."""
+        """Passes whose graphs were freed to make room, the latest last."""
         self._refused: dict[GraphKey, str] = {}
         self._refused_models: dict[str, str] = {}
         self._replays = self._eager = self._dropped = 0
@@ -105,7 +106,7 @@ class GraphCache:
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
-        """A job of this thread runs, on that stream."""
+        """Mark this thread as running a job on that stream."""
         with self._lock:
             self._running += 1
         self._here.stream = stream
@@ -117,8 +118,8 @@ class GraphCache:
                 self._running -= 1
 
     def find(self, model: str, bucket: Bucket, cuts: Sequence[int] = ()) -> RecordedPass | None:
-        """Find a recording for the thread's job of that bucket: for as many sequences, and at least
-        as many blocks."""
+        """Find a recording for the thread's job: of a bucket for as many sequences, and at least as
+        many blocks."""
         stream = getattr(self._here, "stream", None)
         if stream is None:
             return None
@@ -135,7 +136,8 @@ class GraphCache:
             return self._kept[key]
 
     def want(self, model: str, bucket: Bucket, step: Step, cuts: Sequence[int] = ()) -> None:
-        """The thread's job ran without a graph: there may be one the next time."""
+        """Record that the thread's job ran without a graph: one may be recorded for the next
+        time."""
         stream = getattr(self._here, "stream", None)
         if stream is None:
             return
@@ -147,8 +149,11 @@ class GraphCache:
                 self._wanted[key] = wish
 
     def activating(self, model: str) -> None:
-        """Its weights are coming: the graph that it lost last is wanted again. One, as recording
-        holds the interpreter, which the link's threads need to go on copying."""
+        """Want the graph again that the model lost last, as its weights are loading.
+
+        Only one, as recording holds the interpreter lock, which the link's threads need to go on
+        copying.
+        """
         with self._lock:
             lost = [key for key in self._past if key.model == model and not key.cuts]
             if lost:
@@ -156,13 +161,14 @@ class GraphCache:
                 self._wanted[key] = _Wish(self._past.pop(key), at_once=True)
 
     def due(self, runs: int) -> bool:
-        """Whether one is wanted that jobs have so often run without, or at once."""
+        """Whether a recording is wanted for which `runs` jobs have run without a graph, or at
+        once."""
         with self._lock:
             return any(wish.at_once or wish.runs >= runs for wish in self._wanted.values())
 
     @property
     def wanted(self) -> int:
-        """Recordings to be made."""
+        """Number of recordings that are wanted."""
         return len(self._wanted)
 
     @property
@@ -172,8 +178,8 @@ class GraphCache:
         return sum(PIECE_BYTES * r.n_graphs + r.n_bytes for r in recorders)
 
     def record_one(self) -> None:
-        """Make the one wanted most: at once, or by most runs; of equals the last. No job may run on
-        the device meanwhile."""
+        """Make the recording wanted most: at once, or by most runs; of equals the last. No job may
+        run on the device meanwhile."""
         with self._lock:
             if self._running:
                 raise BrokenPromise("a graph was to be recorded beside a job")
@@ -193,13 +199,13 @@ class GraphCache:
                     self._past.pop(key, None)
                     self._refuse(key, f"it takes more than {self.cap_bytes} bytes")
                 else:
-                    # It was freed with the others of its stream; now there is room.
+                    # It was freed with the other graphs of its stream; now there is room.
                     wish.at_once = True
                     self._wanted[key] = wish
 
     def forget(self, model: str) -> None:
-        """Use no graph of `model` again: it is removed, or its addresses change. From the thread
-        in which models come and go, while no job of it runs."""
+        """Use no graph of `model` again, as it is removed or its addresses change. Called by the
+        thread that adds and removes models, while no job of it runs."""
         with self._lock:
             streams = {k.stream for k in self._kept if k.model == model}
             self._dropped += sum(1 for k in self._kept if k.model == model)
@@ -249,7 +255,7 @@ class GraphCache:
             self._refuse(key, str(error))
             return None
         except RuntimeError as error:
-            # Something that it calls cannot be recorded: it waits for the device, say.
+            # A call within it cannot be recorded, for instance as it waits for the device.
             self._refused_models[key.model] = str(error)
             log.warning("%s runs without CUDA graphs: %s", key.model, error)
             return None

@@ -1,8 +1,8 @@
-"""A rank's part of a model on GPUs: the same job on every rank, with two sums in each layer.
+"""Run one rank's part of a model on a GPU: the same job on every rank, with two sums in each layer.
 
-`models/parallel/model.py` says what a rank has, `models/gpu/fused.py` how it computes that. In
-float32 the parts of a sum are gathered and added in the order of the ranks, so that a row's result
-depends on that row alone; in bfloat16 NCCL adds them, which moves less
+The division is that of `models/parallel/model.py`, the computation that of `models/gpu/fused.py`.
+In float32 the parts of a sum are gathered and added in the order of the ranks, so that a row's
+result depends on that row alone; in bfloat16 NCCL adds them, which moves less
 (`docs/decisions/018-groups-of-gpus.md`).
 """
 
@@ -26,8 +26,8 @@ from ballast.weights.sharding import Shard
 
 class GpuExchange(Protocol):
     """Exchange of tensors between GPUs. All ranks make the same calls in the same order, each on
-    its lane's stream; a call returns when it has been launched. After any error the ranks are
-    out of step for good."""
+    its lane's stream; a call returns when it has been launched. After any error the ranks are out
+    of step for good."""
 
     def all_gather(self, part: Tensor, parts: Tensor) -> Tensor:
         """Fill and return `parts` (ranks, ...): each rank's `part` (...), both contiguous."""
@@ -40,7 +40,8 @@ class GpuExchange(Protocol):
 
 
 class GpuParallelModel(GpuFusedModel):
-    """One rank's part of a model. Rank 0 samples tokens and commands its `followers`."""
+    """Runs one rank's part of a model's jobs. Rank 0 samples tokens and commands its
+    `followers`."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class GpuParallelModel(GpuFusedModel):
             return super().hidden(work)
 
     def compute(self, work: Sequence[SequenceWork], *, head: bool) -> None:
-        """A follower's part of a job that rank 0 has begun. Has been launched when it returns."""
+        """Launch a follower's part of a job that rank 0 has begun."""
         if head:
             self.logits(work)
         else:
@@ -86,16 +87,17 @@ class GpuParallelModel(GpuFusedModel):
 
     def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
         super()._set_up(host, addresses)
-        # Only the first rank has the bias of a sum, so it is added before ranks meet.
+        # Only the first rank has the bias of a sum: it is added before the all-reduce.
         self._biases = [layer.o_bias for layer in self._layers]
         self._layers = [replace(layer, o_bias=None) for layer in self._layers]
         tokens = self._shard.tokens(self.spec.vocab)
         if len(self._head) > len(tokens):
-            # It is tied to the embeddings, which are whole.
+            # The head is tied to the embeddings, which are whole on every rank.
             self._head = self._head[tokens.start : tokens.stop]
 
     def _alone(self, batch: GpuBatch) -> bool:
-        """Kernels for one row add to what is there before ranks have met."""
+        """Return False: kernels for one row add to hidden states before the ranks' parts are
+        summed."""
         return False
 
     def _multiply(
@@ -119,7 +121,7 @@ class GpuParallelModel(GpuFusedModel):
         return total
 
     def _of_all_tokens(self, own: Tensor) -> Tensor:
-        """Logits of whole rows, from those of each rank's tokens."""
+        """Return logits of whole rows, gathered from those of each rank's tokens."""
         n, ranks, vocab = len(own), self._shard.ranks, self.spec.vocab
         if n == 0:
             return own.new_empty((0, vocab))

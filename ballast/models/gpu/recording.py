@@ -1,6 +1,7 @@
-"""Passes recorded piece by piece, with callbacks between the pieces.
+"""Record a pass as CUDA graphs piece by piece, with callbacks between the pieces on replay.
 
-Pieces are CUDA graphs; between them are a pass's calls at layers that come and go.
+The callbacks are the pass's barriers at rotating layers. Used by `GraphCache`
+(`models/gpu/graphs.py`).
 """
 
 from __future__ import annotations
@@ -13,49 +14,49 @@ from torch import Tensor
 
 
 class Stops(Protocol):
-    """Callbacks of a pass at each layer that comes and goes: `Barriers`, or a `Recording`."""
+    """Callbacks of a pass at each rotating or loading layer: `Barriers`, or a `Recording`."""
 
     def wait(self, layer: int) -> None:
-        """Wait for a layer before it is run."""
+        """Wait for a layer before it runs."""
 
     def used(self, layer: int) -> None:
         """Mark a layer as used."""
 
 
 class Graph(Protocol):
-    """One piece. Replayed on the stream that the thread's work goes to."""
+    """One piece of a pass. It is replayed on the stream of the thread's work."""
 
     def replay(self) -> None: ...
 
 
 class GraphRecorder(Protocol):
-    """Records graphs on one stream: `ballast.memory.cuda.graphs.TorchRecorder` in earnest.
+    """Records graphs on one stream; implemented by `ballast.memory.cuda.graphs.TorchRecorder`.
 
-    Its graphs share memory for what they compute, as they never run at the same time. So they are
-    freed together, by `clear`: there is no way to free one of them alone.
+    Its graphs share memory for their results, as they never run at the same time. So they are freed
+    together, by `clear`: one of them cannot be freed alone.
     """
 
     @property
     def n_bytes(self) -> int:
-        """Device memory in bytes that its graphs write to."""
+        """Bytes of device memory that its graphs write to."""
 
     @property
     def n_graphs(self) -> int:
-        """Graphs recorded since the last `clear`, those of abandoned recordings included."""
+        """Graphs recorded since the last `clear`, including those of abandoned recordings."""
 
     def session(self) -> AbstractContextManager[object]:
-        """Around a recording, by a thread whose work is recorded."""
+        """Return the context of a recording, entered by the thread whose work is recorded."""
 
     def begin(self) -> None:
-        """Work that is launched from here on does not run, but becomes a piece."""
+        """Begin a piece: work launched from here on does not run, but is recorded."""
 
     def end(self) -> Graph: ...
 
     def abandon(self) -> None:
-        """End the piece that was begun, if any; it is never replayed."""
+        """End the piece that was begun, if any; it must not be replayed."""
 
     def clear(self) -> None:
-        """Free all its graphs. None of them runs, and none is replayed again."""
+        """Free all its graphs. None of them may be running, or be replayed again."""
 
     def output(self, tensor: Tensor) -> Tensor:
         """Return the tensor that a piece writes each time; other graphs may reuse its memory."""
@@ -67,7 +68,7 @@ class Recording:
     def __init__(self, recorder: GraphRecorder, cuts: Sequence[int]) -> None:
         self.pieces: list[Graph] = []
         self._between: list[tuple[int | None, int | None]] = []
-        """After each piece but the last: the layer that was used, the one to wait for."""
+        """After each piece but the last: the layer that was used, and the one to wait for."""
         self._recorder, self._cuts = recorder, frozenset(cuts)
         self._used: int | None = None
 
@@ -80,7 +81,7 @@ class Recording:
             self._cut(None)
 
     def replay(self, stops: Stops | None) -> None:
-        """Replay on the thread's stream, with calls of `stops` where it was cut."""
+        """Replay the pieces on the thread's stream, calling `stops` between them."""
         for i, piece in enumerate(self.pieces):
             piece.replay()
             if stops is None or i == len(self._between):

@@ -1,4 +1,5 @@
-"""Exchange of tensors between ranks of one host: by gloo, NCCL (GPUs) or shared memory."""
+"""Exchange tensors between ranks of one host (collectives): by gloo, NCCL (GPUs) or shared
+memory."""
 
 from __future__ import annotations
 
@@ -16,22 +17,22 @@ from ballast.kernels.meeting import Meeting
 from ballast.weights.sharding import Shard
 
 _c10d: Any = torch.distributed
-"""PyTorch's stubs lack most of what its backends' classes have."""
+"""Untyped, as PyTorch's stubs lack most members of its backends' classes."""
 
 _CONNECT_TIMEOUT = timedelta(minutes=5)
-"""For a rank that runs and does not connect; one that has died is noticed at once."""
+"""Most time for a running rank to connect; a rank that has died is noticed at once."""
 
 
 class _TorchCollectives:
-    """Collectives through a backend's own object, which has these calls in all of PyTorch's.
+    """Collectives through the object of a PyTorch backend, all of which have these calls.
 
-    On a GPU the work goes to the stream that is current, in order with what was launched there
-    before: PyTorch from 2.8 does so for calls that are not asynchronous. Nothing waits on the host.
+    On a GPU the work goes to the current stream, in order with earlier launches: PyTorch from 2.8
+    does so for calls that are not asynchronous. Nothing waits on the host.
     """
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        c10d: Any = torch.distributed.distributed_c10d  # absent where PyTorch has none of it
+        c10d: Any = torch.distributed.distributed_c10d  # absent if PyTorch was built without it
         self._gather, self._reduce = c10d.AllgatherOptions(), c10d.AllreduceOptions()
         self._gather.asyncOp = self._reduce.asyncOp = False
 
@@ -51,7 +52,7 @@ class GlooExchange(_TorchCollectives):
     def __init__(self, meeting: Path, shard: Shard) -> None:
         """Connect to the other ranks; raises RuntimeError if they do not connect in time.
 
-        `meeting`: the path, of a file that does not exist yet, that all ranks pass.
+        `meeting`: path of a file that does not exist yet, the same on all ranks.
         """
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -74,21 +75,21 @@ class GlooExchange(_TorchCollectives):
 
 
 class NcclExchange(_TorchCollectives):
-    """Implements `ballast.models.gpu.parallel.GpuExchange`: each rank is a process, and has
-    a GPU that no other has."""
+    """Implements `ballast.models.gpu.parallel.GpuExchange`: each rank is a process with a GPU of
+    its own."""
 
     def __init__(self, meeting: Path, shard: Shard, device: torch.device) -> None:
         """Connect to the other ranks.
 
-        `meeting`: the path, of a file that does not exist yet, that all ranks pass; PyTorch's
-        watchdog reads the file until `close`.
+        `meeting`: path of a file that does not exist yet, the same on all ranks; PyTorch's watchdog
+        reads the file until `close`.
 
-        Raises ConfigError where PyTorch was built without NCCL, DeviceError where NCCL fails.
+        Raises ConfigError if PyTorch was built without NCCL, DeviceError if NCCL fails.
         """
         if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
             allowed = "this PyTorch has no NCCL, through which GPUs of a group meet: 1"
             raise ConfigError("tensor_parallel", shard.ranks, allowed)
-        # They are of one host: nobody else need be able to connect.
+        # All ranks are on one host: no other host need be able to connect.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
         # The store has to outlive the group.
         self._store = _c10d.FileStore(str(meeting), shard.ranks)
@@ -96,7 +97,7 @@ class NcclExchange(_TorchCollectives):
             with torch.cuda.device(device):
                 options = _c10d.ProcessGroupNCCL.Options()
                 made = _c10d.ProcessGroupNCCL(self._store, shard.rank, shard.ranks, options)
-                # Else it would connect within the first job.
+                # Otherwise ranks would connect within the first job.
                 made.eager_connect_single_device(device)
         except RuntimeError as error:
             raise DeviceError("NCCL", str(error)) from error

@@ -1,4 +1,4 @@
-"""A rank's part of a fused model: the same job on every rank, with two sums in each layer.
+"""Run one rank's part of a fused model on CPU: the same job on every rank, two sums in each layer.
 
 ::
 
@@ -33,7 +33,7 @@ from ballast.weights.sharding import Shard
 
 
 def check_parallel(settings: ModelSettings, ranks: int) -> None:
-    """Raises ConfigError for what a CPU runs on one rank only."""
+    """Raise ConfigError for settings that a CPU can run on one rank only."""
     if settings.linear == "plain":
         allowed = f"{settings.name} is not served with packed matrices"
         raise ConfigError("tensor_parallel", ranks, allowed)
@@ -45,13 +45,13 @@ class RankExchange(Protocol):
 
     def all_gather(self, part: Tensor, parts: Tensor) -> Tensor:
         """Return (ranks, ...): each rank's `part` (...), valid until the next call. `parts`, of
-        that shape, is memory that may be used for it."""
+        that shape, is memory that may be used for the result."""
 
     def gather(self, part: Tensor, parts: Tensor) -> Tensor:
-        """As `all_gather` on rank 0; the result on other ranks has no meaning."""
+        """Return on rank 0 what `all_gather` returns; on other ranks the result is undefined."""
 
     def close(self) -> None:
-        """Release the memory. No rank makes calls, or reads results, any more."""
+        """Release the memory. No rank may make calls, or read results, afterwards."""
 
 
 class NoExchange:
@@ -73,17 +73,18 @@ class Followers(Protocol):
     """The other ranks of a group, commanded by rank 0."""
 
     def begin(self, model: str, work: Sequence[SequenceWork], *, head: bool) -> None:
-        """Start a job on them."""
+        """Start a job on the other ranks."""
 
     def end(self) -> None:
-        """Wait until they have run it."""
+        """Wait until the other ranks have run the job."""
 
     def broken(self, error: BaseException) -> None:
         """Report a job that failed after its begin: ranks are out of step."""
 
 
 class ParallelModel(FusedModel):
-    """One rank's part of a model. Rank 0 samples tokens and commands its `followers`."""
+    """Runs one rank's part of a model's jobs. Rank 0 samples tokens and commands its
+    `followers`."""
 
     SUMS = True
 
@@ -94,7 +95,7 @@ class ParallelModel(FusedModel):
         exchange: RankExchange,
         followers: Followers | None = None,
     ) -> None:
-        """`where`: as FusedModel."""
+        """`where`: as of `FusedModel`."""
         self._shard: Shard = host.shard
         self._exchange = exchange
         self._followers = followers
@@ -144,14 +145,14 @@ class ParallelModel(FusedModel):
 
     @property
     def _head_width(self) -> int:
-        """Logits of one position that the first rank computes, and no other more."""
+        """Logits of one position that the first rank computes; no other rank computes more."""
         return len(Shard(0, self.spec.ranks).tokens(self.spec.vocab))
 
     def _head_of(self, packed: PackedTensor, address: int) -> tuple[PackedTensor, int]:
         tokens = self._shard.tokens(self.spec.vocab)
         if packed.shape[0] == len(tokens):
             return packed, address
-        # A tied head: of the embeddings, which are whole, the panels of its tokens.
+        # A tied head: the panels of the rank's tokens in the embeddings, which are whole.
         before = linear.packed_bytes(tokens.start, self.spec.hidden, self.dtype)
         return replace(packed, shape=(len(tokens), self.spec.hidden)), address + before
 

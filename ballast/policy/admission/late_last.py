@@ -1,4 +1,8 @@
-"""Order of admission: requests that can still keep their service level before those that cannot."""
+"""Admit requests that can still meet their service level before those that cannot.
+
+The admission policy of all presets but `prism`. Reorders within each model's queue; drops no
+request.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,21 @@ from ballast.policy.base import AdmissionPolicy
 from ballast.policy.market.claims import LONGEST_WAIT, earliest
 
 PROMOTED, IN_TIME, LATE = -1, 0, 1
-"""Places in a model's queue."""
+"""Places in a model's queue (`Reorder.place`)."""
 MARGIN = 0.1
-"""Part of its TTFT service level that a request needs beside its prefill: for the job in flight,
-and for other prompts in the same job."""
+"""Part of its TTFT service level that a request needs beside its prefill, for the job in flight and
+for other prompts in the same job."""
 
 
 @dataclass(frozen=True, slots=True)
 class LateLast(AdmissionPolicy):
-    """Admit requests that are late last.
+    """Admit requests that can still be in time before those that cannot.
 
-    Under overload first come first served makes everybody late: whoever is admitted has waited
-    longer than its service level allows, while those that could still be in time wait behind it.
-    With `late_last` (1) a request that can no longer be in time waits behind its model's others of
-    the same priority. It is not dropped: every `LONGEST_WAIT` seconds the oldest such request
-    comes first. Without it (0) the order is first come first served.
+    Under overload, first come first served makes all requests late: each admitted request has
+    waited longer than its service level allows, while those that could still be in time wait behind
+    it. With `late_last` (1) a request that can no longer be in time waits behind its model's others
+    of the same priority. It is not dropped: every `LONGEST_WAIT` seconds the oldest such request
+    comes first. With `late_last` 0 the order is first come first served.
     """
 
     late_last: float = 1
@@ -62,14 +66,14 @@ class LateLast(AdmissionPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Overtaken:
-    """Models with late requests, and since when none of these was put first, in seconds."""
+    """Memo: models with late requests, and since when none of these was put first, in seconds."""
 
     since: Mapping[str, float]
 
 
 def is_late(now: float, m: ModelView, r: RequestView) -> bool:
     """Return whether a waiting request would miss its service level even if it were admitted at
-    once: its first token, or the pace of its output as long as that is expected to be."""
+    once: that of its first token, or of the pace of its output over its expected length."""
     if r.first is None:
         ttft = r.due - r.order.arrival
         return now + m.costs.prefill_seconds(r.tokens) + MARGIN * ttft > r.due

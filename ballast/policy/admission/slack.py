@@ -1,9 +1,10 @@
-"""One queue for all models of a device, by deadline: Prism, section 6.2, Algorithm 2.
+"""Order all waiting requests of a device by deadline, across models: Prism, section 6.2, Algorithm
+2.
 
-A waiting request has slack as long as its prompt, and those of all that come before it, can be
-computed before its first token is due. Moore and Hodgson's rule (1968) finds the largest set of
-requests that can all be in time: in order of deadline, and whenever one would be late, that with
-the longest prefill of those taken so far is left out.
+The admission policy of preset `prism`. A waiting request has slack as long as its prefill, and
+those of all requests before it, end before its first token is due. Moore and Hodgson's rule (1968)
+finds the largest set of requests that can all be in time: add requests in order of deadline;
+whenever one would be late, leave out the one with the longest prefill of those added so far.
 """
 
 from __future__ import annotations
@@ -23,50 +24,50 @@ from ballast.policy.base import AdmissionPolicy
 from ballast.policy.market.claims import BEHIND_ALL, LONGEST_WAIT
 
 LEAST = 1e-3
-"""Seconds between two looks at the same requests, at least."""
+"""Least seconds between two evaluations of the same requests."""
 _WHY = {
     IN_TIME: "it can be in time",
     LATE: "others of its model can be in time",
     BEHIND_ALL: "others can be in time",
 }
 MOST = 512
-"""Requests that are looked at, those with the earliest deadlines; the others count as in time."""
+"""Most requests evaluated, those with the earliest deadlines; the others count as in time."""
 
 
 class QueuedPrefill(NamedTuple):
-    """A waiting request, as the rule sees it."""
+    """A waiting request as the rule evaluates it."""
 
     id: str
     rank: int
-    """Less is more important."""
+    """Importance; lower is more important."""
     due: float
-    """In seconds from now; -inf: it cannot be in time any more."""
+    """Deadline in seconds from now; -inf: it cannot be in time any more."""
     seconds: float
-    """Of its prefill."""
+    """Seconds of its prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlackMemo:
-    """What one decision leaves to the next."""
+    """State that one decision leaves to the next."""
 
     waiting: tuple[tuple[RequestView, ...], ...] = ()
-    """By model, in the fleet's order."""
+    """Waiting requests by model, in the fleet's order."""
     until: float = float("-inf")
-    """When the same requests have to be looked at again."""
+    """When the same requests have to be evaluated again, in seconds."""
     since: float | None = None
-    """When a late request was last put first, or began to wait behind others."""
+    """When a late request was last put first, or began to wait behind others, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slack(AdmissionPolicy):
-    """Admit as many requests as can be in time, in order of deadline, before those that cannot.
+    """Admit the most requests that can be in time, in order of deadline, before those that cannot.
 
-    Over all models of a device; the more important come first. A request that is left out waits
-    behind all others, of other models too: it undoes nobody's work, its model makes way if it runs
-    nothing, and what becomes free is first for those that can be in time. One that is more
-    important than others waits behind its own model's alone. None is dropped: it comes back when
-    there is time for it after all, and every `aging` seconds the oldest one that is left out comes
-    first.
+    This holds over all models of a device, the more important requests first. A request that is
+    left out waits behind all others, also of other models: it has no work undone, its model makes
+    way if it runs nothing, and free pages go first to requests that can be in time. If it is more
+    important than others, it waits behind its own model's requests only. None is dropped: it
+    returns to its place when there is time for it after all, and every `aging` seconds the oldest
+    request left out comes first.
     """
 
     aging: float = LONGEST_WAIT
@@ -111,7 +112,7 @@ class Slack(AdmissionPolicy):
 
 
 def prefills(view: DeviceView) -> list[QueuedPrefill]:
-    """The requests that wait to be admitted, but those that were put first."""
+    """List the requests that wait to be admitted, except those that were put first."""
     found = []
     for m in view.models:
         absent = _activation(view, m) if m.waiting else 0.0
@@ -127,11 +128,11 @@ def prefills(view: DeviceView) -> list[QueuedPrefill]:
 
 
 def left_out(waiting: Sequence[QueuedPrefill], begun: float = 0.0) -> tuple[set[str], float]:
-    """Return the ids of the fewest requests without which all others are in time, and in how many
-    seconds that may change while nobody comes or goes.
+    """Return the ids of the fewest requests without which all others are in time, and after how
+    many seconds that may change if no request arrives or ends.
 
-    `begun`: seconds of prefills that come before all of them. Of two ranks the more important has
-    its own fewest.
+    `begun`: seconds of prefills that run before all of them. The more important of two ranks has
+    its own fewest left out first.
     """
     chosen = sorted(waiting, key=attrgetter("rank", "due"))[:MOST]
     late = {p.id for p in chosen if p.due == float("-inf")}
@@ -159,7 +160,7 @@ def left_out(waiting: Sequence[QueuedPrefill], begun: float = 0.0) -> tuple[set[
 
 
 def _begun(view: DeviceView) -> float:
-    """Seconds of prompts of admitted requests that are not computed yet."""
+    """Return the seconds of prompts of admitted requests that have not been computed yet."""
     return sum(
         m.costs.prefill_seconds(r.tokens - r.computed)
         for m in view.models
@@ -169,7 +170,7 @@ def _begun(view: DeviceView) -> float:
 
 
 def _activation(view: DeviceView, m: ModelView) -> float:
-    """Seconds until a model's weights can be here."""
+    """Return the seconds that activating a model takes."""
     if m.residency is not Residency.ABSENT:
         return 0.0
     return copy_seconds(m.missing_pages * view.page_bytes, view.weights_bytes_per_second)

@@ -1,9 +1,10 @@
 """Choose which model's job runs next on an idle lane, and how much of its prompts it computes.
 
-`policy.presets` combines these with memory policies; they import `core` and `policy.base`.
+The engine loop calls one of these policies; `policy.presets` combines them with memory policies.
+They import `core` and `policy.base`.
 
 - `adbs`: Adaptive batch scheduling: one prefill at a time beside other models' decodes (MuxServe).
 - `basic_orders`: Orders without deadlines: round robin, and first come first served.
 - `deadline`: Order by deadline of time to first token and time per output token.
-- `demand`: How much lane time is due by when, and how much slack remains.
+- `demand`: How much lane time is due by when, and how much headroom remains.
 """

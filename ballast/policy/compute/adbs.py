@@ -1,6 +1,7 @@
-"""Adaptive batch scheduling: one prefill at a time, and decodes of other models on what it leaves.
+"""Run one prefill at a time, and decode steps of other models on the compute that it leaves.
 
-MuxServe (Duan et al., 2024), section 3.3, Algorithm 3; quotas of KV: `policy.memory.quotas`.
+Adaptive batch scheduling of MuxServe (Duan et al., 2024), section 3.3, Algorithm 3: the compute
+policy of preset `muxserve`, whose memory policy is `ballast.policy.memory.quotas`.
 """
 
 from __future__ import annotations
@@ -15,36 +16,37 @@ from ballast.policy.base import ComputePolicy
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """What one decision leaves to the next."""
+    """Memo: state that one decision leaves to the next."""
 
     past: tuple[str, ...] = ()
     """Models whose prompts have been computed, the latest last."""
     owed: bool = False
-    """A decode step came before a prefill that could run, which is next."""
+    """Whether a decode step ran although a prefill could have: the prefill is next."""
 
     def prefilled(self, model: str) -> Rounds:
-        """These, once prompts of a model are computed."""
+        """Return the memo after prompts of a model were computed."""
         return Rounds((*(name for name in self.past if name != model), model))
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveBatches(ComputePolicy):
-    """Prompts first, one prefill in flight on the device, models in turn; decodes fill the rest.
+    """Run prompts first, one prefill in flight on the device, models in turn; decodes fill the
+    rest.
 
-    While a prompt could be computed or is, decode steps have at most `decode_share` of the device's
-    compute between them, and the prefill the rest; a device's parts are divided in whole ones, each
-    job having at least one. Where no prompt could be, decode steps divide all of it.
+    While a prompt could be computed or is, decode steps share at most `decode_share` of the
+    device's compute, and the prefill has the rest; a device's compute is divided into whole parts,
+    each job having at least one. Otherwise decode steps share all of it.
 
-    A prefill that finds too few parts free holds further decode steps back. That lasts no longer
-    than the jobs in flight at that time, as nothing begins before it: the published code can wait
-    for a decode to end that it holds back itself. One that finds no memory for KV holds nobody
-    back: decodes are what will free it. A model whose streams have waited for `longest_gap`
-    seconds, or for twice what a step of every model takes where that is longer, decodes before the
-    next prefill; then comes a prefill. So neither kind of work waits for ever, on one lane too.
+    A prefill that finds too few parts free stops further decode steps from starting. That lasts no
+    longer than the jobs in flight at that time, as nothing begins before it; the published code can
+    wait for a decode to end that it stops itself. A prefill without memory for its KV stops none:
+    decodes will free memory. A model whose streams have waited for `longest_gap` seconds, or for
+    twice the time of a step of every model if that is longer, decodes before the next prefill; then
+    a prefill follows. So neither kind of work starves, even on one lane.
 
     A model has one job at a time, in which its own streams decode beside its prompts: prefill and
-    decode of one model share one copy of its weights, and one pass over them. `separate`: they do
-    not; prompts are computed in jobs of their own.
+    decode of one model share one copy of its weights, and one pass over them. `separate`: prompts
+    are computed in jobs of their own instead.
     """
 
     decode_share: float = 0.5
@@ -58,7 +60,7 @@ class AdaptiveBatches(ComputePolicy):
     def __call__(self, view: ComputeView, memo: object) -> ComputeDecision | None:
         rounds = memo if isinstance(memo, Rounds) else Rounds()
         for r in view.runnable:
-            if r.moves_kv:  # which others may wait for
+            if r.moves_kv:  # others may wait for this job
                 return ComputeDecision(r.model, memo=rounds)
         prefilling = any(job.prefills for job in view.in_flight)
         prompts = [r for r in view.runnable if r.first_prompt is not None]
@@ -80,7 +82,7 @@ class AdaptiveBatches(ComputePolicy):
         decodes: Sequence[Runnable],
         rounds: Rounds,
     ) -> ComputeDecision | None:
-        """The next prefill; None while it waits for its part of the device."""
+        """Return the next prefill; None while it waits for its part of the device."""
         last = {model: i for i, model in enumerate(rounds.past)}
         chosen = min(prompts, key=lambda r: (last.get(r.model, -1), r.first_prompt or (), r.model))
         beside = view.lanes > 1 and (view.in_flight or any(r is not chosen for r in decodes))
@@ -94,7 +96,7 @@ class AdaptiveBatches(ComputePolicy):
     def _overdue(
         self, now: float, decodes: Sequence[Runnable], works: Mapping[str, WorkView]
     ) -> Runnable | None:
-        """The model whose streams have waited longest for a token, if that is too long."""
+        """Return the model whose streams have waited longest for a token, if that is too long."""
         waited: list[tuple[float, Runnable]] = []
         steps = 0.0
         for r in decodes:
@@ -108,16 +110,16 @@ class AdaptiveBatches(ComputePolicy):
         return found if now - last >= gap else None
 
     def _share(self, view: ComputeView) -> int:
-        """Parts that decode steps have between them beside a prefill."""
+        """Return the parts that decode steps share beside a prefill."""
         return max(1, min(view.parts - 1, round(self.decode_share * view.parts)))
 
     def _parts_of_step(self, view: ComputeView) -> int | None:
-        """Parts that each of them has."""
+        """Return the parts of each decode step beside a prefill; None: no limit."""
         return None if view.lanes == 1 else max(1, self._share(view) // (view.lanes - 1))
 
 
 def _next(decodes: Sequence[Runnable]) -> Runnable:
-    """The model whose last job ended longest ago."""
+    """Return the model whose last job ended longest ago."""
     return min(decodes, key=lambda r: (r.last_run, r.model))
 
 

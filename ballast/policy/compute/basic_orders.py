@@ -1,4 +1,8 @@
-"""Orders of compute that know no service levels: in turns, and first come first served."""
+"""Choose the next model by orders that ignore service levels: round robin, or first come first
+served.
+
+Round robin is the compute policy of most presets.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,11 @@ from ballast.policy.memory.temporal_sharing import ModelTurn
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin(ComputePolicy):
-    """The least recently run model; of those that have never run, the oldest request's first.
+    """Run the least recently run model; of models that have never run, the one with the oldest
+    request.
 
-    `separate`: prompts are computed in jobs of their own, before the model decodes on; else chunks
-    of them share jobs with its decode steps.
+    `separate`: prompts are computed in jobs of their own, before the model decodes on; else prompt
+    chunks share jobs with its decode steps.
     """
 
     separate: float = 0
@@ -34,12 +39,12 @@ class RoundRobin(ComputePolicy):
 
 @dataclass(frozen=True, slots=True)
 class FirstComeFirstServed(ComputePolicy):
-    """The model with the oldest of the most important requests that can go on, its others beside
-    it, until that request has ended (AlpaServe, Li et al., 2023, as MuxServe compares with it:
-    section 4.1).
+    """Run the model with the oldest of the most important requests that can go on, with its other
+    requests in the same batch, until that request has ended.
 
-    `longest_turn`, where it is not 0: for so many seconds; then comes the model with the oldest of
-    the other models' requests. `separate` as of `RoundRobin`.
+    As AlpaServe (Li et al., 2023), which MuxServe compares with (section 4.1). `longest_turn`,
+    unless 0: most seconds of that; then the model with the oldest request of the other models is
+    next. `separate`: as of `RoundRobin`.
     """
 
     separate: float = 0
@@ -58,7 +63,8 @@ class FirstComeFirstServed(ComputePolicy):
         return self._job(chosen, turn.since + self.longest_turn, turn)
 
     def _job(self, chosen: Runnable, until: float, memo: object) -> ComputeDecision:
-        """Its next job, and if it only decodes, those that follow `until` then."""
+        """Return the chosen model's next job, and if it only decodes, let further ones follow
+        `until` then."""
         until = until if chosen.first_prompt is None else -math.inf
         return ComputeDecision(
             chosen.model, until=until, memo=memo, phase=_phase(chosen, self.separate)
@@ -66,13 +72,13 @@ class FirstComeFirstServed(ComputePolicy):
 
 
 def _first(view: ComputeView, models: Sequence[Runnable]) -> Runnable:
-    """A model whose next job moves KV, which others may wait for; else the one with the oldest of
-    the most important requests."""
+    """Return a model whose next job moves KV, which others may wait for; else the one with the
+    oldest of the most important requests."""
     return min(models, key=lambda r: (not r.moves_kv, _oldest(view, r), r.model))
 
 
 def _oldest(view: ComputeView, r: Runnable) -> Precedence:
-    """The request of a model that comes first of those it could go on with."""
+    """Return the precedence of a model's first request that its next job could compute."""
     if r.moves_kv:
         return _NOBODY
     work = view.work_of(r.model)

@@ -1,4 +1,7 @@
-"""Order of compute by deadline: what must run now does; until something must, one model does."""
+"""Choose the next job by deadline: spend slack on large batches, then run what is due first.
+
+The compute policy of presets `balloon` and `prism`. Deadlines are those of TTFT and TPOT.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +16,34 @@ from ballast.policy.base import ComputePolicy
 from ballast.policy.compute.demand import Demand, Task
 
 LEAST_CHUNK = 16
-"""Tokens of a prompt that a job computes at least, where it has so many left."""
+"""Least tokens of a prompt that a job computes, if so many are left."""
 MOST_CREDIT = 1.0
-"""Seconds of a lane that requests which are late can save up."""
+"""Most seconds of a lane that late requests can save up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The decodes of a model: a step gives each of them a token."""
+    """The decodes of a model, of which a step advances each by a token."""
 
     work: WorkView
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     task: Task | None
-    """Its steps, as far as requests can still keep their service levels; None: none can."""
+    """Its steps for requests that can still keep their levels; None: none can."""
     progress: float
-    """When the one that waits longest for a token got its last, or arrived."""
+    """When the request that waits longest got its last token, or arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """One request's prompt, and late ones before it in its model's queue."""
+    """One request's prompt, and those of late requests before it in its model's queue."""
 
     work: WorkView
     view: PromptView
     tokens: int
-    """Of its prompt and those before it, which jobs compute first."""
+    """Tokens of its prompt and those before it, which jobs compute first."""
     task: Task | None
-    """Its prefill, and that of late ones before it; None: its token is late, or will be."""
+    """Its prefill, and those of late ones before it; None: its first token is or will be late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +56,19 @@ class _Option:
     others: float
     """Seconds that it may take without making others late."""
     seconds: float
-    """That it takes at least."""
+    """Least seconds that it takes."""
     tokens: int = 0
-    """Of the prompt that it is for and those before it; 0: it only decodes."""
+    """Tokens of the prompt that it is for and those before it; 0: it only decodes."""
     begun: int = 0
-    """Of these and all prompts of its model that have been begun: as many may be in a job that ends
-    by `due`."""
+    """Tokens of all begun prompts of its model: the most in a job that ends by `due`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadlineMemo:
-    """What one decision leaves to the next."""
+    """State that one decision leaves to the next."""
 
     model: str = ""
-    """That ran last."""
+    """The model that ran last."""
     at: float = 0.0
     credit: float = 0.0
     """Seconds that late requests may take from others."""
@@ -74,30 +76,26 @@ class DeadlineMemo:
 
 @dataclass(frozen=True, slots=True)
 class Deadline(ComputePolicy):
-    """Slack is spent on batches, and when it is gone the earliest deadline comes first.
+    """Spend slack on large batches; when it is gone, run the earliest deadline first.
 
-    A first token is due when its service level says. Time per output token is a mean over the
-    answer, so a request that decodes has its next token due at (time of the first) + (tokens so
-    far) * (time per token): faster steps earn slack, which is spent while other models run. What is
-    due is summed up over time (`demand`); the *headroom* is by how much it always falls
-    short of the time there is. As long as a job leaves the others headroom the order is free, and
-    is the one that makes batches large: prompts come first, in chunks that fit; then the model that
-    ran last decodes on, until its requests end; then the next. Without headroom the earliest
-    deadline comes first. A prompt begins only if it can end in time beside all that has been begun,
-    so that under overload as many requests as possible keep their levels.
+    A first token is due by the TTFT level. TPOT is a mean over the answer: the next token is due at
+    (time of the first) + (tokens so far) * (TPOT), so faster steps earn slack, which is spent while
+    other models run. `Demand` sums up what is due over time; its *headroom* is the least by which
+    it falls short of the time there is. As long as a job leaves the others headroom, the order
+    makes batches large: prompts first, in chunks that fit; then the model that ran last decodes on,
+    until its requests end; then the next. Without headroom the earliest deadline is first. A prompt
+    begins only if it can end in time beside all work begun, so that under overload most requests
+    keep their levels.
 
-    A model that is the only one that could run computes its prompts first come first served, in
-    jobs as large as may be; but while no request is late, prompts join its streams within these
-    streams' slack, as they do beside other models: an answer of two tokens has no third to make up
-    for a job that took long.
+    The only model that could run computes its prompts first come first served, in the largest jobs;
+    but while no request is late, prompts join its streams within these streams' slack: an answer of
+    two tokens has no third to make up for a long job.
 
-    Requests that cannot keep their level any more come after those that can, and have `late_share`
-    of the lane's time while there are any, the one that waited longest first. `longest_wait`: no
-    service level counts as longer than so many seconds to the first token, or between two tokens.
-    `longest_gap`: a stream, late or with however much slack, gets its next token after so many
-    seconds, or after twice what a step of every model takes where that is longer, and one job.
-    `margin`: headroom that is left for what is not foreseen, as a multiple of the longest job that
-    could run.
+    Late requests come after all others, and have `late_share` of the lane's time, the one that
+    waited longest first. `longest_wait`: most seconds that a service level counts for.
+    `longest_gap`: seconds after which any stream gets its next token (or twice the time of a step
+    of every model, if longer), plus one job. `margin`: headroom kept in reserve, in multiples of
+    the longest job that could run.
     """
 
     late_share: float = 0.05
@@ -111,7 +109,7 @@ class Deadline(ComputePolicy):
         if alone and view.runnable[0].first_prompt is None:
             return self._freely(view, turn, math.inf)
         for r in view.runnable:
-            if r.moves_kv:  # which others may wait for
+            if r.moves_kv:  # others may wait for this job
                 return ComputeDecision(
                     r.model, memo=DeadlineMemo(turn.model, view.now, turn.credit)
                 )
@@ -156,18 +154,19 @@ class Deadline(ComputePolicy):
             )
             urgent = next(joins, urgent)
             return self._run(urgent, self._chunk(view, urgent, urgent.others), turn)
-        if late is None:  # nothing that anybody waits for
+        if late is None:  # no request waits
             return ComputeDecision(view.runnable[0].model, memo=turn)
         return self._run(late, self._chunk(view, late, math.inf), turn)
 
     def coming(self, now: float) -> Sequence[Task]:
-        """Prefills of requests that will arrive, for which headroom is left: none is known."""
+        """Return prefills of expected requests, for which headroom is left; none here."""
         return ()
 
     # -- what there is to do ----------------------------------------------------------------------
 
     def _batch(self, now: float, work: WorkView) -> _Batch:
-        """Its requests that can keep their levels determine when a step is due."""
+        """Return a model's decodes; those that can keep their levels determine when a step is
+        due."""
         decodes = work.decodes
         seconds = work.costs.of(JobLoad(0, 0, 0, len(decodes), sum(d.context for d in decodes)))
         due, pace, steps = math.inf, math.inf, 1
@@ -175,7 +174,7 @@ class Deadline(ComputePolicy):
             if self._keeps(now, d, seconds):
                 next_due, its_pace = self._next_due(d), min(d.pace, self.longest_wait)
                 if d.first is not None and next_due < now + seconds:
-                    # Behind its pace, for want of memory maybe: it catches up by its last token.
+                    # Behind its pace, as after a shortage: it catches up by its last token.
                     its_pace = min(its_pace, (_last_due(d) - now) / d.outputs)
                     next_due = now + its_pace
                 due = min(due, next_due)
@@ -185,7 +184,8 @@ class Deadline(ComputePolicy):
         return _Batch(work, seconds, task, min(d.last for d in decodes))
 
     def _pausing(self, now: float, batches: Sequence[_Batch]) -> list[tuple[float, _Option]]:
-        """How long each batch may still pause, and its next step; the longest pause first."""
+        """Return each batch's next step, after the seconds that it may still pause; shortest
+        first."""
         gap = max(self.longest_gap, 2 * sum(b.seconds for b in batches))
         found = []
         for b in batches:
@@ -195,7 +195,7 @@ class Deadline(ComputePolicy):
         return sorted(found, key=lambda entry: entry[0])
 
     def _keeps(self, now: float, d: DecodeView, step: float) -> bool:
-        """Whether a request keeps its level if it decodes without a pause from now on."""
+        """Whether a request keeps its service level if it decodes without a pause from now on."""
         if d.first is None:
             return now + step <= self._next_due(d)
         return d.first <= d.due and now + d.outputs * step <= _last_due(d)
@@ -205,8 +205,8 @@ class Deadline(ComputePolicy):
         return min(due, d.last + self.longest_wait)
 
     def _prompts(self, view: ComputeView, work: WorkView) -> list[_Prompt]:
-        """In their order, in which jobs compute them: so each is due no later than those after it
-        that can be in time, and takes what late ones before it take, too."""
+        """Return a model's prompts in the order of jobs: each is due no later than those after it
+        that can be in time, and includes the work of late ones before it."""
         found: list[_Prompt] = []
         tokens, ahead, late = 0, 0.0, 0.0
         for p in work.prompts:
@@ -230,8 +230,8 @@ class Deadline(ComputePolicy):
     def _demand(
         self, batches: Sequence[_Batch], prompts: Sequence[_Prompt], coming: Sequence[Task]
     ) -> tuple[Demand, list[_Prompt]]:
-        """What is due of that which has been begun and of prompts that can be in time beside it;
-        and these, the first that is due first."""
+        """Return the demand of work begun and of prompts that can be in time beside it, and these
+        prompts in order of deadline."""
         running = [b.task for b in batches if b.task is not None]
         decoding = {b.work.model: b.task for b in batches if b.task is not None}
         waiting = [(p.task, p) for p in prompts if p.task is not None]
@@ -246,8 +246,9 @@ class Deadline(ComputePolicy):
         return Demand(running, [*begun, *coming], all_of_them=True), kept
 
     def _steps(self, p: _Prompt, task: Task, batches: dict[str, Task]) -> list[Task]:
-        """What its answer takes: little for each token while its model's batch steps anyway, a step
-        for each after that. `batches`: those that are counted, and now this one."""
+        """Return the decode work of a prompt's answer: little for each token while its model's
+        batch decodes anyway, whole steps after that. `batches`: those counted so far, updated by
+        this one."""
         n, costs = p.view.outputs - 1, p.work.costs
         if n <= 0:
             return []
@@ -260,7 +261,7 @@ class Deadline(ComputePolicy):
             batches[p.work.model] = alone = Task(task.due + pace, own, pace, n)
             return [alone]
         beside = min(n, math.ceil(batch.steps * batch.pace / pace))
-        rarely = max(0.0, 1.0 - pace / batch.pace)  # the part of its tokens that need a step more
+        rarely = max(0.0, 1.0 - pace / batch.pace)  # part of its tokens that need a further step
         batches[p.work.model] = Task(batch.due, own, min(pace, batch.pace), max(batch.steps, n))
         steps = [Task(task.due + pace, more + rarely * own, pace, beside)]
         if n > beside:
@@ -277,7 +278,7 @@ class Deadline(ComputePolicy):
         demand: Demand,
         last: str,
     ) -> list[_Option]:
-        """Jobs for requests that can keep their levels, those that make batches largest first."""
+        """List jobs for requests that can keep their levels, in order of preference."""
         steps = []
         at_hand = {b.work.model: b for b in batches if b.task is not None}
         place = {b.work.model: i for i, b in enumerate(at_hand.values())}
@@ -297,7 +298,7 @@ class Deadline(ComputePolicy):
             batch = at_hand.get(p.work.model)
             if batch is None or batch.task is None:
                 others = demand.headroom(len(place) + i)
-            else:  # which steps with it
+            else:  # its batch steps with it
                 others = demand.headroom(place[p.work.model], len(place) + i)
                 others = min(others, max(0.0, batch.task.due))
             least = self._job_seconds(p.work, least_chunk(p.work, view.step_tokens))
@@ -313,7 +314,7 @@ class Deadline(ComputePolicy):
         prompts: Sequence[_Prompt],
         begun: Sequence[_Prompt],
     ) -> _Option | None:
-        """Of requests that are late or will be, the one that has waited longest for a token."""
+        """Return the job of the late request that waited longest for a token, if any is late."""
         late: list[tuple[float, _Option]] = [
             (b.progress, _Option(b.work, math.inf, math.inf, b.seconds))
             for b in batches
@@ -328,7 +329,8 @@ class Deadline(ComputePolicy):
 
     @staticmethod
     def _freely(view: ComputeView, turn: DeadlineMemo, until: float = -math.inf) -> ComputeDecision:
-        """The job of the only model that could run, with as many tokens as a job may have."""
+        """Return the job of the only model that could run, with as many tokens as a job may
+        have."""
         (only,) = view.runnable
         return ComputeDecision(
             only.model, None, until, DeadlineMemo(only.model, view.now, turn.credit)
@@ -338,13 +340,13 @@ class Deadline(ComputePolicy):
     def _run(
         option: _Option, n: int, turn: DeadlineMemo, until: float = -math.inf
     ) -> ComputeDecision:
-        """The job of an option, with so many tokens of prompts."""
+        """Return the decision for an option, with `n` tokens of prompts."""
         model = option.work.model
         return ComputeDecision(model, n, until if n == 0 else -math.inf, replace(turn, model=model))
 
     def _chunk(self, view: ComputeView, option: _Option, seconds: float) -> int:
-        """As many tokens of an option's prompts as a job may take that ends within `seconds`, but
-        at least those that it is worth."""
+        """Return the most tokens of an option's prompts in a job of at most `seconds`, but at least
+        `least_chunk`."""
         if not option.tokens:
             return 0
         least = least_chunk(option.work, view.step_tokens)
@@ -355,13 +357,13 @@ class Deadline(ComputePolicy):
             return sizes[max(0, n - 1)]
 
         most = fitting(option.tokens, seconds)
-        if option.begun > option.tokens:  # one pass over the weights for more of them
+        if option.begun > option.tokens:  # more prompts share one pass over the weights
             most = max(most, fitting(option.begun, min(seconds, option.due)))
         return most
 
     @staticmethod
     def _job_seconds(work: WorkView, n: int) -> float:
-        """Of a job with `n` tokens of a model's prompts, in their order, beside its decodes."""
+        """Return the seconds of a job with `n` tokens of a model's prompts beside its decodes."""
         tokens = chunks = pairs = 0
         for p in work.prompts:
             part = min(p.tokens, n - tokens)
@@ -376,20 +378,21 @@ class Deadline(ComputePolicy):
 
 
 def _last_due(d: DecodeView) -> float:
-    """When the last token of an answer that has begun is due, as long as that is expected to be."""
+    """Return when the last token of an answer that has begun is due, given its expected length."""
     assert d.first is not None, "its first token has come"
     return d.first + d.pace * (d.generated + d.outputs - 1)
 
 
 def prefill_seconds(work: WorkView, p: PromptView, step_tokens: int) -> float:
-    """To compute a prompt, in jobs of `step_tokens`, each of which passes over the weights."""
+    """Return the seconds of a prompt in jobs of `step_tokens`, each of which passes over the
+    weights."""
     jobs = -(-p.tokens // step_tokens)
     return work.costs.prefill_seconds(p.tokens, p.start) + (jobs - 1) * work.costs.base
 
 
 def least_chunk(work: WorkView, step_tokens: int) -> int:
-    """Tokens of a prompt whose arithmetic takes as long as the pass over the weights that they need
-    in any case: smaller chunks cost more than they bring others."""
+    """Return the tokens whose arithmetic takes as long as the pass over the weights that any chunk
+    needs: smaller chunks cost more than they save others."""
     costs = work.costs
     even = math.ceil(costs.base / costs.per_token) if costs.per_token > 0 else step_tokens
     return max(1, min(max(LEAST_CHUNK, even), step_tokens))

@@ -1,16 +1,16 @@
 """Place models on devices, at the start and as load changes, and choose replicas for requests.
 
-The fleet's controller asks these policies; they import `core` and `policy.base`, and nothing of
-what decides about a single device.
+The fleet's controller calls these policies; they import `core` and `policy.base`, and nothing that
+decides about a single device.
 
 - `fixed_placement`: Fleet policy that leaves models where they were placed.
-- `initial_placement`: Placement of models over devices by size and load, before anything arrives.
+- `initial_placement`: Place models on devices by size and expected work, before anything arrives.
 - `kv_pressure`: KV pressure ratio of devices, and greedy placement (Prism, 6.1, Algorithm 1).
 - `migrate`: Fleet policy that migrates models to where KV pressure is least (Prism, 6.1).
 - `mux_estimate`: Estimated throughput of models on a mesh of devices (MuxServe, Equation 3).
 - `mux_placement`: Placement by popularity and computation (MuxServe, 3.2).
 - `optimal_placement`: Placement of least KV pressure by CP-SAT, as a bound for the greedy one.
-- `placement_problem`: The vocabulary of placement problems: devices, and homes of models.
-- `replica_choice`: Which replica of a model gets a request.
+- `placement_problem`: The types of placement problems: devices, and homes of models.
+- `replica_choice`: Choose which replica of a model gets a request.
 - `replicate`: Fleet policy that replicates a model from an overloaded device to one with room.
 """

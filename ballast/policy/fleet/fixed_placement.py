@@ -1,4 +1,7 @@
-"""Models stay on the devices where they were placed."""
+"""Keep each model on the devices where it was placed at the start.
+
+The fleet policy of placements `weights` and `work`; no model moves but by an operator's command.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from ballast.policy.fleet.initial_placement import spread
 
 @dataclass(frozen=True, slots=True)
 class FixedPlacement(FleetPolicy):
-    """Places models by their weights and, with `by_work`, by the work that they are expected to
-    bring, where that is known: a model too busy for one device gets several."""
+    """Place models by their weights and, with `by_work`, by their expected work, where that is
+    known: a model too busy for one device gets several. Never moves a model afterwards."""
 
     by_work: bool = False
 

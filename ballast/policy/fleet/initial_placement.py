@@ -1,4 +1,7 @@
-"""Which devices serve which models, decided before anything arrives."""
+"""Place models on devices at the start, by the size of their weights and their expected work.
+
+Used by all fleet policies, before any request has arrived.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,24 @@ from ballast.core.fleet import Need, Room
 from ballast.core.units import format_bytes
 
 BUSY = 0.7
-"""Share of a device's time that one model is expected to fill before it gets another device."""
+"""Share of a device's time that one model may be expected to fill before it gets a further
+device."""
 
 
 def spread(
     needs: Sequence[Need], rooms: Sequence[Room], *, by_work: bool = True
 ) -> dict[str, list[str]]:
-    """By model, its devices: the busiest and largest first, each to where it leaves the least
-    crowded device.
+    """Return the devices of each model: the busiest and largest models are placed first, each where
+    it leaves the least crowded device.
 
-    How crowded a device is: the greater of its work and of its models' weights over its memory
-    (which may exceed 1: weights come and go). Devices that are equally crowded are taken in their
-    order. When all have one, a model whose work in its busiest seconds would fill a device for more
-    than `BUSY` gets more, as many as that takes, where all weights still fit, those first that have
-    most of it for each of theirs. Devices that then have no model serve the busiest as well, of
-    those to which they are no slower than the devices that these have. Unless `by_work`, no work
-    counts as expected.
+    A device is as crowded as the greater of its expected work and of its models' weights over its
+    memory (which may exceed 1: weights are loaded and evicted). Equally crowded devices are taken
+    in their order. Once all models have a device, a model whose work at its peak would fill a
+    device for more than `BUSY` gets as many further ones as that takes, where all weights still
+    fit; models with the most work per device come first. Devices that are still empty then serve
+    the busiest model for which they are no slower than its present devices. Unless `by_work`,
+    expected work is ignored.
+
     Raises ConfigError, with the bytes that are missing, for a model that no device can serve.
     """
     if not by_work:
@@ -41,10 +46,11 @@ def spread(
 
 
 class _Placing:
-    """Devices of models while they are being placed, with the load that each device has so far."""
+    """Placement under construction: the devices of each model, and the load of each device so
+    far."""
 
     def __init__(self, rooms: Sequence[Room], copies: Mapping[str, int]) -> None:
-        """`copies`: by model, the devices among which its work is divided."""
+        """`copies`: by model, the number of devices among which its work is divided."""
         self.homes: dict[str, list[str]] = {}
         """By model, the names of its devices."""
         self._rooms = rooms
@@ -56,11 +62,11 @@ class _Placing:
         self._kinds = {r.device: r.kind for r in rooms}
 
     def add_device(self, need: Need, among: Sequence[Room]) -> None:
-        """Give a model one more device: of these the one that is least crowded with it."""
+        """Give a model one more device of `among`: the one that is least crowded with it."""
         self._add(need, min(among, key=lambda room: self._crowding(need, room)))
 
     def replicate(self, order: Sequence[Need]) -> None:
-        """Give models whose work is divided among several devices those that they lack."""
+        """Give models whose work is divided among several devices the ones that they lack."""
         wanting = [n for n in order if self._copies[n.model] > 1]
         while wanting:
             need = max(wanting, key=self._busiest_share)
@@ -71,7 +77,8 @@ class _Placing:
                 wanting.remove(need)
 
     def use_empty_devices(self, order: Sequence[Need]) -> None:
-        """Give each device that has no model the busiest one that it does not serve slower."""
+        """Give each device without a model the busiest one that it serves no slower than present
+        devices do."""
         requested = [n for n in order if any(n.busiest.values())]
         for room in self._rooms:
             if self._weights[room.device] == 0:
@@ -96,7 +103,7 @@ class _Placing:
         return max(weights / room.bytes, work)
 
     def _busiest_share(self, need: Need) -> float:
-        """Return the work of a model's busiest seconds for each of its devices."""
+        """Return a model's work at its peak, per device that it has."""
         return max(need.busiest.values()) / len(self.homes[need.model])
 
     def _further(self, need: Need) -> list[Room]:
@@ -109,7 +116,8 @@ class _Placing:
         ]
 
     def _slower(self, need: Need, room: Room) -> bool:
-        """Return whether a model's work takes longer there than on each of its devices."""
+        """Return whether a model's work takes longer on a device than on each of its present
+        ones."""
         own = (need.busiest.get(self._kinds[device], 0.0) for device in self.homes[need.model])
         return need.busiest.get(room.kind, 0.0) > max(own)
 
@@ -128,8 +136,8 @@ def _fitting(need: Need, rooms: Sequence[Room]) -> list[Room]:
 
 
 def _copies(need: Need, fitting: Sequence[Room]) -> int:
-    """On how many of the devices that can serve it, fastest first, its work takes its share while
-    it is asked most."""
+    """Return the number of devices, of those that can serve the model, fastest first, that its work
+    at its peak takes if each is filled to `BUSY`."""
     left, copies = 1.0, 0
     for busy in sorted(need.busiest.get(r.kind, 0.0) for r in fitting):
         copies += 1

@@ -1,11 +1,13 @@
-"""KV pressure of devices, and the placement that keeps it low: Prism, section 6.1, Algorithm 1.
+"""Compute the KV pressure of devices, and place models so that it is low: Prism, 6.1, Algorithm 1.
 
-The KV pressure ratio (KVPR) of a device is the demand for KV of the models placed there over the
-memory that their weights leave: how fast KV grows where it has how much room. A model's demand is
-its token rate over its TPOT service level, in tokens/s per second, or in bytes where models' KV
-differs in size. The greedy algorithm takes models by demand, the greatest first, and gives each to
-the device with the least resulting KVPR. A model whose weights are spread over several devices
-counts as so many parts (appendix A.2.2), no two of which may be on one device.
+The KV pressure ratio (KVPR) of a device is the KV demand of the models placed there over the memory
+that their weights leave: how fast KV grows, relative to its room. A model's demand is its token
+rate over its TPOT service level, in tokens/s per second, or in bytes where models' KV differs in
+size. The greedy algorithm takes models by demand, the greatest first, and gives each to the device
+with the least resulting KVPR. A model whose weights are spread over several devices counts as that
+many parts (appendix A.2.2), no two of which may be on one device.
+
+Used by the fleet policy `migrate`, by `optimal_placement`, and by the simulator.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ from ballast.policy.fleet.placement_problem import Homes, PlacementDevice
 
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
-    """What a model asks of the devices that serve it."""
+    """A model's demand for memory on the devices that serve it."""
 
     name: str
     weights: float
-    """Bytes, of all its parts."""
+    """Bytes of all its parts."""
     demand: float
-    """For KV: token rate over TPOT service level, of all its parts."""
+    """KV demand of all its parts: token rate over TPOT service level."""
     parts: int = 1
     """Devices over which it is spread (tensor parallelism)."""
     devices: tuple[str, ...] = ()
-    """Where it is now; none: nowhere yet."""
+    """Devices where it is now; empty: it is on none."""
 
     @property
     def part_weights(self) -> float:
@@ -44,20 +46,20 @@ class ModelDemand:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """A device, and what is placed there."""
+    """A device, with the weights and the KV demand of the models placed there."""
 
     device: PlacementDevice
     weights: float = 0.0
     demand: float = 0.0
 
     def with_part(self, claim: ModelDemand) -> Filling:
-        """The same with one part of a model more."""
+        """Return the filling with one more part of a model."""
         weights, demand = self.weights + claim.part_weights, self.demand + claim.part_demand
         return Filling(self.device, weights, demand)
 
     @property
     def pressure(self) -> float:
-        """KVPR; infinite where weights leave nothing for KV."""
+        """KV pressure ratio (KVPR); infinite if weights leave no memory for KV."""
         room = self.device.memory - self.weights
         return self.demand / room if room > 0 else math.inf
 
@@ -65,7 +67,7 @@ class Filling:
 def fillings(
     claims: Iterable[ModelDemand], devices: Sequence[PlacementDevice], homes: Homes
 ) -> list[Filling]:
-    """Devices with the models that `homes` gives them."""
+    """Return the devices filled with the models that `homes` places there."""
     found = {d.name: Filling(d) for d in devices}
     for claim in claims:
         for name in homes.get(claim.name, ()):
@@ -76,7 +78,7 @@ def fillings(
 def max_pressure(
     claims: Iterable[ModelDemand], devices: Sequence[PlacementDevice], homes: Homes
 ) -> float:
-    """The KVPR of the device where it is highest."""
+    """Return the highest KVPR of any device."""
     return max(f.pressure for f in fillings(claims, devices, homes))
 
 
@@ -85,10 +87,10 @@ def greedy(
 ) -> dict[str, tuple[str, ...]]:
     """Place every model by Algorithm 1.
 
-    `threshold`: a part stays where it is unless the device chosen would have a KVPR lower by more
-    than this share of its own device's (the paper leaves the unit open; 0: any gain moves it).
-    Where a model finds no room in the order of demand, the largest models come first, which the
-    paper does not have. Raises ConfigError, with the bytes that are missing, where that fails too.
+    `threshold`: a part stays where it is unless the chosen device would have a KVPR lower by more
+    than this share of its own device's (the paper leaves the unit open; 0: any gain moves it). If a
+    model finds no room in the order of demand, the largest models are placed first instead, which
+    the paper does not do. Raises ConfigError, with the bytes that are missing, if that fails too.
     """
     by_demand = _greedy(claims, devices, threshold, lambda c: (-c.part_demand, c.name))
     if not isinstance(by_demand, ConfigError):
@@ -105,7 +107,8 @@ def _greedy(
     threshold: float,
     first: Callable[[ModelDemand], tuple[float, str]],
 ) -> dict[str, tuple[str, ...]] | ConfigError:
-    """The error names the model that found no room."""
+    """Place every model in the order of the key `first`; returns the error of the first model that
+    finds no room."""
     held = {d.name: Filling(d) for d in devices}
     homes: dict[str, tuple[str, ...]] = {}
     for claim in sorted(claims, key=first):
@@ -125,7 +128,7 @@ def _greedy(
 
 
 def misfit(claim: ModelDemand, held: Sequence[Filling]) -> ConfigError:
-    """The error of a model for which no devices, filled so far, have room."""
+    """Return the error of a model for which no devices, filled so far, have room."""
     if claim.parts > len(held):
         return ConfigError(f"tp of {claim.name}", claim.parts, f"at most {len(held)} devices")
     room = sorted((f.device.memory - f.weights for f in held), reverse=True)[claim.parts - 1]
@@ -141,8 +144,8 @@ def misfit(claim: ModelDemand, held: Sequence[Filling]) -> ConfigError:
 
 
 def moved(claims: Iterable[ModelDemand], homes: Homes) -> dict[str, tuple[str, ...]]:
-    """By model that is somewhere now and would have to load parts of it elsewhere: the devices that
-    it comes to."""
+    """Return, for each model that is somewhere now and would load parts elsewhere, its new
+    devices."""
     found = {}
     for claim in claims:
         new = tuple(d for d in homes[claim.name] if d not in claim.devices)

@@ -1,4 +1,8 @@
-"""Models migrate to where KV pressure is least: Prism's controller, section 6.1."""
+"""Migrate models, one at a time, to where KV pressure is least: Prism's controller, section 6.1.
+
+The fleet policy of placement `kvpr` (preset `prism`). Only returns actions: the controller loads
+weights at the new device first, and withdraws the old one afterwards.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +31,27 @@ from ballast.policy.requirements import Requirements
 
 @dataclass(frozen=True, slots=True)
 class Migrating:
-    """What a look has to know of those before."""
+    """Memo: migrations that have begun."""
 
     leaving: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    """By model that is to come to another device: the one that it leaves, and when that began."""
+    """By migrating model, the device that it leaves, and when the migration began, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeastPressure(FleetPolicy):
-    """Looks every `every` seconds, and moves at most one model a round.
+    """Every `every` seconds, start at most one migration that lowers the highest KV pressure.
 
     A model's demand is its token rate over about the last minute (`core.traffic.WINDOW`), in bytes
-    of KV, over its TPOT service level; a device's KV pressure is that of its models over the memory
-    that the weights leave of those which were asked lately (idle ones make way). The model moves
-    whose move lowers the pressure of the device with the highest most, to the device where it is
-    then least, if that is lower by more than `threshold` of it. It is placed there while its old
-    device serves on; when its weights are there, new requests go there alone, and it leaves the old
-    one when the requests open there have ended. Weights that have not come after `patience`
-    seconds come no more: it stays where it was.
+    of KV, over its TPOT service level. A device's KV pressure is the demand of its models over the
+    memory that is left by the weights of models requested lately (idle ones can be evicted). Of the
+    models on the device with the highest pressure, the one moves whose move lowers that pressure
+    most, to the device where it is then least, if it is lower by more than `threshold` of itself.
+    The new device is added while the old one serves on. When the weights are there, new requests go
+    only there, and the model leaves the old device once its open requests have ended. If the
+    weights have not come after `patience` seconds, the model stays where it was.
 
-    Where none does, a model that nobody asks, and whose weights are nowhere, moves to where they
-    would leave the least pressure: there it is activated when it is asked again.
+    If no such move exists, a model without requests whose weights are on no device moves to where
+    they would leave the least pressure: there it is activated with its next request.
     """
 
     every: float = 10.0
@@ -63,12 +67,12 @@ class LeastPressure(FleetPolicy):
         return True
 
     def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
-        """By weights: nothing has been asked yet."""
+        """Place models by weights only: no requests have arrived yet."""
         return spread(needs, rooms, by_work=False)
 
     def route(self, replicas: Sequence[Replica]) -> str:
-        """Return the device whose weights are there: where a model migrates to they are on their
-        way."""
+        """Return a device where the weights are resident: at the target of a migration they may be
+        loading."""
         return held_prefix([r for r in replicas if r.resident] or replicas)
 
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
@@ -96,26 +100,26 @@ class LeastPressure(FleetPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A model that would go from one device to another."""
+    """A possible move of a model from one device to another."""
 
     model: str
     source: str
     target: str
     highest: float
-    """KV pressure of the two devices then, the higher one."""
+    """KV pressure after the move, the higher one of the two devices."""
     warm: bool = False
-    """Requests are open: its weights go ahead of it."""
+    """Whether the weights are loaded at the target at once, as requests are open."""
     why: str = ""
 
 
 def homes(model: str, view: FleetView) -> dict[str, Hosting]:
-    """By device, what a model is there."""
+    """Return, by device that serves it, the state of a model there."""
     return {d.name: h for d in view.devices for h in d.hosting if h.model == model and h.homed}
 
 
 def claim_of(need: Need, h: Hosting) -> ModelDemand:
-    """What a model asks of one of its devices. Where nobody has asked it lately its weights make
-    way, unless it is pinned."""
+    """Return a model's demand on one of its devices. Without requests lately its weights count as
+    0, as they can be evicted, unless it is pinned."""
     tokens = h.traffic.rate * (h.traffic.prompt_tokens + h.traffic.output_tokens)
     demand = tokens * need.kv_bytes_per_token / need.tpot if math.isfinite(need.tpot) else 0.0
     used = demand > 0 or need.pinned or h.open_requests > 0
@@ -123,8 +127,8 @@ def claim_of(need: Need, h: Hosting) -> ModelDemand:
 
 
 def best_move(view: FleetView, threshold: float) -> Move | None:
-    """The move of one model, with that which it was preferred to; None: none lowers KV pressure by
-    more than `threshold` of what it is."""
+    """Return the move of one model that lowers KV pressure most, with the reason; None: none lowers
+    it by more than `threshold` of what it is."""
     needs = {need.model: need for need in view.needs}
     held = {d.name: _filling(d, needs) for d in view.devices}
     if not held:
@@ -150,7 +154,7 @@ def best_move(view: FleetView, threshold: float) -> Move | None:
 def _idle(
     view: FleetView, needs: Mapping[str, Need], held: Mapping[str, Filling], threshold: float
 ) -> Move | None:
-    """The move of a model that nobody asks and whose weights are nowhere."""
+    """Return the move of a model without requests whose weights are on no device."""
     found = []
     for d in view.devices:
         for h in d.hosting:
@@ -172,7 +176,7 @@ def _idle(
 def _moves(
     need: Need, claim: ModelDemand, source: str, held: Mapping[str, Filling], left: float
 ) -> list[Move]:
-    """To all devices that have room; `left`: KV pressure that the source keeps."""
+    """Return the moves to all devices that have room. `left`: KV pressure that the source keeps."""
     found = []
     for target, filling in held.items():
         more = filling.with_part(claim)
@@ -183,7 +187,7 @@ def _moves(
 
 
 def _preferred(moves: Sequence[Move], before: float, threshold: float) -> Move | None:
-    """The move after which pressure is least, if that gains more than `threshold`."""
+    """Return the move after which pressure is least, if that gains more than `threshold`."""
     ordered = sorted(moves, key=lambda m: (m.highest, m.model, m.target))
     if not ordered or not before or ordered[0].highest >= (1 - threshold) * before:
         return None
@@ -191,7 +195,7 @@ def _preferred(moves: Sequence[Move], before: float, threshold: float) -> Move |
 
 
 def _why(moves: Sequence[Move], before: float) -> str:
-    """The reason for the first of some moves, and that which it was preferred to."""
+    """Return the reason for the first of some moves, with the second one for comparison."""
     first = moves[0]
     gain = f"KV pressure of {first.source} {_lower(first, before)}"
     if len(moves) == 1:
@@ -207,7 +211,7 @@ def _lower(move: Move, before: float) -> str:
 
 
 def _filling(d: DeviceLoad, needs: Mapping[str, Need]) -> Filling:
-    """A device with its models."""
+    """Return a device filled with its models."""
     filling = Filling(PlacementDevice(d.name, float(d.room.bytes)))
     for h in d.hosting:
         if h.homed and h.model in needs:

@@ -1,4 +1,7 @@
-"""What models that share a mesh of devices serve together, estimated: MuxServe, Equation 3."""
+"""Estimate the throughput of models that share a mesh of devices: MuxServe, Equation 3.
+
+Used by `mux_placement` and the simulator's placement command, never by a running fleet.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,33 @@ from ballast.core.cost import StepCosts, Traffic
 from ballast.core.job import JobLoad, chunk_pairs
 
 ROUNDS = 16
-"""Of batches that depend on each other: each model's prefills delay the others'."""
+"""Most rounds of adapting batches, which depend on each other: each model's prefills delay the
+others'."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tenant:
-    """A model, and what it is asked."""
+    """A model of a mesh, with its traffic and costs."""
 
     name: str
     weights: float
-    """Bytes."""
+    """Bytes of its weights."""
     kv_bytes_per_token: float
     traffic: Traffic
-    """Requests per second, and tokens of each."""
+    """Requests per second, and mean tokens of each."""
     tpot: float
     """Seconds per output token that a decode step may take."""
     costs: Callable[[int, float], StepCosts]
-    """Of jobs, by devices over which the model is spread, and their share of these devices' compute
-    (0 to 1)."""
+    """Returns the costs of jobs, by the number of devices over which the model is spread and by its
+    share of their compute (0 to 1)."""
     least_devices: int = 1
-    """It is spread over no fewer."""
+    """Least devices over which it can be spread."""
     most_running: int = 256
-    """Requests of a batch."""
+    """Most requests of a batch."""
 
     @property
     def request_bytes(self) -> float:
-        """KV of one request of mean length at its end."""
+        """Bytes of KV of one request of mean length at its end."""
         return self.kv_bytes_per_token * self.tokens
 
     @property
@@ -45,27 +49,27 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one model of a mesh is expected to serve."""
+    """Expected throughput of one model of a mesh."""
 
     rate: float
-    """Requests per second, at most those that are asked."""
+    """Requests per second that are served, at most those that arrive."""
     batch: int
     """Requests that decode together."""
     share: float
-    """Of the mesh's compute, that its decode steps have."""
+    """Share of the mesh's compute that its decode steps have."""
 
 
 def estimate(
     tenants: Sequence[Tenant], shares: Mapping[str, float], devices: int, memory: float
 ) -> dict[str, Estimate] | None:
-    """Return what each of the models serves, on a mesh of so many devices with `memory` bytes in
-    all; None where weights and one request of each do not fit.
+    """Return the throughput of each model on a mesh of `devices` devices with `memory` bytes in
+    all; None if weights and one request of each do not fit.
 
-    Of model m with a batch of b requests: min(b / (sum of all models' prefills + a decode step x
-    output tokens), its rate), where each model's batch is the smallest that satisfies its rate, by
-    binary search, and no larger than its part of KV memory (by rate x size), its service level or
-    `most_running` allow. `shares`: of the compute, by model, of decode steps; scaled down where
-    they add up to more than all of it. Prefills have the whole mesh, one after the other.
+    For model m with a batch of b requests: min(b / (sum of all models' prefills + a decode step x
+    output tokens), its rate). Each model's batch is the smallest that serves its rate, by binary
+    search, and no larger than its part of KV memory (by rate x size), its service level or
+    `most_running` allow. `shares`: by model, the share of compute of its decode steps; scaled down
+    if they add up to more than 1. Prefills have the whole mesh, one after the other.
     """
     room = memory - sum(t.weights for t in tenants)
     size = {t.name: t.traffic.rate * t.request_bytes for t in tenants}
@@ -109,26 +113,27 @@ class _Jobs:
         self._context = round(tenant.traffic.prompt_tokens + tenant.traffic.output_tokens / 2)
 
     def prefill(self, batch: int) -> float:
-        """Seconds, of the prompts of a batch."""
+        """Return the seconds of prefilling a batch."""
         pairs = batch * chunk_pairs(self._prompt, 0)
         return self._whole.of(JobLoad(batch * self._prompt, batch, pairs, 0, 0))
 
     def step(self, batch: int) -> float:
-        """Seconds, of a decode step."""
+        """Return the seconds of a decode step of a batch."""
         return self._part.of(JobLoad(0, 0, 0, batch, batch * self._context))
 
     def rate(self, batch: int, prefills: float) -> float:
-        """Requests per second, where all prefills take so long."""
+        """Return the requests per second of a batch, if all models' prefills take `prefills`
+        seconds."""
         return batch / (prefills + self.step(batch) * self.tenant.traffic.output_tokens)
 
     def within(self, tpot: float) -> int:
-        """The largest batch whose step is within a service level; 0: none is."""
+        """Return the largest batch whose decode step takes at most `tpot` seconds; 0: none does."""
         most = self.tenant.most_running
         return bisect_left(range(1, most + 1), True, key=lambda b: self.step(b) > tpot)
 
     def least_batch(self, others: float, most: int) -> int:
-        """The smallest batch that satisfies the model's rate beside the prefills of others, or the
-        largest there may be."""
+        """Return the smallest batch that serves the model's rate beside the prefills of others, at
+        most `most`."""
         rate = self.tenant.traffic.rate
         met = bisect_left(
             range(1, most), True, key=lambda b: self.rate(b, others + self.prefill(b)) >= rate

@@ -1,12 +1,15 @@
-"""Which models share which devices, by popularity and computation: MuxServe, section 3.2.
+"""Place models on meshes of devices by popularity and computation: MuxServe, section 3.2.
 
 Algorithm 2 finds, for each number of devices that a model may be spread over, the smallest share of
-their compute on which it serves its rate alone. Algorithm 1 tries every way to part the devices
-into meshes, and places the models on each, those that compute most first, where the estimated
-throughput (`mux_estimate`) grows most; the best of these wins. Of equal ones, as where all
-rates are served, that wins which claims least compute, a rule the paper does not state. Where no
-way has room for all in this order, the largest models come first, which it does not have either. A
-local search then moves and exchanges models as long as that improves the estimate.
+their compute on which it serves its request rate alone. Algorithm 1 tries every way to divide the
+devices into meshes, and places the models on each, those that compute most first, where the
+estimated throughput (`mux_estimate`) grows most; the best of these wins. Among equals, as where all
+rates are served, the one that claims least compute wins, a rule that the paper does not state. If
+this order finds no room for all models in any division, the largest models are placed first
+instead, also our addition. A local search then moves and exchanges models as long as that improves
+the estimate.
+
+Used by the simulator's placement answers, not by a running fleet.
 """
 
 from __future__ import annotations
@@ -22,30 +25,30 @@ from ballast.policy.fleet.mux_estimate import Estimate, Tenant, estimate
 from ballast.policy.fleet.placement_problem import PlacementDevice
 
 SHARES = tuple(n / 10 for n in range(1, 11))
-"""Of a mesh's compute, that Algorithm 2 tries for a model's decode steps."""
+"""Shares of a mesh's compute that Algorithm 2 tries for a model's decode steps."""
 ENOUGH = 1 - 1e-6
-"""Of its rate: served, but for rounding."""
+"""Part of its request rate from which a model counts as served: all, but for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Devices over which each of a set of models is spread."""
+    """A group of devices over which each of its models is spread."""
 
     devices: tuple[str, ...]
     memory: float
-    """Bytes in all: as many times the least of its devices'."""
+    """Bytes in all: the number of devices times the least memory of one."""
     models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A placement, and what it is expected to serve."""
+    """A placement, with its expected throughput."""
 
     meshes: tuple[Mesh, ...]
-    """Those that have models."""
+    """Meshes that have models."""
     estimates: Mapping[str, Estimate]
     greedy: float
-    """Throughput of Algorithm 1's answer, before the local search."""
+    """Throughput of Algorithm 1's placement, before the local search."""
 
     @property
     def throughput(self) -> float:
@@ -54,15 +57,15 @@ class Placed:
 
     @property
     def homes(self) -> dict[str, list[str]]:
-        """By model, its devices."""
+        """Devices of each model."""
         return {name: list(mesh.devices) for mesh in self.meshes for name in mesh.models}
 
 
 def place(
     tenants: Sequence[Tenant], devices: Sequence[PlacementDevice], per_host: int = 8
 ) -> Placed:
-    """Place every model. Devices are joined within hosts alone, of `per_host` each, in their order;
-    a mesh has 1, 2, 4, ... of them.
+    """Place every model on a mesh. A mesh has 1, 2, 4, ... consecutive devices of one host, of
+    `per_host` devices each.
 
     Raises ConfigError, with the bytes that are missing, for a model that fits on no mesh alone, or
     on none beside the others.
@@ -87,8 +90,8 @@ def place(
 
 
 def mesh_groups(hosts: Sequence[Sequence[PlacementDevice]]) -> Iterator[list[Mesh]]:
-    """Yield every way to part hosts into meshes of 1, 2, 4, ... devices, but for ways that differ
-    only in which of several equal hosts is parted how."""
+    """Yield every way to divide hosts into meshes of 1, 2, 4, ... devices, except ways that differ
+    only in which of several equal hosts is divided how."""
     kinds: dict[tuple[float, ...], list[Sequence[PlacementDevice]]] = {}
     for host in hosts:
         kinds.setdefault(tuple(d.memory for d in host), []).append(host)
@@ -106,7 +109,7 @@ def mesh_groups(hosts: Sequence[Sequence[PlacementDevice]]) -> Iterator[list[Mes
 
 
 def _partitions(n: int, most: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Ways to write n as a sum of powers of two, largest first."""
+    """Yield the ways to write n as a sum of powers of two, largest first."""
     if n == 0:
         yield ()
     size = 1 << (min(n, most or n).bit_length() - 1) if n else 0
@@ -126,11 +129,11 @@ def _cut(host: Sequence[PlacementDevice], sizes: Sequence[int]) -> Iterator[Mesh
 
 @dataclass(slots=True)
 class _Search:
-    """Estimates that were made, by which models share how many devices with how much memory."""
+    """Search for a placement, with a cache of estimates by models, number of devices and memory."""
 
     tenants: Sequence[Tenant]
     misfit: ConfigError | None = None
-    """Of a model that found no mesh beside others."""
+    """Error of the first model that found no mesh beside others."""
     _by_name: dict[str, Tenant] = field(init=False)
     _shares: dict[tuple[str, int, float], float | None] = field(default_factory=dict)
     _known: dict[tuple[frozenset[str], int, float], dict[str, Estimate] | None] = field(
@@ -141,8 +144,8 @@ class _Search:
         self._by_name = {t.name: t for t in self.tenants}
 
     def candidate(self, t: Tenant, mesh: Mesh) -> float | None:
-        """Algorithm 2: the smallest share of a mesh's compute on which a model serves its rate
-        alone; all of it where none is enough; None where it does not fit."""
+        """Run Algorithm 2: return the smallest share of a mesh's compute on which a model serves
+        its rate alone; all of it if none is enough; None if the model does not fit."""
         n = len(mesh.devices)
         key = t.name, n, mesh.memory
         if key not in self._shares:
@@ -158,22 +161,22 @@ class _Search:
         return self._shares[key]
 
     def estimates(self, mesh: Mesh) -> dict[str, Estimate]:
-        """What the models of a mesh serve."""
+        """Return the estimates of a mesh's models."""
         return self._of(mesh, mesh.models) or {}
 
     def total(self, meshes: Sequence[Mesh]) -> float:
         return sum(e.rate for mesh in meshes for e in self.estimates(mesh).values())
 
     def claimed(self, meshes: Sequence[Mesh]) -> float:
-        """Devices' worth of compute that decode steps claim."""
+        """Return the compute that decode steps claim, in devices."""
         return sum(self._claim(self._by_name[n], mesh) for mesh in meshes for n in mesh.models)
 
     def _claim(self, t: Tenant, mesh: Mesh) -> float:
         return len(mesh.devices) * (self.candidate(t, mesh) or 0.0)
 
     def greedy(self, group: Sequence[Mesh], *, by_size: bool = False) -> list[Mesh] | None:
-        """Algorithm 1 on one group of meshes; None where a model finds no room. `by_size`: the
-        largest models come first, not those that compute most."""
+        """Run Algorithm 1 on one group of meshes; None if a model finds no room. `by_size`: place
+        the largest models first, not those that compute most."""
         meshes = list(group)
 
         def first(t: Tenant) -> tuple[float, str]:
@@ -207,7 +210,7 @@ class _Search:
         return meshes
 
     def _step(self, meshes: list[Mesh]) -> list[Mesh] | None:
-        """The change that improves the estimate most."""
+        """Return the change that improves the estimate most, or None."""
         best: tuple[float, list[Mesh]] | None = None
         for i, a in enumerate(meshes):
             for name in a.models:
@@ -236,7 +239,7 @@ class _Search:
         return gain
 
     def _rate(self, mesh: Mesh, models: Sequence[str]) -> float | None:
-        """F of Algorithm 1, in requests per second."""
+        """Return F of Algorithm 1 in requests per second; None if the models do not fit."""
         found = self._of(mesh, models)
         return None if found is None else sum(e.rate for e in found.values())
 
@@ -252,8 +255,9 @@ class _Search:
         return self._known[key]
 
     def _computation(self, t: Tenant, group: Sequence[Mesh]) -> float:
-        """Device-seconds per second that a model's requests take, on the fewest devices that it
-        fits on; infinite where it fits on none, so that this is seen at once."""
+        """Return the device-seconds per second that a model's requests take, on the fewest devices
+        that it fits on; infinite if it fits on none, so that it is placed first and fails at
+        once."""
         fits = [m for m in group if self.candidate(t, m) is not None]
         if not fits:
             return math.inf
@@ -261,7 +265,7 @@ class _Search:
         return n * t.costs(n, 1.0).work(t.traffic, t.tpot, t.most_running)
 
     def refuse_misfits(self, meshes: Sequence[Mesh]) -> None:
-        """Raise ConfigError for a model that fits on none of the meshes there can be."""
+        """Raise ConfigError for a model that fits on none of the possible meshes."""
         if not meshes:
             raise ConfigError("devices", "none", "at least one")
         for t in self.tenants:
@@ -273,7 +277,7 @@ class _Search:
                 raise self._crowded(t, [m for m in meshes if len(m.devices) >= t.least_devices])
 
     def _least(self, name: str) -> float:
-        """Bytes: weights, and one request."""
+        """Return the bytes of a model's weights and one request."""
         t = self._by_name[name]
         return t.weights + t.request_bytes
 
@@ -291,7 +295,7 @@ class _Search:
 
 
 def _level(rate: float) -> float:
-    """A rate, so that those are equal which differ by rounding."""
+    """Round a rate, so that rates that differ by rounding errors are equal."""
     return float(f"{rate:.6g}")
 
 

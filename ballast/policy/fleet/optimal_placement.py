@@ -1,13 +1,13 @@
-"""The placement with the least KV pressure, by CP-SAT: what Prism's Algorithm 1 approximates.
+"""Find the placement with the least KV pressure by CP-SAT: what Prism's Algorithm 1 approximates.
 
 Whether models can be placed so that no device has a KVPR above r is a packing problem with linear
 constraints: on each device, demand + r x weights of its models is at most r x its memory. The least
 r is found by bisection: a placement that is found lowers the upper end to its own KVPR, a proof
-that there is none raises the lower. It starts from the greedy's answer and a bound that needs no
-search. Then, of the placements with that KVPR, one that moves fewest bytes is sought.
+that there is none raises the lower. The search starts from the greedy placement and a bound that
+needs no search. Then, of the placements with that KVPR, it seeks one that moves fewest bytes.
 
-One thread, a fixed seed, a limit of deterministic time: equal problems have equal answers. Seconds
-of search have no place in a device's loop.
+One thread, a fixed seed and a limit of deterministic time: equal problems have equal answers. Used
+by the simulator's placement answers to judge the greedy placement; too slow for a device's loop.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 SCALE = 10**9
-"""Of a device's memory, in the units in which packing is exact."""
+"""Units of the largest device's memory in which packing is exact."""
 GAP = 2e-4
-"""Of the least KVPR, by which the answer may be proven to lie above it."""
+"""Relative gap to the least KVPR at which the search ends."""
 EFFORT = 6.0
-"""Deterministic seconds in all, by default."""
+"""Default limit of the whole search, in deterministic seconds."""
 STEP_EFFORT = 3.0
-"""Of one packing problem, at most."""
+"""Limit of one packing problem, in deterministic seconds."""
 FIRST_EFFORT = 0.5
-"""Of the first."""
+"""Limit of the first packing problem, in deterministic seconds."""
 MOVING_EFFORT = 1.0
-"""Of the search for fewer moves."""
+"""Limit of the search for fewer moves, in deterministic seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Optimum:
     homes: Homes
     max_kvpr: float
     lower_bound: float
-    """Proven: no placement has a lower KVPR on its worst device."""
+    """Proven bound: no placement has a lower KVPR on its worst device."""
 
     @property
     def gap(self) -> float:
-        """By which part of the bound the answer may lie above the optimum."""
+        """Largest possible distance of the answer above the optimum, relative to the bound."""
         return self.max_kvpr / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
@@ -59,9 +59,9 @@ def optimal(
 ) -> Optimum:
     """Place every model with the least KVPR on the worst device, then with the fewest bytes moved.
 
-    `effort`: deterministic seconds of search, about as many of a slow core. What is found when they
-    are over is the answer. It starts from the greedy's. Raises ConfigError as `greedy` where no
-    placement is found.
+    `effort`: deterministic seconds of search, about the seconds of a slow core; when they are over,
+    the best placement so far is the answer. The search starts from the greedy placement. Raises
+    ConfigError as `greedy` if no placement is found.
     """
     best = _any(claims, devices)
     stay = _stay(claims, devices)
@@ -96,8 +96,8 @@ def optimal(
 
 
 def lower_bound(claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]) -> float:
-    """A KVPR below which no placement can be: all demand over all memory that weights leave, and
-    each model alone on the largest devices."""
+    """Return a KVPR that no placement can be below: all demand over all memory that weights leave,
+    and each model alone on the largest device."""
     room = sum(d.memory for d in devices) - sum(c.weights for c in claims)
     total = sum(c.demand for c in claims)
     found = total / room if room > 0 else math.inf
@@ -106,7 +106,7 @@ def lower_bound(claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice
 
 
 def _any(claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]) -> Homes:
-    """The greedy's placement; any that has room for the weights where it finds none."""
+    """Return the greedy placement, or if it finds none any that has room for the weights."""
     try:
         return greedy(claims, devices)
     except ConfigError:
@@ -119,7 +119,7 @@ def _any(claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]) -> H
 def _stay(
     claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]
 ) -> dict[str, tuple[str, ...]] | None:
-    """Every model where it is, if all are somewhere."""
+    """Return the present placement, if all models are placed and their KVPR is finite."""
     if not all(len(c.devices) == c.parts for c in claims):
         return None
     homes = {c.name: c.devices for c in claims}
@@ -127,7 +127,7 @@ def _stay(
 
 
 class _Packing:
-    """Whether models can be placed with no KVPR above a limit."""
+    """Packing problem: whether models can be placed with no KVPR above a limit."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _Packing:
 
         self.effort = 0.0
         self.proven = False
-        """That they cannot."""
+        """Whether the last search has proven that they cannot."""
         self._claims, self._devices, self._cp = claims, devices, cp_model
         self._model = cp_model.CpModel()
         self._on: dict[tuple[str, str], cp_model.IntVar] = {
@@ -168,15 +168,15 @@ class _Packing:
             self._break_symmetry(sorted(claims, key=lambda c: -size[c.name]))
 
     def _break_symmetry(self, claims: Sequence[ModelDemand]) -> None:
-        """Equal devices are used in their order: the largest models first, each on a device that is
-        used already or on the next."""
+        """Require equal devices to be used in their order: the largest models first, each on a
+        device that is used already or on the next."""
         for i, c in enumerate(claims):
             for before, d in pairwise(self._devices):
                 earlier = [self._on[other.name, before.name] for other in claims[: i + 1]]
                 self._model.add_bool_or([*earlier, ~self._on[c.name, d.name]])
 
     def solve(self, hint: Homes, effort: float) -> dict[str, tuple[str, ...]] | None:
-        """A placement, if one is found in so many deterministic seconds."""
+        """Return a placement, if one is found in `effort` deterministic seconds."""
         for (model, device), on in self._on.items():
             if hint:
                 self._model.add_hint(on, device in hint[model])

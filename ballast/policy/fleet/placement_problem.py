@@ -1,4 +1,7 @@
-"""The vocabulary of placement problems: what models are placed on, and where they are."""
+"""Define the devices and homes that placement algorithms work on.
+
+Shared by `kv_pressure`, `mux_placement` and `optimal_placement`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Homes = Mapping[str, tuple[str, ...]]
-"""By model, its devices: one for each of its parts."""
+"""Devices of each model, one for each of its parts."""
 
 
 @dataclass(frozen=True, slots=True)

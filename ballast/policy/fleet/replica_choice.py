@@ -1,4 +1,7 @@
-"""Which of the devices that serve a model gets a request."""
+"""Choose which of the devices that serve a model gets a request: load first, then cached prefix.
+
+Used by the controller's request router and its counterpart in the simulator.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +11,46 @@ from dataclasses import dataclass
 from ballast.core.settings import Role
 
 SLACK = 4
-"""So many open requests more a device may have and still get one whose prefix it holds."""
+"""Open requests that a device may have beyond the least busy one and still get a request for its
+cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A device that serves the model, as it is when the request arrives."""
+    """A device that serves the model, in its state when the request arrives."""
 
     device: str
     open_requests: int
-    """Of all its models."""
+    """Open requests of all its models."""
     cached_tokens: int = 0
-    """Of the request's prompt, those whose KV it holds."""
+    """Tokens of the request's prompt whose KV it holds."""
     resident: bool = True
-    """The model's weights are there, as far as is known."""
+    """Whether the model's weights are there, as far as is known."""
     role: Role = Role.BOTH
 
 
 def for_prefill(replicas: Sequence[Replica]) -> Sequence[Replica]:
-    """Those that take new requests: all that do more than decode, if there are any."""
+    """Return the replicas that take new requests: those that do more than decode, or all if there
+    are none."""
     return [r for r in replicas if r.role is not Role.DECODE] or replicas
 
 
 def for_decode(replicas: Sequence[Replica]) -> Sequence[Replica]:
-    """Those at which a request can go on that has its first token; none where all only prefill."""
+    """Return the replicas where a request can go on after its first token; none if all only
+    prefill."""
     return [r for r in replicas if r.role is not Role.PREFILL]
 
 
 def near(replicas: Sequence[Replica]) -> Sequence[Replica]:
-    """Those about as busy as the least busy."""
+    """Return the replicas at most `SLACK` open requests busier than the least busy one."""
     most = min(r.open_requests for r in replicas) + SLACK
     return [r for r in replicas if r.open_requests <= most]
 
 
 def held_prefix(replicas: Sequence[Replica]) -> str:
-    """Of the devices about as busy as the least busy, the one that holds most of the prompt.
+    """Return the device with the most cached tokens of the prompt, of those about as busy as the
+    least busy.
 
-    Of equals, that with the fewest open requests; of these the first.
+    Of equals, the one with the fewest open requests; of these the first.
     """
     return min(near(replicas), key=lambda r: (-r.cached_tokens, r.open_requests)).device

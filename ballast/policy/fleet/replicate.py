@@ -1,4 +1,8 @@
-"""Models follow the load: a device that cannot keep up shares a model with one that can."""
+"""Add a device to a model that is late where it is, and withdraw devices that a model does not
+need.
+
+The fleet policy of placements `follow` and `both`. Requests that already wait stay on their device.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +27,28 @@ from ballast.policy.requirements import Requirements
 
 @dataclass(frozen=True, slots=True)
 class ReplicateMemo:
-    """What a look has to know of those before. By model, in seconds."""
+    """Memo: times by model, in seconds."""
 
     spare: Mapping[str, float] = field(default_factory=dict)
-    """Since when it could do with a device fewer."""
+    """Since when the model could do with one device fewer."""
     placed: Mapping[str, float] = field(default_factory=dict)
-    """When it was last given one more."""
+    """When the model last got one more device."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicateUnderLoad(FleetPolicy):
-    """Looks every `every` seconds. `by_work`: as `Stay`, of where models are placed at the start.
+    """Every `every` seconds, add devices to late models, and withdraw devices that models do not
+    need.
 
-    A device is behind if requests are late on it. One of its models (that with the most late ones)
-    is then served by one more device: of those that are not behind, have at most half as many open
-    requests, and room beside the weights in use there, that with the fewest. Requests that wait
-    stay where they are, so a model gets no further device for `settling` seconds.
+    A device is behind if requests are late on it. The model with the most late requests there gets
+    one more device: of the devices that are not behind, have at most half as many open requests,
+    and room beside the weights in use there, the one with the fewest open requests. Requests that
+    wait stay where they are, so a model gets no further device for `settling` seconds.
 
-    A model with several devices that has needed less than `low` of each of the others for
-    `patience` seconds leaves one: where its weights are not, else the busiest, else the last. So a
-    model moves: first it has two devices, then one.
+    A model leaves one of its devices after `patience` seconds in which its work would have filled
+    each of the others for at most `low`: the one without its weights, else the busiest, else the
+    last. So a model moves by having two devices first, then one. `by_work`: place models at the
+    start as `FixedPlacement` does.
     """
 
     every: float = 5.0
@@ -94,7 +100,7 @@ class ReplicateUnderLoad(FleetPolicy):
 def _relief(
     device: DeviceLoad, view: FleetView, needs: Mapping[str, Need], changed: set[str]
 ) -> Place | None:
-    """One more device for one of this device's models, if any is late."""
+    """Return one more device for one of a device's models with late requests, if there is one."""
     for h in sorted(device.hosting, key=lambda h: (-h.late, -h.open_requests, h.model)):
         if not h.late or not h.homed or h.model in changed:
             continue
@@ -114,7 +120,7 @@ def _relief(
 
 
 def _leave(model: str, view: FleetView) -> Withdraw:
-    """It has more devices than it needs."""
+    """Return the withdrawal of a model from one of its devices."""
     homes = _homes(model, view)
     last = len(homes) - 1
     chosen, _ = homes[
@@ -129,7 +135,7 @@ def _homes(model: str, view: FleetView) -> list[tuple[DeviceLoad, Hosting]]:
 
 
 def _in_use(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
-    """Bytes of the weights of models that have requests there, or are pinned."""
+    """Return the bytes of the weights of models that have requests on a device, or are pinned."""
     used = 0
     for h in device.hosting:
         need = needs.get(h.model)

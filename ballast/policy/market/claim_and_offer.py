@@ -1,6 +1,8 @@
-"""Demand and supply of pages: claims of models and requests that lack some, and offers of ways to
-find them. What an offer does besides is declared with it, so that the code that covers claims
-(`ballast.policy.market.cover`) knows no kind of action.
+"""Define claims (needs for pages) and offers (ways to free pages, with a price).
+
+An offer declares all effects of its action, so that the code that covers claims by offers
+(`ballast.policy.market.cover`) depends on no kind of action. Used by all modules of `policy.market`
+and by the memory policies.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from ballast.core.view import DeviceView, SharedView
 
 
 class Claim(NamedTuple):
-    """A need for pages on behalf of a request: `pages` beyond what its model holds."""
+    """A need for `pages` pages, beyond those that its model holds, on behalf of a request."""
 
     model: str
     order: Precedence
@@ -24,83 +26,92 @@ class Claim(NamedTuple):
     may_preempt: bool
     """Whether work in progress of younger requests may be undone for it."""
     blocks: int = 0
-    """Of a request: the blocks that those pages are for (`Shortage.blocks`)."""
+    """KV blocks that the pages are for, if it is a request's claim (`Shortage.blocks`)."""
     weights: bool = False
-    """Weights are to lie on them, which borrowed pages are not for."""
+    """Whether the pages are for weights, which cannot lie on borrowed pages."""
     first_pages: int = 0
-    """Where the model is to come: of `pages`, those for the KV cache of its first request."""
+    """Pages, of `pages`, for the KV cache of the first request of a model to be activated."""
     segments: tuple[SharedView, ...] = ()
-    """Shared segments that the model brings, and then holds."""
+    """Shared segments that the model loads, and then holds."""
     then: Callable[[int], Sequence[Action]] | None = None
-    """What to do once so many pages are free; None: the loop will see that they are."""
+    """Returns the actions to do once the given number of pages is free; None: none, as the loop
+    sees free pages by itself."""
     grain: int = 0
-    """Pages by which a part of the claim can be covered; 0: all or nothing."""
+    """Unit in pages in which the claim can be covered in part; 0: it is all or nothing."""
     admission: bool = False
-    """Its request waits to be admitted: it holds nothing yet, and its model is there."""
+    """Whether its request waits to be admitted: it holds no pages yet, and its model is
+    resident."""
     least: int = 1
-    """Where a part of it can be covered: the fewest pages for which `then` has something to do."""
+    """Least pages of a partly covered claim for which `then` has something to do."""
     overdue: bool = False
-    """Its request has waited longer than it should."""
+    """Whether its request has waited longer than the policy's patience."""
     due: float = 0.0
-    """When its request's first token is due, in seconds on the device's clock; matters only to
-    claims that undo no work."""
+    """When its request's first token is due, in seconds on the device's clock. Orders only claims
+    that undo no work."""
     gain: float = math.inf
-    """Request-seconds of delay that covering it avoids: where claims are covered by price, the
-    price must be lower."""
+    """Request-seconds of delay that covering it avoids: where claims are covered by price, only a
+    lower price is accepted."""
 
     @property
     def precedence(self) -> tuple[bool, int, float, Precedence, str]:
-        """Claims that may undo work come first, which free pages save; then those of requests whose
-        first token is due earliest, as their prompts will be computed."""
+        """Sort key of claims, the lowest first.
+
+        Claims that may undo work come first, so that free pages save that work; then others by when
+        their request's first token is due, which is the order of their prefills.
+        """
         undoing = self.may_preempt
         due = 0.0 if undoing else self.due
         return not undoing, self.order.rank, due, self.order, self.model
 
 
 class Offer(NamedTuple):
-    """One way to find pages: how many, at what price, by which action, and what else it does."""
+    """One way to free pages: how many, at what price, by which action, and with which side
+    effects."""
 
     key: tuple[str, ...]
-    """What it consists of: offers with the same key are of the same pages, which can be taken once
-    in a decision."""
+    """Identity of the memory offered: offers with the same key are of the same pages, which can be
+    taken once in a decision."""
     owner: str
-    """Whose memory it is in: a model's name, or `lent:DEVICE`."""
+    """Owner of the memory: a model's name, or `lent:DEVICE`."""
     pages: int
-    """At most, for all to use."""
+    """Most pages that it frees for any use."""
     price: Callable[[], float]
-    """Expected harm if all is taken: seconds of delay, summed over the requests that it delays.
-    Computed on demand, as fixed orders of sources do without."""
+    """Returns the expected harm if all is taken: seconds of delay, summed over the requests that it
+    delays. A function, as fixed orders of sources need no prices."""
     act: Callable[[int, Claim], Action]
-    """What frees so many of the pages, for a claim."""
+    """Returns the action that frees the given number of pages for a claim."""
     blocks: int = 0
-    """Beside the pages: KV blocks that only the owner itself can use."""
+    """KV blocks freed beside the pages, which only the owner itself can use."""
     grain: int = 0
-    """Pages by which a part of it can be taken; 0: it is indivisible."""
+    """Unit in pages in which it can be taken in part; 0: it is indivisible."""
     cumulative: bool = False
-    """`act` is given all pages taken under this key, and replaces the action for fewer."""
+    """Whether `act` gets all pages taken under this key so far, and its action replaces the one
+    before."""
     later: bool = False
-    """Its pages do not come with the action, but with an event that follows."""
+    """Whether its pages become free only with a later event, not with the action."""
     undoes: Precedence | None = None
-    """The oldest request whose work in progress it undoes: only older claims that `may_preempt` can
-    take it. None: it undoes none."""
+    """Precedence of the oldest request whose work in progress it undoes: only older claims that
+    `may_preempt` can take it. None: it undoes no work."""
     everything: bool = False
-    """It takes all that is left of the owner's memory: of that, nothing else can be taken after."""
+    """Whether it takes all memory that is left of the owner: no other offer of that owner can
+    follow."""
     releases: tuple[SharedView, ...] = ()
-    """Shared segments that the owner no longer holds then: those that nobody else holds are freed
-    as well."""
+    """Shared segments that the owner ceases to hold: those without another holder are freed as
+    well."""
     at_hand: bool = False
-    """It is of blocks that the owner's own requests can use as they are: taken, they lack them."""
+    """Whether its blocks can be used by the owner's own requests as they are, which lack them if
+    the offer is taken."""
 
     def part(self, pages: int, pages_before: int) -> int:
-        """Return the least number of pages of a divisible offer that is at least `pages`, beside
-        those `pages_before` before; all that is left where it has fewer."""
+        """Return the least number of pages, at least `pages`, that can be taken of a divisible
+        offer after `pages_before`; all that is left if it has fewer."""
         return min(self.pages - pages_before, ceil_div(pages, self.grain) * self.grain)
 
     def price_of(self, pages: int) -> float:
-        """Return the price of so many of its pages: of a divisible offer in proportion."""
+        """Return the price of `pages` of its pages, in proportion if it is divisible."""
         price = self.price()
         return price * pages / self.pages if self.grain else price
 
 
 Source = Callable[[DeviceView, Claim], Iterable[Offer]]
-"""Yields offers for a claim, best first by the source's own rule."""
+"""Yields offers for a claim, the best first by the source's own rule."""

@@ -1,4 +1,7 @@
-"""What is short of pages, as claims: models that are to come, and requests that cannot go on."""
+"""List the claims for pages of a device: models to activate, and requests short of KV pages.
+
+Memory policies pass these claims to `ballast.policy.market.cover`, which finds pages for them.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,20 @@ from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.market.claim_and_offer import Claim
 
 LONGEST_WAIT = 10.0
-"""Seconds: no TTFT service level counts as longer where claims are put in order."""
+"""Most seconds that a TTFT service level counts for when claims are ordered."""
 BEHIND_ALL = 2
 """Place in its model's queue of a request that also waits behind those of other models: it undoes
 no work, and its claims come after theirs."""
 
 
 def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:
-    """Claims of models that are to come, or have come and not run yet, for the requests that wait
-    for them; and when the next one turns overdue.
+    """List the claims of models with waiting requests that are absent, loading, or loaded and not
+    run yet; and when the next one becomes overdue.
 
     An absent model's claim may undo younger work once its first request has waited for `patience`
-    of its TTFT service level. A model whose weights are being copied keeps what that request needs,
-    until it is admitted, which may be a while where the order of compute lets others go first.
+    of its TTFT service level. A model whose weights are being copied keeps the pages that its first
+    request needs until that is admitted, which may take a while if the order of compute prefers
+    others.
     """
     claims: list[Claim] = []
     wake = None
@@ -65,7 +69,7 @@ def _activate(model: str, _: int) -> Sequence[Action]:
 
 
 def _to_come(m: ModelView) -> bool:
-    """Whether a model is absent or on its way, or has come and runs nothing yet."""
+    """Whether a model is absent or loading, or is loaded and runs nothing yet."""
     if m.residency is Residency.RESIDENT:
         return not m.running and not m.held
     if m.residency is Residency.ACTIVATING:
@@ -74,9 +78,10 @@ def _to_come(m: ModelView) -> bool:
 
 
 def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:
-    """Claims of requests that lack pages of the pool, and when the next one turns overdue.
+    """List the claims of requests that lack pages of the pool, and when the next one becomes
+    overdue.
 
-    A running request may undo younger work at once (it holds pages and cannot go on); a waiting
+    A running request may undo younger work at once, as it holds pages and cannot go on; a waiting
     one once it is overdue.
     """
     claims: list[Claim] = []
@@ -118,11 +123,11 @@ def _running_by_id(m: ModelView) -> Mapping[str, RequestView]:
 def kv_claims(
     view: DeviceView, *, waiting: bool, patience: float = math.inf
 ) -> tuple[list[Claim], float | None]:
-    """Claims of requests that lack pages, be it of the pool or within their model's limit; and when
-    the next one turns overdue.
+    """List the claims of requests that lack pages of the pool or within their model's limit, and
+    when the next one becomes overdue.
 
-    Running ones may undo younger work at once. Those `waiting`, if asked for, undo none; they are
-    overdue when they have waited for `patience` of their TTFT service level.
+    Running requests may undo younger work at once. Waiting ones, listed if `waiting`, undo none;
+    they are overdue when they have waited for `patience` of their TTFT service level.
     """
     claims: list[Claim] = []
     wake = None
@@ -151,10 +156,10 @@ def kv_claims(
 
 
 def queue_claims(view: DeviceView, most: int) -> list[Claim]:
-    """Claims of those that wait behind a request which lacks pages: of each model at most so many,
-    and no more than may run.
+    """List the claims of requests behind a first one that lacks pages: at most `most` of each
+    model, the first included, and no more than may run.
 
-    They will lack theirs as soon as it has its own.
+    They will lack pages as soon as the first one has its own.
     """
     claims = []
     short = {s.request_id for s in view.shortages}
@@ -169,8 +174,8 @@ def queue_claims(view: DeviceView, most: int) -> list[Claim]:
 
 
 def _due(m: ModelView, r: RequestView) -> float:
-    """When a request's first token is due: a bound, so that no request is overtaken for ever, but
-    by the policy's word."""
+    """Return when a request's first token is due: its TTFT level, bounded so that no request is
+    overtaken forever, unless an admission policy puts it behind all."""
     if r.place >= BEHIND_ALL:
         return math.inf
     return r.order.arrival + min(m.spec.slo.ttft, LONGEST_WAIT)
@@ -179,8 +184,8 @@ def _due(m: ModelView, r: RequestView) -> float:
 def _overdue(
     view: DeviceView, m: ModelView, r: RequestView, patience: float
 ) -> tuple[bool, float | None]:
-    """Whether a request has waited for `patience` of its TTFT service level; else, when it will
-    have, if ever. Less than 0: it has, whatever its place."""
+    """Return whether a request has waited for `patience` of its TTFT service level, and else when
+    it will have, if ever. Negative `patience`: it has, whatever its place."""
     behind = r.place >= BEHIND_ALL and patience >= 0
     at = math.inf if behind else r.order.arrival + patience * m.spec.slo.ttft
     if view.now >= at:
@@ -189,12 +194,12 @@ def _overdue(
 
 
 def _gain(view: DeviceView, m: ModelView, overdue_at: float | None) -> float:
-    """Request-seconds saved by covering the claim of a model's first waiting request now and not
-    when it is overdue, as it is then in any case: all that wait for the model wait so much less."""
+    """Return the request-seconds saved by covering the claim of a model's first waiting request now
+    instead of when it is overdue: all requests that wait for the model wait that much less."""
     return math.inf if overdue_at is None else len(m.waiting) * (overdue_at - view.now)
 
 
 def earliest(*times: float | None) -> float | None:
-    """The least of the times given, ignoring None."""
+    """Return the earliest of the given times, ignoring None."""
     known = [t for t in times if t is not None]
     return min(known) if known else None

@@ -1,4 +1,8 @@
-"""Cover claims for pages, in order of precedence, from sources in a fixed order or by price."""
+"""Cover claims for pages in order of precedence, from sources in a fixed order or by price.
+
+The core of all memory policies: it chooses which offers to take and returns their actions, and the
+promises that keep freed pages for their claims. It applies nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from ballast.policy.market.page_budget import Mark, PageBudget
 
 @dataclass(frozen=True, slots=True)
 class AcceptedOffer:
-    """A part of an offer that a claim has taken."""
+    """A part of an offer taken for a claim, with its action."""
 
     offer: Offer
     pages: int
@@ -24,15 +28,15 @@ class AcceptedOffer:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """What covers claims."""
+    """Result of covering claims."""
 
     budget: PageBudget
-    """What is left after it."""
+    """Pages and offers that are left."""
     actions: list[Action]
     promises: tuple[Promise, ...]
-    """What the claims wait for, in order of precedence."""
+    """Pages kept for claims until all of theirs have come, in order of precedence."""
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Of divisible claims, the pages that they got, by model."""
+    """Pages that each divisible claim got, by model."""
 
 
 def cover(
@@ -43,21 +47,23 @@ def cover(
     *,
     by_price: bool = False,
 ) -> Covered:
-    """Make room for `claims`, each wholly or, if it is indivisible, not at all: in order of
-    precedence those that may undo work, which free pages save, then those that only wait, whose
-    first token is due first.
+    """Make room for `claims` in order of precedence, each wholly or, if it is indivisible, not at
+    all.
 
-    What is freed for a claim is promised to it, so that nobody takes it before the rest has come.
-    Pages that are on their way (reclaiming, recalled) count: nothing is freed twice for one need;
-    such a claim simply waits. A claim that cannot be covered keeps nothing from those after it,
-    who are undone for it as soon as that covers it; but one that undoes nobody, and is `overdue`,
-    keeps what is free, and what could be had without harm to work (cached prefixes, scattered
-    blocks) from going to others, so that it is not overtaken for ever. One that lacks no page, as
-    blocks are at hand in its model's own, keeps these.
+    First come claims that may undo work, so that free pages save that work; then those that only
+    wait, by when their first token is due.
 
-    `budget`: what earlier claims of the same decision have left. `by_price`: the offers of all
-    sources are taken cheapest first, each claim's only as long as they cost less than it gains;
-    else source after source, and prices are ignored.
+    Pages freed for a claim are promised to it, so that no other takes them before the rest has
+    come. Pages on their way (reclaiming, recalled) count: nothing is freed twice for one need, and
+    such a claim simply waits. A claim that cannot be covered keeps no pages from later ones, whose
+    work is undone for it as soon as that covers it. But an `overdue` claim that may not undo work
+    keeps free pages, and those that could be freed without harm to work (cached prefixes, scattered
+    blocks), so that it is not overtaken forever; if it lacks no page, as its model has blocks at
+    hand, it keeps these.
+
+    `budget`: what earlier claims of the same decision have left. `by_price`: take the offers of all
+    sources cheapest first, for each claim only as long as they cost less than it gains; else take
+    source after source, and ignore prices.
     """
     budget = PageBudget(view) if budget is None else budget
     actions = Actions()
@@ -96,14 +102,15 @@ def cover(
 def gather(
     view: DeviceView, claim: Claim, sources: Sequence[Source], budget: PageBudget | None = None
 ) -> list[Action]:
-    """Free as much of a claim as can be, where nobody else needs pages."""
+    """Return the actions that free as much of a claim as possible, where no other claim needs
+    pages."""
     budget = PageBudget(view) if budget is None else budget
     return [accepted.action for accepted in _gather(view, claim, sources, budget)]
 
 
 class Actions:
-    """The actions of a decision, in order. Those that state all that was taken of something replace
-    the ones before."""
+    """The actions of a decision, in order. An action of a cumulative offer replaces those before it
+    under the same key."""
 
     def __init__(self) -> None:
         self._actions: list[tuple[tuple[str, ...] | None, Action]] = []
@@ -114,7 +121,7 @@ class Actions:
         self._actions += [(None, action) for action in actions]
 
     def accept(self, chosen: Iterable[AcceptedOffer]) -> None:
-        """Append the actions that free what was taken."""
+        """Append the actions of accepted offers."""
         for accepted in chosen:
             key = accepted.offer.key if accepted.offer.cumulative else None
             self._actions.append((key, accepted.action))
@@ -123,14 +130,15 @@ class Actions:
 
     @property
     def final(self) -> list[Action]:
-        """Those that no later one replaces."""
+        """Actions that no later one replaces."""
         if not self._last:
             return [action for _, action in self._actions]
         return [a for key, a in self._actions if key is None or a is self._last[key]]
 
 
 def _promised(claim: Claim, pages: int) -> list[Promise]:
-    """Of pages that a claim has got: for weights first, where its model is to come."""
+    """Return the promise of `pages` to a claim: for weights first, if its model is to be
+    activated."""
     if pages <= 0:
         return []
     kv = min(pages, claim.first_pages) if claim.weights else pages
@@ -142,14 +150,14 @@ def _offers(view: DeviceView, claim: Claim, sources: Sequence[Source]) -> Iterab
 
 
 def _may_take(claim: Claim, offer: Offer) -> bool:
-    """Whether a claim may have the work undone that an offer undoes, whatever its source says."""
+    """Whether a claim may have the work undone that an offer undoes, whatever its source yields."""
     return offer.undoes is None or (claim.may_preempt and claim.order < offer.undoes)
 
 
 def _accept(
     budget: PageBudget, claim: Claim, offer: Offer, pages: int
 ) -> tuple[int, AcceptedOffer]:
-    """Take a part of an offer for a claim; the pages gained, and what does it."""
+    """Take a part of an offer for a claim; returns the pages gained, and the accepted part."""
     gained = budget.accept(offer, pages)
     n = budget.taken(offer.key) if offer.cumulative else pages
     return gained, AcceptedOffer(offer, pages, offer.act(n, claim))
@@ -158,7 +166,7 @@ def _accept(
 def _gather(
     view: DeviceView, claim: Claim, sources: Sequence[Source], budget: PageBudget
 ) -> list[AcceptedOffer]:
-    """Take offers until so many pages are coming as a divisible claim needs, or none is left."""
+    """Take offers until the pages of a divisible claim are coming, or no offer is left."""
     found: list[AcceptedOffer] = []
     for offer in _offers(view, claim, sources):
         lacked = claim.pages - budget.coming
@@ -180,10 +188,10 @@ def _cover_one(
     lacked: int,
     by_price: bool,
 ) -> list[AcceptedOffer] | None:
-    """Take from the budget what covers one claim; None, and nothing taken, where nothing does.
+    """Take offers that cover one claim; None, with nothing taken, if they do not suffice.
 
-    A model whose weights others share may free nothing alone and much with them, so it is evicted
-    on trial; what turns out to have been in vain is spared in another try.
+    A model whose weights are shared may free nothing alone but much together with other holders, so
+    it is evicted on trial; offers that turn out to be in vain are spared in another try.
     """
     before = budget.mark()
     spared: set[tuple[str, ...]] = set()
@@ -213,8 +221,8 @@ def _cover_one(
 def _try(
     claim: Claim, offers: Iterable[Offer], budget: PageBudget, lacked: int
 ) -> tuple[list[AcceptedOffer] | None, list[Offer]]:
-    """Take offers in turn until a claim lacks nothing; None where they do not suffice. With those
-    that were taken on trial."""
+    """Take offers in turn until a claim lacks nothing; None if they do not suffice. Returns also
+    the offers that were taken on trial."""
     chosen: list[AcceptedOffer] = []
     trials: list[Offer] = []
     for offer in offers:
@@ -235,7 +243,7 @@ def _try(
 
 
 def _cheapest_first(budget: PageBudget, lacked: int, offers: Iterable[Offer]) -> list[Offer]:
-    """Order offers by their price for each page of the claim that they would cover."""
+    """Sort offers by price per page of the claim that they would cover."""
 
     def unit_price(offer: Offer) -> float:
         if budget.used_up(offer):
@@ -250,7 +258,8 @@ def _cheapest_first(budget: PageBudget, lacked: int, offers: Iterable[Offer]) ->
 def _needed(
     claim: Claim, chosen: Sequence[AcceptedOffer], budget: PageBudget, before: Mark
 ) -> list[AcceptedOffer]:
-    """Give back, the dearest first, what a claim is covered without."""
+    """Give back accepted offers, the most expensive first, without which the claim is still
+    covered."""
 
     def lacks_with(kept: Sequence[AcceptedOffer]) -> int:
         budget.undo(before)

@@ -1,9 +1,11 @@
-"""Fair shares of KV memory where models contend for it: who has more waits, and is undone first.
+"""Bound models to fair shares of KV memory while they contend for it, by holding and preempting.
 
-One pool without shares lends memory to whoever asks first, and under overload that is the model
-whose requests hold most KV: it makes models wait that need little. Here a model may have more than
-its share as long as no other model with less lacks pages (max-min fairness, as of processor
-sharing with weights: Demers, Keshav, Shenker 1989).
+One pool without shares serves requests in the order in which they ask, and under overload the model
+whose requests hold most KV makes models wait that need little. Here a model may exceed its share as
+long as no other model below its own share lacks pages (max-min fairness, as in weighted processor
+sharing: Demers, Keshav, Shenker 1989).
+
+Used by the memory policies `balloon`, `recompute`, `mirage` and `kvswap`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from ballast.policy.market.offers import (
 
 
 def fair_shares(view: DeviceView) -> Mapping[str, float]:
-    """Return the KV pages due to each model that has requests here: all that KV holds or could have
-    at once, divided in proportion to the configured shares."""
+    """Return the fair share in KV pages of each model with requests: all pages that KV holds or
+    could have at once, divided in proportion to the configured shares."""
     contending = [m for m in view.models if not m.idle and _here(m)]
     pages = view.coming + sum(m.kv_pages for m in view.models)
     total = sum(m.spec.share for m in contending)
@@ -36,22 +38,22 @@ def fair_shares(view: DeviceView) -> Mapping[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How models share a device's KV memory in one decision."""
+    """Effects of fair shares on one decision: models to hold, and sources that respect shares."""
 
     view: DeviceView
-    """As it will be once the models are held."""
+    """The device's view once the models are held."""
     holds: Sequence[Action] = ()
     fair: bool = False
     holding: bool = False
-    """Some models are held, until nobody lacks a share."""
+    """Whether some models are held, until no other model lacks its share."""
     younger: Source = younger_requests
-    """Requests that are undone for older ones."""
+    """Source of requests that may be preempted."""
     younger_models: Source = younger_models
-    """The same of whole models."""
+    """Source of models that may be evicted with their requests."""
 
     def claims(self, found: Sequence[Claim]) -> list[Claim]:
-        """Let claims of requests that wait to be admitted undo no work but what they are entitled
-        to; without any, what becomes free is kept for those that are overdue."""
+        """Let claims of requests that wait for admission undo work only if they are entitled to;
+        one that is not becomes overdue instead, so that free pages are kept for it."""
         if not self.fair:
             return list(found)
         return [self._without_undoing(c) if c.admission and c.may_preempt else c for c in found]
@@ -67,15 +69,17 @@ class Sharing:
 
 
 def share_out(view: DeviceView, *, fair: bool) -> Sharing:
-    """Hold the models that have more than their share while another one with less lacks pages for
-    its next request, and have their requests undone before others'. No model is held whose next
-    request is more important than all of those: it would undo them as soon as it is not.
+    """Hold the models above their share while a model below its own lacks pages for its next
+    request, and preempt their requests before others'.
 
-    A model that runs nothing is not held, however much its next request needs, but for one: a
-    request of another model that runs nothing either, and has waited longest (`_comes_first`).
-    Until that has its pages nobody else is admitted who is not more important. Without it small
-    requests would use again and again what they free within their shares, and a large one starve.
-    For policies that hold no models for reasons of their own. Unless `fair`, nobody has a share.
+    A model is not held if its next request is more important than those that lack pages: it would
+    undo them as soon as it is not held. A model that runs nothing is not held, however much its
+    next request needs, with one exception: if a request of another model that runs nothing either
+    has waited longest (`_comes_first`), no other model admits requests that are not more important
+    until that one has its pages. Otherwise small requests would use again and again the pages that
+    they free within their shares, and a large one would starve.
+
+    For policies that hold no models for reasons of their own. Unless `fair`, there are no shares.
     """
     if not fair:
         return Sharing(view)
@@ -117,7 +121,7 @@ _RELEASED = "nobody lacks a share"
 
 
 def younger_requests_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """As `younger_requests`: those of models that have more than their share first."""
+    """As `younger_requests`, but requests of models above their share come first."""
     if not claim.may_preempt:
         return
     anybody = not claim.admission or _promoted(view, claim)
@@ -131,16 +135,16 @@ def younger_requests_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]
 
 
 def younger_models_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """As `younger_models`: but a request that waits to be admitted has them undone only where it is
-    more important, or comes first after all others have come before it."""
+    """As `younger_models`, but for a request that waits for admission only if it is more important,
+    or if it comes first (`_comes_first`)."""
     for offer in younger_models(view, claim):
         if not claim.admission or _promoted(view, claim) or _more_important(claim, offer):
             yield offer
 
 
 def _running_by_share(view: DeviceView) -> tuple[Sequence[Offer], Sequence[Offer]]:
-    """Return the running requests that can be preempted, youngest first: those without which their
-    models have no more than their shares, and the others."""
+    """Return the running requests that can be preempted, youngest first: those that exceed their
+    models' shares, and the others."""
     shares = view.derived(fair_shares)
     beyond = {m.name: _used(m) - shares.get(m.name, 0.0) for m in view.models}
     above: list[Offer] = []
@@ -155,8 +159,8 @@ def _running_by_share(view: DeviceView) -> tuple[Sequence[Offer], Sequence[Offer
 
 
 def _within_share(view: DeviceView, claim: Claim) -> bool:
-    """Whether a model has no more than its share with a request that waits to be admitted: then it
-    may undo work of models that have more."""
+    """Whether a model stays within its share once its next waiting request is admitted; that
+    request may then undo work of models above theirs."""
     m = view.model(claim.model)
     share = view.derived(fair_shares).get(m.name, 0.0)
     return not m.running or _used(m) + m.first_pages <= share
@@ -168,8 +172,8 @@ def _promoted(view: DeviceView, claim: Claim) -> bool:
 
 
 def _comes_first(view: DeviceView, m: ModelView) -> bool:
-    """Whether a model's first waiting request was put there, or got nothing for long while its
-    model runs nothing: it comes before others then, whatever its model's share is."""
+    """Whether a model's first waiting request comes before others whatever its model's share: it
+    was put first, or it got no pages for long while its model runs nothing."""
     first = m.waiting[0]
     starved = not m.running and view.now >= first.last + LONGEST_WAIT
     return first.place < 0 or starved
@@ -180,7 +184,7 @@ def _more_important(claim: Claim, offer: Offer) -> bool:
 
 
 def _used(m: ModelView) -> int:
-    """Pages of a model's KV in use, those included whose content lies on the host now."""
+    """Return the pages of a model's KV in use, including those whose content is on the host now."""
     swapped = 0 if m.kv_rotation is None else m.kv_rotation.n_freed * m.kv_layer_pages
     return m.kv_pages - m.cached_pages + swapped
 

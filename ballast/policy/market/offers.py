@@ -1,8 +1,8 @@
-"""Sources of pages: each yields what it could free, at what price, by which action.
+"""List ways to free pages as priced offers: cached prefixes, weights, lent pages, preemption.
 
 The price of an offer is the harm expected from it, in request-seconds: seconds of delay, summed
-over the requests that it delays. Sources may be concatenated (a fixed order of remedies) or merged
-by price (`ballast.policy.market.cover`).
+over the requests that it delays. Memory policies pass these sources to
+`ballast.policy.market.cover`, concatenated (a fixed order of remedies) or merged by price.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.claims import BEHIND_ALL
 
 REUSE = 0.05
-"""Share of dropped cached prefixes assumed to be asked for again; an assumption, not measured."""
+"""Share of dropped cached prefixes that is expected to be requested again; an assumption, not
+measured."""
 
 
 def reload_seconds(view: DeviceView, m: ModelView) -> float:
-    """To copy a model's weights from the host again; of shared segments, its part."""
+    """Return the seconds to copy a model's weights from the host again, with its part of shared
+    segments."""
     return copy_seconds(round(m.fair_pages * view.page_bytes), view.weights_bytes_per_second)
 
 
 def _undoing_seconds(view: DeviceView, m: ModelView) -> float:
-    """Return the request-seconds of copying a model's weights again, for which all of its requests
-    wait, and of computing the KV of those that run."""
+    """Return the request-seconds of evicting a busy model: all of its requests wait for its weights
+    to be copied again, and KV of the running ones is recomputed."""
     waiting = len(m.running) + len(m.waiting)
     return waiting * reload_seconds(view, m) + sum(recompute_seconds(m, r) for r in m.running)
 
 
 def _copy_seconds(view: DeviceView, pages: int) -> float:
-    """To copy so many pages over the link."""
+    """Return the seconds to copy `pages` pages over the link."""
     return copy_seconds(pages * view.page_bytes, view.link_bytes_per_second)
 
 
 def recompute_seconds(m: ModelView, r: RequestView) -> float:
-    """Return the request-seconds of computing a preempted request's KV again."""
+    """Return the request-seconds of recomputing a preempted request's KV."""
     return prefill_delay(m, r.computed)
 
 
 def prefill_delay(m: ModelView, tokens: int) -> float:
-    """Return the request-seconds of computing so many tokens: the model's running requests wait for
-    the jobs that do, not only the one that they are computed for."""
+    """Return the request-seconds of computing `tokens` tokens: all running requests of the model
+    wait for these jobs, not only the one that they are computed for."""
     return m.costs.prefill_seconds(tokens) * max(1, len(m.running))
 
 
@@ -56,8 +58,8 @@ def prefill_delay(m: ModelView, tokens: int) -> float:
 
 
 def cached_prefixes(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """Cached prefixes nobody uses now, longest unused model first; not the one that the claim's own
-    request goes on from."""
+    """Offer cached prefixes that no request uses now, of the longest unused model first; but not
+    the prefix that the claim's own request would reuse."""
     for m in view.derived(_with_cache):
         # Weights cannot lie on borrowed pages.
         pages = m.cached_pages + (0 if claim.weights else m.cached_borrowed)
@@ -67,14 +69,14 @@ def cached_prefixes(view: DeviceView, claim: Claim) -> Iterator[Offer]:
 
 
 def _with_cache(view: DeviceView) -> Sequence[ModelView]:
-    """Models that have cached prefixes, longest unused first."""
+    """Return the models that have cached prefixes, longest unused first."""
     found = [m for m in view.models if m.cached_pages or m.cached_borrowed]
     return sorted(found, key=lambda m: (m.last_used, m.name))
 
 
 def own_prefix(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """The cached prefix that the claim's own request would go on from, where it takes more pages
-    scattered than computed anew: the last remedy before that request fails."""
+    """Offer the cached prefix that the claim's own request would reuse, if its scattered blocks
+    take more pages than computing it anew: the last remedy before that request fails."""
     m = view.model(claim.model)
     if _is_first_of(m, claim):
         gained = m.first_cached_pages - max(0, m.first_pages - claim.pages)
@@ -88,7 +90,8 @@ def _is_first_of(m: ModelView, claim: Claim) -> bool:
 
 
 def _dropping(view: DeviceView, m: ModelView, pages: int, spare: str) -> Offer:
-    """So many pages of what `m` has cached, but for what the request `spare` goes on from."""
+    """Offer `pages` pages of a model's cached prefixes, except the one that the request `spare`
+    would reuse."""
 
     def price() -> float:
         tokens = pages * view.page_bytes // m.spec.kv_bytes_per_token
@@ -104,7 +107,7 @@ def _dropping(view: DeviceView, m: ModelView, pages: int, spare: str) -> Offer:
 
 
 def loose_blocks(view: DeviceView, claim: Claim) -> Iterable[Offer]:
-    """Blocks scattered over more pages than they fill: moved together, they free the rest.
+    """Offer to compact blocks that are scattered over more pages than they fill.
 
     A copy within the device is priced as one over the link, which is the slower.
     """
@@ -112,7 +115,7 @@ def loose_blocks(view: DeviceView, claim: Claim) -> Iterable[Offer]:
 
 
 def _loose_blocks(view: DeviceView) -> Sequence[Offer]:
-    """Of models whose blocks can be moved together now, those that gain most first."""
+    """Offer compaction of each model whose blocks can be moved now, the largest gain first."""
     found = [m for m in view.models if m.loose_pages > 0 and not m.busy]
     found.sort(key=lambda m: (-m.loose_pages, m.name))
     return [
@@ -137,17 +140,18 @@ def _compact(model: str, pages: int, claim: Claim) -> Compact:
 
 
 def idle_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """Models without a request (Prism, section 4: idle models are evicted), cheapest first.
+    """Offer eviction of models without requests (Prism, section 4), cheapest first.
 
-    The next request of an evicted model waits for the copy. That harms it by as much of its TTFT
-    service level as the copy eats, and the longer a model has been idle, the less likely it is
-    soon: so the cheapest is a model idle for long whose copy is short beside its service level.
+    The next request of an evicted model waits for the copy of its weights. The harm is the part of
+    its TTFT service level that the copy takes, and it is less likely soon the longer a model has
+    been idle: so the cheapest is a model idle for long whose copy is short relative to its service
+    level.
     """
     return (offer for offer in view.derived(_idle) if offer.owner != claim.model)
 
 
 def _idle(view: DeviceView) -> Sequence[Offer]:
-    """Models that may be evicted and have no request, cheapest first."""
+    """Offer eviction of each unpinned resident model without requests, cheapest first."""
     found = []
     for m in view.models:
         if _evictable(m) and m.idle:
@@ -163,8 +167,8 @@ def _idle(view: DeviceView) -> Sequence[Offer]:
 
 
 def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """Models all of whose requests came after the claim's, or wait behind all others: weights, KV
-    and all, youngest first."""
+    """Offer eviction, with weights and KV, of models all of whose requests came after the claim's
+    or wait behind all others, youngest first."""
     if claim.may_preempt:
         for offer in view.derived(_busy):
             if offer.undoes is None or offer.undoes <= claim.order:
@@ -174,7 +178,7 @@ def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
 
 
 def _busy(view: DeviceView) -> Sequence[Offer]:
-    """Models that may be evicted and have requests, youngest first."""
+    """Offer eviction of each unpinned resident model with requests, youngest first."""
     found = [(m.derived(_first_served), m) for m in view.models if _evictable(m) and not m.idle]
     found.sort(key=lambda pair: pair[0], reverse=True)
     return [
@@ -184,14 +188,14 @@ def _busy(view: DeviceView) -> Sequence[Offer]:
 
 
 def _evictable(m: ModelView) -> bool:
-    """Whether a model's weights may go."""
+    """Whether a model's weights may be evicted."""
     return m.residency is Residency.RESIDENT and not m.spec.pinned
 
 
 def _evicting(
     m: ModelView, price: Callable[[], float], why: str, undoes: Precedence | None = None
 ) -> Offer:
-    """A model's weights and KV; `why` has a place for the claim's model."""
+    """Offer a model's weights and KV; `why` is a format of the claim's model."""
 
     def act(_: int, claim: Claim) -> Evict:
         return Evict(m.name, why=why.format(claim.model))
@@ -209,15 +213,15 @@ def _evicting(
 
 
 def _first_served(m: ModelView) -> Precedence:
-    """Order of a model's oldest request; one that came after all of its priority, where the model
-    runs nothing and its requests wait behind all others."""
+    """Return the precedence of a model's oldest request; one after all of its priority, if the
+    model runs nothing and its requests wait behind all others."""
     first = m.derived(oldest)
     behind = not m.running and m.waiting[0].place >= BEHIND_ALL
     return first._replace(arrival=math.inf) if behind else first
 
 
 def oldest(m: ModelView) -> Precedence:
-    """Order of a model's oldest request; the model must have one."""
+    """Return the precedence of a model's oldest request; the model must have one."""
     return min(r.order for r in (*m.running[:1], *m.waiting))
 
 
@@ -225,7 +229,8 @@ def oldest(m: ModelView) -> Precedence:
 
 
 def lent_pages(view: DeviceView, claim: Claim) -> Iterable[Offer]:
-    """Pages lent to other devices, which bring home, or lose, the KV cache that lies on them."""
+    """Offer to recall pages lent to other devices; the KV on them is moved by the borrower, or
+    lost."""
     return view.derived(_lent) if view.lent else ()
 
 
@@ -252,7 +257,7 @@ def _recall(device: str, pages: int, claim: Claim) -> Recall:
 
 
 def younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """Running requests that came after the claim's, youngest first.
+    """Offer preemption of running requests that came after the claim's, youngest first.
 
     One whose blocks share all their pages with others' frees no page, but blocks for its model.
     """
@@ -260,12 +265,13 @@ def younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
 
 
 def own_younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """As `younger_requests`, of the claim's own model only: for memory that is not shared."""
+    """As `younger_requests`, but of the claim's own model only: for memory that models do not
+    share."""
     return until_older(view.model(claim.model).derived(_preemptible), claim)
 
 
 def until_older(running: Iterable[Offer], claim: Claim) -> Iterator[Offer]:
-    """Yield those of running requests, youngest first, that a claim may undo and gains from."""
+    """Yield the preemptions, youngest request first, that a claim may have and gains from."""
     if claim.may_preempt:
         for offer in running:
             if offer.undoes is None or offer.undoes <= claim.order:
@@ -275,13 +281,14 @@ def until_older(running: Iterable[Offer], claim: Claim) -> Iterator[Offer]:
 
 
 def youngest_running(view: DeviceView) -> Sequence[Offer]:
-    """All running requests that can be preempted, youngest first."""
+    """Offer preemption of all running requests, youngest first."""
     offers = chain.from_iterable(m.derived(_preemptible) for m in view.models)
     return sorted(offers, key=attrgetter("undoes"), reverse=True)
 
 
 def _preemptible(m: ModelView) -> Sequence[Offer]:
-    """A resident model's running requests that hold pages or blocks, youngest first."""
+    """Offer preemption of a resident model's running requests that hold pages or blocks, youngest
+    first."""
     if m.residency is not Residency.RESIDENT:
         return ()
     return [

@@ -1,4 +1,8 @@
-"""The pages that claims can count on while one decision is made, and what was taken to get them."""
+"""Account for the pages that claims can count on during one decision, with undo.
+
+`ballast.policy.market.cover` takes offers from it and gives pages to claims; trials that do not
+cover a claim are undone. It is plain arithmetic on a view: pages themselves do not move.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ _ABSENT = object()
 
 
 class Mark(NamedTuple):
-    """A moment to which a budget can be taken back."""
+    """State of a budget that `PageBudget.undo` returns to."""
 
     changes: int
     coming: int
@@ -24,35 +28,36 @@ class Mark(NamedTuple):
 
 
 class PageBudget:
-    """Pages, offers and holders of shared segments as a decision goes on. Every change can be
-    undone (`mark`, `undo`)."""
+    """Pages, offers and holders of shared segments in the course of one decision. All changes can
+    be undone (`mark`, `undo`)."""
 
     def __init__(self, view: DeviceView, within: int | None = None) -> None:
-        """`within`: pages that there are for claims, all of them free; None: the device's."""
+        """`within`: pages for claims, all of them free; None: the device's."""
         self.coming = view.coming if within is None else within
-        """Pages that are free or will be, less those claims have got."""
+        """Pages that are free or will be, less those that claims have got."""
         self.free = view.free - view.promised if within is None else within
         """Of these, pages that are free once the actions so far are done."""
         self.borrowed = view.borrowed
         """Pages of other devices, for KV only."""
         self._models = view.by_name
         self._taken: dict[tuple[str, ...], int] = {}
-        """Pages by key of the offer."""
+        """Pages taken, by key of the offer."""
         self._taken_of: dict[str, int] = {}
-        """Pages by owner."""
+        """Pages taken, by owner."""
         self._emptied: dict[str, bool] = {}
-        """Owners of which everything was taken."""
+        """Owners all of whose memory was taken."""
         self._blocks: dict[str, int] = {}
         """KV blocks that each model gets back on pages that it keeps."""
         self._holders = view.derived(_holders).copy()
         """Models that hold each shared segment."""
         self._changes: list[tuple[dict[Any, Any], Any, Any]] = []
-        """Journal: which dictionary has changed, at which key, and what was there before."""
+        """Journal for `undo`: the dictionary that changed, the key, and the value before."""
 
     # -- claims -----------------------------------------------------------------------------------
 
     def needs(self, claim: Claim) -> int:
-        """Return the pages that a claim needs, given what was taken and who holds what now."""
+        """Return the pages that a claim needs, given the offers taken and the holders of segments
+        so far."""
         pages = claim.pages
         if claim.blocks:
             m = self._models[claim.model]
@@ -64,13 +69,14 @@ class PageBudget:
         return pages
 
     def lacks(self, claim: Claim, needs: int) -> int:
-        """Return the pages beyond those coming of a claim that `needs` so many; none if not
+        """Return by how many pages a claim's `needs` exceed those coming; none are lacking if not
         positive."""
         lacked = needs - self.coming
         return lacked - self._borrowable(claim) if self.borrowed else lacked
 
     def use(self, claim: Claim, needs: int) -> int:
-        """Give a claim the pages that it `needs`; return how many of these are the device's own."""
+        """Give a claim the pages that it `needs`; returns how many of these are the device's
+        own."""
         if self.borrowed:
             lent = min(self._borrowable(claim), max(0, needs - max(0, self.coming)))
             self.borrowed -= lent
@@ -82,8 +88,8 @@ class PageBudget:
         return needs
 
     def use_part(self, claim: Claim) -> int:
-        """Give a divisible claim what is free of what it needs, in its grain, and return how many
-        pages that is; what is still to come stays with it."""
+        """Give a divisible claim free pages, in multiples of its grain, and return how many; pages
+        still to come are kept for it too."""
         pages = min(claim.pages, max(0, min(self.free, self.coming)))
         pages = pages // claim.grain * claim.grain
         self.free -= pages
@@ -91,20 +97,20 @@ class PageBudget:
         return pages
 
     def hold(self, needs: int) -> int:
-        """Keep what is coming for a claim that is not covered and needs so many pages; return how
-        many that is."""
+        """Keep coming pages for a claim that is not covered and `needs` so many; returns how
+        many."""
         pages = max(0, min(needs, self.coming))
         self.coming -= pages
         self.free -= pages
         return pages
 
     def bring(self, claim: Claim) -> None:
-        """Let a claim's model hold the shared segments that it brings."""
+        """Record that a claim's model holds the shared segments that it loads."""
         for s in claim.segments:
             self._set(self._holders, s.owner, self._holders[s.owner] | {claim.model})
 
     def _borrowable(self, claim: Claim) -> int:
-        """Pages of other devices that a claim may be given, in whole slabs."""
+        """Return the pages of other devices that a claim may use, in whole slabs."""
         if claim.weights:
             return 0
         slab = self._models[claim.model].slab_pages
@@ -124,22 +130,21 @@ class PageBudget:
         return taken is not None and (not offer.grain or taken >= offer.pages)
 
     def left(self, offer: Offer, pages: int) -> int:
-        """Return how many pages to take, where `pages` are lacked, of an offer that is not used up:
-        of an indivisible one all, which may be none where it gives blocks back."""
+        """Return the pages to take of an offer that is not used up, where `pages` are lacked: all
+        of an indivisible one, which may be none if it only gives blocks back."""
         if not offer.grain:
             return offer.pages
         return offer.part(pages, self._taken.get(offer.key, 0))
 
     def gives(self, offer: Offer, pages: int) -> int:
-        """Return the pages that taking `pages` of an offer, as `left` has it, would bring."""
+        """Return the pages gained by taking `pages` of an offer, a number returned by `left`."""
         if not offer.everything:
             return pages
         alone = (s.pages for s in offer.releases if self._holders[s.owner] == {offer.owner})
         return max(0, pages - self._taken_of.get(offer.owner, 0) + sum(alone))
 
     def accept(self, offer: Offer, pages: int) -> int:
-        """Take `pages` of an offer, as `left` has it; return how many come by that which would not
-        have come before."""
+        """Take `pages` of an offer, a number returned by `left`; returns the pages gained."""
         gained, owner = self.gives(offer, pages), offer.owner
         if offer.everything:
             self._set(self._emptied, owner, True)
@@ -155,9 +160,11 @@ class PageBudget:
         return gained
 
     def reserve(self, offers: Iterable[Offer], pages: int) -> None:
-        """Let no later claim have so many pages of offers that could be taken in part, at once and
-        without undoing work: they are for a claim that is not covered yet, and nothing is freed
-        before it is."""
+        """Withhold up to `pages` pages of divisible offers, at once and without undoing work, from
+        later claims.
+
+        They are kept for a claim that is not covered yet, and are not freed before it is.
+        """
         for offer in offers:
             if pages <= 0:
                 return
@@ -174,8 +181,8 @@ class PageBudget:
         self._set(self._taken_of, owner, self._taken_of.get(owner, 0) + pages)
 
     def in_vain(self, claim: Claim, offer: Offer) -> bool:
-        """Whether an offer that was taken has released no segment but those that the claim's own
-        model brings."""
+        """Whether a taken offer has released no segments except those that the claim's own model
+        loads."""
         wanted = {s.owner for s in claim.segments}
         released = (s for s in offer.releases if offer.owner in s.holders)
         return all(s.owner in wanted for s in released if not self._holders[s.owner])
@@ -183,11 +190,11 @@ class PageBudget:
     # -- undoing ----------------------------------------------------------------------------------
 
     def mark(self) -> Mark:
-        """Return this moment."""
+        """Return the present state, for `undo`."""
         return Mark(len(self._changes), self.coming, self.free, self.borrowed)
 
     def undo(self, mark: Mark) -> None:
-        """Undo all changes since."""
+        """Undo all changes since the mark."""
         while len(self._changes) > mark.changes:
             table, key, before = self._changes.pop()
             if before is _ABSENT:

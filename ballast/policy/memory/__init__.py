@@ -1,15 +1,16 @@
 """Decide about the memory of one device: what is resident, what is preempted, dropped or rotated.
 
-A device's loop asks one of these policies. They import `core`, `policy.base` and `policy.market`.
+A device's engine loop calls one of these policies. They import `core`, `policy.base` and
+`policy.market`, and touch no memory: they return actions.
 
 - `balloon`: Preset `balloon`: one elastic pool; idle weights and cached prefixes make way.
-- `defaults`: Decisions that all memory policies share, unless a policy says otherwise.
+- `defaults`: Decisions that all memory policies share, unless a policy overrides them.
 - `kvswap`: Preset `kvswap`: KV swapped layer by layer instead of preemption (Pie).
 - `layer_offers`: Layers as a source of pages: offers of remapping weights to KV (MIRAGE, 5.2, 5.3).
 - `layer_reversion`: Claims by which models take back the layers that they gave up.
-- `mirage`: Preset `mirage`: layers lend their memory to KV before requests are preempted.
-- `quotas`: KV quotas of models that follow demand (MuxServe).
-- `reactivation`: Claims of evicted models that return before they are requested.
+- `mirage`: Preset `mirage`: layers give their memory to KV before requests are preempted.
+- `quotas`: Preset `muxserve`: KV quotas of models that follow demand (MuxServe).
+- `reactivation`: Activate evicted models again before they are requested.
 - `recompute`: Preset `recompute`: fixed weights, preemption by recomputation (vLLM).
 - `static`: Preset `static`: every model has a fixed share of the device.
 - `swap`: Preset `swap`: one whole model at a time has the device (QLM, llama-swap).

@@ -1,4 +1,7 @@
-"""The elastic pool, first come first served: activate on demand, take pages where they idle."""
+"""Share one elastic pool between all models: activate on demand, evict what is idle (Prism).
+
+The memory policy of presets `balloon` and `prism`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from ballast.policy.memory.defaults import last_resort
 from ballast.policy.memory.reactivation import come_back, evicted
 
 _AT_ONCE = -1.0
-"""Patience of a claim that has none, as part of a service level of any length."""
+"""Patience that makes every claim overdue at once, whatever the model's service level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +34,15 @@ class Balloon(MemoryPolicy):
     """Prism's memory ballooning (sections 4 and 5) without its slack and pressure policies.
 
     Pages come, in this order, from cached prefixes, from blocks moved together, from idle models
-    (those whose return would cost least first), from what is lent to other devices, and, for
-    requests that cannot go on or have waited for `patience` of their TTFT service level, from
-    younger requests and younger models. `by_price`: cheapest first instead, whatever their kind,
-    and for a request that can still wait only at less than its waiting costs. `restore`: models
-    that were evicted come back before they are asked for, where nobody lacks pages, as far as
-    `reserve` of the KV pages stay free; nobody's work is undone for them, and idle models that are
-    worth more stay.
+    (those whose return would cost least first), from pages lent to other devices, and, for requests
+    that cannot go on or have waited for `patience` of their TTFT service level, from younger
+    requests and younger models.
+
+    `by_price`: take the cheapest offers first instead, whatever their kind; a request that can
+    still wait takes them only at less than its waiting costs. `fair_shares`: bound models to their
+    shares of KV memory (`policy.market.fair_shares`). `restore`: activate evicted models again
+    before they are requested, while no request lacks pages and as far as `reserve` of the KV pages
+    stay free; this preempts no request, and evicts only idle models that are worth less.
     """
 
     patience: float = 0.5
@@ -73,8 +78,8 @@ class Balloon(MemoryPolicy):
         return Decision(tuple(actions), memo, wake, covered.promises, sharing.holding)
 
     def when_stuck(self, view: DeviceView) -> Sequence[Action]:
-        """Where weights alone fill the device, and nothing runs that a share could be waited for,
-        the oldest request has younger models make way at once."""
+        """If no request runs, make room at once for those that wait, oldest first, by evicting
+        younger models too; else, or if that finds nothing, use the common last resort."""
         if any(m.running for m in view.models):
             return last_resort(view)
         absent, _ = activation_claims(view, _AT_ONCE)

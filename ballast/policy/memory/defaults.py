@@ -1,7 +1,8 @@
-"""Decisions that all memory policies share, unless a policy says otherwise.
+"""Decide what all memory policies decide alike unless one overrides it.
 
-What makes way for a new model's activations and for KV that leaves borrowed pages, which idle
-models leave the device, the answer to an order to lend, and the last resort when nothing can go on.
+Make room for a new model's activations and for KV that leaves borrowed pages, evict models whose
+time to live is over, answer an operator's order to lend pages, and choose the last resort when no
+request can go on. `ballast.policy.base.MemoryPolicy` has these as its defaults.
 """
 
 from __future__ import annotations
@@ -16,24 +17,27 @@ from ballast.core.view import DeviceView, ModelView, RequestView
 
 ACTIVATIONS_GROW = "jobs of a new model take larger activations"
 KV_COMES_HOME = "KV comes home from borrowed pages"
-"""Reasons in the story."""
+"""Reasons of actions, as recorded in the story."""
 
 
 def caches_in_order(view: DeviceView, pages: int) -> Sequence[Action]:
-    """Drop cached prefixes of so many `pages`, of one model after another in the fleet's order; of
-    all that are cached where these are too few."""
+    """Drop `pages` of cached prefixes, model after model in the fleet's order, or all that are
+    cached if these are fewer."""
     drops = []
     for m in view.models:
         if pages > 0 and m.cached_pages:
             drops.append(DropCache(m.name, pages, ACTIVATIONS_GROW))
-            if not m.kv_turning:  # while its layers change, a cache may give nothing up
+            if not m.kv_turning:  # while its layers change, dropping may free no page
                 pages -= m.cached_pages
     return drops
 
 
 def caches_for(view: DeviceView, model: str, own: int, pages: int) -> Sequence[Action]:
-    """Drop cached prefixes of so many `pages`, `own` of them the model's: its limit asks for these.
-    The others are those of the models longest unused. Nothing is dropped where all are too few."""
+    """Drop `pages` of cached prefixes, at least `own` of them from `model`, as its limit requires.
+
+    The rest comes from the models unused for longest. Drops nothing if all caches together are too
+    few.
+    """
     cached = {m.name: m.cached_pages for m in view.models}
     missing = max(own, pages)
     if own > cached[model] or missing > sum(cached.values()):
@@ -51,8 +55,11 @@ def caches_for(view: DeviceView, model: str, own: int, pages: int) -> Sequence[A
 
 @dataclass(frozen=True, slots=True)
 class LendAnswer:
-    """Lending takes free pages only: those that are free once the `actions` have been done. It is
-    refused where these are too few, or for the reason that `refusal` states."""
+    """Answer to an operator's order to lend pages.
+
+    Only pages that are free after the `actions` are lent. The order is refused if they are too few,
+    or for the reason in `refusal`.
+    """
 
     actions: Sequence[Action] = ()
     refusal: str | None = None
@@ -60,11 +67,12 @@ class LendAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Expiry:
-    """Models whose time to live is over, and when that of the next one will be."""
+    """Evictions of models whose time to live is over, and when the next one is due."""
 
     evictions: tuple[Evict, ...] = ()
     wake_at: float | None = None
-    """None: no idle model has a time to live that is not over."""
+    """When the next idle model's time to live ends; None: no idle model has one that is not
+    over."""
 
 
 def expire(view: DeviceView) -> Expiry:
@@ -84,7 +92,7 @@ def expire(view: DeviceView) -> Expiry:
 
 
 def last_resort(view: DeviceView) -> Sequence[Action]:
-    """Recall all that is lent to other devices; where nothing is, fail one request."""
+    """Recall all pages lent to other devices; if none are lent, fail one request."""
     if view.lent:
         why = "requests find no memory"
         return [Recall(device, None, RECALL_SECONDS, why) for device, _ in view.lent]
@@ -93,12 +101,12 @@ def last_resort(view: DeviceView) -> Sequence[Action]:
 
 
 def sacrifice(view: DeviceView) -> tuple[ModelView, RequestView, str]:
-    """The request that fails, with its model, and why it is this one.
+    """Return the request to fail, its model, and the reason. The view must have a request.
 
-    First one that the device could not serve alone, whatever the others give up: the oldest of
-    these. Else, as the oldest of all is never undone, the newest other one that holds pages, whose
-    pages serve those before it. Else the oldest: nobody holds pages, and it was not served. The
-    view must have a request.
+    First choice: the oldest request that the device could not serve alone, even with all pages that
+    others can give up. Second: the newest request that holds pages, except the oldest of all, which
+    is never undone; its pages then serve those before it. Third: the oldest, as no request holds
+    pages and still it was not served.
     """
     requests = sorted(
         ((m, r) for m in view.models for r in (*m.running, *m.waiting)), key=lambda mr: mr[1].order

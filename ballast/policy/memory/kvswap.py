@@ -1,4 +1,7 @@
-"""KV swapped layer by layer in place of preemption (as Pie does): what MIRAGE is compared with."""
+"""Swap KV to the host layer by layer instead of preempting requests, as Pie does.
+
+The memory policy of preset `kvswap`: a baseline that MIRAGE is compared with.
+"""
 
 from __future__ import annotations
 
@@ -45,23 +48,23 @@ from ballast.policy.memory.static import cover_limited, cover_within, part_limit
 from ballast.policy.requirements import Requirements
 
 LEAST_KEPT = 4
-"""Of so many layers at least one keeps its pages."""
+"""One layer of this many, at least, keeps KV pages of its own."""
 SWAPPED = 1.0
-"""Seconds that KV is expected to stay on the host; an assumption."""
+"""Seconds for which KV is expected to stay on the host; an assumption."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwapPlan:
-    """Layers that may rotate, and how long a decode step is with them."""
+    """Layers whose KV rotates, and the seconds of a decode step with them."""
 
     rotation: Rotation
     seconds: float
     hidden: bool
-    """It is hardly longer than without."""
+    """Whether a step is at most `slack` longer than without."""
 
 
 class SwapTerms(NamedTuple):
-    """What offers of a model's layers depend on beside the model."""
+    """Parameters, beside the model, that offers of its layers depend on."""
 
     policy: KvSwap
     link_bytes_per_second: float
@@ -69,33 +72,33 @@ class SwapTerms(NamedTuple):
 
 
 class Swappable:
-    """A model of whose KV more layers may rotate, with the offers that are known."""
+    """A model that can rotate the KV of more layers, with its offers computed so far."""
 
     __slots__ = ("known", "m", "most", "now")
 
     def __init__(self, m: ModelView, known: dict[int, Offer | None]) -> None:
-        """`known`: offers by the number of layers that are to give up their pages."""
+        """`known`: offers by the number of layers that would have given up their pages."""
         assert m.kv_rotation is not None, "its KV can rotate"
         self.m, self.known, self.now = m, known, m.kv_rotation.n_freed
         self.most = m.spec.n_layers - ceil_div(m.spec.n_layers, LEAST_KEPT)
 
     def layers_for(self, pages: int) -> int:
-        """Return how many layers have given up their pages once that has freed so many more."""
+        """Return the number of layers that have given up their KV pages once `pages` more are
+        freed."""
         return min(self.most, self.now + max(1, ceil_div(pages, self.m.kv_layer_pages)))
 
 
 @dataclass(frozen=True, slots=True)
 class KvSwap(MemoryPolicy):
-    """As `recompute`, but where KV is short the KV of some layers goes to the host and back in each
-    step, before a request starts again.
+    """`Recompute`, except that KV of some layers is swapped to the host and back in each step
+    before any request is preempted.
 
-    Layers are added as long as a decode step hides what they bring over the link, but for `slack`
-    of its time (`cap` 0: as long as there are any), each time enough for `ahead` times the KV there
-    is. When it is over they have pages of their own again, if `reserve` of the KV pages that
-    weights leave stay free; as soon as steps hide their copies no longer, in place of younger
-    requests. `dirty`: of a layer only what a step has written is stored; else all
-    that it has loaded. `mixed`: bytes per second that the link has each way while it carries both
-    ways, as part of those it has to the device alone. `by_price`: as with `recompute`.
+    Layers are added as long as a decode step hides their copies, but for `slack` of its time (`cap`
+    0: as long as there are any), each time enough for `ahead` times the present KV. They get pages
+    of their own again when `reserve` of the KV pages stay free, or, in place of younger requests,
+    as soon as steps no longer hide their copies. `dirty`: store only what a step has written of a
+    layer; else all that it has loaded. `mixed`: bandwidth of the link each way while it carries
+    both ways, as part of that to the device alone. `by_price`: as of `Recompute`.
     """
 
     temporal: float = 0
@@ -130,7 +133,7 @@ class KvSwap(MemoryPolicy):
         wake, promises = None, tuple[Promise, ...]()
         if self.pooled:
             to_come, absent_at = activation_claims(view, PATIENCE)
-            absent = [c for c in to_come if c.then is not None]  # by an operator, or a time to live
+            absent = [c for c in to_come if c.then is not None]  # evicted (operator, ttl)
             wake = earliest(absent_at, short_at)
             sources: list[Source] = [
                 cached_prefixes,
@@ -147,7 +150,7 @@ class KvSwap(MemoryPolicy):
             freeing, promises, left = covered.actions, covered.promises, covered.budget
             freeing += cover_limited(view, limited, [layers, own_younger_requests])
         else:
-            # Within a share whoever waits keeps nothing from those that run.
+            # Within a share, waiting requests keep no pages from running ones.
             running = [c for c in claims if c.may_preempt]
             waiting = [c for c in claims if not c.may_preempt]
             freeing = cover_within(view, running, [layers, own_younger_requests])
@@ -161,7 +164,7 @@ class KvSwap(MemoryPolicy):
         return Decision(tuple(actions), ended.standing, wake, ended.promises, sharing.holding)
 
     def layers(self, view: DeviceView) -> Source:
-        """Return the source of pages that KV frees if more of its layers rotate: for each claim its
+        """Return the source of KV pages that are freed if more layers rotate: for each claim its
         own model's first, then the others' by name."""
         terms = SwapTerms(self, view.link_bytes_per_second, view.page_bytes)
         swappable = [
@@ -188,7 +191,8 @@ class KvSwap(MemoryPolicy):
         return offers
 
     def _offer(self, view: DeviceView, m: ModelView, freed: int) -> Offer | None:
-        """What `lent` layers give that give up their pages, or as many as can; None: no more do."""
+        """Offer the pages freed if `freed` layers give up theirs, or as many as can; None: no more
+        can."""
         plan = self._more(view, m, freed)
         if plan is None:
             return None
@@ -200,9 +204,10 @@ class KvSwap(MemoryPolicy):
         return Offer(("kv layers", m.name), m.name, pages, price, act)
 
     def plan(self, view: DeviceView, m: ModelView, freed: int, least: int) -> SwapPlan | None:
-        """The shortest step with `lent` layers' pages given up, of at least `least` that rotate.
+        """Return the plan with the shortest step in which `freed` layers give up their pages and at
+        least `least` layers rotate; None: there is none.
 
-        It is reckoned with as much KV as there is room for then.
+        Steps are estimated with as much KV as there would be room for.
         """
         n = m.spec.n_layers
         assert m.kv_rotation is not None, "its KV can rotate"
@@ -221,8 +226,8 @@ class KvSwap(MemoryPolicy):
     def _step(
         self, view: DeviceView, m: ModelView, rotation: Rotation, alone: float, more: int
     ) -> float:
-        """Return the seconds of a decode step with so many tokens of KV `more`, which takes `alone`
-        if it waits for nothing."""
+        """Return the seconds of a decode step with `more` tokens of KV than now; `alone`: its
+        seconds if it waits for no copy."""
         n = m.spec.n_layers
         rate = view.link_bytes_per_second
         rates = LinkRates.even(rate, 2 * self.mixed * rate)
@@ -232,8 +237,8 @@ class KvSwap(MemoryPolicy):
         return swapped_seconds(n, rotation, alone, loaded, stored, rates)
 
     def _more(self, view: DeviceView, m: ModelView, wanted: int) -> SwapPlan | None:
-        """The plan by which so many layers give up their pages, or as many as can; None: no more
-        can than do now."""
+        """Return the plan by which `wanted` layers give up their pages, or as many as can; None: no
+        more than now can."""
         now = m.kv_rotation
         assert now is not None, "its KV can rotate"
         counts = range(now.n_freed + 1, wanted + 1)
@@ -242,7 +247,7 @@ class KvSwap(MemoryPolicy):
             plan = self.plan(view, m, freed, len(now.layers) + 1)
             return plan is None or (bool(self.cap) and not plan.hidden)
 
-        # The most that is not over: first the one wanted, as it nearly always is.
+        # Find the most layers that are not over; nearly always all that are wanted.
         if counts and not over(wanted):
             freed = wanted
         else:
@@ -250,8 +255,8 @@ class KvSwap(MemoryPolicy):
         return self.plan(view, m, freed, len(now.layers) + 1) if freed > now.n_freed else None
 
     def _give_back(self, view: DeviceView, budget: PageBudget) -> list[Action]:
-        """Let layers have pages of their own again as far as a reserve stays free, from what is
-        free or, where KV comes from one pool, from what the others have cached."""
+        """Let layers have KV pages of their own again as far as a reserve stays free, from free
+        pages or, where KV comes from one pool, from other models' cached prefixes."""
         claims = [c for m in view.models if (c := self._claim_back(view, m)) is not None]
         if not claims:
             return []
@@ -264,11 +269,11 @@ class KvSwap(MemoryPolicy):
         return give_back(view, budget, claims, spare, sources)
 
     def _claim_of_slowed(self, view: DeviceView, m: ModelView) -> Claim | None:
-        """The claim of a model whose steps have become longer than `slack` allows, as its KV has
-        grown since its layers began to rotate: for pages of as many as bring them back within it.
+        """Return the claim for pages of enough layers to bring a model's steps back within `slack`,
+        if they have become longer, as its KV has grown since its layers began to rotate.
 
-        It is made on behalf of the running requests, as all their steps are longer, and so comes
-        before those that are admitted later.
+        Its precedence is that of the running requests, as all their steps are longer: it comes
+        before requests admitted later.
         """
         now = m.kv_rotation
         if not self.cap or now is None or now == WHOLE or m.kv_turning:
@@ -284,8 +289,8 @@ class KvSwap(MemoryPolicy):
         return self._claim_for(view, m, m.running[0].order, most, 1, may_preempt=True)
 
     def _claim_back(self, view: DeviceView, m: ModelView) -> Claim | None:
-        """The claim of a model for the pages of at least half of the layers that rotate; None where
-        it has none to make."""
+        """Return a model's claim for the pages of at least half of its rotating layers, if it may
+        claim any."""
         now = m.kv_rotation
         if now is None or now == WHOLE or m.kv_turning:
             return None
@@ -306,11 +311,11 @@ class KvSwap(MemoryPolicy):
         *,
         may_preempt: bool,
     ) -> Claim | None:
-        """The claim for the pages of `least` to `most` layers that rotate, as far as the model's
-        own limit goes.
+        """Return the claim for the pages of `least` to `most` rotating layers, within the model's
+        own limit.
 
-        What is cached goes first, as it costs more than it saves while layers rotate. The claim is
-        for what the layers take beyond it: fewer than no pages where more was cached.
+        Cached prefixes are dropped first, as they cost more than they save while layers rotate. The
+        claim is for pages beyond those; negative if more was cached.
         """
         used = m.kv_pages - m.cached_pages
         layer = ceil_div(m.kv_layer_pages * used, m.kv_pages) if used else 0
@@ -330,7 +335,7 @@ class KvSwap(MemoryPolicy):
         )
 
     def _hidden(self, view: DeviceView, m: ModelView) -> bool:
-        """Whether a model's layers rotate without making its steps longer than `slack` allows."""
+        """Whether a model's steps are within `slack` although layers rotate."""
         assert m.kv_rotation is not None, "its KV can rotate"
         alone = step_seconds(m)
         return self._step(view, m, m.kv_rotation, alone, 0) <= alone * (1 + self.slack)
@@ -338,8 +343,8 @@ class KvSwap(MemoryPolicy):
     def _home(
         self, view: DeviceView, m: ModelView, layer: int, most: int, pages: int
     ) -> Sequence[Action]:
-        """Let layers of `layer` pages each come home, at most so many, that have room in `pages`
-        and in what is cached."""
+        """Let at most `most` layers, of `layer` pages each, stop rotating, as far as `pages` and
+        the pages of cached prefixes suffice."""
         now = m.kv_rotation
         assert now is not None, "its KV rotates"
         n = min(most, (pages + m.cached_pages) // layer) if layer else most
@@ -355,7 +360,7 @@ class KvSwap(MemoryPolicy):
 
 
 def _cached_by_others(own: Collection[str], view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """Cached prefixes but those of the models that come home, which are counted already."""
+    """Offer cached prefixes, except those of models in `own`, which are counted already."""
     return (offer for offer in cached_prefixes(view, claim) if offer.owner not in own)
 
 
@@ -364,25 +369,25 @@ def _swap(model: str, rotation: Rotation, _: int, claim: Claim) -> SwapKv:
 
 
 def _slowing(m: ModelView, plan: SwapPlan, moving: float) -> float:
-    """Return the request-seconds that a model's running requests wait: while its KV is `moving` to
-    the host (seconds), and in the steps until it comes home, each as long as `plan` has it."""
+    """Return the request-seconds that a model's running requests wait: while KV is moved to the
+    host (`moving` seconds), and in the longer steps of `plan` until it returns."""
     longer = max(0.0, plan.seconds - step_seconds(m))
     return (moving + longer * max(1.0, SWAPPED / plan.seconds)) * len(m.running)
 
 
 def _offers_by_terms(m: ModelView) -> dict[SwapTerms, dict[int, Offer | None]]:
-    """What a model's layers were found to give: kept with its view, and so as long as it does not
-    change."""
+    """Return a cache of a model's offers, kept with its view, and so until the model changes."""
     return {}
 
 
 def _tokens(m: ModelView) -> int:
-    """Return the tokens of KV that running requests have."""
+    """Return the tokens of KV of running requests."""
     return sum(r.computed for r in m.running)
 
 
 def step_seconds(m: ModelView) -> float:
-    """Of a decode step of what runs, if it waits for nothing; as measured, or as the costs say."""
+    """Return the seconds of a decode step of the running requests without waits, measured or
+    estimated."""
     if m.decode_seconds is not None:
         return m.decode_seconds
     context = sum(r.computed for r in m.running)

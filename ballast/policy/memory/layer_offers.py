@@ -1,4 +1,8 @@
-"""Layers as a source of pages (MIRAGE, sections 5.2 and 5.3): whose, how many, at what price."""
+"""Offer the memory of weight layers for KV: which models, how many layers, at what price (MIRAGE).
+
+MIRAGE, sections 5.2 and 5.3. Used by the memory policy `mirage` and by `layer_reversion`. It only
+returns offers and `Remap` actions; rotors and slots change which layers rotate.
+"""
 
 from __future__ import annotations
 
@@ -16,54 +20,57 @@ from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.page_budget import PageBudget
 
 PROMPT = 512
-"""Tokens of the prefill that a model is expected to begin with, before one has been measured."""
+"""Tokens of the first prefill expected of a model, until one has been measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOffers:
-    """What models give up of their layers, in one decision, for which one is made.
+    """Offers of layers' memory in one decision; made anew for each decision.
 
-    A model whose turn it is, or that has requests where there are no turns, is active; it lends
-    what its decode steps hide, the others what their next prefill does.
+    An active model has requests and, where models take turns, has the turn. Active models give up
+    as many layers as their decode steps can hide the loads of, inactive ones as many as their next
+    prefill can.
     """
 
     active: frozenset[str]
     recent: tuple[str, ...]
-    """Models, the one used last at the end."""
+    """Names of models, the one used last at the end."""
     cap: bool = True
-    """Whether a pass brings no more layers than it can hide (5.3)."""
+    """Whether a model gives up no more layers than a pass can hide the loads of (5.3)."""
     slots: int | None = None
-    """Slots of each rotation; None: what stalls least."""
+    """Slots of each rotation; None: the number that stalls least."""
     portion: float = 1.0
-    """Of a model's layers that can rotate, at most so many are lent."""
+    """Largest part of a model's rotatable layers that it may give up."""
     lru: bool = False
-    """Whether the model used longest ago lends first, not the one used last."""
+    """Whether the model used longest ago gives up layers first, instead of the one used last."""
     pooled: bool = True
     """Whether the KV of all models comes from one pool."""
     seconds: float = 1.0
-    """So long layers of an active model are expected to stay lent."""
+    """Seconds for which an active model is expected to do without its layers."""
     _most: dict[int, tuple[ModelView, int]] = field(default_factory=dict, init=False, compare=False)
-    """What `most` has found, by the identity of the model's view, which is kept alive here."""
+    """Results of `most`, by the identity of the model's view, which is kept alive here."""
     _order: dict[tuple[int, bool], tuple[Sequence[ModelView], list[ModelView]]] = field(
         default_factory=dict, init=False, compare=False
     )
-    """What `order` has found, likewise."""
+    """Results of `order`, likewise."""
 
     def of_inactive(self, view: DeviceView, claim: Claim) -> Iterator[Offer]:
-        """Layers of inactive models, the least important first, each up to its cap."""
+        """Offer layers of inactive models, the least important first, each up to its cap."""
         for m in self.order(view.models, active=False):
             yield from self._offers(view, m, self.most(view, m))
 
     def of_active(self, view: DeviceView, claim: Claim) -> Iterator[Offer]:
-        """Layers of active models, each up to its cap; before others its own, for whom they are."""
+        """Offer layers of active models, each up to its cap; the claim's own model first within a
+        priority."""
         models = self.order(view.models, active=True)
         for m in sorted(models, key=lambda m: (m.spec.priority, m.name != claim.model)):
             yield from self._offers(view, m, self.most(view, m))
 
     def beyond_caps(self, view: DeviceView, claim: Claim) -> Iterator[Offer]:
-        """All that can be lent, whatever it costs, for a request that no other one stands before.
+        """Offer all layers that can rotate, whatever the stalls, if no older request is before the
+        claim's.
 
-        What was accepted is answered, also where a cap has become lower since.
+        So an accepted request is served even if a cap has become lower since.
         """
         own = view.model(claim.model)
         oldest = view.derived(_oldest_running) if self.pooled else _oldest([own])
@@ -77,12 +84,12 @@ class LayerOffers:
                 yield from self._offers(view, m, self.bound(m))
 
     def any_left(self, view: DeviceView) -> bool:
-        """Whether a model lends less than it may."""
+        """Whether some model gives up fewer layers than its cap allows."""
         able = (m for a in (False, True) for m in self.order(view.models, active=a))
         return any(m.rotation.n_freed < self.most(view, m) for m in able)
 
     def order(self, models: Sequence[ModelView], *, active: bool) -> list[ModelView]:
-        """Models with layers to lend, who lends first coming first."""
+        """Return the models with layers to give up, the first to do so first."""
         known = self._order.get((id(models), active))
         if known is None:
             known = self._order[id(models), active] = models, self._sorted(models, active)
@@ -102,11 +109,12 @@ class LayerOffers:
         return sorted(able, key=lambda m: (m.spec.priority, rank.get(m.name, never), m.name))
 
     def bound(self, m: ModelView) -> int:
-        """Most layers that a model may ever lend."""
+        """Return the most layers that a model may ever give up."""
         return most_freeable(m, self.portion, self.slots)
 
     def most(self, view: DeviceView, m: ModelView) -> int:
-        """Most layers that a model lends so that a pass can hide their loads."""
+        """Return the most layers that a model may give up while a pass hides their loads (its
+        cap)."""
         known = self._most.get(id(m))
         if known is None:
             known = self._most[id(m)] = m, self._hidden(view, m)
@@ -120,19 +128,20 @@ class LayerOffers:
         return min(bound, most(n, m.rotatable, 1.0, n * self._ratio(view, m), self.slots))
 
     def freed(self, m: ModelView, budget: PageBudget) -> int:
-        """Layers that a model lends once a decision, as far as it is made, is done."""
+        """Return the layers that a model gives up once the decision, as made so far, is done."""
         return m.rotation.n_freed + budget.taken(layers_of(m)) // max(1, m.layer_pages)
 
     def remap(self, m: ModelView, alpha: int, why: str) -> Remap:
-        """So many layers, whichever; `settled` chooses, once it is known how many in the end."""
+        """Return a `Remap` that frees `alpha` layers, any of them; `settled` chooses which, once
+        the final number is known."""
         if alpha <= 0:
             return Remap(m.name, WHOLE, why)
         slots = self.slots or 1
         return Remap(m.name, Rotation(m.rotatable[: alpha + slots], slots), why)
 
     def settled(self, view: DeviceView, remap: Remap) -> Remap | None:
-        """The plan that stalls least, and of several the one that moves fewest layers; None where
-        that is no change for the better."""
+        """Choose the layers of a `Remap`: the plan that stalls least, among equals the one that
+        moves fewest layers; None if it is no better than the present one."""
         m = view.model(remap.model)
         n, ratio = m.spec.n_layers, _rounded(self._ratio(view, m))
         plan = best(n, m.rotatable, remap.rotation.n_freed, 1.0, ratio, 0.0, m.rotation, self.slots)
@@ -145,7 +154,7 @@ class LayerOffers:
         return replace(remap, rotation=plan)
 
     def _offers(self, view: DeviceView, m: ModelView, top: int) -> Iterator[Offer]:
-        """Its layers up to `top`, as one offer of which any number can be taken."""
+        """Offer a model's layers up to `top`, as one divisible offer."""
         freed = m.rotation.n_freed
 
         def act(pages: int, claim: Claim) -> Remap:
@@ -165,12 +174,14 @@ class LayerOffers:
             )
 
     def _harm(self, view: DeviceView, m: ModelView, alpha: int) -> float:
-        """Return the request-seconds expected where a model lends `alpha` layers: in the steps
-        while it does, for which all of its requests wait, or in its next prefill, which is less
-        likely soon the longer it has not been used.
+        """Return the request-seconds of delay expected while a model gives up `alpha` layers.
 
-        A pass is as long as its loads take if they take longer; what even that hides not in time,
-        a plan's timeline would tell, which is not made for every offer.
+        Active models: in their steps meanwhile, for which all their running requests wait. Inactive
+        ones: in their next prefill, which is less likely soon the longer the model has been unused.
+
+        A pass is taken to last as long as its loads if these take longer. Stalls within a pass that
+        is long enough overall are ignored: they would need the plan's timeline, which is not made
+        for every offer.
         """
         loads = alpha + (self.slots or 1) if alpha else 0
         copy = copy_seconds(m.layer_bytes, view.link_bytes_per_second)
@@ -182,12 +193,12 @@ class LayerOffers:
         return seconds * (seconds / m.spec.slo.ttft) / (1.0 + idle)
 
     def _ratio(self, view: DeviceView, m: ModelView) -> float:
-        """Copies of a layer in the seconds that one layer computes."""
+        """Return the copies of a layer that fit in the compute time of one layer."""
         copy = copy_seconds(m.layer_bytes, view.link_bytes_per_second)
         return self._pass(m) / m.spec.n_layers / copy
 
     def _pass(self, m: ModelView) -> float:
-        """Seconds of a model's next pass over its layers (T_compute)."""
+        """Return the seconds of a model's next pass over its layers (T_compute)."""
         if m.name not in self.active:
             return m.prefill_seconds or m.costs.prefill_seconds(PROMPT)
         if m.decode_seconds is not None:
@@ -197,19 +208,19 @@ class LayerOffers:
 
 
 def layers_of(m: ModelView) -> tuple[str, ...]:
-    """Key of the offers of a model's layers."""
+    """Return the key of the offers of a model's layers."""
     return "layers", m.name
 
 
 def last_remaps(actions: Iterable[Action]) -> list[Action]:
-    """Of the rotations that one model gets in one decision, only the last."""
+    """Keep only the last `Remap` of each model in one decision, and all other actions."""
     actions = list(actions)
     last = {a.model: a for a in actions if isinstance(a, Remap)}
     return [a for a in actions if not isinstance(a, Remap) or a is last[a.model]]
 
 
 def _rounded(ratio: float) -> float:
-    """Down, by less than a tenth."""
+    """Round a ratio down, by less than a tenth."""
     return float(2.0 ** (floor(8 * log2(ratio)) / 8))
 
 
@@ -218,10 +229,11 @@ def _oldest_running(view: DeviceView) -> Precedence | None:
 
 
 def _oldest(models: Iterable[ModelView]) -> Precedence | None:
-    """Order of the oldest request that runs, if any does."""
+    """Return the precedence of the oldest running request; None if none runs."""
     return min((m.running[0].order for m in models if m.running), default=None)
 
 
 def most_freeable(m: ModelView, portion: float = 1.0, slots: int | None = None) -> int:
-    """Layers that a model could lend if nothing hid their loads: one slot is left at least."""
+    """Return the layers that a model could give up if stalls did not matter: at least one slot is
+    left."""
     return max(0, min(int(portion * len(m.rotatable)), len(m.rotatable) - (slots or 1)))

@@ -1,5 +1,8 @@
-"""Giving back: models that gave memory up claim it again, as pages are free or hold what nobody
-uses."""
+"""Return memory to models that gave it up, from pages that are free or hold unused caches.
+
+Dynamic reversion of MIRAGE (5.3, 7.6.1): rotating layers become resident again. Used by the memory
+policies `mirage` (weights) and `kvswap` (KV).
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ def give_back(
     spare: int,
     sources: Sequence[Source],
 ) -> list[Action]:
-    """Cover divisible claims in the order given, as far as so many `spare` pages go: with pages
-    that are free already, then from `sources`."""
+    """Cover divisible claims in the order given, with at most `spare` pages: free pages first, then
+    pages from `sources`."""
     within: list[Claim] = []
     for claim in claims:
         pages = min(claim.pages, spare) // claim.grain * claim.grain
@@ -40,8 +43,11 @@ def to_active(
     returning: Iterable[str],
     sources: Sequence[Source],
 ) -> tuple[list[Action], frozenset[str]]:
-    """What brings models that have become active to lend no more than active ones may (5.3), with
-    pages that are free, or else come from `sources`; and those of them that wait for pages."""
+    """Return layers to models that have just become active, until they give up no more than active
+    models may (5.3), from free pages or else from `sources`.
+
+    Returns the actions, and those of the `returning` models that still wait for pages.
+    """
     actions: list[Action] = []
     waiting = set()
     for m in view.models:
@@ -61,8 +67,8 @@ def to_active(
 
 
 def off_peak(view: DeviceView, budget: PageBudget, layers: LayerOffers) -> list[Claim]:
-    """Claims of all layers that are lent: those of active models first, then those of the models
-    that are used next (7.6.1, dynamic reversion)."""
+    """List claims for all layers given up: of active models first, then of those used next (7.6.1,
+    dynamic reversion)."""
     models = [
         m for active in (True, False) for m in reversed(layers.order(view.models, active=active))
     ]
@@ -73,7 +79,7 @@ def off_peak(view: DeviceView, budget: PageBudget, layers: LayerOffers) -> list[
 def _layers_claim(
     view: DeviceView, layers: LayerOffers, m: ModelView, freed: int, n: int, why: str
 ) -> Claim:
-    """The claim of a model that lends `lent` layers for the pages of `n` of them."""
+    """Return the claim for the pages of `n` layers, of a model that gives up `freed` layers now."""
 
     def back(pages: int) -> Sequence[Action]:
         return (layers.remap(m, freed - pages // m.layer_pages, why),)

@@ -1,4 +1,8 @@
-"""Layers lend their memory to KV before any work is thrown away (MIRAGE, section 5)."""
+"""Give memory of weight layers to KV before preempting any request (MIRAGE, section 5).
+
+The memory policy of preset `mirage`. Layers that give up their pages rotate: they are loaded from
+the host just before they run.
+"""
 
 from __future__ import annotations
 
@@ -37,58 +41,58 @@ from ballast.policy.requirements import Requirements
 
 @dataclass(frozen=True, slots=True)
 class MirageMemo:
-    """What one decision leaves to the next."""
+    """State that one decision of the policy leaves to the next."""
 
     standing: Standing | None = None
     active: frozenset[str] = frozenset()
     returning: frozenset[str] = frozenset()
-    """Active models that are to lend no more than they may as such."""
+    """Active models that still give up more layers than active models may."""
     calm_since: float | None = None
-    """Since when nothing has been short of pages; None: something is."""
+    """When a request last ceased to lack pages, in seconds; None: one lacks some now."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Covered:
-    """How the claims of one decision are covered."""
+    """Result of covering the claims of one decision."""
 
     view: DeviceView
-    """The device once rotations and limits are as decided."""
+    """The device as it will be once rotations and limits are as decided."""
     budget: PageBudget
     actions: list[Action]
     short: bool
     """Whether a request lacked pages for its KV."""
     promises: tuple[Promise, ...] = ()
     wake: float | None = None
-    """When an overdue request may claim more."""
+    """When the next waiting request becomes overdue, and may claim more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Returned:
-    """Which layers come back in one decision, and what it leaves to the next."""
+    """Layers that are returned in one decision, and the memo for the next."""
 
     actions: list[Action]
     wake: float | None
-    """When layers come back if nothing is short of pages until then."""
+    """When layers are returned if no request lacks pages until then."""
     memory: MirageMemo
 
 
 @dataclass(frozen=True, slots=True)
 class Mirage(MemoryPolicy):
-    """As `Recompute`, but layers lend pages before requests make way.
+    """`Recompute`, except that weight layers give up pages before requests are preempted.
 
     Where KV is short, pages come from cached prefixes, from blocks moved together, from layers of
     inactive models (the least important first, then those used last), from layers of active ones,
-    each up to what its passes hide; only then are requests preempted. When a model becomes active
-    its layers come back, as far as they exceed what an active one may lend. When nothing has been
-    short for `cooldown` seconds, layers come back as far as `reserve` of the KV pages stay free.
+    each as far as its passes hide the loads; only then are requests preempted. When a model becomes
+    active, layers beyond what an active one may give up are returned to it. After `cooldown`
+    seconds without a shortage, layers are returned as far as `reserve` of the KV pages stay free.
 
-    `pooled`: KV of all models comes from one pool; else each has a share, which grows by what is
-    lent for it. `beta`: slots of every rotation; 0: as many as stall least. `cap` 0: passes may
-    wait for layers. `lru`: those used longest ago lend first. `portion`: at most so many of a
-    model's layers are lent. `reversion` 0: only models that become active get layers back.
-    `lookahead`: requests of a queue, its first one included, for which layers are taken at once and
-    not one after another, as a model stands still while its layers change hands (`pooled` only).
-    `by_price`: as with `recompute`.
+    `pooled`: KV of all models comes from one pool; else each has a share, which grows by the pages
+    freed for it. `beta`: slots of every rotation; 0: as many as stall least. `cap` 0: passes may
+    stall. `lru`: models used longest ago give up layers first. `portion`: largest part of a model's
+    layers given up. `reversion` 0: layers are returned only to models that become active.
+    `lookahead`: waiting requests of a queue, the first included, for which layers are freed at once
+    and not one by one, as a model cannot run while its layers are remapped (`pooled` only).
+    `by_price`: as of `Recompute`.
     """
 
     temporal: float = 0
@@ -143,7 +147,8 @@ class Mirage(MemoryPolicy):
     ) -> _Covered:
         """Cover claims where the KV of all models comes from one pool.
 
-        `younger` offers the pages of requests that make way; `pages`: by model that has a place.
+        `younger`: source of requests that may be preempted. `pages`: by model that has a place, the
+        bound of its KV.
         """
         claims, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
         absent, absent_at = activation_claims(view, PATIENCE)
@@ -162,7 +167,7 @@ class Mirage(MemoryPolicy):
     def _cover_from_shares(
         self, view: DeviceView, layers: LayerOffers, pages: Mapping[str, int]
     ) -> _Covered:
-        """Cover claims where each model has a share of the KV `pages`."""
+        """Cover claims where each model has its share of the KV `pages`."""
         claims, _ = kv_claims(view, waiting=True, patience=PATIENCE)
         after, actions = self._cover_within(view, claims, layers, pages)
         budget = PageBudget(_having(after, surplus(after, pages)))
@@ -171,7 +176,8 @@ class Mirage(MemoryPolicy):
     def _return_layers(
         self, covered: _Covered, before: MirageMemo, layers: LayerOffers, standing: Standing
     ) -> _Returned:
-        """Return layers to models that have become active, and to all when the peak is over."""
+        """Return layers to models that have become active, and to all models when the peak is
+        over."""
         view, budget, active = covered.view, covered.budget, layers.active
         returning = before.returning | (active - before.active)
         cached = [cached_prefixes] if self.pooled else []
@@ -189,7 +195,8 @@ class Mirage(MemoryPolicy):
         return _Returned(actions, wake, MirageMemo(standing, active, returning, calm))
 
     def _active(self, view: DeviceView, standing: Standing) -> frozenset[str]:
-        """Models with requests; where there are turns, of these the one whose turn it is."""
+        """Return the models with requests; where there are turns, only the one that has the
+        turn."""
         turn = standing.turn.model if standing.turn else None
         return frozenset(
             m.name for m in view.models if not m.idle and (not self.temporal or m.name == turn)
@@ -211,7 +218,8 @@ class Mirage(MemoryPolicy):
         )
 
     def _with_layers(self, view: DeviceView) -> dict[str, int]:
-        """For each model that has a place: what the pool can hold once all lend what they can."""
+        """Return, for each model that has a place, the pages for KV once all models free all layers
+        they can."""
         slots = int(self.beta) or None
         models, room = placed(view)
         freed = sum(
@@ -228,7 +236,8 @@ class Mirage(MemoryPolicy):
         layers: LayerOffers,
         pages: Mapping[str, int],
     ) -> tuple[DeviceView, list[Action]]:
-        """Where each model has a share, it grows by what layers give up; the view after that."""
+        """Cover claims where each model has a share, which grows by the pages that layers free for
+        it. Returns the view after the actions, and these."""
         actions = recalls(view, sum(s.pages for s in view.shortages if not s.limited))
         for name in dict.fromkeys(claim.model for claim in claims):
             m = view.model(name)
@@ -248,7 +257,7 @@ class Mirage(MemoryPolicy):
     def _revert(
         self, view: DeviceView, budget: PageBudget, layers: LayerOffers, pages: Mapping[str, int]
     ) -> list[Action]:
-        """Layers come back as far as pages are not needed, and a reserve stays free."""
+        """Return layers as far as pages are not needed, and a reserve stays free."""
         if self.pooled:
             reserve = ceil(self.reserve * placed(view)[1])
             spare = budget.free + sum(m.cached_pages for m in view.models) - reserve
@@ -271,8 +280,11 @@ class Mirage(MemoryPolicy):
 
 
 def _before_its_layers_lend(view: DeviceView, layers: LayerOffers, claim: Claim) -> Claim:
-    """The claim of a model that is to come, for no more than the device can have without that
-    model's own layers, which lend only once all of them are there: they have to lend the rest."""
+    """Reduce the claim of an absent model to what the device can free without that model's own
+    layers.
+
+    These can be given up only once all of them are loaded; they then free the rest.
+    """
     m = view.model(claim.model)
     if m.residency is not Residency.ABSENT:
         return claim
@@ -285,7 +297,7 @@ def _before_its_layers_lend(view: DeviceView, layers: LayerOffers, claim: Claim)
 
 
 def surplus(view: DeviceView, pages: Mapping[str, int]) -> int:
-    """Of what layers have given up: pages by which no model's share has grown."""
+    """Return the pages freed by layers that have not been added to any model's share."""
     freed = sum(m.freed_pages for m in view.models)
     return freed - sum(
         max(0, m.limit - pages[m.name])
@@ -295,12 +307,13 @@ def surplus(view: DeviceView, pages: Mapping[str, int]) -> int:
 
 
 def _of(layers: LayerOffers, youngest: Source) -> list[Source]:
-    """What layers give before requests make way, and, for the first of all, after that."""
+    """Return the sources in order: layers up to their caps, preemption, then layers beyond their
+    caps."""
     return [layers.of_inactive, layers.of_active, youngest, layers.beyond_caps]
 
 
 def _with(view: DeviceView, actions: Sequence[Action]) -> DeviceView:
-    """The view once rotations and limits are as decided; what is free stays as it is."""
+    """Return the view with rotations and limits as decided; free pages are left as they are."""
     remaps = {a.model: a.rotation for a in actions if isinstance(a, Remap)}
     limits = {a.model: a.pages for a in actions if isinstance(a, Limit)}
     if not remaps and not limits:
@@ -313,14 +326,15 @@ def _with(view: DeviceView, actions: Sequence[Action]) -> DeviceView:
 
 
 def _having(view: DeviceView, pages: int) -> DeviceView:
-    """The view of a device that has so many pages, free or on their way."""
+    """Return the view of a device that has `pages` pages, free or on their way."""
     free = max(0, min(pages, view.free - view.promised))
     reclaiming = max(0, pages - free)
     return replace(view, free=free, reclaiming=reclaiming, recalled=0, promised=0, borrowed=0)
 
 
 def _lowered(view: DeviceView, pages: Mapping[str, int], reserve: float) -> dict[str, int]:
-    """Shares that have grown, made smaller as far as a `reserve` of them stays unused."""
+    """Return the new limits of models whose grown shares can shrink while `reserve` of each stays
+    unused."""
     found = {}
     for m in view.models:
         share = pages.get(m.name)

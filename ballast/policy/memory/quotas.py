@@ -1,8 +1,8 @@
-"""Quotas of KV memory that follow demand: no model can starve the others of it, none keeps what it
-does not use.
+"""Divide KV memory by quotas that follow each model's demand (MuxServe).
 
 MuxServe (Duan et al., 2024), section 3.3: every model has a quota of token blocks, which is adapted
-from time to time by moving blocks from models that use few of theirs to models that use all.
+from time to time by moving blocks from models that use few of theirs to models that use all. The
+memory policy of preset `muxserve`.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from ballast.policy.memory.static import Division, cover_within, keep_places, sh
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """Quotas, in pages, and when they may be adapted next."""
+    """Quotas in pages, and when they were adapted."""
 
     division: Division
     first: Mapping[str, int]
-    """By model, its quota before any was adapted: its fixed share."""
+    """By model, its first quota: its fixed share."""
     since: float
-    """When they were adapted last, or set."""
+    """When quotas were last adapted or set, in seconds."""
 
 
 class Wish(NamedTuple):
-    """What one model is to have of something that is divided."""
+    """Bounds and weight of one model's part of divided pages."""
 
     least: float
     most: float
-    """That it can use now, at least `least`."""
+    """Most that the model can use now; at least `least`."""
     weight: float
 
 
 @dataclass(frozen=True, slots=True)
 class Quotas(MemoryPolicy):
-    """Every model has its weights on the device, and KV up to its quota.
+    """Keep every model's weights on the device, and bound its KV by a quota that follows demand.
 
-    Quotas begin as `static` has them, in proportion to `share`. Every `adapt` seconds, if a model
-    could use more than it has, they are set anew: what requests here will have when they end,
-    max-min fair by the model's weight, which is `share` x request rate x mean tokens of a request x
-    bytes of KV per token; so that the KV in use, normalised by rate and size, is equal wherever
-    demand does not end before (Equation 2). What nobody can use now goes by weight.
+    Quotas begin as fixed shares (`static`), in proportion to `share`. Every `adapt` seconds, if a
+    model could use more than its quota, they are set anew: the KV that present requests will have
+    when they end, max-min fair by the model's weight, which is `share` x request rate x mean tokens
+    of a request x bytes of KV per token. So KV in use, normalised by rate and size, is equal among
+    all models that can use more (Equation 2). The rest is divided by weight.
 
-    A quota is never less than the largest request here needs, nor, as far as that leaves it, than
-    the model's fixed share or what one request of full context takes, whichever is less: what is
-    accepted can be served, and what `static` accepts is accepted. Pages move as requests give them
-    up: a quota that is to shrink comes down to what its model holds, cached prefixes left out, and
-    another grows by that much. Within its quota a model is served first come first served, its own
-    youngest request making way for older ones.
+    A quota is never less than the largest present request needs. As far as that leaves room, it is
+    not less than the smaller of the model's fixed share and one request of full context: what is
+    accepted can be served, and what `static` accepts is accepted. Pages move as requests free them:
+    a shrinking quota comes down to what its model holds, without cached prefixes, and others grow
+    by that much. Within its quota a model is served first come first served, its own youngest
+    request making way for older ones.
     """
 
     adapt: float = 5.0
@@ -74,28 +74,28 @@ class Quotas(MemoryPolicy):
             adapted = known
         claims, _ = kv_claims(view, waiting=False)
         actions += [*moves, *cover_within(view, claims, [own_younger_requests])]
-        # Where new quotas change nothing, only what happens can.
+        # If new quotas change no limit, only another event can.
         may_change = moves or adapted is known
         lacking = may_change and any(s.limited for s in view.shortages)
         return Decision(tuple(actions), adapted, adapted.since + self.adapt if lacking else None)
 
     def _adapted(self, view: DeviceView, known: Adapted) -> Adapted:
-        """The quotas of this moment: new ones if it is time."""
+        """Return the present quotas, or new ones if it is time."""
         if view.now < known.since + self.adapt:
             return known
         total = sum(known.first.values())
         models = [m for m in view.models if m.name in known.division.pages]
         wishes = {m.name: wish(view, m, known.first[m.name]) for m in models}
         if sum(w.least for w in wishes.values()) > total:
-            # Room for requests that are here comes before room for those that may come.
+            # Present requests have precedence over expected ones.
             wishes = {m.name: wish(view, m, 0) for m in models}
         division = replace(known.division, pages=divide(total, wishes))
         return replace(known, division=division, since=view.now)
 
 
 def transfers(view: DeviceView, quotas: Mapping[str, int], total: int) -> list[Action]:
-    """What brings models' limits as near to their quotas as the pages that they hold let them: no
-    model's limit is less than what it holds, and all limits together are at most `total`."""
+    """Bring models' limits as near to their quotas as the pages in use allow: no limit is less than
+    what its model holds, and all limits together are at most `total`."""
     actions: list[Action] = []
     spare = total
     wanting: list[tuple[ModelView, int]] = []
@@ -121,8 +121,10 @@ def transfers(view: DeviceView, quotas: Mapping[str, int], total: int) -> list[A
 
 
 def wish(view: DeviceView, m: ModelView, first: int) -> Wish:
-    """What a model is to have of the KV pages that quotas divide; `first` was its fixed share, of
-    which what one request of full context takes is kept for it."""
+    """Return the bounds and weight of a model's part of the KV pages.
+
+    `first`: its fixed share, of which at most one request of full context is reserved for it.
+    """
     here = (*m.running, *m.waiting)
     needs = [pages_of(m, [r.tokens + max(0, r.left - 1)]) for r in here]
     least = max(min(first, pages_of(m, [m.spec.max_model_len])), *needs, 0)
@@ -130,9 +132,12 @@ def wish(view: DeviceView, m: ModelView, first: int) -> Wish:
 
 
 def weight(view: DeviceView, m: ModelView) -> float:
-    """Return a model's part of contended KV memory: `share` x requests per second x mean tokens of
-    a request x bytes of KV per token (MuxServe, section 3.3: R is normalised by request rates, and
-    counts blocks, of which large models need more)."""
+    """Return a model's weight in dividing KV memory: `share` x requests per second x mean tokens of
+    a request x bytes of KV per token.
+
+    MuxServe, section 3.3: R is normalised by request rates, and counts blocks, of which large
+    models need more.
+    """
     traffic = m.traffic
     tokens = traffic.prompts.mean + traffic.outputs.mean
     if not traffic.outputs.n:
@@ -142,23 +147,25 @@ def weight(view: DeviceView, m: ModelView) -> float:
 
 
 def wanted(m: ModelView) -> int:
-    """Return the KV pages that a model could use: what its running requests, and those that wait
-    and may run beside them, are expected to have when they end."""
+    """Return the KV pages that a model could use: those that its running requests, and the waiting
+    ones that may run beside them, are expected to hold when they end."""
     beside = max(0, m.spec.max_running - len(m.running))
     here = (*m.running, *m.waiting[:beside])
     return pages_of(m, [r.tokens + m.expected_outputs(r) for r in here])
 
 
 def pages_of(m: ModelView, lengths: Sequence[int]) -> int:
-    """Return the pages for KV of sequences of so many tokens, none of it shared."""
+    """Return the pages for KV of sequences of the given lengths in tokens, none of it shared."""
     blocks = sum(ceil_div(tokens, m.spec.block_tokens) for tokens in lengths)
     return ceil_div(blocks, m.slab_blocks) * m.slab_pages
 
 
 def divide(total: int, wishes: Mapping[str, Wish]) -> dict[str, int]:
-    """Divide pages, max-min fair by weight: nobody has less than its `least`, nor more than its
-    `most` while another one could use it; what is left then goes by weight, or equally where nobody
-    has any. Where `total` is less than all `least` together, everybody has its `least`.
+    """Divide `total` pages max-min fair by weight: each model gets at least its `least`, and more
+    than its `most` only if no other can use it.
+
+    What is left is divided by weight, or equally if all weights are 0. If `total` is less than the
+    sum of all `least`, each gets its `least`.
     """
     capped = sum(w.most for w in wishes.values())
     weights = {name: w.weight for name, w in wishes.items()}
@@ -179,7 +186,7 @@ def divide(total: int, wishes: Mapping[str, Wish]) -> dict[str, int]:
 
 
 _HALVINGS = 60
-"""Of an interval that holds a level: as many as a float has bits, or more."""
+"""Bisection steps of the level: at least as many as a float has bits."""
 
 
 def _quota(m: ModelView) -> int:

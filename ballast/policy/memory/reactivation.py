@@ -1,4 +1,8 @@
-"""Models that were evicted to make room claim their place back before they are asked for."""
+"""Activate evicted models again before they are requested, while pages are free.
+
+Used by the memory policy `balloon` with option `restore`. It preempts no request and evicts only
+idle models that are worth less.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,15 @@ from ballast.policy.market.offers import cached_prefixes, idle_models, loose_blo
 from ballast.policy.market.page_budget import PageBudget
 
 HORIZON = 10.0
-"""Seconds ahead for which a model that comes back is expected to keep its place; an assumption."""
+"""Seconds ahead for which an activated model is expected to stay; an assumption."""
 MARGIN = 2.0
-"""An idle model makes way only for one that is worth so many times as much: models of about the
-same worth do not replace each other."""
+"""An idle model is evicted only for one worth more than this many times as much, so that models of
+about the same worth do not replace each other."""
 
 
 def evicted(view: DeviceView, before: Collection[str], actions: Iterable[Action]) -> frozenset[str]:
-    """Return the models that a policy has evicted and that have not been on the device since: those
-    of its decisions `before`, and of the `actions` of this one."""
+    """Return the models that the policy has evicted and that have not been on the device since:
+    those of earlier decisions (`before`), and of the `actions` of this one."""
     away = (Residency.ABSENT, Residency.EVICTING)
     coming = {a.model for a in actions if isinstance(a, Activate)}
     gone = {m.name for m in view.models if m.name in before and m.residency in away}
@@ -31,12 +35,12 @@ def evicted(view: DeviceView, before: Collection[str], actions: Iterable[Action]
 
 
 def come_back(view: DeviceView, names: Collection[str], reserve: float) -> Sequence[Action]:
-    """Return what brings one of these absent models back, that which is worth most per page if it
-    can come; nothing where none can.
+    """Return the actions that activate one of these absent models: the one worth most per page that
+    fits; none if none fits.
 
-    Nothing is undone for it, and nobody may lack pages. It takes free pages and those of cached
-    prefixes, or else of idle models that are worth less. Of the pages that weights then leave to KV
-    caches, `reserve` stay free, or cached.
+    No work is undone for it, and nothing is done while a request lacks pages. It takes free pages
+    and those of cached prefixes, or else of idle models that are worth less. Of the pages that
+    weights then leave to KV caches, `reserve` stay free or cached.
     """
     moving = (Residency.ACTIVATING, Residency.EVICTING)
     if not names or view.shortages or any(m.residency in moving for m in view.models):
@@ -70,7 +74,8 @@ def come_back(view: DeviceView, names: Collection[str], reserve: float) -> Seque
 def _covering(
     view: DeviceView, claim: Claim, sources: Sequence[Source], kept: int
 ) -> Sequence[Action]:
-    """What covers a claim from `sources`, by price, while `kept` pages stay free."""
+    """Return the actions that cover a claim from `sources`, by price, while `kept` pages stay
+    free."""
     budget = PageBudget(view)
     budget.free -= kept
     budget.coming = budget.free
@@ -79,13 +84,13 @@ def _covering(
 
 def absence_seconds(view: DeviceView, m: ModelView) -> float:
     """Return the request-seconds of delay expected from a model's absence: of the next request, if
-    one comes within `HORIZON`, and of those that come while the weights are copied for it."""
+    one comes within `HORIZON`, and of those that arrive while its weights are copied."""
     rate, copy = m.arrival_rate(view.now), reload_seconds(view, m)
     return -math.expm1(-rate * HORIZON) * copy * (1 + rate * copy / 2)
 
 
 def _worth_less(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """Idle models, at the price of their absence."""
+    """Offer idle models at the price of their absence."""
     for offer in idle_models(view, claim):
         price = MARGIN * absence_seconds(view, view.model(offer.owner))
         yield offer._replace(price=partial(float, price))

@@ -1,4 +1,8 @@
-"""Models placed for good, requests recomputed when KV runs short (vLLM): the papers' baseline."""
+"""Keep all weights resident, and preempt requests by recomputation when KV runs short (vLLM).
+
+The memory policy of preset `recompute`: the baseline of the papers. `mirage` and `kvswap` share its
+parts.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +34,13 @@ from ballast.policy.memory.static import (
 from ballast.policy.memory.temporal_sharing import ModelTurn, RoundRobinTurns
 
 PATIENCE = 0.5
-"""Part of its TTFT service level that a request waits for room, before younger requests make way
-for a model that the operator has taken off the device, or others stop taking what becomes free."""
+"""Part of its TTFT service level for which a request waits for room. After that, younger requests
+are preempted for a model that an operator has evicted, and free pages are kept for the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Who has a place, and whose turn it is."""
+    """Which models have a place, and which has the turn: the memo of the policy."""
 
     division: Division
     turn: ModelTurn | None = None
@@ -44,12 +48,13 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Recompute(MemoryPolicy):
-    """Every model keeps its place; where KV is short, the youngest running request starts again.
+    """Keep every model resident; where KV is short, preempt the youngest running request
+    (recomputation).
 
-    `temporal`: one model at a time is served, in turns of `quantum` seconds, `preemptive` or until
-    what runs then has finished; else all are, job by job. `pooled`: the KV of all models comes from
-    one pool; else each has its share of it, as with `static`. `by_price` (`pooled` only): pages
-    come from the cheapest source first, not from caches before younger requests.
+    `temporal`: serve one model at a time, in turns of `quantum` seconds, `preemptive` or until its
+    running requests have finished; else all models are served, job by job. `pooled`: the KV of all
+    models comes from one pool; else each has its share, as with `static`. `by_price` (`pooled`
+    only): take pages from the cheapest source first, not from caches before younger requests.
     """
 
     temporal: float = 0
@@ -87,7 +92,7 @@ class Recompute(MemoryPolicy):
 
 
 def turns_of(temporal: float, quantum: float, preemptive: float) -> RoundRobinTurns | None:
-    """The turns that a preset's options ask for, if any."""
+    """Return the turns that a preset's options state, if any."""
     return RoundRobinTurns(quantum, bool(preemptive)) if temporal else None
 
 
@@ -97,26 +102,26 @@ def stand(
     divide: Callable[[DeviceView], dict[str, int]],
     turns: RoundRobinTurns | None,
 ) -> tuple[Standing, list[Action]]:
-    """Places and the turn from now on, and what the places ask for."""
+    """Return the places and the turn from now on, and the actions that keep the places."""
     division, actions = keep_places(view, before.division if before else None, divide)
     turn = before.turn if before else None
     return Standing(division, turns.current(view, turn) if turns else turn), actions
 
 
 def served(view: DeviceView, standing: Standing, turns: RoundRobinTurns | None) -> DeviceView:
-    """The view once it is known whose turn it is: as it will be when the others are held."""
+    """Return the view as it will be once the models without the turn are held."""
     return turns.served(view, standing.turn) if turns else view
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """How a decision ends: whose turn it is from now on, and what that asks for."""
+    """End of a decision: the turn from now on, and the holds that it requires."""
 
     standing: Standing
     holds: list[Action]
     promises: tuple[Promise, ...]
     up_at: float | None
-    """When the turn's time is up."""
+    """When the turn's time is up, in seconds."""
 
 
 def hold(
@@ -127,10 +132,10 @@ def hold(
     *,
     freed: bool,
 ) -> Held:
-    """End a decision that has `freed` pages or not: a turn in which nothing can run passes on, and
-    what was promised to its requests is free for the next.
+    """End a decision that has `freed` pages or not: a turn in which nothing can run is passed on,
+    and the promises to its requests are dropped.
 
-    `view` is the device's own, not what is `served`.
+    `view`: the device's own, not the one that `served` returns.
     """
     if turns is None:
         return Held(standing, [], promises, None)
@@ -142,9 +147,10 @@ def hold(
 
 
 def pooled(view: DeviceView) -> dict[str, int]:
-    """For each model that has a place: the pages that all weights leave, bound of one's KV.
+    """Return, for each model that has a place, the pages that all weights leave: the bound of its
+    KV.
 
-    What the pool can never hold is so refused when it arrives.
+    So a request that the pool can never hold is refused when it arrives.
     """
     models, room = placed(view)
     return {m.name: room for m in models}

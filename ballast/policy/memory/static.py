@@ -1,4 +1,8 @@
-"""Fixed shares: every model has its own part of the device for ever (the classical baseline)."""
+"""Give every model a fixed share of the device's memory: the classical baseline.
+
+The memory policy of preset `static`. `recompute`, `mirage`, `kvswap` and `quotas` use its functions
+for placing weights and for covering claims within a model's own limit.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ from ballast.policy.market.page_budget import PageBudget
 
 
 def placed(view: DeviceView) -> tuple[list[ModelView], int]:
-    """Models that have a place, and the pages that their weights leave.
+    """Return the models that have a place, and the pages that their weights leave.
 
     Models are placed in descending order of their configured share while the weights fit with at
-    least one page of KV for each (segments that several contain need room once).
+    least one page of KV for each; segments that several models contain count once.
     """
     room = view.total - view.arena
     found: list[ModelView] = []
@@ -35,7 +39,7 @@ def placed(view: DeviceView) -> tuple[list[ModelView], int]:
 
 
 def shares(view: DeviceView) -> dict[str, int]:
-    """KV pages of each model that has a place, by name: what the weights leave, divided in
+    """Return the KV pages of each model that has a place: the pages that weights leave, divided in
     proportion to the configured shares."""
     models, room = placed(view)
     total = sum(m.spec.share for m in models)
@@ -44,7 +48,8 @@ def shares(view: DeviceView) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Who has which part of the device, while these are its models and their configured shares."""
+    """Division of KV pages among models; valid while the models and their configured shares are the
+    same."""
 
     among: tuple[tuple[str, float], ...]
     pages: dict[str, int]
@@ -52,11 +57,11 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class FixedShares(MemoryPolicy):
-    """Activates what has a place, bounds its KV, refuses requests of models without one.
+    """Activate models that have a place, bound their KV, and refuse requests of models without one.
 
     Within its share a model serves first come first served; when its running requests need more
-    than the share, its own youngest is preempted. Where the operator adds a model or takes one
-    away, the device is divided anew: what holds more than its new share loses cached prefixes, and
+    than the share, its own youngest is preempted. When an operator adds or removes a model, the
+    device is divided anew: a model that holds more than its new share loses cached prefixes, and
     the rest as its requests end.
     """
 
@@ -71,7 +76,11 @@ class FixedShares(MemoryPolicy):
 def keep_places(
     view: DeviceView, known: Division | None, divide: Callable[[DeviceView], dict[str, int]]
 ) -> tuple[Division, list[Action]]:
-    """Every model that `divide` gives pages is on the device, its KV within them; no other is."""
+    """Keep on the device every model that `divide` gives pages, its KV within them, and no other
+    model.
+
+    Returns the division in force, and the actions.
+    """
     actions: list[Action] = []
     among = tuple((m.name, m.spec.share) for m in view.models)
     anew = known is None or known.among != among
@@ -94,15 +103,17 @@ def keep_places(
 def cover_within(
     view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]
 ) -> list[Action]:
-    """`cover` where nobody has pages beyond its own limit, and so nobody takes another's: what is
-    short of pages of the pool lacks those that are lent to other devices."""
+    """Cover claims where every model has its own limit, so that no model takes another's pages.
+
+    Requests that lack pages of the pool then lack those lent to other devices: these are recalled.
+    """
     actions = recalls(view, sum(s.pages for s in view.shortages if not s.limited))
     return actions + cover_limited(view, claims, sources)
 
 
 def part_limited(view: DeviceView, claims: Sequence[Claim]) -> tuple[list[Claim], list[Claim]]:
-    """Claims that the pool can be made to cover, and those of running requests for which it has
-    enough, so that nothing but their model's own limit stands in the way."""
+    """Divide claims into those that the pool can cover, and those of running requests that only
+    their model's own limit stops, as the pool has enough."""
     limited = {
         r.order
         for s in view.shortages
@@ -119,7 +130,8 @@ def part_limited(view: DeviceView, claims: Sequence[Claim]) -> tuple[list[Claim]
 def cover_limited(
     view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]
 ) -> list[Action]:
-    """Make room for claims within their models' limits, from `sources` of each model's own KV."""
+    """Make room for claims within their models' limits, taking offers of `sources` against each
+    model's own KV."""
     actions: list[Action] = []
     by_model: dict[str, list[Claim]] = {}
     for claim in claims:
@@ -131,13 +143,13 @@ def cover_limited(
 
 
 def recalls(view: DeviceView, pages: int) -> list[Action]:
-    """What recalls lent pages, where fewer than `pages` are coming."""
+    """Recall lent pages if fewer than `pages` are coming."""
     claim = Claim("", Precedence(0, view.now, 0), pages, may_preempt=False)
     return gather(view, claim, [lent_pages])
 
 
 def _take_place(m: ModelView, share: int | None) -> list[Action]:
-    """What brings a model to its new share; None: it has no place any more."""
+    """Bring a model to its new `share`; None: it has lost its place."""
     if share is None:
         resident = m.residency is Residency.RESIDENT
         return [Evict(m.name, why="the fixed shares of the others fill the device")] * resident
@@ -150,12 +162,13 @@ def _take_place(m: ModelView, share: int | None) -> list[Action]:
 
 
 def within(view: DeviceView, m: ModelView, more: int = 0) -> DeviceView:
-    """The device as a model with a limit sees it: nothing is free beyond that and `more` pages."""
+    """Return the device's view bounded by a model's limit: only the limit's unused pages, plus
+    `more`, are free."""
     return replace(view, free=unused(view, m, more), reclaiming=0, recalled=0, promised=0)
 
 
 def unused(view: DeviceView, m: ModelView, more: int = 0) -> int:
-    """Return the pages that a model may still use within its limit and `more` pages, those that its
-    own cached prefixes hold included."""
+    """Return the pages that a model may still use within its limit plus `more`, pages of its own
+    cached prefixes included."""
     limit = m.limit if m.limit is not None else view.total
     return max(0, limit - m.kv_pages + m.cached_pages + more)

@@ -1,4 +1,7 @@
-"""Whole models in turn: one model has the device to itself (QLM, llama-swap; Prism section 3.3)."""
+"""Give the whole device to one model at a time, in turns (QLM, llama-swap; Prism section 3.3).
+
+The memory policy of preset `swap`.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,11 @@ from ballast.policy.memory.temporal_sharing import ModelTurn, TurnPhase, phase
 
 @dataclass(frozen=True, slots=True)
 class WholeModels(MemoryPolicy):
-    """The model with the oldest request comes next.
+    """Give the device to the model with the oldest request, one model at a time.
 
-    The one that runs keeps the device while it has requests; once others have waited and its
-    weights have been there for `quantum` seconds, it admits no more, ends what it runs, and goes.
+    The present model keeps the device while it has requests; once requests of others have waited
+    and its weights have been there for `quantum` seconds, it admits no more, finishes its running
+    ones, and is evicted.
     """
 
     quantum: float = 1.0
@@ -64,7 +68,7 @@ class WholeModels(MemoryPolicy):
             evict = Evict(current.name, why=f"{heir.name} is next")
             beside = heir.missing_pages <= view.free - view.promised
             if beside and any(current.name in s.holders for s in heir.shared):
-                # It comes first, so that the segments they share need not be brought again.
+                # Activate it before the eviction, so that shared segments are not loaded again.
                 start = self._start(view, heir, actions)
                 return replace(start, actions=(*start.actions, evict))
             return self._start(view, heir, [*actions, evict])
@@ -74,8 +78,8 @@ class WholeModels(MemoryPolicy):
 
     @staticmethod
     def _start(view: DeviceView, heir: ModelView, actions: list[Action]) -> Decision:
-        """Bring a model, once `actions` are done. Pinned models stay: where their cached prefixes
-        are in its way, these go."""
+        """Activate `heir` after `actions`. Pinned models stay; if their cached prefixes are in the
+        way, these are dropped."""
         evicted = {a.model for a in actions if isinstance(a, Evict)}
         gone = [m for m in view.models if m.name in evicted and not m.spec.pinned]
         stay = replace(view, models=tuple(m for m in view.models if m not in gone))

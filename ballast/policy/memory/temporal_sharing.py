@@ -1,4 +1,8 @@
-"""Turns: one model at a time is served, the others' requests wait."""
+"""Compute the turns of models that are served one at a time while the others' requests wait.
+
+Used by the memory policies with option `temporal` (`recompute`, `mirage`, `kvswap`), and in part by
+`swap` and by first come first served (`ballast.policy.compute.basic_orders`).
+"""
 
 from __future__ import annotations
 
@@ -11,34 +15,37 @@ from ballast.core.view import DeviceView, ModelView, Residency
 
 @dataclass(frozen=True, slots=True)
 class ModelTurn:
-    """The model that is served, and since when."""
+    """The model that has the turn, and since when."""
 
     model: str
     since: float
-    """Infinite while its weights are on their way."""
+    """Seconds; infinite while its weights are loading."""
     past: tuple[str, ...] = ()
     """Models that had turns before, the latest last."""
 
     def then(self, model: str, now: float) -> ModelTurn:
-        """The turn that follows this one."""
+        """Return the turn of `model`, which follows this one."""
         past = (*(name for name in self.past if name != self.model), self.model)
         return ModelTurn(model, now, past)
 
 
 class TurnPhase(enum.Enum):
-    """State of a turn for whose end others wait."""
+    """Phase of a turn while other models wait for its end."""
 
     LASTS = enum.auto()
     DRAINS = enum.auto()
-    """It admits no more requests, and finishes those that run."""
+    """The model admits no more requests; those that run finish."""
     OVER = enum.auto()
 
 
 def phase(
     turn: ModelTurn, current: ModelView, now: float, quantum: float, preemptive: bool = False
 ) -> TurnPhase:
-    """State of `current`'s turn, `quantum` being the seconds in which it may admit requests: those
-    that wait when it begins, however short that is."""
+    """Return the phase of `current`'s turn.
+
+    `quantum`: seconds in which it may admit requests; even if it is 0, those that wait when the
+    turn begins are admitted.
+    """
     up = now >= turn.since + quantum and now > turn.since
     if current.idle or (up and (preemptive or not current.running)):
         return TurnPhase.OVER
@@ -49,28 +56,28 @@ def phase(
 class RoundRobinTurns:
     """Turns of `quantum` seconds, in the fleet's order, of resident models that have requests.
 
-    A turn whose time is up drains: it ends when its running requests have finished. If it is
-    `preemptive` it ends at once: they pause, keep their KV, and go on in the model's next turn. A
-    preemptive turn also ends early, when the model can form no job for want of pages and another
-    model can (`yielded`).
+    A turn whose time is up drains: it ends when its running requests have finished. A `preemptive`
+    turn ends at once instead: running requests pause, keep their KV, and go on in the model's next
+    turn; it also ends early, when the model can form no job for want of pages and another model can
+    (`yielded`).
 
-    A decision asks for `current`, then frees pages for what is `served`, and last of all sets the
-    `holds`.
+    A policy calls `current`, then frees pages for the view that `served` returns, and at last sets
+    the `holds`.
     """
 
     quantum: float
     preemptive: bool = False
 
     def current(self, view: DeviceView, turn: ModelTurn | None) -> ModelTurn | None:
-        """The turn from now on."""
+        """Return the turn that holds from now on."""
         heir = self._following(view, turn)
         if heir is None or self._phase(view, turn) is not TurnPhase.OVER:
             return turn
         return ModelTurn(heir, view.now) if turn is None else turn.then(heir, view.now)
 
     def served(self, view: DeviceView, turn: ModelTurn | None) -> DeviceView:
-        """The view once the `holds` are set; frozen models lack nothing in it: their requests
-        claim no pages."""
+        """Return the view as it is once the `holds` are set, without shortages of frozen models,
+        whose requests claim no pages."""
         wanted = self._wanted(view, turn)
         models = tuple(
             m
@@ -82,10 +89,10 @@ class RoundRobinTurns:
         return replace(view, models=models, shortages=lack)
 
     def yielded(self, view: DeviceView, turn: ModelTurn | None) -> ModelTurn | None:
-        """The turn from now on where a decision frees no pages.
+        """Return the turn from now on where a decision frees no pages.
 
-        That of the next model that can run, if the present one cannot and no pages are on their
-        way to it.
+        It is that of the next model that can run, if the present one cannot and no pages are on
+        their way to it.
         """
         if not self.preemptive or turn is None or view.coming > view.free - view.promised:
             return turn
@@ -96,7 +103,8 @@ class RoundRobinTurns:
         return turn if heir is None else turn.then(heir, view.now)
 
     def holds(self, view: DeviceView, turn: ModelTurn | None) -> list[Action]:
-        """Hold every model whose turn it is not, or drains."""
+        """Hold every model that does not have the turn, or whose turn drains, and release the
+        others."""
         wanted = self._wanted(view, turn)
         actions: list[Action] = []
         for m in view.models:
@@ -109,14 +117,14 @@ class RoundRobinTurns:
         return actions
 
     def up_at(self, view: DeviceView, turn: ModelTurn | None) -> float | None:
-        """When the turn's time is up; None where nobody waits for that, or where all wait for
-        pages that no turn will bring (the loop sees then that it is stuck)."""
+        """Return when the turn's time is up; None if no model waits for that, or if all wait for
+        pages that no turn will bring (the loop then finds itself stuck)."""
         if turn is None or self._phase(view, turn) is not TurnPhase.LASTS or _helpless(view):
             return None
         return None if self._following(view, turn) is None else turn.since + self.quantum
 
     def _wanted(self, view: DeviceView, turn: ModelTurn | None) -> dict[str, tuple[bool, bool]]:
-        """Whether each model is to be held, and frozen."""
+        """Return, by model, whether it is to be held, and whether frozen."""
         drains = (
             self._phase(view, turn) is TurnPhase.DRAINS and self._following(view, turn) is not None
         )
@@ -135,8 +143,8 @@ class RoundRobinTurns:
     def _following(
         self, view: DeviceView, turn: ModelTurn | None, able: bool = False
     ) -> str | None:
-        """The model whose turn is next, None if no other one has work; `able`: of those that
-        lack no pages."""
+        """Return the model that has the next turn; None if no other one has work. `able`: consider
+        only models that do not lack pages."""
         names = [m.name for m in view.models]
         last = turn.model if turn is not None else None
         first = names.index(last) + 1 if last in names else 0
@@ -161,7 +169,8 @@ def starved(view: DeviceView, m: ModelView) -> bool:
 
 
 def _helpless(view: DeviceView) -> bool:
-    """Whether nothing runs, and every model that could lacks more pages than all caches hold."""
+    """Whether nothing runs, and every model that could run lacks more pages than can be freed from
+    caches."""
     if any(m.busy or m.running for m in view.models):
         return False
     room = view.coming + view.borrowed + sum(pages for _, pages in view.lent)
