@@ -1,4 +1,8 @@
-"""Measure this machine: what jobs of each model cost, what the link carries, what the loop adds."""
+"""Measure a profile of this machine: costs of jobs per model, link bandwidth, loop overhead.
+
+Used by `ballast demo`, `ballast bench` and `ballast profile`, so that runs in virtual time use the
+costs of the machine that ran live. It runs models; the machine must be otherwise idle.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Changes inside a simulated world that no device's loop sees: ends of flows, layers done.
+"""Order the changes inside a simulated world that are not events of a device's loop.
 
 A device's loop takes *events* from its `sim.event_heap.EventHeap`. What happens between events (a
-flow ends and others speed up, a job comes to its next layer) is a *change* here. Devices that can
-reach each other have one queue, so that their changes are made in one order: by time, then in the
+flow ends and others speed up, a job reaches its next layer) is a *change* here. Devices that can
+reach each other share one queue, so that their changes are made in one order: by time, then in the
 order of scheduling; a change comes before events of the same moment.
 """
 

@@ -1,4 +1,8 @@
-"""A cluster in virtual time: devices of known kinds, the models that each serves, one workload."""
+"""Simulate a cluster: device kinds, placement of models, links and lending under one workload.
+
+Used by `ballast simulate` and `ballast plan` (`bench.simulation`, `bench.planning`). `Cluster`
+builds the `SimDevice`s from profiles, places the models and serves the requests.
+"""
 
 from __future__ import annotations
 

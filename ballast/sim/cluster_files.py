@@ -1,5 +1,7 @@
-"""What users give a simulated cluster in files, beside its devices: which devices serve each model,
-which links they share, and what they lend each other."""
+"""Read the files that describe a simulated cluster: placement, links, and lending orders.
+
+Used by `sim.cluster` and `ballast simulate`. A fault in a file raises `ConfigError`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The controller in virtual time: asks the fleet's policy, and moves models between devices."""
+"""Route requests and carry out the fleet policy's actions in virtual time.
+
+The simulated counterpart of the controller in `ballast.cluster`. `SimController` chooses a device
+for each request, runs the fleet policy, and moves models between devices. Used by `sim.cluster`
+and `sim.simulate`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What of a machine's time a simulation counts beside jobs and copies: a switch for each cost."""
+"""Switch single costs of a simulation on or off: mapping calls, copies, spread of job durations.
+
+Used by `sim.cluster` and the options of `ballast simulate`. Costs of jobs and of the link itself
+always count.
+"""
 
 from __future__ import annotations
 

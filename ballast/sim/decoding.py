@@ -1,8 +1,8 @@
-"""What decode steps of one model leave behind, where they bring its requests a token each and
-nothing else: `sim.leap` passes over such steps.
+"""Advance a batch of pure decode steps of one model, without running the loop for each step.
 
-A step costs little: tokens are written into a request's books when somebody is to read them, all
-that have come since at once, and blocks are looked at when they are full.
+Used by `sim.leap` and `sim.leap_lanes` for steps that give each request one token and do nothing
+else. For speed, tokens are written into a request's books only when something reads them, all
+pending ones at once, and blocks are looked at when they are full.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""How far from its peaks a device runs, fitted to everything measured on it at once."""
+"""Fit the fraction of its hardware peaks that a device reaches, from all jobs measured on it.
+
+Used by benchmarks that write profiles (`benchmarks.sim_profiles`), not during a simulation:
+`sim.roofline` applies the fitted factors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One device in virtual time: memory without bytes, a lane and a link that cost, the same loop."""
+"""Simulate one device: the live engine loop, over lanes and a link that only take time.
+
+`SimDevice` is the counterpart of `LiveDevice`. No model runs and no bytes are stored: durations
+come from a `MachineProfile`, and memory is bookkeeping (`vm_null`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Events to come, in a total order."""
+"""Deliver events of one simulated device in a total order; implements the loop's inbox.
+
+Taking an event moves the device's clock to it. Events at equal times have a fixed order, so that a
+run is reproducible.
+"""
 
 from __future__ import annotations
 

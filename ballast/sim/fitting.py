@@ -1,8 +1,9 @@
-"""Fit the forms of `core/cost.py` to measured medians: least soft-L1 of the relative error.
+"""Fit the cost formulas of `core/cost.py` to measured medians: least soft-L1 of the relative error.
 
 Prefill: max(floor, start + T*per_token + S*per_pair), T tokens, S query-key pairs. Decode: base +
 B*per_sequence + C*per_context + (ceil(B/64) - 1)*per_tile. No coefficient is negative; those of
-attention have a lower bound, what the hardware's peak allows, since no kernel beats it.
+attention are bounded below by the hardware's peak, which no kernel beats. Used by `sim.derating`
+and `sim.story_costs`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Bytes that move over a graph of links, as a fluid: max-min fair shares, exact ends.
+"""Compute transfer times over a graph of links: max-min fair bandwidth shares, exact end times.
 
 A `Wire` is a full-duplex link, a `Side` one direction of it. A `Flow` crosses the sides of its
 path at one rate. Rates are max-min fair (progressive filling): all flows speed up together until a
 side is full or a flow has reached its ceiling; those stay, the others go on. They change only when
-a flow begins or ends; between such moments they are constant, so ends are known exactly.
+a flow begins or ends; between such moments they are constant, so ends are known exactly. Used by
+`sim.link` and `sim.swapper`.
 """
 
 from __future__ import annotations

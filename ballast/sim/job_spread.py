@@ -1,7 +1,8 @@
-"""Jobs that take longer or shorter than their mean, and a machine whose speed drifts.
+"""Vary job durations at random around their mean, and let the machine's speed drift.
 
 A factor is a function of the seed, the device, the model and the moment at which a job begins, so
-that a run with leaps, which begins the same jobs at the same moments, has the same factors.
+that a run with leaps, which begins the same jobs at the same moments, has the same factors. Used by
+`sim.runner`.
 """
 
 from __future__ import annotations

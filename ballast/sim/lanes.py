@@ -1,13 +1,13 @@
-"""Jobs of several lanes in virtual time: each has part of the compute, and all share the memory.
+"""Simulate jobs that run together on several lanes: compute is divided, memory bandwidth is shared.
 
-What a job takes alone on its part of a device is measured (`measured_seconds`), or else a guess
-(`guessed`): it is arithmetic and reading, one after the other in small portions
-(`StepCosts.split`), its arithmetic goes as fast as its share of the device, and it reads with up to
-`reach` times its share of the bandwidth. When jobs together would read more than there is, each of
-them reads as much more slowly. On an A100 (measured with 30 and 50 % of the multiprocessors: the
-rows in its profile) a decode step reaches 2 times its share (`lane_reach` there), and a prefill
-takes 2.7 and 1.7 times as long, where the guess says 3.3 and 2: on the whole device it does not use
-all of it.
+Used by `sim.runner`. The duration of a job alone on its part of a device is measured
+(`measured_seconds`), or else estimated (`guessed`): the job alternates arithmetic and reading in
+small portions (`StepCosts.split`), its arithmetic runs at its share of the device, and it reads at
+up to `reach` times its share of the bandwidth. When jobs together would read more than the
+bandwidth allows, the reading of each is slowed by the same factor. On an A100 (measured with 30 and
+50 % of the multiprocessors: the rows in its profile) a decode step reaches 2 times its share
+(`lane_reach` there), and a prefill takes 2.7 and 1.7 times as long, where the estimate is 3.3 and
+2: on the whole device a prefill does not use all multiprocessors.
 """
 
 from __future__ import annotations

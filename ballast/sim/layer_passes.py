@@ -1,7 +1,8 @@
-"""Jobs that go through layers which come and go, in virtual time.
+"""Simulate a job's pass through layers whose weights or KV arrive and leave during the pass.
 
-A job gives each layer an equal part of its work: what is not layers (embeddings, head) counts as
-theirs. It runs them in order, waits for one that is not there, and computes nothing while it does.
+Each layer gets an equal part of the job's work; embeddings and head are divided among the layers.
+Layers run in order; the job waits for a layer that is not there, and computes nothing meanwhile.
+`sim.rotor`, `sim.swapper` and `sim.lending` implement `LayerSource`.
 """
 
 from __future__ import annotations

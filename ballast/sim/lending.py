@@ -1,8 +1,9 @@
-"""Devices of a host that lend pages to each other in virtual time.
+"""Simulate page lending between devices of a host: messages, borrowed KV, recalls.
 
-Each knows the others from the start; what one says to another arrives `WAY` seconds later. KV on
-borrowed pages is read where it is: a job moves its part of what it reads over the way between the
-two devices, beside its work, and ends when both are done. Bringing blocks home costs nothing here.
+All devices are peers from the start; a message arrives `WAY` seconds later. KV on borrowed pages is
+read where it is: a job transfers its part of the KV that it reads over the links between the two
+devices, beside its work, and ends when both are done. Moving blocks back to the borrower's own
+pages costs nothing here. Used by `sim.cluster`, which passes the orders to lend and recall.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A device's way to its host in virtual time: transfers and loads become flows of `sim.fluid`.
+"""Simulate the link between a device and its host; implements `memory.transfer.Link`.
 
-Transfers of one direction and stream are served in order; streams are flows, which share the wires
-that they cross with all other flows of the world.
+Transfers and layer loads become flows of `sim.fluid`. Transfers of one direction and stream are
+served in order; streams share the wires that they cross with all other flows of the world.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Measure what this machine's link carries: to the device, to the host, and both at once."""
+"""Measure this machine's link bandwidth: to the device, to the host, and both at once.
+
+Used by `sim.calibrate`. The loop of the device must not run meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Requests that move with their KV between devices of one host, in virtual time.
+"""Simulate the migration of running requests, with their KV, between devices of one host.
 
-The devices' engines do what they do live (`ballast.engine.migration`); what controller and devices
-say to each other takes `WAY` seconds each time, and KV crosses the links between the two devices,
-beside whatever else does. Live, what cannot move at once is tried again
-(`ballast.cluster.fleet_policy_runner`); here it ends where it is.
+The devices' engines run the live code (`ballast.engine.migration`). Each message between controller
+and device takes `WAY` seconds, and KV crosses the links between the two devices together with all
+other traffic. Live, a request that cannot move at once is retried
+(`ballast.cluster.fleet_policy_runner`); here it finishes on its device. Used by `sim.controller`.
 """
 
 from __future__ import annotations

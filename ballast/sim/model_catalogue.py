@@ -1,4 +1,7 @@
-"""Public models by name: their sizes, and the spec under which one would be served."""
+"""Look up sizes of public models by name, and build the `ModelSpec` to serve each under.
+
+Reads `profiles/models.toml`; no checkpoint is needed. Used by `sim.profile` and `sim.roofline`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What calls that map and unmap pages take of a simulated loop.
+"""Charge the time of calls that map and unmap pages to a simulated loop.
 
-Live, the loop makes these calls itself, between jobs: what runs goes on, but the next job begins,
-and the copy of a model's weights, when they have returned.
+Live, the loop makes these calls itself, between jobs: jobs in flight continue, but the next job,
+and the copy of a model's weights, begin only when the calls have returned. Used by `sim.device`.
 """
 
 from __future__ import annotations

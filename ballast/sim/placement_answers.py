@@ -1,7 +1,7 @@
-"""Placement problems in JSON: devices, models and what these are asked, and an answer to each.
+"""Read placement problems from JSON (devices, models, token rates) and solve each by an algorithm.
 
-A problem names no architecture and no lengths, so an estimate of what its models serve assumes them
-(`docs/placement.md`).
+Used by `ballast place`. A problem contains neither architectures nor request lengths, so estimates
+of what its models can serve assume both (`docs/placement.md`).
 """
 
 from __future__ import annotations

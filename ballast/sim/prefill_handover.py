@@ -1,9 +1,10 @@
-"""Disaggregated prefill in virtual time: requests go on at devices that decode.
+"""Simulate disaggregated prefill: hand requests from prefill devices to decode devices.
 
-A device with `role: prefill` computes a request up to its first token. Once a block of its KV has
-filled, the request moves with its KV to a device of its model that does not have that role, as live
-(`ballast.cluster.relocation.Relocation.first_token`): that device brings the weights first where it
-lacks them, and where they do not come in time, or KV finds no room, the request ends where it is.
+A device with `role: prefill` computes a request up to its first token. Once a block of its KV is
+full, the request migrates with its KV to a device of its model without that role, as live
+(`ballast.cluster.relocation.Relocation.first_token`). If that device lacks the weights it loads
+them first; if they do not come in time, or there is no room for the KV, the request finishes on the
+prefill device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Profiles: what jobs cost on a device, read from `profiles/*.toml` or a file of the user's.
+"""Load device profiles, which hold the costs of jobs, from `profiles/*.toml` or a user's file.
 
-A file holds a device's peaks and what kernels reach of them, the engines that serve there, and
-fitted coefficients of models that were measured under one of these, with their sources.
-`ballast/sim/profiles/` has one for each public device we know.
+A file holds a device's peaks, the fraction of them that kernels reach, the engines that serve
+there, and fitted coefficients of models that were measured under one of these, with their sources.
+`ballast/sim/profiles/` has one for each public device with known figures. `DeviceProfile` yields
+the `MachineProfile` that `SimDevice` runs on.
 """
 
 from __future__ import annotations

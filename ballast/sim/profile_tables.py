@@ -1,4 +1,7 @@
-"""The tables of a profile's file: engines, link, pages, and models as they were measured."""
+"""Define the tables of a profile file: engines, link, page calls, measured models and devices.
+
+Pydantic schemas, used by `sim.profile`.
+"""
 
 from __future__ import annotations
 

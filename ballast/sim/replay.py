@@ -1,8 +1,8 @@
-"""Does a story replay? Its events are fed to the loop and policies that it is of, and what these do
-is compared with what they did.
+"""Replay a recorded story and compare each entry with the recorded one.
 
-Memory is `vm_null`; a job, a transfer and a turn end when the story says. What is recorded anew
-must be what was recorded, entry by entry.
+The recorded events are fed to the loop and policies. Memory is `vm_null`; a job, a transfer and a
+turn end when the story says. The entries recorded anew must equal the recorded ones, in order.
+Used by `ballast story` through `bench.story_tables`.
 """
 
 from __future__ import annotations

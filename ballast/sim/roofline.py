@@ -1,10 +1,10 @@
-"""What a job costs where nobody measured it: the hardware's peaks, derated by what others reach.
+"""Estimate job costs of a model that was not measured: hardware peaks, derated by measured factors.
 
 A pass reads the weights, a prefill multiplies, attention reads KV: each over the peak that bounds
 it, times a factor that was measured on that device, plus the host's work. `roofline` has device and
-engine in one derate, as fits of one engine's jobs show them (`sim/derating.py`); `step_costs` keeps
-them apart: what kernels reach (`KernelReach`), and what an engine's host does beside them
-(`EngineHostCosts`).
+engine in one derate, as fits of one engine's jobs yield them (`sim/derating.py`); `step_costs`
+separates them: factors of kernels (`KernelReach`), and costs of an engine's host
+(`EngineHostCosts`). Used by `sim.profile`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Rotating layers in virtual time: their loads are flows, and jobs wait for those on their way."""
+"""Simulate rotating layers: loads are flows on the link, and jobs wait for layers in transfer.
+
+`SimRotor` implements `weights.rotor.Rotor`. Used by `sim.device` and `sim.runner`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What replaces lanes in virtual time: durations from `core/cost.py`."""
+"""Run jobs in virtual time: schedule each job's end by the cost formulas of `core/cost.py`.
+
+`SimRunner` replaces the lane threads of the live runner. No model is evaluated: tokens are a
+function of request id and position.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Serve a workload in virtual time: on one device, or on several with a policy that routes."""
+"""Serve a workload in virtual time: on one device, or on several behind a fleet policy.
+
+Entry point for `bench.device_run` and benchmarks; `sim.cluster` builds on it for whole clusters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tokens for a story's digests: they share the prefixes that those shared which nobody told."""
+"""Generate token ids for the block digests of a story, which contains no tokens.
+
+Prompts that shared a prefix in the recorded run share one here, so the prefix cache behaves the
+same. Used by `sim.story_events`.
+"""
 
 from __future__ import annotations
 

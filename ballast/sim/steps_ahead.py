@@ -1,7 +1,7 @@
-"""An engine that schedules its steps ahead: a request that finds the device busy waits longer.
+"""Simulate an engine that schedules steps ahead: a request that finds the device busy waits longer.
 
 Such an engine decides on a step while the one before it still runs. A request that arrives during
-step n, when n+1 is decided already, is in step n+2 at the earliest.
+step n, when n+1 has been decided, is in step n+2 at the earliest. Used by `sim.device`.
 """
 
 from __future__ import annotations

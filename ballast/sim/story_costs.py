@@ -1,4 +1,7 @@
-"""What a story says of the machine it happened on: what jobs cost, and the loop between them."""
+"""Fit job costs, job spread and loop overhead of a machine from a story recorded on it.
+
+Used by `sim.calibrate`.
+"""
 
 from __future__ import annotations
 

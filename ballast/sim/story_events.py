@@ -1,4 +1,7 @@
-"""The events that a story tells of, made again for the device that replays it."""
+"""Reconstruct the events of a recorded story for the device that replays it.
+
+Used by `sim.replay`. Tokens and bytes, which a story does not hold, are replaced by stand-ins.
+"""
 
 from __future__ import annotations
 

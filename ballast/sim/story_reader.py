@@ -1,4 +1,7 @@
-"""Story files, read: the lives of the devices that they tell of."""
+"""Read story files into one `DeviceStory` per run of a device.
+
+Used by `sim.replay`, `bench.story_report`, `bench.story_tables` and `ballast story`.
+"""
 
 from __future__ import annotations
 

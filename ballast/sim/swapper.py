@@ -1,6 +1,7 @@
-"""KV of rotating layers in virtual time: what jobs load and store is flows, for which they wait.
+"""Simulate KV swap: loads and stores of KV are flows on the link, for which jobs wait.
 
-Blocks that sequences of a job have in common count for each.
+Blocks that sequences of a job share are counted once for each sequence. Used by `sim.device` and
+`sim.runner`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TOML files whose keys are known: written, and read with an error that names file and key."""
+"""Read and write TOML files with a fixed set of keys; errors name the file and the key."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The graph of links of simulated hosts: which wires bytes cross between host, device and device.
+"""Build the graph of links of simulated hosts: the wires that bytes cross between host and devices.
 
-A host joins devices; a device has one wire to it, which the slices of the device share; what all
-devices of a host move together may be bounded by one more wire. Devices reach each other over ports
-of their own (NVLink), over their wires to the host (PCIe), or not at all.
+A host joins devices; a device has one wire to it, which the slices of the device share; one more
+wire may bound the traffic of all devices of a host together. Devices reach each other over ports of
+their own (NVLink), over their wires to the host (PCIe), or not at all. Used by `sim.cluster`.
 """
 
 from __future__ import annotations

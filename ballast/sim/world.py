@@ -1,11 +1,11 @@
-"""Devices that can reach each other in virtual time: one order of all that happens.
+"""Run several simulated devices that can affect each other, in one order of time.
 
-Devices of one world share links, or may come to hear of each other. Their events and the changes on
-their common agenda happen in order of time (at equal times changes first, then devices in the order
-in which they were added), so there is one clock. Only a leap takes a device's own clock ahead of
-it, over steps that nothing else can reach and that reach nothing else. Devices of different worlds
-meet in the controller alone, at moments that are known beforehand: each world is taken there by
-itself (`World.advance`), which gives the same bytes as one order for all.
+Devices of one world share links or exchange messages. Their events, and the changes in their common
+queue, happen in order of time (at equal times changes first, then devices in the order in which
+they were added), so there is one clock. Only a leap takes a device's own clock ahead of it, over
+steps that neither affect other devices nor are affected by them. Devices of different worlds meet
+only in the controller, at moments that are known beforehand: each world is advanced to them by
+itself (`World.advance`), with the same result as one order for all.
 """
 
 from __future__ import annotations
