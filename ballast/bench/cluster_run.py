@@ -1,4 +1,8 @@
-"""Run a workload on a cluster in virtual time, and report it like any other run."""
+"""Run a workload on a simulated cluster and report it like any other run.
+
+`run_cluster` drives `sim.cluster.Cluster` for `ballast simulate`, `ballast plan` and benchmarks.
+Everything happens in virtual time; no model runs.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The terms on which `ballast demo` compares presets: budget, link, bursts and service levels.
+"""Choose the terms on which `ballast demo` compares presets: budget, link, bursts, service levels.
 
-All of them follow from what this machine was measured to do, so that machines of different speed
-see the same comparison; decision 034 says how the constants were chosen.
+All of them follow from measurements of this machine, so that machines of different speed run the
+same comparison; decision 034 explains the constants.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Run a workload on a fleet, live in this process or in virtual time, and report it alike."""
+"""Run a workload on a fleet of one device, live in this process or in virtual time, and report it.
+
+Both ways return the same `DeviceRun`, so that they can be compared. Used by `bench.run`, the demo
+and benchmarks.
+"""
 
 from __future__ import annotations
 

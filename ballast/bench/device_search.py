@@ -1,4 +1,7 @@
-"""The fewest devices with which a service level is met, and how much that depends on chance."""
+"""Search the fewest devices that meet a service level, and when further random draws can stop.
+
+Used by `bench.planning`, which passes a function that runs a workload on a number of devices.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The doctor: is this machine, and optionally this fleet, fit for Ballast?"""
+"""Check whether this machine, and optionally a fleet, is fit for Ballast (`ballast doctor`).
+
+Collects the findings of the `doctor_*` modules and prints them as a table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A fleet file against the machine: does each model load, and does the budget fit?"""
+"""Check a fleet file against this machine: each model loads, and fits into its device's budget.
+
+Used by `bench.doctor`. Holds one model's weights at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Software, processor and limits of this machine."""
+"""Check software, processor, matrix kernels and process limits for `ballast doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory: enough of it, mappings enough, and pages that can be had, mapped and moved quickly."""
+"""Check memory for `ballast doctor`: amount, limit of mappings, and speed of touching and mapping pages.
+"""
 
 from __future__ import annotations
 

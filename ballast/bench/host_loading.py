@@ -1,4 +1,7 @@
-"""Models in the host tier, as the devices of a fleet on this machine would have them."""
+"""Load a model into a host tier, measuring its jobs as a device of the fleet would.
+
+Used by `ballast doctor` and `bench.run`, which need specs as served, without a running worker.
+"""
 
 from __future__ import annotations
 

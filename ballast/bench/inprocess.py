@@ -1,4 +1,7 @@
-"""A live device in this process, with its loop on a thread: for benchmarks and exactness checks."""
+"""Run a live device in this process, its loop on a thread, for benchmarks and exactness checks.
+
+Used by `benchmarks` only; without server, controller or worker process.
+"""
 
 from __future__ import annotations
 

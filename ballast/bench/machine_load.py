@@ -1,4 +1,5 @@
-"""What else ran on this machine while something was measured."""
+"""Measure the CPU time of other processes during a measurement, and warn where it disturbed that.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sizes of a fleet's models, for simulations: of the catalogue, or of checkpoints' headers."""
+"""Read sizes of a fleet's models for a simulation, from the catalogue or from checkpoint headers.
+
+Used by `bench.simulation_setup`. Reads a checkpoint's weights only where it has adapters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs of one workload as a page of HTML that needs nothing else: pictures, words, tables."""
+"""Write runs of one workload as a self-contained HTML page: pictures, verdict and tables.
+
+Used by `ballast bench` and `ballast simulate`. Equal runs give equal pages.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What `ballast plan` runs: the fewest devices of a kind on which a fleet meets its service levels.
+"""Run `ballast plan`: search the fewest devices on which a fleet meets its service levels.
 
-Workloads are drawn by chance, so the search is made for several draws, the same ones for every
+Workloads are drawn at random, so the search is repeated for several draws, the same ones for every
 preset, until the interval of the answers has settled. A run that can no longer meet the target is
-not run to its end: on too few devices that would take far longer than on enough.
+cut short: on too few devices it would take far longer than on enough.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How far a command is, on stderr: bars on a terminal, plain lines elsewhere.
+"""Show the progress of a command on stderr: bars on a terminal, plain lines elsewhere.
 
-Whatever a command does for longer than `EVERY` seconds is named, with how long it ran: a
-silent program looks like one that hangs.
+Without a terminal, a line at least every `EVERY` seconds names the running part, and a part that
+took longer than that is listed with its duration. Used by all commands that run for long.
 """
 
 from __future__ import annotations

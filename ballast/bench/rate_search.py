@@ -1,4 +1,7 @@
-"""The highest arrival rate at which a service level is met."""
+"""Search the highest arrival rate at which a service level is met, by bisection.
+
+Used by benchmarks, which pass a function that runs a workload at a rate.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What happened to each request of a run, written down as it happens, live or in virtual time."""
+"""Record sending, tokens and end of each request of a run, live or in virtual time.
+
+`RequestRecorder` is fed by benchmark targets and simulations; `bench.report` summarises its
+`RequestRecord`s. Also makes submissions and prompts from workload requests.
+"""
 
 from __future__ import annotations
 

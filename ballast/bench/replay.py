@@ -1,4 +1,8 @@
-"""Open-loop replay: requests go out at the workload's times, whatever becomes of earlier ones."""
+"""Replay a workload open-loop: send each request at its time, however late earlier answers are.
+
+`replay` drives any `BenchmarkTarget`: an engine in this process (`EngineTarget`), a server over
+HTTP (`bench.http`), or controllers and workers (`bench.servers`).
+"""
 
 from __future__ import annotations
 

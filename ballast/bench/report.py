@@ -1,4 +1,7 @@
-"""What a run amounts to: latencies, service levels, throughput, memory; as numbers and as JSON."""
+"""Summarise a run as a `Report`: latencies, service levels, throughput and memory, also as JSON.
+
+Built from request records and memory samples; the same for live and simulated runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a command line and a fleet file choose: the workload, service levels, options."""
+"""Resolve the options of a command line and a fleet file: workload, service levels, policy options.
+
+Used by `ballast bench`, `ballast simulate` and `ballast demo`.
+"""
 
 from __future__ import annotations
 

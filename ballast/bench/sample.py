@@ -1,4 +1,7 @@
-"""What devices do during a run: their memory and queues at moments, and their decisions."""
+"""Define samples of devices during a run: memory by owner, queues, and decisions of policies.
+
+Taken by targets and simulations, summarised by `bench.report`, drawn by plots and pages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A workload on fleets served as a server serves them, without HTTP: controllers and workers."""
+"""Run a workload on controllers and worker processes as a server has them, but without HTTP.
+
+Used by `bench.run` for fleets of several devices, and by benchmarks.
+"""
 
 from __future__ import annotations
 

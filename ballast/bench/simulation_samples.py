@@ -1,4 +1,7 @@
-"""Memory and queues of devices, sampled while a simulation runs."""
+"""Sample memory and queues of simulated devices on a grid of virtual time.
+
+Used by `bench.cluster_run` and `bench.device_run`.
+"""
 
 from __future__ import annotations
 

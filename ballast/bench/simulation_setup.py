@@ -1,4 +1,7 @@
-"""What a command line asks a simulation for."""
+"""Build the inputs of a simulation from its command line: fleet, model sizes, workload, presets.
+
+Used by `ballast simulate`, `ballast plan` and `ballast bench`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Story files of runs that a command line asks for: a fresh one each."""
+"""Create the story files that a command line asks for: a new file for each preset's run.
+
+Used by `bench.run`, `bench.cluster_run` and `bench.simulation`.
+"""
 
 from __future__ import annotations
 

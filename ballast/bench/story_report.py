@@ -1,4 +1,7 @@
-"""A run as its story tells it: requests, jobs and decisions, as a report like any other."""
+"""Rebuild a run's report from its story file: requests, jobs and decisions.
+
+Used by `ballast story`; nothing is run or replayed.
+"""
 
 from __future__ import annotations
 

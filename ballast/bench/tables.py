@@ -1,4 +1,4 @@
-"""Reports as tables for a terminal: one run model by model, several runs side by side."""
+"""Format reports as terminal tables: one run by model, several runs side by side, and plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What pictures show of a run over time: memory by use and model, marks, the queue."""
+"""Compute a run's series over time for plots and pages: memory by use and model, marks, queue.
+
+Used by `bench.plot` and `bench.page_data`.
+"""
 
 from __future__ import annotations
 

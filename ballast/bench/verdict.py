@@ -1,7 +1,7 @@
-"""Runs of one workload compared in words: who served most within service levels, and by how much.
+"""Compare runs of one workload in words: the one with most requests in time, and the margins.
 
-Every word follows from the reports; a difference is given in requests and in points, so that a
-reader sees how small it may be.
+Every statement follows from the reports; a difference is given in requests and in percentage
+points, so that a reader sees how small it may be.
 """
 
 from __future__ import annotations
