@@ -1,9 +1,9 @@
-"""Requests drawn from ServeGen's public client statistics (windowed rates, length distributions).
+"""Draw requests from ServeGen's public client statistics (windowed rates, length distributions).
 
 The data holds no requests: for each client of a model and each 600 s window a rate, a CV and a
-fitted distribution of gaps (Gamma or Weibull, as shape and scale). What is drawn keeps the rate of
+fitted distribution of gaps (Gamma or Weibull, as shape and scale). Drawn requests keep the rate of
 each window and the *shape* of its gaps; the fitted scales disagree with the stated rates, and the
-rates win. Gaps run on across the ends of windows in operational time (expected requests so far),
+rates win. Gaps continue across the ends of windows in operational time (expected requests so far),
 so that a client does not start afresh every ten minutes.
 """
 

@@ -1,4 +1,7 @@
-"""Reading trace files, gzip or plain, so that a bad line is always named by file and number."""
+"""Read lines and CSV rows of trace files, gzip or plain; errors name the file and the line.
+
+Used by `workload.traces` and `workload.servegen`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Workloads: who asks which model when, for how many tokens; and pure changes to them.
+"""Define `Workload`: requests with model, arrival time and token counts; and pure transforms of it.
 
 A workload holds lengths, not text: `ballast.workload.prompts` makes token ids from it. Every
-transform returns a new workload and adds a label that says what was changed, so that a report can
-state what it ran. Request ids survive all transforms but `merge`.
+transform returns a new workload and adds a label that describes the change, so that a report can
+state what was run. Request ids survive all transforms but `merge`. Used by `bench` and benchmarks;
+the engine sees only submissions made from it.
 """
 
 from __future__ import annotations
