@@ -1,4 +1,7 @@
-"""Checks of a fleet file that concern several keys: names, devices, links, API keys, adapters."""
+"""Check rules of a fleet file that concern several keys: names, devices, links, API keys, adapters.
+
+Called by `fleet.fleet_file` after the schema's own checks. Raises ConfigError.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Faults in documents of settings, in our words: the key, its value, what would be right."""
+"""Turn validation errors of settings into `ConfigError`s that name key, value and allowed values.
+
+Used wherever users write settings: fleet file, admin API, simulation files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What must be done so that a server which serves one fleet serves another."""
+"""Compute the steps that turn a running server's fleet into another: models, levels, restarts.
+
+Used by the admin service. Only compares settings; applies nothing.
+"""
 
 from __future__ import annotations
 

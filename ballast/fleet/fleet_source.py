@@ -1,4 +1,7 @@
-"""Where a server's fleet comes from: its file, and what operators have changed since."""
+"""Read a server's fleet: the fleet file merged with the changes that operators have made since.
+
+Used at the start of the server and by the admin service.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Service levels and bounds: what may change of a model, or of an adapter, while it serves."""
+"""Convert the settings that may change while a model or adapter serves: service levels and limits.
+
+Converts between settings, the fleet file's dotted keys and the order to a device. Used by the admin
+API and by operators' changes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which small models a made fleet consists of, and what each is made from."""
+"""Define the small models of a made fleet: architecture, size, and training data of each.
+
+Used by `fleet.make`.
+"""
 
 from __future__ import annotations
 

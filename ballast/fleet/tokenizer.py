@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with a chat template, trained in place."""
+"""Train a byte-level BPE tokenizer with a chat template, for the models of a made fleet."""
 
 from __future__ import annotations
 

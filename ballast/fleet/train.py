@@ -1,4 +1,7 @@
-"""A plain training loop: next-token prediction over packed text, on CPU."""
+"""Train small models by next-token prediction over packed text, on CPU.
+
+Used by `fleet.make` only: serving never trains.
+"""
 
 from __future__ import annotations
 
