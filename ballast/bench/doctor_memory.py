@@ -1,5 +1,4 @@
-"""Check memory for `ballast doctor`: amount, limit of mappings, and speed of touching and mapping pages.
-"""
+"""Check memory for `ballast doctor`: amount, limit of mappings, speed of touching and mapping."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Measure the CPU time of other processes during a measurement, and warn where it disturbed that.
-"""
+"""Measure the CPU use of other processes during a measurement, and warn where it is too high."""
 
 from __future__ import annotations
 

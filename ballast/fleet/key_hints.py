@@ -1,4 +1,7 @@
-"""Where the fleet file has what a user looked for under another key, or in another place."""
+"""Suggest the fleet file's key for a misplaced key, or for one of vLLM, SGLang or llama.cpp.
+
+Used for the error texts of the fleet file and of HTTP requests.
+"""
 
 from __future__ import annotations
 
