@@ -49,7 +49,7 @@ class DecodeBatch:
 
     @property
     def ids(self) -> list[str]:
-        """Of its requests."""
+        """Ids of its requests."""
         return [row.request.id for row in self.rows]
 
     def goes_on(self, runner: SimRunner) -> bool:
@@ -63,13 +63,13 @@ class DecodeBatch:
         return True
 
     def blocks(self, more: int) -> int:
-        """Blocks that KV of `more` tokens (0 or 1) beyond what each has takes."""
+        """Number of blocks that the batch takes with `more` (0 or 1) further tokens per request."""
         size, tokens = self.m.spec.block_tokens, len(self.ends) + more
         rows = self._pending or (self._fills[tokens % size] if more else ())
         return sum(row.start + tokens > len(row.request.blocks) * size for row in rows)
 
     def begin_step(self) -> None:
-        """Make room for each one's token."""
+        """Allocate room for one token of each request."""
         if not self._pending:
             return
         kv, steps = self.m.kv, len(self.ends)
@@ -79,8 +79,8 @@ class DecodeBatch:
         self._pending = []
 
     def end_step(self, at: float, seconds: float, stall: float, share: float) -> None:
-        """Each has a token more; `share`: of the device, that the step had for so many seconds, in
-        `stall` of which it waited."""
+        """End a step: each request has one token more. The step had `share` of the device for its
+        seconds, of which it waited `stall`."""
         self.ends.append(at)
         m, steps = self.m, len(self.ends)
         full = self._fills[steps % m.spec.block_tokens]
@@ -195,8 +195,8 @@ def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> DecodeBatch | 
 
 
 def fit(pool: Pool, needs: Iterable[tuple[DecodeBatch, int]]) -> bool:
-    """Whether batches find room for so many blocks each, in whatever order they take it: in pages
-    that are free, or each in place of prefixes that its own model has cached."""
+    """Whether batches find room for the given number of blocks each, in any order: in free pages,
+    or each in place of prefixes that its own model has cached."""
     pages, covered = 0.0, True
     for batch, blocks in needs:
         if not blocks:
@@ -220,7 +220,8 @@ def _admits_nobody(m: ModelState, state: DeviceState, prompts: bool) -> bool:
 
 
 def tokens_of(steps: Iterable[DecodeBatch]) -> Iterator[tuple[float, TokenOutput]]:
-    """Yield what clients are told of steps, given as the batch of each, in order, and when."""
+    """Yield the outputs to clients of steps, given as the batch of each, in order, and their
+    times."""
     done: dict[int, int] = {}
     for batch in steps:
         n = done[id(batch)] = done.get(id(batch), -1) + 1
