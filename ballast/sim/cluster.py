@@ -47,7 +47,7 @@ SERVED = DeviceSettings(budget_bytes=0, page_bytes=2 * MiB, step_tokens=2048, st
 OnOutput = Callable[[str, float, Output], None]
 """Called with (device, time, output to a client)."""
 OnTurn = Callable[[str, float, DeviceState], None]
-"""Called with (device, time, its state) after each turn, and after the leap that follows it."""
+"""Called with (device, time, its state) when a turn, and the leap that follows it, have ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class _Move:
 
 
 class Movers:
-    """Devices of one world. Implements `sim.world.Reaching`."""
+    """Migrate requests between devices of one world. Implements `sim.world.Reaching`."""
 
     def __init__(self, devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> None:
         """`devices`: by name, with where they are."""
@@ -103,7 +103,8 @@ class Movers:
         self._begin(now, source)
 
     def horizon(self, now: float, near: float) -> float:
-        """Before when no device is reached by a word that is not said yet."""
+        """Time before which no message that has not been sent yet can reach a device; `near`: the
+        earliest next turn of any other device."""
         return near + WAY if self._moves or self.any_time else float("inf")
 
     def _has(self, name: str, model: str) -> bool:
@@ -161,7 +162,7 @@ class Movers:
 
 
 def movers_of(devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> list[Movers]:
-    """Of each host whose devices reach each other."""
+    """Build the movers of each host whose devices reach each other."""
     hosts = dict.fromkeys(place.host for _, place in devices.values())
     found = []
     for host in hosts:
@@ -192,7 +193,7 @@ class SimBytes:
         self._streams[source].carry(self._device.clock.now(), n_bytes, ended)
 
     def stop(self, request_id: str) -> None:
-        """The bytes go their way; nobody waits for them."""
+        """Do nothing: transfers in flight continue without a waiter."""
 
     def load(self, address: int, n_bytes: int) -> bytes:
         return b""

@@ -43,7 +43,7 @@ class LoopTime:
 
 
 class TimedVm(NullVm):
-    """A vm without memory whose calls take the loop's time."""
+    """Virtual memory without bytes whose calls take the loop's time."""
 
     def __init__(self, page_bytes: int, n_pages: int, costs: PageCosts, loop: LoopTime) -> None:
         super().__init__(page_bytes, n_pages)

@@ -30,7 +30,7 @@ class Hardware(Keys):
     multiprocessors: Size
     host_link: str
     host_bandwidth: Positive
-    """The link's own figure; what it carries is the profile's `link`."""
+    """Nominal bandwidth of the link; the usable bandwidth is in the profile's `link`."""
     peer_link: str
     peer_bandwidth: Positive | None = None
     source: str
@@ -40,7 +40,7 @@ class Hardware(Keys):
 
 
 class Derate(Keys):
-    """How far from its peaks a device runs, as times what they would give, and the host's work."""
+    """Factors on the times that the peaks give, and the host's work, fitted to a device's jobs."""
 
     layer_seconds: NotNegative
     """Host and launches, per layer of a pass."""
@@ -69,7 +69,7 @@ class Derate(Keys):
 
 
 class KernelReach(Keys):
-    """What kernels reach on a device, whichever engine launches them."""
+    """Fractions of peak that kernels reach on a device, whichever engine launches them."""
 
     layer_seconds: NotNegative
     """What a layer takes beyond reading: kernels' beginnings, norms, attention over a short KV."""
@@ -85,11 +85,11 @@ class KernelReach(Keys):
     """A tile of decoding sequences more, x its matrix products at the peak."""
     source: str
     assumed: list[str] = Field(default_factory=list)
-    """Keys that nobody measured on this device."""
+    """Keys that have not been measured on this device."""
 
 
 class EngineHostCosts(Keys):
-    """What an engine's host does, in seconds; no device's time is in it."""
+    """Seconds of an engine's work on the host; no device time is included."""
 
     step_seconds: NotNegative
     """At every step: scheduling, preparing inputs, handling outputs."""
@@ -122,7 +122,7 @@ class AllReduce(Keys):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What of a model the roofline asks for."""
+    """Sizes of a model that the roofline needs."""
 
     layers: int
     hidden: int
@@ -131,13 +131,13 @@ class Sizes:
     active: int
     """Elements of the layers' matrices that a token is multiplied with."""
     pair_flops: int
-    """Of attention, for one query and one key, in all layers."""
+    """FLOPs of attention for one query and one key, in all layers."""
     kv_bytes: int
-    """Of one token, in all layers."""
+    """KV bytes of one token, in all layers."""
 
     @classmethod
     def of_facts(cls, m: ModelFacts) -> Sizes:
-        """In bfloat16."""
+        """Sizes of a catalogue model in bfloat16."""
         return cls(
             layers=m.layers,
             hidden=m.hidden,
@@ -173,7 +173,8 @@ class Sizes:
 def roofline(
     sizes: Sizes, hardware: Hardware, derate: Derate, group: AllReduce | None = None
 ) -> StepCosts:
-    """Of a model on one device, or split among a group's.
+    """Derive a model's costs on one device, or split among a group's devices, from peaks and
+    derate.
 
     A group adds two all-reduces to each layer. Its host's work either bounds a pass or hides.
     """

@@ -19,12 +19,12 @@ from ballast.sim.controller import SimController
 from ballast.sim.device import MachineProfile, OnDeviceTurn, SendOutput, SendTokens, SimDevice
 
 AHEAD = 10.0
-"""Virtual seconds of arrivals that devices are told of before they go on."""
+"""Virtual seconds of arrivals that are submitted to devices before these advance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came of a run."""
+    """Result of a simulated run."""
 
     seconds: float
     """Virtual time at the end."""

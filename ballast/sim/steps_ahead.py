@@ -46,7 +46,7 @@ class StepsAheadHeap(EventHeap):
 
     @property
     def late(self) -> int:
-        """Requests that have arrived, of which the loop does not know yet."""
+        """Requests that have arrived and have not been delivered to the loop."""
         return len(self._late)
 
     def schedule(self, at: float, event: Event, then: Callable[[], None] | None = None) -> int:

@@ -20,7 +20,7 @@ IDLE = 1.5e-3
 """Seconds between two jobs beyond which there was nothing to do: the loop needs a third of it."""
 
 STALL = 3.0
-"""Times what was expected, beyond which a job was held up by something else."""
+"""Factor on the expected duration beyond which a job counts as held up by something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class TimedJob:
     model: str
     load: JobLoad
     seconds: float
-    """On the lane."""
+    """Seconds that the job had the lane."""
     gap: float
     """Seconds since the end of the job before, as the loop saw it; infinite for the first."""
     before: JobLoad | None
-    """Of the job before."""
+    """Load of the job before."""
 
     @property
     def after_pause(self) -> bool:

@@ -55,7 +55,7 @@ class SimSwapper:
         self._rotation, self._layers = rotation, frozenset(rotation.layers)
 
     def move(self, now: float, ended: Ended) -> None:
-        """The job that computes nothing begins."""
+        """Begin the job that computes nothing and moves KV."""
         n_bytes, direction = self._moved
         self._streams[direction].carry(now, n_bytes, ended)
 
@@ -89,7 +89,7 @@ class SimSwapper:
             self._streams[Direction.TO_HOST].carry(now, self._stored, self._stored_one)
 
     def waited(self, seconds: float) -> None:
-        """The job's `stall` has it; nothing counts what KV costs by itself."""
+        """Do nothing: the wait is in the job's `stall`, and KV swap has no counter of its own."""
 
     def _load_next(self, now: float) -> None:
         if self._coming:
