@@ -47,7 +47,7 @@ SPARE_WORKER = False
 MOST_TOKENS = 256
 """Longest prompt and output together."""
 MEAN_TOKENS = MOST_TOKENS // 8
-"""Of prompts, and of outputs."""
+"""Mean tokens of prompts, and of outputs."""
 GROUPS = BurstyGroups(head=0.0, alpha=0.0, spell_seconds=80, pause_seconds=500)
 """No model is preferred: all but one come and go, with clumps of the same mean size; spells for
 eight models as docs/workloads.md has them."""
@@ -55,14 +55,14 @@ eight models as docs/workloads.md has them."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoTerms:
-    """What every preset gets alike."""
+    """Terms that are the same for every preset."""
 
     budget_bytes: int
     weight_bytes: int
-    """Of all models together."""
+    """Bytes of the weights of all models."""
     link_bytes_per_second: float
     slo: Slo
-    """Of every model."""
+    """Service level of every model."""
     workload: Workload
 
     def describe(self) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 DISTURBED = 0.1
-"""Cores; what others may take without being noticed in a measurement."""
+"""Cores that other processes may use before a measurement counts as disturbed."""
 
 
 def disturbance(others: OtherLoad) -> str | None:

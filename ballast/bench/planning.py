@@ -75,7 +75,7 @@ class Planned:
 
     @property
     def least(self) -> float:
-        """What was attained with `shown` devices by the draw that attained least."""
+        """Lowest attainment of any draw with `shown` devices."""
         return min(draw.tried[self.shown] for draw in self.draws if self.shown in draw.tried)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Planned:
 
 
 class _Hopeless(Exception):
-    """So few requests can still attain that the target cannot be met."""
+    """Raised to end a run in which too few requests can still attain to meet the target."""
 
     def __init__(self, at_most: float) -> None:
         super().__init__(at_most)
@@ -110,7 +110,7 @@ class _Hopeless(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked of every draw, and of every number of devices."""
+    """Parameters of the search that are the same for every draw and every number of devices."""
 
     fleet: FleetSettings
     specs: Sequence[ModelSpec]
@@ -120,15 +120,16 @@ class Question:
     placement: str | None = None
     """As of `simulate_presets`."""
     each: bool = False
-    """Of every model's requests, not just of all together."""
+    """Whether every model has to meet the target, not only all requests together."""
     files: ClusterFiles = NO_FILES
     """Links."""
 
     def attainment(
         self, workload: Workload, number: int, progress: Progress, *, whole: bool
     ) -> tuple[float, ClusterRun | None]:
-        """With so many devices; an upper bound below the target, and no run, where it was cut short
-        as it could not be met any more. `whole`: it is not."""
+        """Return the attainment with this number of devices; an upper bound below the target, and
+        no run, where it was cut short because the target could not be met any more. `whole`: never
+        cut short."""
         requests = Counter(r.model if self.each else "" for r in workload.requests)
         late: Counter[str] = Counter()
 

@@ -24,11 +24,11 @@ _BAR = 30
 
 
 class Progress(Protocol):
-    """Shows how far something is."""
+    """Callback that shows the progress of a task."""
 
     def __call__(self, what: str, done: int, total: int | None = None, note: str = "") -> None:
-        """`done` parts of `total` of `what`, which begins with its first call; `total` None: it
-        is not known how many there are. May be called by any thread."""
+        """Report `done` of `total` parts of the task `what`, which begins with its first call;
+        `total` None: unknown. May be called by any thread."""
 
 
 def quiet(what: str, done: int, total: int | None = None, note: str = "") -> None:
@@ -125,7 +125,7 @@ class Lines:
             self._finished = finished
 
     def tick(self) -> None:
-        """Some time has passed."""
+        """Write a line if one is due."""
         with self._lock:
             settled = self._finished or self.over.is_set()
             if self._what and not settled and self._now() - self._written_at >= EVERY:

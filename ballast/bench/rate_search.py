@@ -14,7 +14,7 @@ from ballast.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RateSearch:
-    """What a search found. Rates are factors on the workload's arrival rate."""
+    """Result of a search. Rates are factors on the workload's arrival rate."""
 
     rate: float
     """The highest rate tried that met the target with no failure tried below it; 0 if none did."""

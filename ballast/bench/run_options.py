@@ -23,10 +23,10 @@ from ballast.workload.workload import Workload
 
 GENERATORS = ("bursty", "poisson", "gamma")
 SPAN = 900.0
-"""Seconds of bursty groups (Prism, appendix A.1) that are replayed faster to fit the time asked."""
+"""Seconds of bursty groups (Prism, appendix A.1) that are compressed to the requested time."""
 
 RATE = 2.0
-"""Requests per second of a generator, on average, where none is asked for."""
+"""Default mean requests per second of a generator."""
 
 
 def slos_of(fleet: FleetSettings) -> dict[str, Slo]:

@@ -33,17 +33,17 @@ LAST_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServersRun:
-    """One run: what clients saw, and what the devices did."""
+    """One run on live servers: report, final device reports and moves of models."""
 
     report: Report
     devices: tuple[DeviceReport, ...]
-    """As each last said, server by server."""
+    """Last report of each device, server by server."""
     moves: tuple[dict[str, Any], ...]
-    """What the fleets' policies asked for, in order, and why it was refused, if it was."""
+    """Actions of the fleet policies, in order, and the reason if one was refused."""
 
 
 class ServersTarget:
-    """Servers of which each model is served by one; the first that has it gets its requests."""
+    """Benchmark target of several servers; a request goes to the first that serves its model."""
 
     def __init__(self, servers: Sequence[Controller], clock: Clock) -> None:
         self._servers = tuple(servers)
@@ -104,10 +104,10 @@ async def run_servers(
     progress: Progress = quiet,
     command: Sequence[str] = COMMAND,
 ) -> ServersRun:
-    """Open loop, on this machine: a server for each of `fleets`, started for the run.
+    """Run a workload open-loop on this machine, on a server started for each of `fleets`.
 
-    Without what a server has for longer lives: no worker waits to replace one that dies. Raises
-    Unavailable where a model cannot be served.
+    No spare worker is kept: a worker that dies is not replaced at once. Raises Unavailable where a
+    model cannot be served.
     """
     progress(f"{name}: starting {len(fleets)} servers", 0)
     async with serving_fleets(fleets, command) as servers:
@@ -137,7 +137,7 @@ async def run_servers(
 async def serving_fleets(
     fleets: Sequence[FleetSettings], command: Sequence[str] = COMMAND
 ) -> AsyncIterator[list[Controller]]:
-    """Start servers that know nothing of each other, one after the other."""
+    """Start independent servers, one after the other."""
     servers = [Controller(_maker(command, fleet.has_gpus)) for fleet in fleets]
     try:
         for server, fleet in zip(servers, fleets, strict=True):

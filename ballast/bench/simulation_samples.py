@@ -13,7 +13,7 @@ from ballast.engine.report import report
 from ballast.engine.state import DeviceState
 
 SAMPLES = 240
-"""Over the length of a workload."""
+"""Number of samples over the length of a workload."""
 
 
 class SimulationSampler:

@@ -15,7 +15,7 @@ from ballast.core.errors import ConfigError
 from ballast.engine.story_file import MODE, StoryFile, parts
 
 SinkOf = Callable[[str], Sink | None]
-"""By device, where its story goes."""
+"""Returns the sink of a device's story; None: it is not written."""
 
 
 def fresh(path: Path | None, preset: str, presets: Sequence[str]) -> Path | None:

@@ -22,7 +22,7 @@ from ballast.sim.story_reader import DeviceStory
 
 @dataclass(slots=True)
 class Jobs:
-    """Those of a kind."""
+    """Count and time of the jobs of one kind."""
 
     number: int = 0
     seconds: float = 0.0
@@ -39,7 +39,7 @@ class Jobs:
 
 @dataclass(frozen=True, slots=True)
 class StoryReport:
-    """What a story file tells of a run, on however many devices."""
+    """Report of a run from its story file, on any number of devices."""
 
     report: Report
     """From the first arrival to the last answer. A token counts from the turn in which the engine

@@ -33,7 +33,7 @@ class Band:
     model: str
     """Empty: no single model's."""
     n_bytes: Series
-    """Of each sample."""
+    """Bytes at each sample."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from ballast.fleet.schema import (
 )
 
 CATALOGUE = "catalogue:"
-"""Before the name of a public model, in place of a path: its sizes are known, and no more."""
+"""Prefix of the name of a public model, in place of a path: only its sizes are known."""
 
 
 def load_fleet(

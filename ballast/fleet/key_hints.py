@@ -59,11 +59,11 @@ OTHERS = {
     "port": "an option: `ballast serve --port`",
     "log_level": "an option: `ballast serve --log-level`",
 }
-"""The same for what is no single key."""
+"""Hints, by such a name, for settings without a single key in the fleet file."""
 
 
 def place_of(word: str) -> str | None:
-    """What an unknown key stands for here; None: nothing, or one of several things."""
+    """Return the key or hint that an unknown key stands for; None if there is none, or several."""
     name = word.strip().lower().replace("-", "_")
     if name in OTHERS:
         return OTHERS[name]

@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def chat_text(messages: list[Message]) -> str:
-    """What `CHAT_TEMPLATE` makes of `messages`, without its cost."""
+    """Render `messages` as `CHAT_TEMPLATE` does, without the cost of the template engine."""
     return "".join(_ROLES[m["role"]] + m["content"] + END for m in messages)
 
 

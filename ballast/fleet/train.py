@@ -23,7 +23,7 @@ BATCH = 4
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run did to the loss, in nats per token, on text that it did not train on."""
+    """Loss before and after a run, in nats per token, on held-out text."""
 
     steps: int
     loss_before: float

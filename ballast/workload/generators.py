@@ -71,7 +71,7 @@ def independent(
     output: LengthSampler = CHAT_OUTPUT,
     seed: int = 0,
 ) -> Workload:
-    """Models that know nothing of each other: Gamma gaps, shares of `rate` by power law.
+    """Generate independent models: Gamma gaps, shares of `rate` by power law.
 
     `names` go from the most popular to the least.
     """

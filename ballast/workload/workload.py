@@ -33,7 +33,7 @@ class WorkloadRequest:
     """One request."""
 
     id: int
-    """Unique in its workload; names the part of the prompt that is shared with nobody."""
+    """Unique in its workload; seeds the part of the prompt that no other request shares."""
     at: float
     """Seconds from the start of the workload; 0 or more."""
     model: str
@@ -58,7 +58,7 @@ class Workload:
     source: str = ""
     """Where it comes from, with licence or seed."""
     labels: tuple[str, ...] = ()
-    """What was changed or added since, in order."""
+    """Changes and additions since, in order."""
 
     def __post_init__(self) -> None:
         for earlier, later in pairwise(self.requests):
