@@ -93,7 +93,7 @@ def _group(
     where: str,
     isolation: Isolation,
 ) -> Iterator[Finding]:
-    """The same of a device of several ranks: what each of them has."""
+    """Check a device of several ranks: the memory of each rank."""
     specs: list[ModelSpec] = []
     for model in settings.models:
         if model.name not in names:
@@ -122,7 +122,7 @@ def lending(settings: FleetSettings) -> Finding:
 
 
 def _reaches(settings: FleetSettings) -> dict[str, GpuReach | None]:
-    """Of its GPUs, if this process may use them."""
+    """Return the reach of each device's GPU; empty where this process cannot use them."""
     gpus = {name: d.gpu for name, (d, _) in settings.devices.items() if d.gpu is not None}
     if not gpus:
         return {}

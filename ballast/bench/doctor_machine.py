@@ -96,7 +96,7 @@ def _chosen(dtype: str, from_rows: list[int | None]) -> str:
 
 
 def limits() -> Iterator[Finding]:
-    """What the administrator or the shell allow this process."""
+    """Limits that the administrator or the shell set for this process."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield judged(
         "open files",

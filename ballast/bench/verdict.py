@@ -126,8 +126,8 @@ def _besides(best: Report, last: Report, reports: Sequence[Report]) -> str:
 
 
 def _names(reports: Sequence[Report]) -> dict[str, str]:
-    """How a sentence calls each run: names like `balloon, live` without what all have in common,
-    and otherwise in quotes, since their commas would divide a list."""
+    """Names of runs in sentences: `balloon, live` without the parts that all have in common, and
+    otherwise in quotes, since their commas would divide a list."""
     parts = {r.name: r.name.partition(", ") for r in reports}
     if len({how for *_, how in parts.values()}) == 1:
         return {name: preset for name, (preset, *_) in parts.items()}

@@ -57,7 +57,7 @@ class Points:
 
     @property
     def decode_terms(self) -> Vector:
-        """What the coefficients of a decode step are multiplied with, a row for each point."""
+        """Terms that the coefficients of a decode step multiply, a row for each point."""
         tiles = np.ceil(self.batch / TILE) - 1
         return np.column_stack([np.ones(len(self)), self.batch, self.tokens, tiles])
 
@@ -92,7 +92,7 @@ class DecodeFit:
 
 
 def errors(fit: PrefillFit | DecodeFit, points: Points) -> Vector:
-    """Of each point: predicted / measured - 1."""
+    """Relative error of each point: predicted / measured - 1."""
     return fit.seconds(points) / points.seconds - 1
 
 
@@ -155,10 +155,10 @@ def fit_linear(terms: Vector, seconds: Vector, least: Vector) -> list[float]:
 
 
 def pair_seconds(points: Points) -> float:
-    """Of a query-key pair, from differences between points of equal tokens (Huber).
+    """Seconds of a query-key pair, from differences between points of equal tokens (Huber).
 
-    It comes before the rest: a fit of everything at once confuses attention with the curvature of
-    matrix products.
+    It is fitted before the rest: a joint fit confuses attention with the curvature of matrix
+    products.
     """
     more, longer = [], []
     for tokens in np.unique(points.tokens):

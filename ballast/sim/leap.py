@@ -146,7 +146,7 @@ def _repeat(
 
 
 def _next(heap: EventHeap) -> float:
-    """When the device's next event happens that is known; inf if none is."""
+    """Time of the device's next known event; inf if there is none."""
     return inf if heap.next is None else heap.next
 
 
