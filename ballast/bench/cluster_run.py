@@ -61,12 +61,12 @@ class ClusterRun:
         return sum(m["action"] == action.__name__ for m in done)
 
     def total(self, what: str) -> int:
-        """Of a number that every device has, over all of them."""
+        """Sum of a numeric field over all devices."""
         return sum(device[what] for device in self.devices.values())
 
     @property
     def rotations(self) -> dict[str, dict[str, float]]:
-        """By model, the sums over all devices of what layers cost that came and went (`Loads`)."""
+        """Costs of rotating layers (`Loads`) by model, summed over all devices."""
         found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for device in self.devices.values():
             for name, loads in device["rotations"].items():

@@ -48,7 +48,7 @@ def examine(fleet: FleetSettings | None, clock: Clock) -> Iterator[Finding]:
 
 
 def table(findings: list[Finding]) -> Table:
-    """For the terminal; cures stand beneath what they cure."""
+    """Format findings as a terminal table; a cure stands below its finding."""
     result = Table(title="ballast doctor", title_justify="left")
     for column in ("check", "", "found"):
         result.add_column(column, overflow="fold")

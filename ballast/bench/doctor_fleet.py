@@ -113,7 +113,7 @@ def _group(
 
 
 def lending(settings: FleetSettings) -> Finding:
-    """Which devices can lend pages to which, and why others cannot."""
+    """List the devices that can lend pages to each other, and the reasons where they cannot."""
     swapping = preset_of(settings).requires.kv_swapping
     ways = settings.lending(_reaches(settings), swapping)
     unable = [f"{c.lender} cannot to {c.borrower}: {c.why}" for c in ways if not c.means]

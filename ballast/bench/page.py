@@ -29,9 +29,8 @@ _LISTED = 200
 def page(
     title: str, facts: Sequence[str], reports: Sequence[Report], clusters: Sequence[ClusterRun] = ()
 ) -> str:
-    """A whole HTML document. `facts`: sentences on what was run; `clusters`: what devices did, of
-    simulations. Equal runs give equal pages.
-    """
+    """Return a whole HTML document. `facts`: sentences that describe the runs; `clusters`: device
+    data of simulations. Equal runs give equal pages."""
     lines = [*facts, f"Service levels: {slos_text(reports[0].slos)}."]
     if memory := next((text for r in reports if (text := memory_text(r))), ""):
         lines.append(f"Memory: {memory}.")

@@ -31,7 +31,7 @@ from ballast.core.units import MiB
 MARKED = 5000
 """Decisions of a run that a page holds, the first ones; `page` says how many it leaves out."""
 POINTS = 200
-"""Of a curve."""
+"""Number of points of a curve."""
 _MODELS_OWN = ("weights", "slots", "kv", "cached")
 """Kinds of owners that name a model."""
 

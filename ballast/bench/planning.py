@@ -220,7 +220,7 @@ class _Search:
         return [draw.number for draw in self.found if draw.number is not None]
 
     def run(self, draw: int, number: int, whole: bool = False) -> float:
-        """Return what a draw attains on so many devices; see `Question.attainment`."""
+        """Return the attainment of a draw on this number of devices; see `Question.attainment`."""
 
         def draw_progress(what: str, sent: int) -> None:
             self._progress(f"{what}, draw {draw + 1}", sent)
@@ -232,7 +232,8 @@ class _Search:
         return share
 
     def fewest_for_all(self) -> int | None:
-        """Search draw by draw until the interval has settled; return what suffices for all draws.
+        """Search draw by draw until the interval has settled; return the number that suffices for
+        all draws.
 
         None where no number suffices for one of them: none is tried after it.
         """

@@ -97,8 +97,8 @@ def _bars(console: Console) -> Iterator[Progress]:
 
 
 class Lines:
-    """Plain lines: what is going on, at every `tick` that comes `EVERY` seconds after the line
-    before; and what took longer than that, when it is done."""
+    """Write plain lines of progress: the current task, at every `tick` that comes `EVERY` seconds
+    after the line before; and each task that took longer than that, when it ends."""
 
     def __init__(
         self, write: Callable[[str], object], now: Callable[[], float] = time.monotonic

@@ -123,10 +123,10 @@ class Report:
         name: str = "run",
         workload: str = "",
     ) -> Report:
-        """Raises ConfigError where a model has no service level or no time has passed.
+        """Build the report of a run. Raises ConfigError where a model has no service level or no
+        time has passed.
 
-        `wall_seconds` is what throughput is divided by: from the start of the workload to the
-        last answer.
+        `wall_seconds`: divisor of throughput, from the start of the workload to the last answer.
         """
         if not wall_seconds > 0:
             raise ConfigError("wall_seconds", wall_seconds, "positive")

@@ -75,7 +75,7 @@ class ServersTarget:
         }
 
     async def decisions(self, origin: float) -> Sequence[DecisionRecord]:
-        """From the servers' books, whose times are the event loop's."""
+        """Return the decisions that the controllers recorded, on the event loop's clock."""
         found: list[DecisionRecord] = []
         began = asyncio.get_running_loop().time() - (self._clock.now() - origin)
         for server in self._servers:

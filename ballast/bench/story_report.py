@@ -55,7 +55,7 @@ class StoryReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of decisions, by action; 0 where none was taken."""
+        """Counts of decisions by action; 0 where there were none."""
         return dict(Counter(entry["action"] for entry in self.decisions))
 
 
@@ -127,7 +127,7 @@ class _Reader:
         self.seconds = 0.0
         """Of all jobs, as if each had had its whole device."""
         self._open: dict[str, _Asked] = {}
-        """Not answered, by id: a worker that replaces another goes on with them."""
+        """Unanswered requests by id: a worker that replaces another continues them."""
 
     def read(self, life: DeviceStory) -> None:
         """One more."""

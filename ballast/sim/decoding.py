@@ -97,9 +97,9 @@ class DecodeBatch:
     def run_on(
         self, pace: Callable[[int], float], overhead: float, at: float, seconds: float, until: float
     ) -> tuple[float, float]:
-        """Let steps end that follow one another, before `until`, as long as no block is full after
-        one and nobody has the last token: the one in flight ends at `at` and takes `seconds`. When
-        the first ends that is left, and its seconds.
+        """End consecutive steps before `until`, as long as no block is full after one and no
+        request has its last token; the step in flight ends at `at` and takes `seconds`. Returns the
+        end and the seconds of the first step that is left.
 
         `pace`, `overhead`: as of `SimRunner.decodes_on`.
         """
@@ -167,8 +167,8 @@ class _Row:
 
 
 def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> DecodeBatch | None:
-    """The batch of a model whose next step only decodes, without asking for anything or admitting
-    anybody, as does the job in flight if there is one; None if that may be otherwise.
+    """Return the batch of a model whose next step only decodes, without a policy decision or an
+    admission, as does the job in flight if there is one; None if that may be otherwise.
 
     `prompts`: whether the step may admit.
     """

@@ -204,7 +204,7 @@ def _devices(problem: Problem) -> list[PlacementDevice]:
 
 
 def _claims(problem: Problem) -> list[ModelDemand]:
-    """Demands in tokens/s per second: a problem does not say how large a token's KV is."""
+    """Demands in tokens/s per second: a problem does not state the KV bytes of a token."""
     return [
         ModelDemand(
             m.name,

@@ -131,11 +131,11 @@ class DeviceProfile(Keys):
         return self.model_copy(update={"engine": engine})
 
     def costs(self, model: str | ModelSpec, tp: int = 1, sm_percent: int = 100) -> StepCosts:
-        """Of a model by its name in this file or the catalogue, or by its sizes.
+        """Return the costs of a model, by its name in this file or the catalogue, or by its sizes.
 
-        Measured ones under the engine that serves where there are any, else the roofline's, which
-        knows whole devices, and groups of the sizes in `all_reduce`. Raises ConfigError,
-        which lists what is known.
+        Measured costs under the engine that serves where there are any, else the roofline's, which
+        covers whole devices, and groups of the sizes in `all_reduce`. Raises ConfigError, which
+        lists the known names.
         """
         name, like = self._like(model)
         rows = [row for row in self._rows if row.model.lower() in like]
@@ -154,8 +154,8 @@ class DeviceProfile(Keys):
         )
 
     def on_parts(self, model: str | ModelSpec, tp: int = 1) -> list[tuple[float, StepCosts]]:
-        """What jobs of a model cost on parts of the multiprocessors, where that was measured under
-        the engine that serves: shares below 1, ascending."""
+        """Return the measured costs of a model on parts of the multiprocessors under the engine
+        that serves: (share below 1, costs), ascending; empty where there are none."""
         _, like = self._like(model)
         rows = [r for r in self._rows if r.tp == tp and r.model.lower() in like]
         percents = {row.sm_percent for row in rows if row.sm_percent < 100}

@@ -106,9 +106,9 @@ class PageCallCosts(Keys):
     unmap_seconds: NotNegative
     """The loop's, to unmap it."""
     beside_seconds: NotNegative = 0.0
-    """What an activation takes beyond that and beyond the copy."""
+    """Further seconds per page of an activation, beyond mapping and copying."""
     kv: bool = True
-    """False: the costs of jobs hold what pages of KV take."""
+    """Whether pages of KV cost the same. False: job costs include it."""
     source: str
 
     @property

@@ -35,7 +35,7 @@ class Hardware(Keys):
     peer_bandwidth: Positive | None = None
     source: str
     unverified: list[str] = Field(default_factory=list)
-    """Keys for which no vendor's document is known to us."""
+    """Keys without a known vendor's document."""
     note: str = ""
 
 
@@ -49,7 +49,7 @@ class Derate(Keys):
     floor: NotNegative
     """The least that a prefill takes, x a decode step's base."""
     start: NotNegative
-    """What of the base a long prefill does not cover, x the base."""
+    """Part of the base that a long prefill does not overlap, x the base."""
     arithmetic: NotNegative
     """x the time of a prefill's matrix products at the peak."""
     attention: NotNegative
@@ -72,11 +72,11 @@ class KernelReach(Keys):
     """Fractions of peak that kernels reach on a device, whichever engine launches them."""
 
     layer_seconds: NotNegative
-    """What a layer takes beyond reading: kernels' beginnings, norms, attention over a short KV."""
+    """Seconds of a layer beyond reading: kernel starts, norms, attention over a short KV."""
     reading: Positive
     """x the time to read weights or KV from device memory at the peak."""
     start: NotNegative
-    """What of a pass a long prefill's arithmetic does not cover, x the pass."""
+    """Part of a pass that a long prefill's arithmetic does not overlap, x the pass."""
     arithmetic: Positive
     """x the time of a prefill's matrix products at the peak."""
     attention: Positive
@@ -96,7 +96,7 @@ class EngineHostCosts(Keys):
     sequence_seconds: NotNegative = 0.0
     """For each decoding sequence of a step."""
     layer_seconds: NotNegative = 0.0
-    """To launch a layer's kernels. A step takes at least that for its layers."""
+    """Seconds to launch a layer's kernels: the least that a step takes per layer."""
     group_layer_seconds: NotNegative = 0.0
     """As `layer_seconds`, in a group of devices."""
     all_reduce: NotNegative = 1.0

@@ -66,11 +66,10 @@ class SimRunner:
         factors: JobFactors | None = None,
         maps_kv: bool = False,
     ) -> None:
-        """`on_parts`: what jobs of a model were seen to take on parts of the device; `calls`: what
-        the loop has to end before a job begins, and `hides_calls`, whether it makes them while the
-        job before runs; `copies_slow`: see `Profile`; `factors`: of what jobs are expected to take;
-        `maps_kv`: whether pages of KV take `calls`.
-        """
+        """`on_parts`: returns measured job costs on parts of the device; `calls`: pending calls of
+        the loop, which end before a job begins, and `hides_calls`: whether the loop makes them
+        while the job before runs; `copies_slow`: see `DeviceProfile`; `factors`: on the expected
+        duration of jobs; `maps_kv`: whether pages of KV take `calls`."""
         self.maps_kv = maps_kv
         self._heap = heap
         self._clock = clock
@@ -99,7 +98,7 @@ class SimRunner:
         self._began = self._free = 0.0
         """Times at which the last job began and ends, the latter if known."""
         self._ahead: tuple[str, float, Alone] | None = None
-        """Of a decode step that has begun before its job was started: model, when, and pace."""
+        """A decode step that has begun before its job was started: model, time, and pace."""
         self._after_pause = self._after_prefill = self._prefills = False
         """Whether the last job followed a pause or a prefill, and whether it has a prefill."""
 
@@ -176,9 +175,9 @@ class SimRunner:
         self._heap.give_work(job, results)
 
     def decodes(self, model: str, sequences: int, context: int) -> tuple[float, float, float]:
-        """Begin a decode step whose job is started at the same moment at the latest, of a model
-        whose jobs wait for nothing: its seconds, how many of these it waits (0), and when it ends
-        for the loop.
+        """Begin a decode step of a model whose jobs wait for nothing; its job is started at the
+        same moment at the latest. Returns its seconds, the seconds of these that it waits (0), and
+        the time at which it ends for the loop.
 
         `context`: as of `JobLoad`.
         """
@@ -257,8 +256,8 @@ class SimRunner:
         return max(now, self._calls.until - self._hidden)
 
     def _part(self, model: str, load: JobLoad, share: float, factor: float) -> Part:
-        """What a job takes on a share of the device that it has to itself; `factor`: times what is
-        expected."""
+        """Return the seconds of a job on a share of the device that it has to itself; `factor`: on
+        its expected duration."""
         if model not in self._measured:
             self._measured[model] = self._on_parts(self._specs[model])
         seen, (compute, memory) = self._measured[model], self._costs[model].split(load)

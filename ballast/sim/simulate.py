@@ -46,10 +46,10 @@ def simulate(
 ) -> Simulated:
     """Run `arrivals` (each at its `arrival` second) on one device, to the last answer.
 
-    `said(now, output)` gets what clients would be told; `observe(now, state)` sees the state
-    after each turn, and the leap that follows it. Equal arguments give equal runs; with or without
+    `said(now, output)` gets the outputs to clients; `observe(now, state)` gets the state when each
+    turn, and the leap that follows it, have ended. Equal arguments give equal runs; with or without
     `leaps` (`sim/leap.py`) the answers, their times and the books are the same. `preset`: policies
-    that have no name; None: the fleet's. `steps`: see `SimDevice`.
+    without a registered name; None: the fleet's. `steps`: see `SimDevice`.
     """
     device = SimDevice(
         fleet.of_one_device("this simulation"),
@@ -75,11 +75,11 @@ def simulate_devices(
     arrivals: Iterable[Submission],
     sent: Callable[[Submission, str], None] = lambda submission, device: None,
 ) -> float:
-    """Run `arrivals`, in order of arrival, on the controller's devices to the last answer; when
-    that was.
+    """Run `arrivals`, in order of arrival, on the controller's devices to the last answer; returns
+    that time.
 
-    A request goes where the controller says, from what is true at its arrival; `sent` hears where.
-    Arrivals are taken as they fall due: a long workload need not be in memory.
+    The controller routes each request by the state at its arrival; `sent` gets the choice. Arrivals
+    are taken as they fall due: a long workload need not be in memory.
     """
     devices = controller.devices.values()
     last = done = 0.0

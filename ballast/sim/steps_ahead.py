@@ -72,7 +72,7 @@ class StepsAheadHeap(EventHeap):
         return found
 
     def ready(self, until: float | None) -> bool:
-        """Put off what is due: other devices may come before what is due next."""
+        """Defer arrivals that are due, since other devices may turn before the next event."""
         if not self._steps or self.next is None or (until is not None and until < self.next):
             return True
         self._due = self._left(super().take(until))

@@ -50,8 +50,8 @@ class TimedJob:
 
 
 def jobs_of(entries: Sequence[Mapping[str, Any]]) -> list[TimedJob]:
-    """All jobs that a device's story tells of, but those of a leap, and those that began while
-    weights arrived: they waited for them, and ran beside their copies."""
+    """Return the jobs in a device's story, except those of a leap, and those that began while
+    weights arrived: they waited for layers, and ran beside copies."""
     early = _begun_early(entries)
     done = [e for e in entries if e.get("event") == "JobDone"]
     found: list[TimedJob] = []
@@ -163,6 +163,6 @@ def _kinds(jobs: Sequence[TimedJob]) -> tuple[bool, bool]:
 
 
 def _terms(n: JobLoad) -> tuple[float, ...]:
-    """What the first six coefficients of `StepCosts` are multiplied with."""
+    """Terms that the first six coefficients of `StepCosts` multiply."""
     prefill = (n.prefill_pairs, n.prefill_chunks)
     return (1.0, n.prefill_tokens, n.decode_sequences, n.decode_context, *prefill)

@@ -131,7 +131,7 @@ class StoryEvents:
         self._numbers: dict[str, int] = {}
         """Number of the last request with each id."""
         self._specs: dict[str, ModelSpec] = {}
-        """By what requests may ask for, the model that runs it."""
+        """Spec of the model that runs each name (model or adapter)."""
         for m in life.snapshot.models:
             self._serves(m.spec)
 

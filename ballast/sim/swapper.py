@@ -29,7 +29,7 @@ class SimSwapper:
     host: int | None = None
 
     def __init__(self, kv: KvCache, link: SimLink, dirty: bool) -> None:
-        """`dirty`: of a layer only what a job has written is stored."""
+        """`dirty`: store only the KV of a layer that a job has written."""
         assert isinstance(kv.layout, LayeredLayout)
         self._plane_bytes = kv.layout.plane_bytes
         self._token_bytes = kv.spec.kv_bytes_per_token // kv.spec.n_layers
@@ -127,7 +127,7 @@ class SimSwappers:
 
 
 class _Nothing:
-    """Implements `KvSwapper` where the story says how long jobs take."""
+    """`KvSwapper` of a replay: the story gives the durations of jobs."""
 
     host: int | None = None
 

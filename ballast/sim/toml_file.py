@@ -18,7 +18,7 @@ from ballast.fleet.schema import Keys
 K = TypeVar("K", bound=Keys)
 
 Size = Annotated[int, Field(ge=1)]
-"""Parameters and bytes exceed what counts in a fleet file may be."""
+"""A count without an upper bound: parameters and bytes exceed the bounds of the fleet file."""
 Whole = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -101,9 +101,9 @@ class SimHost:
 
 
 def places(joints: ClusterLinks, units: Sequence[tuple[LinkRates, int]]) -> list[HostPlace]:
-    """Places of devices, on as many hosts as they need.
+    """Return places of devices, on as many hosts as needed.
 
-    `units`: what the own link of each carries, and how many devices it is: a group of several is on
+    `units`: by unit, the rates of its own link, and its number of devices: a group of several is on
     one host, alone there if it has more than a host has.
     """
     found: list[HostPlace] = []
