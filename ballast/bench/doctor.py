@@ -21,10 +21,10 @@ _COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red
 
 
 def examine(fleet: FleetSettings | None, clock: Clock) -> Iterator[Finding]:
-    """Findings, as they are made. Without a fleet, a budget of 512 MiB is taken as wanted.
+    """Yield findings, as they are made. Without a fleet, a budget of 512 MiB is assumed.
 
-    Times what it measures by `clock`. Loads every model of the fleet, one after the other; only
-    then is the machinery for models imported.
+    Times its measurements by `clock`. Loads every model of the fleet, one after the other; the
+    machinery for models is imported only then.
     """
     devices = [device for device, _ in fleet.devices.values()] if fleet else [DEFAULT]
     yield from doctor_machine.software()

@@ -75,7 +75,8 @@ class ServersTarget:
         }
 
     async def decisions(self, origin: float) -> Sequence[DecisionRecord]:
-        """Return the decisions that the controllers recorded, on the event loop's clock."""
+        """Return the decisions in the controllers' records since `origin`, with times counted from
+        there; the records are on the event loop's clock."""
         found: list[DecisionRecord] = []
         began = asyncio.get_running_loop().time() - (self._clock.now() - origin)
         for server in self._servers:

@@ -167,8 +167,8 @@ class _Row:
 
 
 def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> DecodeBatch | None:
-    """Return the batch of a model whose next step only decodes, without a policy decision or an
-    admission, as does the job in flight if there is one; None if that may be otherwise.
+    """Return the batch of a model whose next step only decodes, with no admission and no new
+    shortage of pages, as does the job in flight if there is one; None if that may be otherwise.
 
     `prompts`: whether the step may admit.
     """
@@ -210,8 +210,8 @@ def fit(pool: Pool, needs: Iterable[tuple[DecodeBatch, int]]) -> bool:
 
 
 def _admits_nobody(m: ModelState, state: DeviceState, prompts: bool) -> bool:
-    """Whether no step of it admits a request or asks for pages again: a request that found no room
-    waits on while no more becomes free, and its shortage is known."""
+    """Whether no step of the model admits a request or reports a new shortage: a request that found
+    no room keeps waiting while no more pages become free, and its shortage is known."""
     if m.held or not m.waiting or len(m.running) >= m.spec.max_running:
         return not m.shortages
     first = m.waiting.first.id

@@ -137,8 +137,8 @@ class Movers:
                 self._end(at, move)
 
     def _arrive(self, at: float, move: _Move, tail: int | None) -> None:
-        """Deliver a request that has departed, or has ended, to its target. `tail`: tokens whose KV
-        followed; None: that KV was lost."""
+        """Finish a move: resume a request that has departed on its target, or drop its KV there if
+        it has ended. `tail`: tokens whose KV followed; None: that KV was lost."""
         request, target = move.request, self._devices[move.target]
         if request.state is not RequestState.CANCELLED:
             target.receive(at, DropKvEvent(request.id))

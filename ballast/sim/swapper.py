@@ -29,7 +29,7 @@ class SimSwapper:
     host: int | None = None
 
     def __init__(self, kv: KvCache, link: SimLink, dirty: bool) -> None:
-        """`dirty`: store only the KV of a layer that a job has written."""
+        """`dirty`: store only the part of a layer's KV that a job has written."""
         assert isinstance(kv.layout, LayeredLayout)
         self._plane_bytes = kv.layout.plane_bytes
         self._token_bytes = kv.spec.kv_bytes_per_token // kv.spec.n_layers
