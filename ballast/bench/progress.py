@@ -1,6 +1,6 @@
 """Show the progress of a command on stderr: bars on a terminal, plain lines elsewhere.
 
-Without a terminal, a line at least every `EVERY` seconds names the running part, and a part that
+Without a terminal, a line about every `EVERY` seconds names the running part, and a part that
 took longer than that is listed with its duration. Used by all commands that run for long.
 """
 

@@ -105,8 +105,8 @@ def costs_of(jobs: Sequence[TimedJob]) -> tuple[float, dict[str, StepCosts]]:
 
 
 def spread_of(jobs: Sequence[TimedJob], wake: float, costs: Mapping[str, StepCosts]) -> JobSpread:
-    """Spread of job durations around the expectations of `costs_of`: longer jobs are weighted by
-    their seconds, and stalls count as `STALL` times the expectation."""
+    """Return the spread of job durations around the expectations of `costs_of`: jobs are weighted
+    by their expected seconds, and stalls count as `STALL` times the expectation."""
     expected = _expected(jobs, wake, costs)
     ratios = np.minimum(np.array([job.seconds for job in jobs]) / expected, STALL)
     return JobSpread(quantiles=quantiles_of(ratios.tolist(), expected.tolist()))
