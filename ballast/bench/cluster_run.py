@@ -1,4 +1,8 @@
-"""Run a workload on a cluster in virtual time, and report it like any other run."""
+"""Run a workload on a simulated cluster and report it like any other run.
+
+`run_cluster` drives `sim.cluster.Cluster` for `ballast simulate`, `ballast plan` and benchmarks.
+Everything happens in virtual time; no model runs.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +33,18 @@ from ballast.workload.workload import Workload, WorkloadRequest
 
 @dataclass(frozen=True, slots=True)
 class ClusterRun:
-    """One preset's run."""
+    """One preset's run on a simulated cluster."""
 
     report: Report
     devices: dict[str, dict[str, Any]]
-    """By device: its memory, its models and their weights, and what it did."""
+    """By device: its memory, its models and their weights, and counts of its decisions."""
     jobs: int
     placement: str
     """Name of the fleet policy; `given` where a file names the devices."""
     moves: tuple[dict[str, Any], ...]
-    """What the fleet's policy asked for, in order: when, what, and why it was refused, if it was.
-    """
+    """Actions of the fleet policy, in order: time, action, and the reason if it was refused."""
     moved: int = 0
-    """Requests that went on at another device with their KV."""
+    """Number of requests that migrated to another device with their KV."""
 
     @property
     def placed(self) -> int:
@@ -50,7 +53,7 @@ class ClusterRun:
 
     @property
     def withdrawn(self) -> int:
-        """Times one was taken from it."""
+        """Times a model was withdrawn from a device."""
         return self._moved(Withdraw)
 
     def _moved(self, action: type) -> int:
@@ -58,12 +61,12 @@ class ClusterRun:
         return sum(m["action"] == action.__name__ for m in done)
 
     def total(self, what: str) -> int:
-        """Of a number that every device has, over all of them."""
+        """Sum of a numeric field over all devices."""
         return sum(device[what] for device in self.devices.values())
 
     @property
     def rotations(self) -> dict[str, dict[str, float]]:
-        """By model, the sums over all devices of what layers cost that came and went (`Loads`)."""
+        """Costs of rotating layers (`Loads`) by model, summed over all devices."""
         found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for device in self.devices.values():
             for name, loads in device["rotations"].items():
@@ -143,7 +146,7 @@ def run_cluster(
 
 
 class _Observer:
-    """Records what clients get, what devices decide and how models move, while a cluster runs."""
+    """Record outputs, decisions of devices and moves of models while a cluster runs."""
 
     def __init__(
         self,
@@ -172,7 +175,7 @@ class _Observer:
             self._missed(request.model)
 
     def record_move(self, at: float, action: FleetAction, refused: str | None) -> None:
-        """Record what the fleet's policy asked for, and why it was `refused`, if it was."""
+        """Record an action of the fleet policy, and the reason if it was `refused`."""
         move = {"at": at, "action": type(action).__name__, **asdict(action)}
         self.moves.append(move if refused is None else {**move, "refused": refused})
 
@@ -183,17 +186,18 @@ class _Observer:
 
 
 BUSIEST_SECONDS = 10.0
-"""A model's devices have to keep up with its busiest ones; bursts that are shorter may wait."""
+"""Length of a model's busiest period: its devices have to keep up with that; shorter bursts may
+wait."""
 
 
 def traffic_of(workload: Workload) -> dict[str, Traffic]:
-    """By model, its mean over the whole workload."""
+    """Return the mean traffic of each model over the whole workload."""
     seconds = max(workload.seconds, 1.0)
     return {model: _traffic(own, seconds) for model, own in _asked(workload).items()}
 
 
 def busiest_of(workload: Workload) -> dict[str, Traffic]:
-    """By model, its mean over those `BUSIEST_SECONDS` in which it is asked for most tokens."""
+    """Return the mean traffic of each model over the `BUSIEST_SECONDS` with most tokens."""
     found = {}
     for model, own in _asked(workload).items():
         first = tokens = most = 0

@@ -1,4 +1,8 @@
-"""`ballast demo`: presets compared live, on equal terms, as a newcomer sees the system first."""
+"""Run `ballast demo`: compare presets on the same bursts, in virtual time and live over HTTP.
+
+Makes a small fleet if there is none, measures the machine, and prints a table, a verdict and a
+picture. Called by the command line.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a demo showed: presets side by side, live and in virtual time."""
+"""Tabulate the results of `ballast demo`: each preset's attainment, live and in virtual time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The terms on which `ballast demo` compares presets: budget, link, bursts and service levels.
+"""Choose the terms on which `ballast demo` compares presets: budget, link, bursts, service levels.
 
-All of them follow from what this machine was measured to do, so that machines of different speed
-see the same comparison; decision 034 says how the constants were chosen.
+All of them follow from measurements of this machine, so that machines of different speed run the
+same comparison; decision 034 explains the constants.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SPARE_WORKER = False
 MOST_TOKENS = 256
 """Longest prompt and output together."""
 MEAN_TOKENS = MOST_TOKENS // 8
-"""Of prompts, and of outputs."""
+"""Mean tokens of prompts, and of outputs."""
 GROUPS = BurstyGroups(head=0.0, alpha=0.0, spell_seconds=80, pause_seconds=500)
 """No model is preferred: all but one come and go, with clumps of the same mean size; spells for
 eight models as docs/workloads.md has them."""
@@ -55,14 +55,14 @@ eight models as docs/workloads.md has them."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoTerms:
-    """What every preset gets alike."""
+    """Terms that are the same for every preset."""
 
     budget_bytes: int
     weight_bytes: int
-    """Of all models together."""
+    """Bytes of the weights of all models."""
     link_bytes_per_second: float
     slo: Slo
-    """Of every model."""
+    """Service level of every model."""
     workload: Workload
 
     def describe(self) -> str:

@@ -1,4 +1,8 @@
-"""Run a workload on a fleet, live in this process or in virtual time, and report it alike."""
+"""Run a workload on a fleet of one device, live in this process or in virtual time, and report it.
+
+Both ways return the same `DeviceRun`, so that they can be compared. Used by `bench.run`, the demo
+and benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +35,13 @@ from ballast.workload.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class DeviceRun:
-    """One run: what clients saw, and what the device did."""
+    """One run on one device: report, story and counts of decisions."""
 
     report: Report
     story: list[dict[str, Any]]
     """Every event and decision, in order."""
     counts: dict[str, int]
-    """Over all models: activations, evictions, preemptions; and jobs."""
+    """Counts over all models: activations, evictions, preemptions; and jobs."""
 
 
 def run_live(
@@ -49,7 +53,7 @@ def run_live(
     timeout: float = 120.0,
     progress: Progress = quiet,
 ) -> DeviceRun:
-    """Open loop, on this machine, in this process. The device is made for the run.
+    """Run a workload open-loop on a live device in this process, made for the run.
 
     Raises Unavailable where it cannot serve one of the models.
     """
@@ -91,8 +95,8 @@ def run_virtual(
     preset: Preset | None = None,
     progress: Progress = quiet,
 ) -> DeviceRun:
-    """The same workload in virtual time; `sink` gets the story as well. `preset`: policies that
-    have no name; None: the fleet's. `progress` gets how many requests have ended."""
+    """Run a workload in virtual time; `sink` gets the story as well. `preset`: policies without a
+    registered name; None: the fleet's. `progress` gets the number of requests that have ended."""
     recorder = RequestRecorder()
     prompts = prompts_of(vocabularies_of(specs))
     arrivals = []

@@ -1,4 +1,7 @@
-"""The fewest devices with which a service level is met, and how much that depends on chance."""
+"""Search the fewest devices that meet a service level, and when further random draws can stop.
+
+Used by `bench.planning`, which passes a function that runs a workload on a number of devices.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Fewest:
-    """What a search found."""
+    """Result of a search for one draw of the workload."""
 
     number: int | None
     """The fewest tried that met the target; None: no number up to the bound did."""
@@ -81,8 +84,8 @@ class Sureness:
 
     @property
     def at_least(self) -> float:
-        """With 95 % confidence, the share of further draws for which `most` devices suffice: the
-        one-sided tolerance bound of a greatest of so many (Wilks 1941). Somewhat too high where
+        """Share of further draws for which `most` devices suffice, with 95 % confidence: the
+        one-sided tolerance bound of the maximum of the draws (Wilks 1941). Somewhat too high where
         draws ended because the last ones widened nothing."""
         return float((1 - CONFIDENCE) ** (1 / self.draws))
 

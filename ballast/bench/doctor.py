@@ -1,4 +1,7 @@
-"""The doctor: is this machine, and optionally this fleet, fit for Ballast?"""
+"""Check whether this machine, and optionally a fleet, is fit for Ballast (`ballast doctor`).
+
+Collects the findings of the `doctor_*` modules and prints them as a table.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ _COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red
 
 
 def examine(fleet: FleetSettings | None, clock: Clock) -> Iterator[Finding]:
-    """Findings, as they are made. Without a fleet, a budget of 512 MiB is taken as wanted.
+    """Yield findings, as they are made. Without a fleet, a budget of 512 MiB is assumed.
 
-    Times what it measures by `clock`. Loads every model of the fleet, one after the other; only
-    then is the machinery for models imported.
+    Times its measurements by `clock`. Loads every model of the fleet, one after the other; the
+    machinery for models is imported only then.
     """
     devices = [device for device, _ in fleet.devices.values()] if fleet else [DEFAULT]
     yield from doctor_machine.software()
@@ -45,7 +48,7 @@ def examine(fleet: FleetSettings | None, clock: Clock) -> Iterator[Finding]:
 
 
 def table(findings: list[Finding]) -> Table:
-    """For the terminal; cures stand beneath what they cure."""
+    """Format findings as a terminal table; a cure stands below its finding."""
     result = Table(title="ballast doctor", title_justify="left")
     for column in ("check", "", "found"):
         result.add_column(column, overflow="fold")

@@ -1,4 +1,7 @@
-"""What a check of the doctor found, and what would cure it."""
+"""Define `Finding`, one row of the table of `ballast doctor`: check, verdict, observation and cure.
+
+Returned by all `doctor_*` modules.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A fleet file against the machine: does each model load, and does the budget fit?"""
+"""Check a fleet file against this machine: each model loads, and fits into its device's budget.
+
+Used by `bench.doctor`. Holds one model's weights at a time.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ def _group(
     where: str,
     isolation: Isolation,
 ) -> Iterator[Finding]:
-    """The same of a device of several ranks: what each of them has."""
+    """Check a device of several ranks: the memory of each rank."""
     specs: list[ModelSpec] = []
     for model in settings.models:
         if model.name not in names:
@@ -110,7 +113,7 @@ def _group(
 
 
 def lending(settings: FleetSettings) -> Finding:
-    """Which devices can lend pages to which, and why others cannot."""
+    """List the devices that can lend pages to each other, and the reasons where they cannot."""
     swapping = preset_of(settings).requires.kv_swapping
     ways = settings.lending(_reaches(settings), swapping)
     unable = [f"{c.lender} cannot to {c.borrower}: {c.why}" for c in ways if not c.means]
@@ -119,7 +122,7 @@ def lending(settings: FleetSettings) -> Finding:
 
 
 def _reaches(settings: FleetSettings) -> dict[str, GpuReach | None]:
-    """Of its GPUs, if this process may use them."""
+    """Return the reach of each device's GPU; empty where this process cannot use them."""
     gpus = {name: d.gpu for name, (d, _) in settings.devices.items() if d.gpu is not None}
     if not gpus:
         return {}

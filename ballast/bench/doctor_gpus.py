@@ -1,4 +1,4 @@
-"""Doctor's checks of GPUs and MIG slices; they read, and change nothing."""
+"""Check GPUs and MIG slices for `ballast doctor`; reads their state and changes nothing."""
 
 from __future__ import annotations
 

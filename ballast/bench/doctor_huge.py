@@ -1,4 +1,4 @@
-"""Huge pages: whether a device's memory gets them, what they bring here, and how to allow them."""
+"""Check huge pages for `ballast doctor`: availability, measured benefit, and how to allow them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Software, processor and limits of this machine."""
+"""Check software, processor, matrix kernels and process limits for `ballast doctor`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _chosen(dtype: str, from_rows: list[int | None]) -> str:
 
 
 def limits() -> Iterator[Finding]:
-    """What the administrator or the shell allow this process."""
+    """Limits that the administrator or the shell set for this process."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield judged(
         "open files",

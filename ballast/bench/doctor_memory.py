@@ -1,4 +1,4 @@
-"""Memory: enough of it, mappings enough, and pages that can be had, mapped and moved quickly."""
+"""Check memory for `ballast doctor`: amount, limit of mappings, speed of touching and mapping."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""How fairly models share KV memory: MuxServe (Duan et al., 2024), Equation 2, as measured.
+"""Compute how fairly models share KV memory: MuxServe (Duan et al., 2024), Equation 2, as measured.
 
-The R of that equation, blocks of KV that a model uses, normalised by its request rate and the size
-of its requests, comes out in seconds: for how long memory was held, on average, for what a request
-was to have there. A model whose requests wait for memory holds less of it than others do.
+R of that equation, the blocks of KV that a model uses, normalised by its request rate and the size
+of its requests, is in seconds here: mean bytes of KV held, over the bytes of KV per second that the
+model's requests amount to. A model whose requests wait for memory has a lower value than others.
+Used by benchmarks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Models in the host tier, as the devices of a fleet on this machine would have them."""
+"""Load a model into a host tier, measuring its jobs as a device of the fleet would.
+
+Used by `ballast doctor` and `bench.run`, which need specs as served, without a running worker.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from ballast.weights.host import HostModel, HostTier
 def load_as_served(
     model: ModelSettings, fleet: FleetSettings, isolation: Isolation | None = None
 ) -> HostModel:
-    """The checkpoint, examined by `isolation`, or here; its jobs are measured where the fleet has a
-    CPU of one rank.
+    """Load a checkpoint into a new host tier, examined by `isolation`, or in this process; its jobs
+    are measured where the fleet has a CPU of one rank.
 
     Raises as `load_host_model` and `measured`.
     """
@@ -26,7 +29,8 @@ def load_as_served(
 
 
 def _most(devices: list[DeviceSettings]) -> DeviceSettings | None:
-    """A CPU whose largest job is as large as that of any; None if there is no CPU."""
+    """Return settings of a CPU whose jobs are as large as the largest of any; None without a
+    CPU."""
     cpus = [d for d in devices if d.gpu is None and d.tensor_parallel == 1]
     if not cpus:
         return None

@@ -1,4 +1,8 @@
-"""A server that speaks the OpenAI API, as a target: streamed completions of token-id prompts."""
+"""Send requests to a running server over the OpenAI API: streamed completions of token ids.
+
+`HttpTarget` is the `BenchmarkTarget` of `bench.run`. It also samples memory and decisions from
+`/admin/state`, where the server has that route.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A live device in this process, with its loop on a thread: for benchmarks and exactness checks."""
+"""Run a live device in this process, its loop on a thread, for benchmarks and exactness checks.
+
+Used by `benchmarks` only; without server, controller or worker process.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from ballast.live.machine import MakeMachine
 
 @dataclass(slots=True)
 class Answer:
-    """What came back for one request. Times are seconds on the device's clock."""
+    """Outputs of one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -89,8 +92,8 @@ class InProcess:
             raise self._crash
 
     def drain(self) -> None:
-        """Returns when all requests have ended, and the loop with them: until the context is left,
-        nobody but the caller changes what the device has."""
+        """Wait until all requests and the loop have ended: until the context is left, only the
+        caller changes the device."""
         self.device.post(DrainEvent())
         self._thread.join()
         if self._crash is not None:
@@ -109,11 +112,11 @@ class InProcess:
         self.device.inbox.post(*(ArrivalEvent(s) for s in submissions))
 
     def cancel(self, request_id: str) -> None:
-        """The client has gone."""
+        """Cancel a request, as when its client disconnects."""
         self.device.post(CancelEvent(request_id))
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until every request submitted has ended; False where that took longer."""
+        """Wait until every submitted request has ended; returns False after the timeout."""
         with self._ended:
             done = self._ended.wait_for(lambda: self._open == 0 or self._crash, timeout)
         if self._crash is not None:
@@ -121,7 +124,7 @@ class InProcess:
         return bool(done)
 
     def generate(self, submissions: Sequence[Submission]) -> dict[str, Answer]:
-        """All of them at once, to the same turn of the loop; returns when all have ended."""
+        """Submit all requests to the same turn of the loop; returns when all have ended."""
         self.submit(*submissions)
         self.wait()
         return {s.id: self.answers[s.id] for s in submissions}

@@ -1,4 +1,4 @@
-"""What else ran on this machine while something was measured."""
+"""Measure the CPU use of other processes during a measurement, and warn where it is too high."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 DISTURBED = 0.1
-"""Cores; what others may take without being noticed in a measurement."""
+"""Cores that other processes may use before a measurement counts as disturbed."""
 
 
 def disturbance(others: OtherLoad) -> str | None:

@@ -1,4 +1,7 @@
-"""Sizes of a fleet's models, for simulations: of the catalogue, or of checkpoints' headers."""
+"""Read sizes of a fleet's models for a simulation, from the catalogue or from checkpoint headers.
+
+Used by `bench.simulation_setup`. Reads a checkpoint's weights only where it has adapters.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from ballast.fleet.fleet_file import CATALOGUE
 from ballast.sim.model_catalogue import facts
 
 CONTEXT = 32768
-"""Most tokens of a request of the catalogue's models, where the fleet file does not say."""
+"""Most tokens of a request to a catalogue model, where the fleet file sets none."""
 
 
 def sizes_of(fleet: FleetSettings) -> list[ModelSpec]:
-    """In the fleet's order. Only a checkpoint with adapters is read whole, and let go.
+    """Return the specs of a fleet's models, in its order. Only a checkpoint with adapters is
+    loaded, and freed again.
 
-    Raises ConfigError, which lists the known names, and what loading a checkpoint raises.
+    Raises ConfigError, which lists the known names, and the errors of loading a checkpoint.
     """
     return [_size_of(settings) for settings in fleet.models]
 

@@ -1,4 +1,7 @@
-"""Runs of one workload as a page of HTML that needs nothing else: pictures, words, tables."""
+"""Write runs of one workload as a self-contained HTML page: pictures, verdict and tables.
+
+Used by `ballast bench` and `ballast simulate`. Equal runs give equal pages.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,8 @@ _LISTED = 200
 def page(
     title: str, facts: Sequence[str], reports: Sequence[Report], clusters: Sequence[ClusterRun] = ()
 ) -> str:
-    """A whole HTML document. `facts`: sentences on what was run; `clusters`: what devices did, of
-    simulations. Equal runs give equal pages.
-    """
+    """Return a whole HTML document. `facts`: sentences that describe the runs; `clusters`: device
+    data of simulations. Equal runs give equal pages."""
     lines = [*facts, f"Service levels: {slos_text(reports[0].slos)}."]
     if memory := next((text for r in reports if (text := memory_text(r))), ""):
         lines.append(f"Memory: {memory}.")

@@ -1,4 +1,4 @@
-"""The data from which `page.js` draws: plain, rounded, and equal for equal runs.
+"""Build the data from which `page.js` draws: plain and rounded; equal runs give equal data.
 
 ::
 
@@ -9,7 +9,8 @@
             marks: [{at, kind, action, device, model, why, refused}],
             ttft, tpot: [[seconds, share of all requests]]}]
 
-Models are numbers, places in `models`; -1: none. All series have one value for each of `at`.
+A model is an index into `models`; -1: none. All series have one value for each of `at`. Used by
+`bench.page`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ballast.core.units import MiB
 MARKED = 5000
 """Decisions of a run that a page holds, the first ones; `page` says how many it leaves out."""
 POINTS = 200
-"""Of a curve."""
+"""Number of points of a curve."""
 _MODELS_OWN = ("weights", "slots", "kv", "cached")
 """Kinds of owners that name a model."""
 

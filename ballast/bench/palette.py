@@ -1,4 +1,4 @@
-"""Colours of pictures, which people with any kind of colour vision can tell apart."""
+"""Define the colours of plots and pages; they are distinct for people with any colour vision."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What `ballast plan` runs: the fewest devices of a kind on which a fleet meets its service levels.
+"""Run `ballast plan`: search the fewest devices on which a fleet meets its service levels.
 
-Workloads are drawn by chance, so the search is made for several draws, the same ones for every
+Workloads are drawn at random, so the search is repeated for several draws, the same ones for every
 preset, until the interval of the answers has settled. A run that can no longer meet the target is
-not run to its end: on too few devices that would take far longer than on enough.
+cut short: on too few devices it would take far longer than on enough.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Planned:
 
     @property
     def least(self) -> float:
-        """What was attained with `shown` devices by the draw that attained least."""
+        """Lowest attainment of any draw with `shown` devices."""
         return min(draw.tried[self.shown] for draw in self.draws if self.shown in draw.tried)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Planned:
 
 
 class _Hopeless(Exception):
-    """So few requests can still attain that the target cannot be met."""
+    """Raised to end a run in which too few requests can still attain to meet the target."""
 
     def __init__(self, at_most: float) -> None:
         super().__init__(at_most)
@@ -110,7 +110,7 @@ class _Hopeless(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked of every draw, and of every number of devices."""
+    """Parameters of the search that are the same for every draw and every number of devices."""
 
     fleet: FleetSettings
     specs: Sequence[ModelSpec]
@@ -120,15 +120,16 @@ class Question:
     placement: str | None = None
     """As of `simulate_presets`."""
     each: bool = False
-    """Of every model's requests, not just of all together."""
+    """Whether every model has to meet the target, not only all requests together."""
     files: ClusterFiles = NO_FILES
     """Links."""
 
     def attainment(
         self, workload: Workload, number: int, progress: Progress, *, whole: bool
     ) -> tuple[float, ClusterRun | None]:
-        """With so many devices; an upper bound below the target, and no run, where it was cut short
-        as it could not be met any more. `whole`: it is not."""
+        """Return the attainment with this number of devices; an upper bound below the target, and
+        no run, where it was cut short because the target could not be met any more. `whole`: never
+        cut short."""
         requests = Counter(r.model if self.each else "" for r in workload.requests)
         late: Counter[str] = Counter()
 
@@ -219,7 +220,7 @@ class _Search:
         return [draw.number for draw in self.found if draw.number is not None]
 
     def run(self, draw: int, number: int, whole: bool = False) -> float:
-        """Return what a draw attains on so many devices; see `Question.attainment`."""
+        """Return the attainment of a draw on this number of devices; see `Question.attainment`."""
 
         def draw_progress(what: str, sent: int) -> None:
             self._progress(f"{what}, draw {draw + 1}", sent)
@@ -231,7 +232,8 @@ class _Search:
         return share
 
     def fewest_for_all(self) -> int | None:
-        """Search draw by draw until the interval has settled; return what suffices for all draws.
+        """Search draw by draw until the interval has settled; return the number that suffices for
+        all draws.
 
         None where no number suffices for one of them: none is tried after it.
         """

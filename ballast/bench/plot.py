@@ -1,4 +1,7 @@
-"""Runs of one workload as one picture: what each attained, above what its memory was used for."""
+"""Plot runs of one workload as one PNG: attainment of each, above its memory use over time.
+
+Used by `ballast bench` and `ballast demo`.
+"""
 
 from __future__ import annotations
 

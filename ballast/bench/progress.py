@@ -1,7 +1,7 @@
-"""How far a command is, on stderr: bars on a terminal, plain lines elsewhere.
+"""Show the progress of a command on stderr: bars on a terminal, plain lines elsewhere.
 
-Whatever a command does for longer than `EVERY` seconds is named, with how long it ran: a
-silent program looks like one that hangs.
+Without a terminal, a line about every `EVERY` seconds names the running part, and a part that
+took longer than that is listed with its duration. Used by all commands that run for long.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _BAR = 30
 
 
 class Progress(Protocol):
-    """Shows how far something is."""
+    """Callback that shows the progress of a task."""
 
     def __call__(self, what: str, done: int, total: int | None = None, note: str = "") -> None:
-        """`done` parts of `total` of `what`, which begins with its first call; `total` None: it
-        is not known how many there are. May be called by any thread."""
+        """Report `done` of `total` parts of the task `what`, which begins with its first call;
+        `total` None: unknown. May be called by any thread."""
 
 
 def quiet(what: str, done: int, total: int | None = None, note: str = "") -> None:
@@ -97,8 +97,8 @@ def _bars(console: Console) -> Iterator[Progress]:
 
 
 class Lines:
-    """Plain lines: what is going on, at every `tick` that comes `EVERY` seconds after the line
-    before; and what took longer than that, when it is done."""
+    """Write plain lines of progress: the current task, at every `tick` that comes `EVERY` seconds
+    after the line before; and each task that took longer than that, when it ends."""
 
     def __init__(
         self, write: Callable[[str], object], now: Callable[[], float] = time.monotonic
@@ -125,7 +125,7 @@ class Lines:
             self._finished = finished
 
     def tick(self) -> None:
-        """Some time has passed."""
+        """Write a line if one is due."""
         with self._lock:
             settled = self._finished or self.over.is_set()
             if self._what and not settled and self._now() - self._written_at >= EVERY:

@@ -1,4 +1,7 @@
-"""The highest arrival rate at which a service level is met."""
+"""Search the highest arrival rate at which a service level is met, by bisection.
+
+Used by benchmarks, which pass a function that runs a workload at a rate.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from ballast.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RateSearch:
-    """What a search found. Rates are factors on the workload's arrival rate."""
+    """Result of a search. Rates are factors on the workload's arrival rate."""
 
     rate: float
     """The highest rate tried that met the target with no failure tried below it; 0 if none did."""

@@ -1,4 +1,8 @@
-"""What happened to each request of a run, written down as it happens, live or in virtual time."""
+"""Record sending, tokens and end of each request of a run, live or in virtual time.
+
+`RequestRecorder` is fed by benchmark targets and simulations; `bench.report` summarises its
+`RequestRecord`s. Also makes submissions and prompts from workload requests.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ class RequestRecord:
     """One request. All times in seconds from the start of the workload."""
 
     id: int
-    """Of the `WorkloadRequest`."""
+    """Id of the `WorkloadRequest`."""
     model: str
     at: float
     """When the workload wanted it sent; all latencies count from here."""
@@ -100,10 +104,10 @@ class _Entry:
 
 
 class RequestRecorder:
-    """The book of one run, by submission id. Safe from any thread.
+    """Records of one run, by submission id. Safe from any thread.
 
-    `origin` is the clock's time at the start of the workload. `record` has the shape that the
-    simulator wants of its listener.
+    `origin` is the clock's time at the start of the workload. `record` has the signature of the
+    simulator's output callback.
     """
 
     def __init__(self, origin: float = 0.0) -> None:
@@ -112,7 +116,7 @@ class RequestRecorder:
         self._lock = threading.Lock()
 
     def sent(self, request: WorkloadRequest, submission_id: str, now: float) -> None:
-        """`request` goes out now, under this id."""
+        """Record that `request` is sent now, under this id."""
         with self._lock:
             self._entries[submission_id] = _Entry(request, now - self.origin)
 
@@ -135,14 +139,14 @@ class RequestRecorder:
             self.failed(output.request_id, now, "cancelled")
 
     def token(self, submission_id: str, now: float) -> None:
-        """A token, or a chunk of them, arrived."""
+        """Record the arrival of a token, or of a chunk of them."""
         with self._lock:
             entry = self._entries[submission_id]
             if entry.end is None:
                 entry.token_times.append(now - self.origin)
 
     def tokens(self, submission_ids: Iterable[str], times: Iterable[float]) -> None:
-        """Each of these requests got a token at each of these times, in order."""
+        """Record that each of these requests got a token at each of these times, in order."""
         arrived = array("d", (now - self.origin for now in times))
         with self._lock:
             for submission_id in submission_ids:
@@ -159,7 +163,7 @@ class RequestRecorder:
         cached_tokens: int = 0,
         preemptions: int = 0,
     ) -> None:
-        """The answer is complete."""
+        """Record that the answer is complete."""
         with self._lock:
             entry = self._entries[submission_id]
             if entry.end is None:
@@ -168,7 +172,7 @@ class RequestRecorder:
                 entry.cached_tokens, entry.preemptions = cached_tokens, preemptions
 
     def failed(self, submission_id: str, now: float, reason: str) -> None:
-        """There will be no complete answer. Whatever is said later of the request is ignored."""
+        """Record a failure; later outputs of the request are ignored."""
         with self._lock:
             entry = self._entries[submission_id]
             if entry.end is None:

@@ -1,4 +1,8 @@
-"""Open-loop replay: requests go out at the workload's times, whatever becomes of earlier ones."""
+"""Replay a workload open-loop: send each request at its time, however late earlier answers are.
+
+`replay` drives any `BenchmarkTarget`: an engine in this process (`EngineTarget`), a server over
+HTTP (`bench.http`), or controllers and workers (`bench.servers`).
+"""
 
 from __future__ import annotations
 
@@ -23,33 +27,33 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class TargetError(BallastError):
-    """The target did not answer a request completely; says what it did instead."""
+    """The target did not answer a request completely; the message states its response instead."""
 
 
 class BenchmarkTarget(Protocol):
-    """Something that serves requests."""
+    """Interface of a system under test that serves requests."""
 
     @property
     def clock(self) -> Clock:
-        """Times of the records are this clock's."""
+        """Clock of the times in the records."""
 
     async def run(self, submission: Submission, recorder: RequestRecorder) -> None:
-        """Send it, record its tokens and its end; raise TargetError where it fails.
+        """Send a request, record its tokens and its end; raise TargetError where it fails.
 
-        Must give the request up when cancelled.
+        Must abort the request when cancelled.
         """
 
     async def memory(self) -> Mapping[str, DeviceSample]:
-        """Each device now; empty where that is not known."""
+        """Return a sample of each device now; empty where memory is not visible."""
 
     async def decisions(self, origin: float) -> Sequence[DecisionRecord]:
-        """Those since `origin` on its clock, with times counted from there; empty where they are
-        not known."""
+        """Return decisions since `origin` on the target's clock, with times counted from there;
+        empty where they are not visible."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadReplay:
-    """What came of a replay."""
+    """Result of a replay."""
 
     records: tuple[RequestRecord, ...]
     wall_seconds: float
@@ -187,7 +191,7 @@ class EngineTarget:
         self._post, self._snapshot, self._story = post, snapshot, story
 
     def outbox(self, outputs: list[Output]) -> None:
-        """Records them; wakes a sender for last words only, so that tokens stay cheap."""
+        """Record outputs; wakes a sender only for final ones, so that tokens stay cheap."""
         now = self._clock.now()
         for output in outputs:
             found = self._open.get(output.request_id)
@@ -201,7 +205,7 @@ class EngineTarget:
                     loop.call_soon_threadsafe(done.set)
 
     async def run(self, submission: Submission, recorder: RequestRecorder) -> None:
-        """Post it and wait for the engine's last word on it."""
+        """Post a request to the engine and wait for its final output."""
         if self._post is None:
             raise BrokenPromise("a replay on an engine that is not connected")
         done = asyncio.Event()

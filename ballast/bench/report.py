@@ -1,4 +1,7 @@
-"""What a run amounts to: latencies, service levels, throughput, memory; as numbers and as JSON."""
+"""Summarise a run as a `Report`: latencies, service levels, throughput and memory, also as JSON.
+
+Built from request records and memory samples; the same for live and simulated runs.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class RequestStats:
     attained_ttft: int
     attained_tpot: int
     prompt_tokens: int
-    """Of answered requests; likewise below."""
+    """Prompt tokens of answered requests; likewise below."""
     cached_tokens: int
     output_tokens: int
     preemptions: int
@@ -91,9 +94,9 @@ class Report:
     """One run of one workload, under one preset."""
 
     name: str
-    """What sets this run apart, for example its preset."""
+    """Label of this run, for example its preset."""
     workload: str
-    """What was run, with every change to the trace."""
+    """Description of the workload, with every change to the trace."""
     wall_seconds: float
     total: RequestStats
     models: dict[str, RequestStats]
@@ -120,10 +123,10 @@ class Report:
         name: str = "run",
         workload: str = "",
     ) -> Report:
-        """Raises ConfigError where a model has no service level or no time has passed.
+        """Build the report of a run. Raises ConfigError where a model has no service level or no
+        time has passed.
 
-        `wall_seconds` is what throughput is divided by: from the start of the workload to the
-        last answer.
+        `wall_seconds`: divisor of throughput, from the start of the workload to the last answer.
         """
         if not wall_seconds > 0:
             raise ConfigError("wall_seconds", wall_seconds, "positive")
@@ -160,14 +163,14 @@ class Report:
     @property
     def rate_weighted_requests_per_second(self) -> float:
         """Answered requests over wall time of each model, averaged with the models' shares of all
-        requests as weights (MuxServe, section 4.1). What becomes of models with few requests hardly
-        counts in it: `worst_attainment` says that."""
+        requests as weights (MuxServe, section 4.1). Models with few requests hardly count in it;
+        `worst_attainment` covers these."""
         answered = sum(m.answered * m.requests for m in self.models.values())
         return answered / max(1, self.total.requests) / self.wall_seconds
 
     @property
     def worst_attainment(self) -> float:
-        """Of the model served worst: the mean over all requests hides starved models."""
+        """Attainment of the model served worst: the mean over all requests hides starved models."""
         return min((m.attainment for m in self.models.values()), default=1.0)
 
     def to_json(self) -> dict[str, Any]:

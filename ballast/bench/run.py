@@ -1,4 +1,7 @@
-"""One workload under several presets, in one run, live or in virtual time, side by side."""
+"""Run one workload under several presets, one after the other, live or in virtual time.
+
+Used by `ballast bench`. Also replays a workload against a running server (`replay_http`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a command line and a fleet file choose: the workload, service levels, options."""
+"""Resolve the options of a command line and a fleet file: workload, service levels, policy options.
+
+Used by `ballast bench`, `ballast simulate` and `ballast demo`.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from ballast.workload.workload import Workload
 
 GENERATORS = ("bursty", "poisson", "gamma")
 SPAN = 900.0
-"""Seconds of bursty groups (Prism, appendix A.1) that are replayed faster to fit the time asked."""
+"""Seconds of bursty groups (Prism, appendix A.1) that are compressed to the requested time."""
 
 RATE = 2.0
-"""Requests per second of a generator, on average, where none is asked for."""
+"""Default mean requests per second of a generator."""
 
 
 def slos_of(fleet: FleetSettings) -> dict[str, Slo]:

@@ -1,4 +1,7 @@
-"""What devices do during a run: their memory and queues at moments, and their decisions."""
+"""Define samples of devices during a run: memory by owner, queues, and decisions of policies.
+
+Taken by targets and simulations, summarised by `bench.report`, drawn by plots and pages.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _USE_OF_KIND = {"arena": "activations", "shared": "weights", "slots": "weights"}
 
 
 class Reported(Protocol):
-    """What a `DeviceReport` and the server's `DeviceNow` have in common."""
+    """Fields that a `DeviceReport` and the server's `DeviceNow` have in common."""
 
     @property
     def page_bytes(self) -> int: ...
@@ -83,7 +86,7 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """What a policy, or an operator, asked of a device."""
+    """An action that a policy, or an operator, requested of a device, and its refusal."""
 
     at: float
     """Seconds from the start of the workload."""

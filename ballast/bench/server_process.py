@@ -1,4 +1,4 @@
-"""`ballast serve` in a process of its own, for whoever measures or shows it."""
+"""Start `ballast serve` as a child process, for the demo and for benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A workload on fleets served as a server serves them, without HTTP: controllers and workers."""
+"""Run a workload on controllers and worker processes as a server has them, but without HTTP.
+
+Used by `bench.run` for fleets of several devices, and by benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,17 @@ LAST_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServersRun:
-    """One run: what clients saw, and what the devices did."""
+    """One run on live servers: report, final device reports and moves of models."""
 
     report: Report
     devices: tuple[DeviceReport, ...]
-    """As each last said, server by server."""
+    """Last report of each device, server by server."""
     moves: tuple[dict[str, Any], ...]
-    """What the fleets' policies asked for, in order, and why it was refused, if it was."""
+    """Actions of the fleet policies, in order, and the reason if one was refused."""
 
 
 class ServersTarget:
-    """Servers of which each model is served by one; the first that has it gets its requests."""
+    """Benchmark target of several servers; a request goes to the first that serves its model."""
 
     def __init__(self, servers: Sequence[Controller], clock: Clock) -> None:
         self._servers = tuple(servers)
@@ -72,7 +75,8 @@ class ServersTarget:
         }
 
     async def decisions(self, origin: float) -> Sequence[DecisionRecord]:
-        """From the servers' books, whose times are the event loop's."""
+        """Return the decisions in the controllers' records since `origin`, with times counted from
+        there; the records are on the event loop's clock."""
         found: list[DecisionRecord] = []
         began = asyncio.get_running_loop().time() - (self._clock.now() - origin)
         for server in self._servers:
@@ -101,10 +105,10 @@ async def run_servers(
     progress: Progress = quiet,
     command: Sequence[str] = COMMAND,
 ) -> ServersRun:
-    """Open loop, on this machine: a server for each of `fleets`, started for the run.
+    """Run a workload open-loop on this machine, on a server started for each of `fleets`.
 
-    Without what a server has for longer lives: no worker waits to replace one that dies. Raises
-    Unavailable where a model cannot be served.
+    No spare worker is kept: a worker that dies is not replaced at once. Raises Unavailable where a
+    model cannot be served.
     """
     progress(f"{name}: starting {len(fleets)} servers", 0)
     async with serving_fleets(fleets, command) as servers:
@@ -134,7 +138,7 @@ async def run_servers(
 async def serving_fleets(
     fleets: Sequence[FleetSettings], command: Sequence[str] = COMMAND
 ) -> AsyncIterator[list[Controller]]:
-    """Start servers that know nothing of each other, one after the other."""
+    """Start independent servers, one after the other."""
     servers = [Controller(_maker(command, fleet.has_gpus)) for fleet in fleets]
     try:
         for server, fleet in zip(servers, fleets, strict=True):

@@ -1,4 +1,7 @@
-"""What `ballast simulate` runs: a fleet on devices that are not at hand."""
+"""Run `ballast simulate`: serve a workload on simulated devices under each preset.
+
+Needs neither these devices nor checkpoints of catalogue models; equal input gives equal JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Memory and queues of devices, sampled while a simulation runs."""
+"""Sample memory and queues of simulated devices on a grid of virtual time.
+
+Used by `bench.cluster_run` and `bench.device_run`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ballast.engine.report import report
 from ballast.engine.state import DeviceState
 
 SAMPLES = 240
-"""Over the length of a workload."""
+"""Number of samples over the length of a workload."""
 
 
 class SimulationSampler:

@@ -1,4 +1,7 @@
-"""What a command line asks a simulation for."""
+"""Build the inputs of a simulation from its command line: fleet, model sizes, workload, presets.
+
+Used by `ballast simulate`, `ballast plan` and `ballast bench`.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from ballast.policy.presets import resolve
 from ballast.workload.workload import Workload
 
 MOST_TOKENS = 4096
-"""Of a prompt and its output together, where nothing else is asked for."""
+"""Default bound on the tokens of a prompt and its output together."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """A workload, as a command line asks for it; see `workload_of`."""
+    """Options of a command line that choose a workload; see `workload_of`."""
 
     workload: str
     rate: float | None = None
@@ -30,7 +33,7 @@ class WorkloadOptions:
     spread: float | None = None
 
     def drawn(self, names: Sequence[str], seed: int) -> Workload:
-        """For models of these names. Raises ConfigError and WorkloadError."""
+        """Return the workload for models of these names. Raises ConfigError and WorkloadError."""
         return workload_of(
             self.workload,
             names,

@@ -1,4 +1,7 @@
-"""Story files of runs that a command line asks for: a fresh one each."""
+"""Create the story files that a command line asks for: a new file for each preset's run.
+
+Used by `bench.run`, `bench.cluster_run` and `bench.simulation`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ballast.core.errors import ConfigError
 from ballast.engine.story_file import MODE, StoryFile, parts
 
 SinkOf = Callable[[str], Sink | None]
-"""By device, where its story goes."""
+"""Returns the sink of a device's story; None: it is not written."""
 
 
 def fresh(path: Path | None, preset: str, presets: Sequence[str]) -> Path | None:

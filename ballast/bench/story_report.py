@@ -1,4 +1,7 @@
-"""A run as its story tells it: requests, jobs and decisions, as a report like any other."""
+"""Rebuild a run's report from its story file: requests, jobs and decisions.
+
+Used by `ballast story`; nothing is run or replayed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from ballast.sim.story_reader import DeviceStory
 
 @dataclass(slots=True)
 class Jobs:
-    """Those of a kind."""
+    """Count and time of the jobs of one kind."""
 
     number: int = 0
     seconds: float = 0.0
@@ -36,7 +39,7 @@ class Jobs:
 
 @dataclass(frozen=True, slots=True)
 class StoryReport:
-    """What a story file tells of a run, on however many devices."""
+    """Report of a run from its story file, on any number of devices."""
 
     report: Report
     """From the first arrival to the last answer. A token counts from the turn in which the engine
@@ -52,7 +55,7 @@ class StoryReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of decisions, by action; 0 where none was taken."""
+        """Counts of decisions by action; 0 where there were none."""
         return dict(Counter(entry["action"] for entry in self.decisions))
 
 
@@ -124,7 +127,7 @@ class _Reader:
         self.seconds = 0.0
         """Of all jobs, as if each had had its whole device."""
         self._open: dict[str, _Asked] = {}
-        """Not answered, by id: a worker that replaces another goes on with them."""
+        """Unanswered requests by id: a worker that replaces another continues them."""
 
     def read(self, life: DeviceStory) -> None:
         """One more."""

@@ -1,4 +1,7 @@
-"""Stories as terminal text: two runs side by side, and what a replay did differently."""
+"""Format stories as terminal text: two runs side by side, and differences found by a replay.
+
+Used by `ballast story`.
+"""
 
 from __future__ import annotations
 

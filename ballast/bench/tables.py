@@ -1,4 +1,4 @@
-"""Reports as tables for a terminal: one run model by model, several runs side by side."""
+"""Format reports as terminal tables: one run by model, several runs side by side, and plans."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def kinds_text(kinds: Sequence[Kind]) -> str:
 
 
 def sizes_text(specs: Sequence[ModelSpec], run: ClusterRun) -> str:
-    """What the models' weights need, beside what there is."""
+    """Compare the bytes of the models' weights with the memory of the devices."""
     weights, memory = weight_bytes(specs), run.total("memory_bytes")
     parts = f"weights of {len(specs)} models {format_bytes(weights)}, "
     parts += f"memory of the devices in use ({len(run.devices)}) {format_bytes(memory)}"
@@ -152,7 +152,7 @@ def plans_table(plans: Sequence[Planned], target: float, each: bool) -> Table:
 
 
 def _sure_of(plan: Planned) -> Iterator[str]:
-    """What a plan's numbers do not say by themselves."""
+    """Notes on the certainty of a plan's numbers."""
     sure, n = plan.sure, len(plan.draws)
     if sure is None:
         tried = max(plan.draws[-1].tried)

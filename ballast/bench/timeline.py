@@ -1,4 +1,7 @@
-"""What pictures show of a run over time: memory by use and model, marks, the queue."""
+"""Compute a run's series over time for plots and pages: memory by use and model, marks, queue.
+
+Used by `bench.plot` and `bench.page_data`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class Band:
     model: str
     """Empty: no single model's."""
     n_bytes: Series
-    """Of each sample."""
+    """Bytes at each sample."""
 
 
 @dataclass(frozen=True, slots=True)

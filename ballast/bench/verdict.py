@@ -1,7 +1,7 @@
-"""Runs of one workload compared in words: who served most within service levels, and by how much.
+"""Compare runs of one workload in words: the one with most requests in time, and the margins.
 
-Every word follows from the reports; a difference is given in requests and in points, so that a
-reader sees how small it may be.
+Every statement follows from the reports; a difference is given in requests and in percentage
+points, so that a reader sees how small it may be.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _besides(best: Report, last: Report, reports: Sequence[Report]) -> str:
 
 
 def _names(reports: Sequence[Report]) -> dict[str, str]:
-    """How a sentence calls each run: names like `balloon, live` without what all have in common,
-    and otherwise in quotes, since their commas would divide a list."""
+    """Names of runs in sentences: `balloon, live` without the parts that all have in common, and
+    otherwise in quotes, since their commas would divide a list."""
     parts = {r.name: r.name.partition(", ") for r in reports}
     if len({how for *_, how in parts.values()}) == 1:
         return {name: preset for name, (preset, *_) in parts.items()}

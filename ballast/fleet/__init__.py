@@ -8,15 +8,15 @@ do. It imports `core` only.
 - `changes`: Operators' changes to a fleet, stored as differences against its file.
 - `cross_checks`: Checks that concern several keys of the file.
 - `document`: YAML with `${ENV}` expansion, duplicate-key errors and key paths.
-- `faults`: Errors of the schema as sentences that name key, value and what is allowed.
-- `fleet_difference`: What must change so that a running server serves another fleet.
+- `faults`: Errors of the schema as sentences that name key, value and allowed values.
+- `fleet_difference`: Compute the steps that turn a running server's fleet into another.
 - `fleet_file`: The fleet file as `FleetSettings`.
 - `fleet_source`: A server's fleet: its file together with operators' changes.
 - `hub`: Download of checkpoints by hub id, without code.
-- `key_hints`: Hints for keys that belong elsewhere in the fleet file.
-- `levels`: Service levels and limits that may change while a model serves.
+- `key_hints`: Suggest the fleet file's key for a misplaced or foreign one.
+- `levels`: Convert service levels and limits that may change while a model serves.
 - `make`: Make a fleet of small checkpoints of real architectures, some trained here.
-- `model_recipes`: Which small models a made fleet consists of.
+- `model_recipes`: Define the small models of a made fleet.
 - `muon`: The Muon optimizer in float32.
 - `schema`: The fleet file's keys, types and ranges, in pydantic.
 - `text`: Training text for small models.

@@ -1,4 +1,8 @@
-"""Small files that several processes write: locked by their directory, replaced as a whole."""
+"""Replace small files atomically, under a lock of their directory, for several writing processes.
+
+Used for operators' changes (`fleet.changes_file`) and the choice of kernels
+(`kernels.choice_file`).
+"""
 
 from __future__ import annotations
 

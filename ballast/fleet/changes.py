@@ -1,8 +1,9 @@
-"""Operators' changes of a fleet, as differences against its file, and what the two make together.
+"""Store operators' changes to a fleet as differences against its file, and merge both.
 
-The later word counts. A change stands until the fleet file says something else than it said when
-the change was made: a name that was added and is in the file by now is the file's, a value that
-was edited there is the file's, what is gone from the file needs no change any more.
+The later edit counts. A change stands while the fleet file has the value that it had when the
+change was made: a name that was added and has since appeared in the file is the file's, a value
+that was edited there is the file's, and changes of names that have gone from the file are dropped.
+Used by `fleet.fleet_source` and the admin service.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The file in which operators' changes survive a restart."""
+"""Read and write the file in which operators' changes survive a restart of the server.
+
+Used by `fleet.fleet_source` only.
+"""
 
 from __future__ import annotations
 

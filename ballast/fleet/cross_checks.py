@@ -1,4 +1,7 @@
-"""Checks of a fleet file that concern several keys: names, devices, links, API keys, adapters."""
+"""Check rules of a fleet file that concern several keys: names, devices, links, API keys, adapters.
+
+Called by `fleet.fleet_file` after the schema's own checks. Raises ConfigError.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from ballast.fleet.schema import (
 
 
 def check_fleet(keys: FleetKeys, presets: Collection[str]) -> None:
-    """Check what needs more than one key to judge. Raises ConfigError.
+    """Check rules that concern more than one key. Raises ConfigError.
 
     `presets`: the names that `preset` may have.
     """
@@ -121,7 +124,7 @@ def _check_gpu(keys: FleetKeys, device: DeviceSettings, at: str) -> None:
 
 
 def _check_group(keys: FleetKeys, device: DeviceSettings, at: str) -> None:
-    """What a device of several ranks cannot do so far."""
+    """Refuse settings that a device of several ranks does not support yet."""
     if device.lanes > 1:
         allowed = "a device with `tensor_parallel` runs one job at a time: 1"
         raise ConfigError(f"{at}.lanes", device.lanes, allowed)

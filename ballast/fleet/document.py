@@ -1,4 +1,7 @@
-"""A YAML document with `${ENV}` expanded, duplicate keys refused and every key's path known."""
+"""Parse a YAML document: expand `${ENV}`, refuse duplicate keys, and keep the path of every key.
+
+Used by `fleet.fleet_file`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Faults in documents of settings, in our words: the key, its value, what would be right."""
+"""Turn validation errors of settings into `ConfigError`s that name key, value and allowed values.
+
+Used wherever users write settings: fleet file, admin API, simulation files.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from ballast.core.errors import ConfigError
 from ballast.fleet.document import key_path
 
 HIDDEN = "(hidden)"
-"""Stands in errors in the place of what is, or may be, a secret."""
+"""Placeholder in errors for a value that is, or may be, a secret."""
 Pointer = Callable[[str], str | None]
-"""What an unknown key stands for; None: nothing that is known."""
+"""Returns the key that an unknown key stands for; None if there is none."""
 
 
 def unknown(word: str, known: Collection[str]) -> str:
-    """What to say of a word that is none of `known`."""
+    """Return a hint for a word that is none of `known`: a close one, and all of them."""
     longer = [name for name in known if word and name.lower().startswith(word.lower())]
     close = longer or difflib.get_close_matches(word, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
@@ -44,7 +47,7 @@ def fault_of(
     *prefix: str,
     pointer: Pointer = lambda word: None,
 ) -> ConfigError:
-    """The same of one of pydantic's errors."""
+    """Convert one of pydantic's errors to a ConfigError; arguments as of `first_fault`."""
     parts = (*prefix, *first["loc"])
     key, value = key_path(parts), first["input"]
     kind, context = first["type"], first.get("ctx", {})

@@ -1,4 +1,7 @@
-"""What must be done so that a server which serves one fleet serves another."""
+"""Compute the steps that turn a running server's fleet into another: models, levels, restarts.
+
+Used by the admin service. Only compares settings; applies nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,17 @@ from ballast.fleet.levels import levels_of, with_levels
 
 @dataclass(frozen=True, slots=True)
 class FleetDifference:
-    """From one fleet to another; empty where they are equal, but for `server` and for aliases."""
+    """Steps from one fleet to another; empty where they are equal except for `server` and
+    aliases."""
 
     added: tuple[ModelSettings, ...]
     removed: tuple[str, ...]
     levels: tuple[ModelSettings | AdapterSettings, ...]
     """Models and adapters whose levels change while they serve; otherwise as they are."""
     again: Mapping[str, tuple[str, ...]]
-    """By model: what counts only when it is loaded again, named as in the fleet file."""
+    """By model, keys that take effect only when it is loaded again, named as in the fleet file."""
     restart: tuple[str, ...]
-    """What counts only when the server starts again."""
+    """Keys that take effect only when the server starts again."""
 
 
 _MODEL = {"max_model_len": "limits.context"}
@@ -35,7 +39,7 @@ _APART = ("models", "server", "home")
 
 
 def difference(old: FleetSettings, new: FleetSettings) -> FleetDifference:
-    """How `new` is unlike `old`."""
+    """Return the steps from `old` to `new`."""
     before = {m.name: m for m in old.models}
     after = {m.name: m for m in new.models}
     levels: list[ModelSettings | AdapterSettings] = []

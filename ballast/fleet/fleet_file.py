@@ -1,4 +1,7 @@
-"""The fleet file: YAML to frozen settings, or an error that says which key and what is allowed."""
+"""Load the fleet file: YAML to frozen `FleetSettings`, or a ConfigError that names the key.
+
+Used by the server, the command line and benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from ballast.fleet.schema import (
 )
 
 CATALOGUE = "catalogue:"
-"""Before the name of a public model, in place of a path: its sizes are known, and no more."""
+"""Prefix of the name of a public model, in place of a path: only its sizes are known."""
 
 
 def load_fleet(

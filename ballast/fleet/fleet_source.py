@@ -1,4 +1,7 @@
-"""Where a server's fleet comes from: its file, and what operators have changed since."""
+"""Read a server's fleet: the fleet file merged with the changes that operators have made since.
+
+Used at the start of the server and by the admin service.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FleetReading:
-    """What is to be served."""
+    """The fleet to serve, and the operators' changes that it includes."""
 
     fleet: FleetSettings
     changes: Changes
-    """Those in it."""
+    """Changes included in the fleet."""
     notes: tuple[str, ...]
-    """Changes that do not count any more, each with the reason."""
+    """Changes that no longer apply, each with the reason."""
     names: frozenset[str]
-    """Of the models and adapters in the fleet file itself."""
+    """Names of the models and adapters in the fleet file itself."""
 
 
 class FleetSource:
@@ -60,7 +63,7 @@ class FleetSource:
         return self._kept.changes
 
     def read(self) -> FleetReading:
-        """Both files. Raises ConfigError, which names the file or the key."""
+        """Read and merge both files. Raises ConfigError, which names the file or the key."""
         kept = self._kept.read()
         keys = read_keys(self.file, presets=self._presets, environ=self._environ)
         entries = merged(keys.models, kept)
@@ -78,7 +81,7 @@ class FleetSource:
         )
 
     def settle(self, reading: FleetReading) -> None:
-        """Say which changes do not count any more, and forget them."""
+        """Log the changes that no longer apply, and drop them."""
         for note in reading.notes:
             log.warning("an operator's change is dropped: %s", note)
         try:
@@ -87,5 +90,5 @@ class FleetSource:
             log.error("%s", error)
 
     def keep(self, changes: Changes) -> None:
-        """Record what operators have changed by now. Raises NotKept, and nothing has changed."""
+        """Store the operators' changes so far. Raises NotKept, and nothing has changed."""
         self._kept.write(changes)

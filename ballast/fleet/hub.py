@@ -1,4 +1,7 @@
-"""Checkpoints by hub id: only weights, configuration and tokenizer files, never code."""
+"""Download checkpoints by hub id: weights, configuration and tokenizer files only, never code.
+
+Used by `fleet.fleet_file` and `fleet.fleet_source` for models whose path is a hub id.
+"""
 
 from __future__ import annotations
 

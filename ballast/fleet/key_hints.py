@@ -1,4 +1,7 @@
-"""Where the fleet file has what a user looked for under another key, or in another place."""
+"""Suggest the fleet file's key for a misplaced key, or for one of vLLM, SGLang or llama.cpp.
+
+Used for the error texts of the fleet file and of HTTP requests.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +59,11 @@ OTHERS = {
     "port": "an option: `ballast serve --port`",
     "log_level": "an option: `ballast serve --log-level`",
 }
-"""The same for what is no single key."""
+"""Hints, by such a name, for settings without a single key in the fleet file."""
 
 
 def place_of(word: str) -> str | None:
-    """What an unknown key stands for here; None: nothing, or one of several things."""
+    """Return the key or hint that an unknown key stands for; None if there is none, or several."""
     name = word.strip().lower().replace("-", "_")
     if name in OTHERS:
         return OTHERS[name]

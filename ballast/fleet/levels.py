@@ -1,4 +1,8 @@
-"""Service levels and bounds: what may change of a model, or of an adapter, while it serves."""
+"""Convert the settings that may change while a model or adapter serves: service levels and limits.
+
+Converts between settings, the fleet file's dotted keys and the order to a device. Used by the admin
+API and by operators' changes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from ballast.fleet.schema import ADAPTER_KEYS, ADAPTER_LIMITS, LiveKeys
 
 Value = float | int | bool | None
 Levels = Mapping[str, Value]
-"""By the fleet file's keys, dotted: `slo.ttft`, `limits.waiting`."""
+"""Values by the fleet file's dotted keys: `slo.ttft`, `limits.waiting`."""
 T = TypeVar("T", bound=ModelSettings | AdapterSettings)
 
 _FIELDS = {
@@ -27,11 +31,11 @@ _FIELDS = {
     "pinned": ("pinned",),
     "ttl": ("ttl",),
 }
-"""Where settings have them."""
+"""Attribute path in the settings, by key."""
 
 
 def said(keys: LiveKeys) -> dict[str, Value]:
-    """What `keys` say, and nothing that they leave open."""
+    """Return the values that `keys` set, by dotted key, without those left open."""
     found: dict[str, Value] = {}
     for name, value in keys.model_dump(exclude_unset=True).items():
         if isinstance(value, dict):
@@ -54,19 +58,19 @@ def keys_of(values: Levels) -> LiveKeys:
 
 
 def foreign(values: Levels) -> list[str]:
-    """Those that an adapter does not have: it takes them from its base."""
+    """Return the keys that an adapter does not have, because it takes them from its base."""
     own = (*ADAPTER_KEYS, *(f"limits.{name}" for name in ADAPTER_LIMITS))
     return [key for key in values if key not in own and key.partition(".")[0] != "slo"]
 
 
 def levels_of(model: ModelSettings | AdapterSettings) -> dict[str, Value]:
-    """All that it has."""
+    """Return all levels of a model or adapter, by dotted key."""
     has = {key: path for key, path in _FIELDS.items() if hasattr(model, path[0])}
     return {key: reduce(getattr, path, model) for key, path in has.items()}  # type: ignore[misc]
 
 
 def with_levels(model: T, values: Levels) -> T:
-    """The model with other levels. Those it does not have are a TypeError."""
+    """Return the model with other levels. Raises TypeError for levels that it does not have."""
     for key, value in values.items():
         first, *inner = _FIELDS[key]
         new: object = replace(model.slo, **{inner[0]: value}) if inner else value  # type: ignore[arg-type]

@@ -1,4 +1,8 @@
-"""Make a fleet: small real-architecture checkpoints, some of them trained here, and its file."""
+"""Make a fleet for demos and tests: small checkpoints of real architectures, some trained here.
+
+Writes the checkpoints and a fleet file into a directory. Used by `ballast fleet`, `ballast demo`
+and benchmarks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which small models a made fleet consists of, and what each is made from."""
+"""Define the small models of a made fleet: architecture, size, and training data of each.
+
+Used by `fleet.make`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ Size = Literal["tiny", "small"]
 
 
 class Diet(enum.Enum):
-    """What a model is trained on. The value is the share of documents among conversations."""
+    """Training data of a model. The value is the share of documents among conversations."""
 
     CONVERSATION = 0.03
     DOCUMENTS = 0.9
@@ -50,7 +53,7 @@ class ModelRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What all models of one fleet share."""
+    """Parameters that all models of one fleet share."""
 
     vocab: int
     context: int

@@ -1,7 +1,7 @@
-"""Muon in float32: momentum whose matrices are made orthogonal before they are applied.
+"""Implement the Muon optimizer in float32: momentum whose matrices are orthogonalised.
 
-PyTorch's own multiplies in bfloat16, which takes a CPU without such instructions ten times as long
-as the rest of a training step. (K. Jordan et al., Muon, 2024.)
+PyTorch's own multiplies in bfloat16, which on a CPU without such instructions takes ten times as
+long as the rest of a training step. (K. Jordan et al., Muon, 2024.) Used by `fleet.train`.
 """
 
 from __future__ import annotations

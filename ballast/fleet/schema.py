@@ -1,4 +1,8 @@
-"""The fleet file's keys, types and ranges. `docs/fleet-file.md` says the same to its users."""
+"""Define the fleet file's keys, types and ranges in pydantic; manual: `docs/fleet-file.md`.
+
+Used to validate the fleet file, the admin API and the files of simulations. Checks single keys;
+`fleet.cross_checks` checks rules across keys.
+"""
 
 from __future__ import annotations
 

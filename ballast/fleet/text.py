@@ -1,7 +1,7 @@
-"""Text to train small models on: conversations made here, and the standard library's own words.
+"""Generate text to train small models on: made-up conversations, and docs of the standard library.
 
 Nothing is downloaded. Conversations are a function of the seed; the documents are a function of
-the installed Python.
+the installed Python. Used by `fleet.make` and `fleet.tokenizer`.
 """
 
 from __future__ import annotations

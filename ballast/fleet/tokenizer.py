@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with a chat template, trained in place."""
+"""Train a byte-level BPE tokenizer with a chat template, for the models of a made fleet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def chat_text(messages: list[Message]) -> str:
-    """What `CHAT_TEMPLATE` makes of `messages`, without its cost."""
+    """Render `messages` as `CHAT_TEMPLATE` does, without the cost of the template engine."""
     return "".join(_ROLES[m["role"]] + m["content"] + END for m in messages)
 
 

@@ -1,4 +1,7 @@
-"""A plain training loop: next-token prediction over packed text, on CPU."""
+"""Train small models by next-token prediction over packed text, on CPU.
+
+Used by `fleet.make` only: serving never trains.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ BATCH = 4
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run did to the loss, in nats per token, on text that it did not train on."""
+    """Loss before and after a run, in nats per token, on held-out text."""
 
     steps: int
     loss_before: float

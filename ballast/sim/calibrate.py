@@ -1,4 +1,8 @@
-"""Measure this machine: what jobs of each model cost, what the link carries, what the loop adds."""
+"""Measure a profile of this machine: costs of jobs per model, link bandwidth, loop overhead.
+
+Used by `ballast demo`, `ballast bench` and `ballast profile`, so that runs in virtual time use the
+costs of the machine that ran live. It runs models; the machine must be otherwise idle.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ from ballast.sim.page_costs import PageCosts
 from ballast.sim.story_costs import costs_of, jobs_of, spread_of, with_loop
 
 BURSTS = (1, 1, 2, 4, 8, 16)
-"""Requests that arrive at once, in the run that shows what jobs take."""
+"""Sizes of the bursts of requests in the calibration run."""
 PAUSES = (0.0, 0.002, 0.02, 0.08)
 """Seconds of idleness between bursts."""
 MOST_CONTEXT = 512
@@ -62,12 +66,11 @@ def calibrated(
     """Measure a profile of this machine for the fleet's models; returns their sizes as well.
 
     Every model is activated a few times over the (paced) link, timed. Then the loop serves bursts
-    of random requests of all models, and its story says what jobs take beside it and beside a
-    client: jobs that are timed alone in an idle process are up to a third shorter. In each round
-    every model gets bursts of all sizes, so that measurements of a model lie apart in time: the
-    speed of a machine drifts. Takes some seven seconds a round for eight small models; the
-    machine must be otherwise idle. `progress`: what is measured, how much of it is done, of how
-    much.
+    of random requests of all models, and job costs are fitted to its story: jobs timed alone in an
+    idle process are up to a third shorter than jobs of a loop with a client. In each round every
+    model gets bursts of all sizes, so that measurements of a model lie apart in time: the speed of
+    a machine drifts. Takes some seven seconds a round for eight small models; the machine must be
+    otherwise idle. `progress` gets the current step, its parts done, and its parts in all.
     """
     client = _Client(random.Random(seed), rounds, progress)
     link, mapping = LinkMeter(), _Mapping()
@@ -114,7 +117,7 @@ def _profile(
     rates: LinkRates,
     mapping: _Mapping,
 ) -> MachineProfile:
-    """Fit costs to a story's `entries`, beside what was measured of the link and of mapping.
+    """Fit a profile to a story's `entries` and to the measured costs of link and mapping.
 
     `answer_seconds`: from the beginning of a turn until its tokens reached the client.
     """
@@ -136,7 +139,7 @@ def _profile(
 
 
 class _Mapping:
-    """Moves models in and out, and keeps how long that takes beyond their copy."""
+    """Activate and evict models, and record the seconds beyond their copies."""
 
     def __init__(self) -> None:
         self._mapping = self._unmapping = 0.0
@@ -149,7 +152,8 @@ class _Mapping:
 
     @property
     def costs(self) -> PageCosts:
-        """Those of KV are in what jobs cost, and in the gaps between them (`with_loop`)."""
+        """Measured costs of mapping weights. Mapping of KV is part of job costs, and of the gaps
+        between jobs (`with_loop`)."""
         return PageCosts(
             map=self._mapping / self._pages, unmap=self._unmapping / self._pages, kv=False
         )

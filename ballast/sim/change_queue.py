@@ -1,8 +1,8 @@
-"""Changes inside a simulated world that no device's loop sees: ends of flows, layers done.
+"""Order the changes inside a simulated world that are not events of a device's loop.
 
 A device's loop takes *events* from its `sim.event_heap.EventHeap`. What happens between events (a
-flow ends and others speed up, a job comes to its next layer) is a *change* here. Devices that can
-reach each other have one queue, so that their changes are made in one order: by time, then in the
+flow ends and others speed up, a job reaches its next layer) is a *change* here. Devices that can
+reach each other share one queue, so that their changes are made in one order: by time, then in the
 order of scheduling; a change comes before events of the same moment.
 """
 
@@ -19,14 +19,14 @@ Change = Callable[[float], None]
 
 @dataclass(slots=True, eq=False)
 class ScheduledChange:
-    """A change to come; `ChangeQueue.drop` takes it back."""
+    """A scheduled change; `ChangeQueue.drop` cancels it."""
 
     at: float
     change: Change | None
 
 
 class ChangeQueue:
-    """Changes to come, and how far they may be made before a loop has to turn."""
+    """Scheduled changes in time order, made only up to the next turn of any device's loop."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, ScheduledChange]] = []
@@ -48,26 +48,26 @@ class ChangeQueue:
         return entry
 
     def drop(self, entry: ScheduledChange) -> None:
-        """Take a change back that has not been made."""
+        """Cancel a change that has not been made."""
         entry.change = None
         self._skip()
 
     def expect(self, at: float, heap: object = None) -> None:
-        """Something is due at `at` that may bring changes before all that are known: make none
-        after it. `heap`: whose event it is; None: nobody's yet."""
+        """Bound `run` at `at`, where an event is due that may bring earlier changes than those
+        scheduled. `heap`: the event heap that holds the event; None: no heap holds it yet."""
         if at < self._bound:
             self._bound = at
         if heap is not None and heap is not self._leaper and at < self._reached:
             self._reached = at
 
     def leap(self, heap: object) -> None:
-        """The device with that heap begins to leap."""
+        """Mark the device with that heap as leaping."""
         self._leaper, self._reached = heap, inf
 
     @property
     def reached(self) -> float:
-        """The first event that changes have brought to other devices than the one that leaps, since
-        it began to; inf if there is none."""
+        """Time of the first event that changes have brought to devices other than the leaping one
+        since its leap began; inf if there is none."""
         return self._reached
 
     def run(self, bound: float, limit: float = inf) -> None:

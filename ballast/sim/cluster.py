@@ -1,4 +1,8 @@
-"""A cluster in virtual time: devices of known kinds, the models that each serves, one workload."""
+"""Simulate a cluster: device kinds, placement of models, links and lending under one workload.
+
+Used by `ballast simulate` and `ballast plan` (`bench.simulation`, `bench.planning`). `Cluster`
+builds the `SimDevice`s from profiles, places the models and serves the requests.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +41,13 @@ from ballast.sim.topology import ClusterLinks, HostPlace, PeerLinks, places
 USABLE = 0.9
 """Share of a device's memory that is the pool's; an assumption, as of common engines' defaults."""
 PARTS_PER_LANE = 8
-"""Of a GPU's compute: jobs on several lanes divide it more finely than by their number."""
+"""Parts of a GPU's compute per lane: jobs on several lanes divide it more finely than by lanes."""
 SERVED = DeviceSettings(budget_bytes=0, page_bytes=2 * MiB, step_tokens=2048, step_logits=256)
 
 OnOutput = Callable[[str, float, Output], None]
-"""(device, when, what a client is told)."""
+"""Called with (device, time, output to a client)."""
 OnTurn = Callable[[str, float, DeviceState], None]
-"""(device, when, its state): after each turn, and the leap that follows it."""
+"""Called with (device, time, its state) when a turn, and the leap that follows it, have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +64,21 @@ class Kind:
     """Equal parts of each device: each has its part of the memory and of the multiprocessors; all
     share the link."""
     modelled: CostSwitches = ALL
-    """What of its profile counts."""
+    """Costs of the profile that count."""
     role: Role = Role.BOTH
 
     def costs(self, spec: ModelSpec) -> StepCosts:
-        """What jobs cost on one of these. Raises ConfigError where nobody measured it."""
+        """Return the job costs on a device of this kind. Raises ConfigError for a model without
+        costs."""
         return self.profile.costs(spec, self.ranks, 100 // self.slices)
 
     @property
     def link(self) -> LinkRates:
-        """What the link of a device carries; the links of all devices of a group together."""
+        """Bandwidths of a device's link; of a group, the sum over its devices."""
         return self.profile.link.rates.times(self.ranks)
 
     def of(self, specs: Iterable[ModelSpec]) -> MachineProfile:
-        """What a simulation of one of these needs that serves `specs`."""
+        """Return the machine profile of one device of this kind that serves `specs`."""
         costs = {spec.name: self.costs(spec) for spec in specs}
         on_parts: OnParts = functools.partial(self.profile.on_parts, tp=self.ranks)
         if self.slices > 1:  # nobody measured parts of a slice
@@ -86,13 +91,13 @@ class Kind:
 def parse_kinds(
     text: str, lanes: int = 1, engine: str | None = None, modelled: CostSwitches = ALL
 ) -> list[Kind]:
-    """Parse `4xH100-80G,2xA100-80G@eager`: each a device's name, or a profile's file, and how many.
-    All of them have so many `lanes`, `engine` serves on those that name none, and of their costs
-    those count that are `modelled`.
+    """Parse `4xH100-80G,2xA100-80G@eager`: a count, and a device's name or a profile's file, for
+    each kind. All kinds get the given `lanes`; `engine` applies to kinds that name none, and costs
+    count as `modelled`.
 
     `2xH100-80G:tp4` are two tensor-parallel groups of four, `2xA100-80G:slices2` two devices cut
-    into two slices each, `1xH100-80G:prefill` one that computes prompts alone, `:decode` one that
-    goes on with them. Raises ConfigError, which lists the known names.
+    into two slices each, `1xH100-80G:prefill` one that only computes prompts, `:decode` one that
+    continues them. Raises ConfigError, which lists the known names.
     """
     kinds = []
     for part in text.split(","):
@@ -119,7 +124,7 @@ def parse_kinds(
 
 
 class Cluster:
-    """Devices, and which of them serves which model."""
+    """Simulated devices, and the placement of models on them."""
 
     def __init__(
         self,
@@ -136,11 +141,11 @@ class Cluster:
         busiest: Mapping[str, Traffic] | None = None,
         steps: SendTokens | None = None,
     ) -> None:
-        """`served`: what devices have in common (its budget is each one's own); `traffic`: by
-        model, what is expected, for a fleet policy that places by work, and `busiest`: what is
-        while the model is asked most, if that is known. `on_move` is called with how
-        models move; `sink_of` returns, by device, the sink of its story; `files`: which
-        devices share links, serve which models, and lend to each other; `steps`: see `SimDevice`.
+        """`served`: settings that devices share (each has its own budget); `traffic`: by model, the
+        expected load, for a fleet policy that places by work; `busiest`: the load of each model's
+        busiest period, if known. `on_move` is called with actions that place or move models;
+        `sink_of` returns, by device, the sink of its story; `files`: links, placement and lending
+        orders of devices; `steps`: see `SimDevice`.
 
         Raises ConfigError for a model that no device can serve.
         """
@@ -150,7 +155,7 @@ class Cluster:
         homes = _homes(policy, rooms, needs, sites, files)
         prefilling = any(kind.role is Role.PREFILL for kind in kinds)
         self.devices: dict[str, SimDevice] = {}
-        """By name, those that serve or may come to serve any model."""
+        """By name, devices that serve a model or may come to serve one."""
         for name, site in sites.items():
             own = [s for s in specs if name in homes[s.name]]
             if not own and not policy.moves:
@@ -182,23 +187,25 @@ class Cluster:
         )
 
     def _on_prefill_output(self, device: str, at: float, output: Output) -> None:
-        """Tell clients, and let requests that have been prefilled go on elsewhere."""
+        """Pass an output to clients, and hand requests that have been prefilled to decode
+        devices."""
         self._on_output(device, at, output)
         self.controller.handover.on_output(device, output)
 
     @property
     def jobs(self) -> int:
-        """Run so far, on all devices."""
+        """Number of jobs run so far, on all devices."""
         return sum(device.state.jobs for device in self.devices.values())
 
     def run(self, arrivals: Iterable[Submission]) -> float:
-        """Serve `arrivals`, in order, to the last answer; when that was, in virtual seconds."""
+        """Serve `arrivals`, in order, until all are answered; returns that time, in virtual
+        seconds."""
         return simulate_devices(self.controller, arrivals)
 
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """A device that a cluster may have: of which kind, and where among the links of its host."""
+    """A device that a cluster may have: its kind, and its place among the links of its host."""
 
     kind: Kind
     place: HostPlace
@@ -226,7 +233,7 @@ def _rooms_and_needs(
     traffic: Mapping[str, Traffic] | None,
     busiest: Mapping[str, Traffic] | None,
 ) -> tuple[list[Room], list[Need]]:
-    """Return what fleet policies place by: the room of each device, the needs of each model."""
+    """Return the inputs of fleet policies: the room of each device, the needs of each model."""
     # Not by name: measured profiles may have the same name and not be equally fast.
     numbers = {id(kind): str(i) for i, kind in enumerate(kinds)}
     rooms = [
@@ -277,10 +284,11 @@ def _schedule_lending(
 
 
 def _settings(kind: Kind, served: DeviceSettings, name: str) -> DeviceSettings:
-    """One device's: its own where its profile was measured on it, else `served`.
+    """Return the settings of one device: its own where its profile was measured on it, else
+    `served`.
 
-    A group is a device whose pages are as many times larger as it has ranks: each rank has its part
-    of every page.
+    A group is simulated as one device whose pages are larger by its number of ranks: each rank has
+    its part of every page.
     """
     profile = kind.profile
     if profile.served is not None:
@@ -305,7 +313,8 @@ def _settings(kind: Kind, served: DeviceSettings, name: str) -> DeviceSettings:
 def _work(
     spec: ModelSpec, kinds: Mapping[str, Kind], traffic: Mapping[str, Traffic]
 ) -> dict[str, float]:
-    """By kind of device; adapters' requests are their base's work."""
+    """Return the work of each model by kind of device; requests of adapters count for their
+    base."""
     expected = [(traffic[s.name], s.slo.tpot) for s in spec.served if s.name in traffic]
     if not expected:
         return {}

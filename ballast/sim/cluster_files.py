@@ -1,5 +1,7 @@
-"""What users give a simulated cluster in files, beside its devices: which devices serve each model,
-which links they share, and what they lend each other."""
+"""Read the files that describe a simulated cluster: placement, links, and lending orders.
+
+Used by `sim.cluster` and `ballast simulate`. A fault in a file raises `ConfigError`.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ class _Homes(Keys):
 
 
 class LendingOrder(Keys):
-    """What an operator would order of a device that lends: exactly one of `lend` and `recall`."""
+    """An operator's order to a device that lends pages: exactly one of `lend` and `recall`."""
 
     at: NotNegative
     """Virtual seconds."""
@@ -70,7 +72,7 @@ class LendingOrder(Keys):
     recall: Size | Literal["all"] | None = None
     """Bytes."""
     seconds: Positive = 60.0
-    """In which recalled pages are to be returned."""
+    """Seconds within which recalled pages are to be returned."""
 
 
 class _Orders(Keys):
@@ -81,7 +83,7 @@ class _Orders(Keys):
 
 @dataclass(frozen=True, slots=True)
 class GivenHomes(FleetPolicy):
-    """Models are on the devices that a file names, and stay there."""
+    """Fleet policy that places models on the devices that a file names, and never moves them."""
 
     file: str
     homes: Mapping[str, Sequence[Number]]
@@ -93,8 +95,8 @@ class GivenHomes(FleetPolicy):
     def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
         """Return, by model, the names of its devices, each once.
 
-        Raises ConfigError: a model that is not named or not known, a device that there is not, or
-        one that cannot serve the model.
+        Raises ConfigError for a model that is missing or unknown, an unknown device, or a device
+        that cannot serve the model.
         """
         where = f"{self.file}: homes"
         models, names = [need.model for need in needs], [room.device for room in rooms]
@@ -122,11 +124,11 @@ class GivenHomes(FleetPolicy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFiles:
-    """All of it."""
+    """Contents of all files."""
 
     joints: ClusterLinks = APART
     homes: FleetPolicy | None = None
-    """What places models in place of the preset's fleet policy; None: that policy does."""
+    """Fleet policy that replaces the preset's; None: the preset's."""
     orders: tuple[LendingOrder, ...] = ()
 
 
@@ -136,7 +138,7 @@ NO_FILES = ClusterFiles()
 def read_cluster_files(
     links: Path | None, placement: str | None, orders: Path | None
 ) -> ClusterFiles:
-    """Read what files say; a `placement` that is no TOML file names a fleet policy.
+    """Read the files; a `placement` that is no TOML file names a fleet policy.
 
     Raises ConfigError for a file that cannot be read or has a fault.
     """
@@ -152,7 +154,7 @@ def read_cluster_files(
 
 
 def device_named(where: str, at: Number, names: Sequence[str]) -> str:
-    """The name of a device. Raises ConfigError, with `where` it was named, for one there is not."""
+    """Return the name of a device. Raises ConfigError, with `where` it was named, if unknown."""
     if isinstance(at, str):
         if at not in names:
             raise ConfigError(where, at, unknown(at, names))

@@ -1,4 +1,9 @@
-"""The controller in virtual time: asks the fleet's policy, and moves models between devices."""
+"""Route requests and carry out the fleet policy's actions in virtual time.
+
+The simulated counterpart of the controller in `ballast.cluster`. `SimController` chooses a device
+for each request, runs the fleet policy, and moves models between devices. Used by `sim.cluster`
+and `sim.simulate`.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +24,15 @@ from ballast.sim.migration import Movers
 from ballast.sim.prefill_handover import Handover, replica_of
 
 SETTLING = 0.1
-"""Seconds between two looks."""
+"""Seconds between two checks whether moves have ended."""
 OnMove = Callable[[float, FleetAction, str | None], None]
-"""(when, what a policy asked for, why it was not done; None: it was)."""
+"""Called with (time, action, reason of its refusal; None: it was done)."""
 CostsOn = Callable[[str, ModelSpec], StepCosts]
-"""(device, model): what its jobs cost there."""
+"""Returns job costs of (device, model)."""
 
 
 class SimController:
-    """Devices, the book of who serves what, and how models come to a device."""
+    """The controller in virtual time: routes requests, runs the fleet policy and its actions."""
 
     def __init__(
         self,
@@ -49,7 +54,8 @@ class SimController:
         self.handover = Handover(devices, movers, self._homes, book.policy)
 
     def choose(self, submission: Submission) -> str:
-        """The device for a request that arrives now; those that serve its model go on till then."""
+        """Choose the device for a request that arrives now; devices that serve its model are
+        advanced to that time first."""
 
         def look_at(name: str) -> Replica:
             device = self.devices[name]
@@ -59,7 +65,7 @@ class SimController:
         return self.book.choose(self._bases[submission.model], look_at)
 
     def decide(self, now: float) -> None:
-        """Let every device go on to `now`, ask the policy, and do what it says."""
+        """Advance every device to `now`, run the fleet policy, and carry out its actions."""
         reports = {}
         for name, device in self.devices.items():
             device.advance(now)
@@ -71,7 +77,7 @@ class SimController:
             self._on_move(now, action, refused)
 
     def settle(self, now: float) -> float:
-        """Go on until no request will move from one device to another any more; when that is."""
+        """Advance until no request will move between devices any more; returns that time."""
         for device in self.devices.values() if self._movers else ():
             device.advance(math.nextafter(now, math.inf))  # what arrives now has arrived
         while any(movers.busy for movers in self._movers) or self.handover.busy:
@@ -82,7 +88,7 @@ class SimController:
 
     @property
     def moved(self) -> int:
-        """Requests that have moved with their KV."""
+        """Number of requests that have moved with their KV."""
         return sum(movers.moved for movers in self._movers)
 
     def _homes(self, served: str) -> Sequence[str]:
@@ -90,7 +96,7 @@ class SimController:
         return self.book.homes[self._bases[served]]
 
     def _do(self, now: float, action: FleetAction) -> str | None:
-        """Why it was not done, if it was not."""
+        """Carry out one action; returns the reason if it is refused, else None."""
         device = self.devices[action.device]
         if not isinstance(action, Place):
             device.leave(now, action.model)

@@ -1,4 +1,8 @@
-"""What of a machine's time a simulation counts beside jobs and copies: a switch for each cost."""
+"""Switch single costs of a simulation on or off: mapping calls, copies, spread of job durations.
+
+Used by `sim.cluster` and the options of `ballast simulate`. Costs of jobs and of the link itself
+always count.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,17 @@ bytes move; `spread`: jobs take longer or shorter than their mean."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSwitches:
-    """What counts: all that a profile knows, but for `without`."""
+    """The costs that count: all of a profile, except those `without`."""
 
     without: tuple[str, ...] = ()
-    """Of `COSTS`."""
+    """Names among `COSTS` that do not count."""
     job_spread: float | None = None
-    """Deviation of the log of jobs' seconds from their mean's, lognormal, in place of what the
-    profile has; None: as the profile has it."""
+    """Standard deviation of the log of job durations (lognormal), in place of the profile's spread;
+    None: the profile's."""
     drift: float = 0.0
     """Share by which the speed of every device goes up and down (`sim.job_spread`)."""
     seed: int = 0
-    """Of spread and drift."""
+    """Seed of spread and drift."""
 
     def __post_init__(self) -> None:
         for cost in self.without:
@@ -39,7 +43,7 @@ class CostSwitches:
                 raise ConfigError(key, share, "a share, from 0 to 1")
 
     def of(self, profile: MachineProfile) -> MachineProfile:
-        """The profile with that alone which counts."""
+        """Return the profile with only the costs that count."""
         spread = replace(profile.spread, drift=self.drift, seed=self.seed)
         if self.job_spread is not None:
             spread = replace(spread, quantiles=lognormal(self.job_spread))
@@ -59,6 +63,7 @@ ALL = CostSwitches()
 def read_cost_switches(
     without: str | None, job_spread: float | None, drift: float, seed: int = 0
 ) -> CostSwitches:
-    """As options say; `without`: names of `COSTS`, comma separated. Raises ConfigError."""
+    """Build switches from command-line options; `without`: comma-separated names of `COSTS`. Raises
+    ConfigError."""
     names: Sequence[str] = [name.strip() for name in (without or "").split(",") if name.strip()]
     return CostSwitches(without=tuple(names), job_spread=job_spread, drift=drift, seed=seed)

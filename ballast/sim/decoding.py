@@ -1,8 +1,8 @@
-"""What decode steps of one model leave behind, where they bring its requests a token each and
-nothing else: `sim.leap` passes over such steps.
+"""Advance a batch of pure decode steps of one model, without running the loop for each step.
 
-A step costs little: tokens are written into a request's books when somebody is to read them, all
-that have come since at once, and blocks are looked at when they are full.
+Used by `sim.leap` and `sim.leap_lanes` for steps that give each request one token and do nothing
+else. For speed, tokens are written into a request's books only when something reads them, all
+pending ones at once, and blocks are looked at when they are full.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DecodeBatch:
 
     @property
     def ids(self) -> list[str]:
-        """Of its requests."""
+        """Ids of its requests."""
         return [row.request.id for row in self.rows]
 
     def goes_on(self, runner: SimRunner) -> bool:
@@ -63,13 +63,13 @@ class DecodeBatch:
         return True
 
     def blocks(self, more: int) -> int:
-        """Blocks that KV of `more` tokens (0 or 1) beyond what each has takes."""
+        """Number of blocks that the batch takes with `more` (0 or 1) further tokens per request."""
         size, tokens = self.m.spec.block_tokens, len(self.ends) + more
         rows = self._pending or (self._fills[tokens % size] if more else ())
         return sum(row.start + tokens > len(row.request.blocks) * size for row in rows)
 
     def begin_step(self) -> None:
-        """Make room for each one's token."""
+        """Allocate room for one token of each request."""
         if not self._pending:
             return
         kv, steps = self.m.kv, len(self.ends)
@@ -79,8 +79,8 @@ class DecodeBatch:
         self._pending = []
 
     def end_step(self, at: float, seconds: float, stall: float, share: float) -> None:
-        """Each has a token more; `share`: of the device, that the step had for so many seconds, in
-        `stall` of which it waited."""
+        """End a step: each request has one token more. The step had `share` of the device for its
+        seconds, of which it waited `stall`."""
         self.ends.append(at)
         m, steps = self.m, len(self.ends)
         full = self._fills[steps % m.spec.block_tokens]
@@ -97,9 +97,9 @@ class DecodeBatch:
     def run_on(
         self, pace: Callable[[int], float], overhead: float, at: float, seconds: float, until: float
     ) -> tuple[float, float]:
-        """Let steps end that follow one another, before `until`, as long as no block is full after
-        one and nobody has the last token: the one in flight ends at `at` and takes `seconds`. When
-        the first ends that is left, and its seconds.
+        """End consecutive steps before `until`, as long as no block is full after one and no
+        request has its last token; the step in flight ends at `at` and takes `seconds`. Returns the
+        end and the seconds of the first step that is left.
 
         `pace`, `overhead`: as of `SimRunner.decodes_on`.
         """
@@ -167,8 +167,8 @@ class _Row:
 
 
 def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> DecodeBatch | None:
-    """The batch of a model whose next step only decodes, without asking for anything or admitting
-    anybody, as does the job in flight if there is one; None if that may be otherwise.
+    """Return the batch of a model whose next step only decodes, with no admission and no new
+    shortage of pages, as does the job in flight if there is one; None if that may be otherwise.
 
     `prompts`: whether the step may admit.
     """
@@ -195,8 +195,8 @@ def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> DecodeBatch | 
 
 
 def fit(pool: Pool, needs: Iterable[tuple[DecodeBatch, int]]) -> bool:
-    """Whether batches find room for so many blocks each, in whatever order they take it: in pages
-    that are free, or each in place of prefixes that its own model has cached."""
+    """Whether batches find room for the given number of blocks each, in any order: in free pages,
+    or each in place of prefixes that its own model has cached."""
     pages, covered = 0.0, True
     for batch, blocks in needs:
         if not blocks:
@@ -210,8 +210,8 @@ def fit(pool: Pool, needs: Iterable[tuple[DecodeBatch, int]]) -> bool:
 
 
 def _admits_nobody(m: ModelState, state: DeviceState, prompts: bool) -> bool:
-    """Whether no step of it admits a request or asks for pages again: a request that found no room
-    waits on while no more becomes free, and its shortage is known."""
+    """Whether no step of the model admits a request or reports a new shortage: a request that found
+    no room keeps waiting while no more pages become free, and its shortage is known."""
     if m.held or not m.waiting or len(m.running) >= m.spec.max_running:
         return not m.shortages
     first = m.waiting.first.id
@@ -220,7 +220,8 @@ def _admits_nobody(m: ModelState, state: DeviceState, prompts: bool) -> bool:
 
 
 def tokens_of(steps: Iterable[DecodeBatch]) -> Iterator[tuple[float, TokenOutput]]:
-    """Yield what clients are told of steps, given as the batch of each, in order, and when."""
+    """Yield the outputs to clients of steps, given as the batch of each, in order, and their
+    times."""
     done: dict[int, int] = {}
     for batch in steps:
         n = done[id(batch)] = done.get(id(batch), -1) + 1

@@ -1,4 +1,8 @@
-"""How far from its peaks a device runs, fitted to everything measured on it at once."""
+"""Fit the fraction of its hardware peaks that a device reaches, from all jobs measured on it.
+
+Used by benchmarks that write profiles (`benchmarks.sim_profiles`), not during a simulation:
+`sim.roofline` applies the fitted factors.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class GroupDerate:
-    """That part of a derate that only groups of devices show."""
+    """The part of a derate that applies only to groups of devices."""
 
     group_layer_seconds: float
     group_floor: float
@@ -82,16 +86,16 @@ def fit_derate(measured: Sequence[Measured], hardware: Hardware, group: GroupDer
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Decode steps as the device's work and the host's, which launches it: the longer of the two,
-    and what the host does alone. In seconds, and times what the peaks would give."""
+    """Decode steps as the longer of the device's work and the host's launches, plus the work that
+    the host does alone. In seconds, and factors on the times that the peaks give."""
 
     layer_seconds: float
-    """The device's, per layer, beyond reading."""
+    """Seconds of the device per layer, beyond reading."""
     reading: float
     kv: float
     tile: float
     launch_seconds: float
-    """The host's, per layer."""
+    """Seconds of the host per layer."""
     step_seconds: float
     sequence_seconds: float
 
@@ -163,7 +167,7 @@ def fit_kernels(
 
 
 def median_derate(derates: Iterable[Derate]) -> Derate:
-    """Of a device on which nothing was measured: factor by factor, the others' median."""
+    """Derate of a device without measurements: for each factor, the median of the other devices."""
     dumped = [d.model_dump() for d in derates]
     return Derate(**{key: statistics.median(d[key] for d in dumped) for key in dumped[0]})
 

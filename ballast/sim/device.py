@@ -1,4 +1,8 @@
-"""One device in virtual time: memory without bytes, a lane and a link that cost, the same loop."""
+"""Simulate one device: the live engine loop, over lanes and a link that only take time.
+
+`SimDevice` is the counterpart of `LiveDevice`. No model runs and no bytes are stored: durations
+come from a `MachineProfile`, and memory is bookkeeping (`vm_null`).
+"""
 
 from __future__ import annotations
 
@@ -46,50 +50,50 @@ from ballast.sim.world import World
 from ballast.weights.rotor import Loads
 
 SendOutput = Callable[[float, Output], None]
-"""Hears when clients are told something, and what."""
+"""Called with (time, output) for each output to a client."""
 SendTokens = Callable[[Sequence[str], Sequence[float]], None]
-"""Hears of requests, by id, that each got a token at each of these moments, in order."""
+"""Called with request ids and times: each of the requests got a token at each time, in order."""
 OnDeviceTurn = Callable[[float, DeviceState], None]
-"""Sees the time and the state after a turn, and the leap that follows it."""
+"""Called with the time and the state when a turn, and the leap that follows it, have ended."""
 
 
 COUNTED = ("activations", "evictions", "preemptions")
-"""Of each model."""
+"""Counts of decisions that each model keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProfile:
-    """What a simulation needs to know of a machine."""
+    """Costs of a machine that a simulation needs, in seconds."""
 
     costs: Mapping[str, StepCosts]
     """By model name."""
     link: LinkRates
     overhead: float
-    """The engine's own seconds per job."""
+    """Seconds of the engine's own work per job."""
     wake: float = 0.0
     """Seconds that a job takes longer after a pause, or a decode step after a prefill."""
     answer: float = 0.0
     """Seconds from a request's receipt to the loop's turn, and from a turn to the client."""
     reach: float = 1.0
-    """Of the memory's bandwidth, what a job that has part of the compute can use: so many times
-    that part (`sim.lanes`)."""
+    """Most memory bandwidth that a job on part of the compute can use, in multiples of that part
+    (`sim.lanes`)."""
     on_parts: OnParts = field(default=unmeasured, compare=False)
-    """What jobs were seen to take on parts of the device; else that is guessed."""
+    """Measured job costs on parts of the device; where there are none they are estimated."""
     page_seconds: float = 0.0
-    """What an activation takes for a page beyond its copy, where `pages` is None."""
+    """Seconds per page of an activation beyond its copy, where `pages` is None."""
     ahead: int = 0
     """Steps that the engine has scheduled when a request arrives (`sim.steps_ahead`)."""
     pages: PageCosts | None = None
-    """What mapping takes of the loop; None: activations alone are slower (`page_seconds`)."""
+    """Costs of mapping in the loop's time; None: only activations are slower (`page_seconds`)."""
     copies_slow: float = 0.0
-    """Share by which a job takes longer that begins while bytes move over the device's link."""
+    """Fraction by which a job is slower if it begins while bytes move over the device's link."""
     spread: JobSpread = NONE
     early: bool = False
     """Whether a model's first job begins while its last layers arrive (`engine.head_start`)."""
 
     @property
     def lane_costs(self) -> dict[str, StepCosts]:
-        """What jobs take of a lane, the engine's own time included, by model name."""
+        """Job costs on a lane, by model name, the engine's own time included."""
         return {name: c.after(self.overhead) for name, c in self.costs.items()}
 
     def moving(self, page_bytes: int) -> LinkRates:
@@ -105,7 +109,7 @@ class MachineProfile:
 
 
 class SimDevice:
-    """A device in a world of its own, or in one that it shares with others.
+    """A simulated device, in a world of its own or in one that it shares with others.
 
     Its clock is the world's, ahead of it only while it leaps.
     """
@@ -124,12 +128,12 @@ class SimDevice:
         path: Path | None = None,
         steps: SendTokens | None = None,
     ) -> None:
-        """As `simulate`. `world`: where the device is added, None for one of its own; `path`: how
-        its bytes go through that world's links, None for a link that nothing else uses; `steps`:
-        is told of tokens that leaps pass over, in place of `send`.
+        """Build as `simulate` does. `world`: the world to join (None: its own); `path`: the route
+        of its bytes there; `steps` gets tokens that leaps pass over, in place of `send`.
 
         Raises ConfigError where the budget holds no job's activations, and for a device of several
-        ranks: a group is simulated as a device of larger pages (`sim.cluster`)."""
+        ranks: a group is simulated as a device of larger pages (`sim.cluster`).
+        """
         if settings.tensor_parallel > 1:
             allowed = "devices of one rank: how long several ranks take is not simulated"
             raise ConfigError("tensor_parallel", settings.tensor_parallel, allowed)
@@ -151,9 +155,9 @@ class SimDevice:
         self._answer = profile.answer
         self._leaps, self._steps, self._observe = leaps, steps, observe
         self.unsaid: Container[str] = ()
-        """Requests whose end here their clients are not told of: they go on elsewhere."""
+        """Requests whose end here is not sent to clients: they continue on another device."""
         self._answers: dict[str, str | None] = {}
-        """Why operations were not done, by id; of those that have ended."""
+        """Reasons of refused operations, by id; only of operations that have ended."""
         self._leaving: dict[str, ModelState] = {}
         """By the id of the operation."""
         self._left: Counter[str] = Counter()
@@ -233,13 +237,13 @@ class SimDevice:
 
     @property
     def over(self) -> bool:
-        """Whether it has drained, and answered all requests."""
+        """Whether the device has drained and all requests are answered."""
         return self.state.over
 
     @property
     def due(self) -> float:
-        """When its loop turns next, as far as is known: changes on the agenda may bring events.
-        inf if nothing is due, or the device is over."""
+        """Time of the loop's next turn, as far as known: changes in the queue may bring earlier
+        events. inf if nothing is due, or the device is over."""
         if self.state.over:
             return math.inf
         event, timer = self._heap.next, self._loop.until
@@ -253,17 +257,18 @@ class SimDevice:
         return len(self.state.requests) + self._heap.late
 
     def held_tokens(self, submission: Submission) -> int:
-        """Tokens of its prompt whose KV is here, as of its clock."""
+        """Number of a request's prompt tokens whose KV is on the device, as of its clock."""
         m, adapter = self.state.named[submission.model]
         return m.kv.held_tokens(submission.prompt, Request.salt_of(submission, m.spec, adapter))
 
     def has_weights(self, name: str) -> bool:
-        """Whether the weights of a model, or of an adapter's base, are here, as of its clock."""
+        """Whether the weights of a model, or of an adapter's base, are on the device, as of its
+        clock."""
         m, _ = self.state.named[name]
         return m.residency is Residency.RESIDENT
 
     def join(self, now: float, spec: ModelSpec, costs: StepCosts) -> str | None:
-        """Serve one more model from `now` on; why not, if not."""
+        """Start serving a model at `now`; returns the reason if it is refused."""
         known = costs.after(self._overhead)
         m, shared = build_newcomer(self.state, hosted_nowhere(spec), copy_nothing, known)
         self._loop.commands.ready[spec.name] = m, shared
@@ -275,40 +280,41 @@ class SimDevice:
         return refused
 
     def leave(self, now: float, model: str) -> None:
-        """No requests for `model` from `now` on; when those open have ended it is gone."""
+        """Accept no requests for `model` from `now` on, and remove it when its open requests have
+        ended."""
         m = self.state.models[model]
         self._leaving[self._next] = m
         self._operate(now, Leave(model))
 
     def did(self, what: str) -> int:
-        """Of all models together, those included that have left: `activations`, `preemptions`."""
+        """Counts over all models, including those that have left: `activations`, `preemptions`."""
         counts: list[int] = [getattr(m, what) for m in self.state.models.values()]
         return self._left[what] + sum(counts)
 
     @property
     def loads(self) -> dict[str, Loads]:
-        """What rotations have cost, by model; those are left out that had none."""
+        """Costs of rotations by model; models without any are left out."""
         return {name: loads for name, loads in self._rotors.loads.items() if loads.n}
 
     def submit(self, submission: Submission) -> None:
-        """It will arrive at its `arrival`, or now if that is past."""
+        """Schedule a request at its `arrival`, or now if that is past."""
         self._heap.schedule(submission.arrival, ArrivalEvent(submission))
 
     def advance(self, until: float) -> None:
-        """Let everything happen in its world that is due before `until`."""
+        """Process everything in the device's world that is due before `until`."""
         self._world.advance(until)
 
     def drain(self, at: float) -> None:
-        """Nothing arrives after `at`."""
+        """Stop accepting requests at `at`."""
         self._heap.schedule(at, DrainEvent())
 
     def finish(self, drained_from: float) -> None:
-        """Drain, and go on until everything has been answered."""
+        """Drain, and run until everything has been answered."""
         self.drain(drained_from)
         self.end()
 
     def end(self) -> None:
-        """Go on until everything has been answered. It has been drained."""
+        """Run until everything has been answered. The device must have been drained."""
         self._world.finish(self)
         self._loop.end()
 
@@ -324,15 +330,15 @@ class SimDevice:
             self._observe(self.clock.now(), self.state)
 
     def receive(self, at: float, event: Event) -> None:
-        """`event` comes from outside at `at`."""
+        """Schedule an external `event` at `at`."""
         self._heap.schedule(at, event)
 
     def order(self, at: float, id: str, operation: LoopCommand) -> None:
-        """An operator orders something at `at`; nobody waits for the answer."""
+        """Schedule an operator's command at `at`; its outcome is not awaited."""
         self.receive(at, CommandEvent(id, operation))
 
     def borrows_over(self, source: Callable[[str], LayerSource]) -> None:
-        """Jobs read KV on borrowed pages through `source`, by model."""
+        """Set the sources, by model, through which jobs read KV on borrowed pages."""
         self._runner.borrowed = source
 
     @property
@@ -358,7 +364,7 @@ class SimDevice:
                 self._said(self.clock.now(), output)
 
     def _passed(self, steps: Sequence[DecodeBatch]) -> None:
-        """A leap has passed over these steps."""
+        """Handle the steps that a leap has passed over."""
         if self._steps is None:
             for at, token in tokens_of(steps):
                 self._said(at, token)
@@ -371,16 +377,16 @@ class SimDevice:
 
 
 def hosted_nowhere(spec: ModelSpec) -> Hosted:
-    """There is no host tier."""
+    """Do nothing: there is no host tier."""
     return Hosted(spec, [0] * len(spec.segment_bytes))
 
 
 def copy_nothing(dst: int, src: int, n_bytes: int) -> None:
-    """There are no bytes."""
+    """Do nothing: there are no bytes."""
 
 
 def _memory(settings: DeviceSettings, profile: MachineProfile, calls: LoopTime) -> NullVm:
-    """A device's pages; mapping them is the loop's time where the profile knows what it costs."""
+    """Build a vm without memory; mapping takes the loop's time where the profile has its cost."""
     n_pages = settings.budget_bytes // settings.page_bytes
     if profile.pages is None:
         return NullVm(settings.page_bytes, n_pages)

@@ -1,4 +1,8 @@
-"""Events to come, in a total order."""
+"""Deliver events of one simulated device in a total order; implements the loop's inbox.
+
+Taking an event moves the device's clock to it. Events at equal times have a fixed order, so that a
+run is reproducible.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +76,7 @@ RANK |= dict.fromkeys(
     (ExportKvEvent, DepartEvent, ImportKvEvent, KvReadEvent, KvTailEvent, DropKvEvent),
     RANK[CommandEvent],
 )
-"""At equal times, what ended comes before what begins; other devices' words stay in order."""
+"""Order at equal times: ends come before beginnings; messages of other devices keep their order."""
 
 
 class EventHeap:
@@ -82,7 +86,7 @@ class EventHeap:
     """
 
     def __init__(self, clock: VirtualClock, agenda: ChangeQueue | None = None) -> None:
-        """`agenda`: of the world that the device is in; None: of its own."""
+        """`agenda`: change queue of the device's world; None: a queue of its own."""
         self.agenda = ChangeQueue() if agenda is None else agenda
         self._clock = clock
         self._heap: list[tuple[float, int, int, Event]] = []
@@ -92,9 +96,9 @@ class EventHeap:
         """Sequence numbers of events that will not happen; never that of the next one."""
 
     def schedule(self, at: float, event: Event, then: Callable[[], None] | None = None) -> int:
-        """`event` will happen at `at` (not before now); `then` is called when it is taken.
+        """Schedule `event` at `at` (not before now); `then` is called when it is taken.
 
-        Returns a number by which to `forget` it until then.
+        Returns a number by which to `forget` the event until then.
         """
         self._sequence += 1
         at = max(at, self._clock.now())
@@ -105,7 +109,7 @@ class EventHeap:
         return self._sequence
 
     def forget(self, number: int) -> None:
-        """The event that was scheduled under `number`, and has not been taken, will not happen."""
+        """Cancel the event scheduled under `number`, which has not been taken."""
         self._then.pop(number, None)
         self._forgotten.add(number)
         if 2 * len(self._forgotten) > len(self._heap):
@@ -116,7 +120,7 @@ class EventHeap:
 
     @property
     def next(self) -> float | None:
-        """When the next event happens that is known; changes on the agenda may bring others."""
+        """Time of the next known event; changes in the queue may bring earlier ones."""
         return self._heap[0][0] if self._heap else None
 
     @property
@@ -124,7 +128,7 @@ class EventHeap:
         return self._heap[0][0] if self._heap else inf
 
     def withdraw(self, job: Job) -> tuple[float, JobDoneEvent] | None:
-        """The end of `job`, and when, if that is what happens next; it will not happen then."""
+        """Cancel and return the end of `job`, with its time, if that is the next event."""
         if not self._heap:
             return None
         at, _, _, event = self._heap[0]
@@ -136,7 +140,7 @@ class EventHeap:
 
     @property
     def next_end(self) -> tuple[float, JobDoneEvent] | None:
-        """The end of a job, and when, if that is all that happens next."""
+        """Return the end of a job, with its time, if that is the only event of the next moment."""
         if not self._heap:
             return None
         at, _, _, event = self._heap[0]
@@ -145,7 +149,7 @@ class EventHeap:
         return at, event
 
     def take_end(self, job: Job) -> None:
-        """Take the end of `job`, which is what happens next, and no change comes before it."""
+        """Take the end of `job`, which is the next event and has no change before it."""
         number = self._heap[0][2]
         found = self.withdraw(job)
         assert found is not None, "its end is what happens next"
@@ -154,22 +158,22 @@ class EventHeap:
             self._then.pop(number)()
 
     def give_work(self, job: Job, results: tuple[JobResult, ...]) -> None:
-        """The job of that number, whose end is scheduled, is `job`, and brings `results`."""
+        """Attach `job` and its `results` to the scheduled end of the job of that number."""
         for i, (at, rank, number, event) in enumerate(self._heap):
             if isinstance(event, JobDoneEvent) and event.job.id == job.id:
                 self._heap[i] = at, rank, number, replace(event, job=job, results=results)
 
     def ready(self, until: float | None) -> bool:
-        """Whether a loop that turns now takes an event, or finds that `until` has come."""
+        """Whether a turn now would take an event, or `until` has been reached."""
         return True
 
     def begin(self, job: Job) -> None:
-        """A job begins, the end of which will be scheduled when it is certain."""
+        """Begin a job whose end will be scheduled when it is certain."""
 
     def take(self, until: float | None) -> list[Event]:
-        """All events of the next moment at which something happens, at most until `until`.
+        """Take all events of the next moment with any, at most until `until`.
 
-        Makes the agenda's changes up to there.
+        Makes the queue's changes up to there.
         """
         agenda, last = self.agenda, inf if until is None else until
         while agenda.next < inf and agenda.next <= (bound := min(last, self._first)):
@@ -192,6 +196,6 @@ class EventHeap:
         return events
 
     def _skip(self) -> None:
-        """Let what happens next be something that happens."""
+        """Drop cancelled events from the head of the heap."""
         while self._forgotten and self._heap and self._heap[0][2] in self._forgotten:
             self._forgotten.remove(heapq.heappop(self._heap)[2])

@@ -1,8 +1,9 @@
-"""Fit the forms of `core/cost.py` to measured medians: least soft-L1 of the relative error.
+"""Fit the cost formulas of `core/cost.py` to measured medians: least soft-L1 of the relative error.
 
 Prefill: max(floor, start + T*per_token + S*per_pair), T tokens, S query-key pairs. Decode: base +
 B*per_sequence + C*per_context + (ceil(B/64) - 1)*per_tile. No coefficient is negative; those of
-attention have a lower bound, what the hardware's peak allows, since no kernel beats it.
+attention are bounded below by the hardware's peak, which no kernel beats. Used by `sim.derating`
+and `sim.story_costs`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Points:
 
     @property
     def decode_terms(self) -> Vector:
-        """What the coefficients of a decode step are multiplied with, a row for each point."""
+        """Terms that the coefficients of a decode step multiply, a row for each point."""
         tiles = np.ceil(self.batch / TILE) - 1
         return np.column_stack([np.ones(len(self)), self.batch, self.tokens, tiles])
 
@@ -91,7 +92,7 @@ class DecodeFit:
 
 
 def errors(fit: PrefillFit | DecodeFit, points: Points) -> Vector:
-    """Of each point: predicted / measured - 1."""
+    """Relative error of each point: predicted / measured - 1."""
     return fit.seconds(points) / points.seconds - 1
 
 
@@ -154,10 +155,10 @@ def fit_linear(terms: Vector, seconds: Vector, least: Vector) -> list[float]:
 
 
 def pair_seconds(points: Points) -> float:
-    """Of a query-key pair, from differences between points of equal tokens (Huber).
+    """Seconds of a query-key pair, from differences between points of equal tokens (Huber).
 
-    It comes before the rest: a fit of everything at once confuses attention with the curvature of
-    matrix products.
+    It is fitted before the rest: a joint fit confuses attention with the curvature of matrix
+    products.
     """
     more, longer = [], []
     for tokens in np.unique(points.tokens):

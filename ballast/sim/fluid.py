@@ -1,9 +1,10 @@
-"""Bytes that move over a graph of links, as a fluid: max-min fair shares, exact ends.
+"""Compute transfer times over a graph of links: max-min fair bandwidth shares, exact end times.
 
 A `Wire` is a full-duplex link, a `Side` one direction of it. A `Flow` crosses the sides of its
 path at one rate. Rates are max-min fair (progressive filling): all flows speed up together until a
 side is full or a flow has reached its ceiling; those stay, the others go on. They change only when
-a flow begins or ends; between such moments they are constant, so ends are known exactly.
+a flow begins or ends; between such moments they are constant, so ends are known exactly. Used by
+`sim.link` and `sim.swapper`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Side:
         self.other = self
         """The opposite direction."""
         self.flows = 0
-        """How many cross it now."""
+        """Number of flows that cross it now."""
 
     @property
     def capacity(self) -> float:
@@ -135,7 +136,7 @@ class Fluid:
     def __init__(self, agenda: ChangeQueue) -> None:
         self._agenda = agenda
         self.flows: list[Flow] = []
-        """Those on their way, in the order in which they began."""
+        """Flows in transfer, in the order in which they began."""
         self._next: ScheduledChange | None = None
         """On the agenda: the next end."""
         self._ending = False
@@ -157,7 +158,7 @@ class Fluid:
             self._renew(now)
 
     def _end(self, now: float) -> None:
-        """The flows that are due have ended; what they left is the others'."""
+        """End the flows that are due, and share their bandwidth among the others."""
         self._next = None
         due = [flow for flow in self.flows if flow.end <= now]
         self.flows = [flow for flow in self.flows if flow.end > now]
@@ -172,7 +173,7 @@ class Fluid:
             self._renew(now)
 
     def _renew(self, now: float) -> None:
-        """Share the wires anew. A flow whose rate stays keeps its end, to the last bit."""
+        """Recompute all rates. A flow whose rate stays keeps its end, to the last bit."""
         flows = self.flows
         first = inf
         rates = self._rates(flows) if len(flows) > 1 else (flows[0].alone,)

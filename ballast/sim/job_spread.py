@@ -1,7 +1,8 @@
-"""Jobs that take longer or shorter than their mean, and a machine whose speed drifts.
+"""Vary job durations at random around their mean, and let the machine's speed drift.
 
 A factor is a function of the seed, the device, the model and the moment at which a job begins, so
-that a run with leaps, which begins the same jobs at the same moments, has the same factors.
+that a run with leaps, which begins the same jobs at the same moments, has the same factors. Used by
+`sim.runner`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from struct import pack
 PERIOD = 300.0
 """Seconds of a wave of the speed."""
 QUANTILES = 32
-"""In which a distribution is kept."""
+"""Number of quantiles that represent a distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpread:
-    """How far jobs are from what they are expected to take."""
+    """Distribution of job durations around their expected values."""
 
     quantiles: tuple[float, ...] = ()
-    """Times what is expected, equally likely, with a mean of 1; none: always that."""
+    """Equally likely factors on the expected duration, with a mean of 1; empty: always 1."""
     drift: float = 0.0
     """The speed goes up and down by this share, in a wave of `PERIOD` whose phase is the seed's."""
     seed: int = 0
@@ -44,7 +45,7 @@ class JobFactors:
         """Whether any factor is other than 1."""
 
     def at(self, now: float, model: str) -> float:
-        """Times what a job of `model` is expected to take that begins at `now`."""
+        """Factor on the expected duration of a job of `model` that begins at `now`."""
         factor, quantiles = 1.0, self._spread.quantiles
         if quantiles:
             draw = self._draw(pack("<d", now) + model.encode())
@@ -66,7 +67,7 @@ def lognormal(sigma: float) -> tuple[float, ...]:
 
 
 def quantiles_of(ratios: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
-    """Quantiles of what was seen over what was expected, with a mean of 1; `weights` above 0."""
+    """Quantiles of measured over expected duration, with a mean of 1; `weights` above 0."""
     ordered = sorted(zip(ratios, weights, strict=True))
     total, below, found = sum(weights), 0.0, []
     left = iter(ordered)

@@ -1,13 +1,13 @@
-"""Jobs of several lanes in virtual time: each has part of the compute, and all share the memory.
+"""Simulate jobs that run together on several lanes: compute is divided, memory bandwidth is shared.
 
-What a job takes alone on its part of a device is measured (`measured_seconds`), or else a guess
-(`guessed`): it is arithmetic and reading, one after the other in small portions
-(`StepCosts.split`), its arithmetic goes as fast as its share of the device, and it reads with up to
-`reach` times its share of the bandwidth. When jobs together would read more than there is, each of
-them reads as much more slowly. On an A100 (measured with 30 and 50 % of the multiprocessors: the
-rows in its profile) a decode step reaches 2 times its share (`lane_reach` there), and a prefill
-takes 2.7 and 1.7 times as long, where the guess says 3.3 and 2: on the whole device it does not use
-all of it.
+Used by `sim.runner`. The duration of a job alone on its part of a device is measured
+(`measured_seconds`), or else estimated (`guessed`): the job alternates arithmetic and reading in
+small portions (`StepCosts.split`), its arithmetic runs at its share of the device, and it reads at
+up to `reach` times its share of the bandwidth. When jobs together would read more than the
+bandwidth allows, the reading of each is slowed by the same factor. On an A100 (measured with 30 and
+50 % of the multiprocessors: the rows in its profile) a decode step reaches 2 times its share
+(`lane_reach` there), and a prefill takes 2.7 and 1.7 times as long, where the estimate is 3.3 and
+2: on the whole device a prefill does not use all multiprocessors.
 """
 
 from __future__ import annotations
@@ -27,38 +27,39 @@ from ballast.sim.event_heap import EventHeap
 from ballast.sim.layer_passes import Pass
 
 _STEPS = 50
-"""Most steps that find how much longer reading takes; a few suffice."""
+"""Most Newton steps to solve for the slowdown of reading; a few suffice."""
 
 
 class Part(NamedTuple):
-    """What a job takes on its part of a device, in seconds."""
+    """Seconds of a job on its part of a device."""
 
     seconds: float
-    """With nothing beside it; above 0."""
+    """Duration with no other job running; above 0."""
     reading: float
-    """Of these, in which it reads: what others' reading makes longer."""
+    """Part of `seconds` spent reading, which reading by other jobs prolongs."""
     memory: float
-    """In which it would read the same at all of the bandwidth."""
+    """Seconds to read the same at full bandwidth."""
 
 
 def guessed(share: float, compute: float, memory: float, reach: float) -> Part:
-    """Return what a job takes on `share` of a device that takes so many seconds of arithmetic and
-    of reading alone on the whole device."""
+    """Estimate a job on `share` of a device, from its seconds of arithmetic and of reading on the
+    whole device."""
     reading = memory / min(1.0, reach * share)
     return Part(compute / share + reading, reading, memory)
 
 
 def measured(share: float, seconds: float, memory: float, reach: float) -> Part:
-    """Return what a job takes on `share` of a device if it was seen to take so many seconds there;
-    `memory` as of `guessed`."""
+    """Build the part of a job from its measured seconds on `share` of a device; `memory` as of
+    `guessed`."""
     return Part(seconds, min(seconds, memory / min(1.0, reach * share)), min(seconds, memory))
 
 
 def measured_seconds(seen: Sequence[tuple[float, StepCosts]], load: JobLoad, share: float) -> float:
-    """Return what a job takes on `share` of a device, from costs on some shares of it, ascending.
+    """Interpolate a job's seconds on `share` of a device from costs on some shares, ascending.
 
-    Between them it is linear in 1 / share, as it is of a job of which a part gains from more
-    multiprocessors and a part does not (Amdahl); below the least all of it is taken to gain.
+    Between them it is linear in 1 / share, as for a job of which a part gains from more
+    multiprocessors and a part does not (Amdahl); below the least share all of it is assumed to
+    gain.
     """
     low, least = seen[0]
     if share <= low:
@@ -71,14 +72,14 @@ def measured_seconds(seen: Sequence[tuple[float, StepCosts]], load: JobLoad, sha
 
 
 def rates(jobs: Sequence[Part]) -> list[float]:
-    """Return the part of itself that each of the jobs which run together does in a second.
+    """Return the progress per second, as a fraction of its work, of each job that runs together.
 
-    Where they would read more than there is, reading takes each of them as many times as long: so
-    much that together they read all there is (Newton's method; what they read falls ever more
-    slowly the longer it takes, so that all steps go the same way).
+    Where jobs would read more than the bandwidth allows, the reading of each is slowed by one
+    factor, chosen so that together they use all of it (Newton's method; the reading rate is convex
+    and decreasing in that factor, so all steps go the same way).
     """
     longer = 0.0
-    """By how many times reading takes longer than alone, less 1."""
+    """Slowdown of reading against running alone, less 1."""
     found = [1.0 / job.seconds for job in jobs]
     for _ in range(_STEPS):
         read = slope = 0.0
@@ -102,17 +103,17 @@ class Running:
     part: Part
     began: float
     left: float = 1.0
-    """Of its work."""
+    """Remaining fraction of the job's work."""
     rate: float = 0.0
-    """Of its work, per second."""
+    """Fraction of the job's work done per second."""
     goal: float = 0.0
-    """What is left when `then` is called."""
+    """Remaining fraction at which `then` is called."""
     then: Change | None = None
-    """None: at its goal the job ends."""
+    """Called at the goal; None: the job ends there."""
     waits: float | None = None
-    """Since when it waits for a layer; None: it computes."""
+    """Time since which the job waits for a layer; None: it computes."""
     stall: float = 0.0
-    """Seconds that it has waited."""
+    """Seconds that the job has waited."""
     entry: ScheduledChange | None = None
     """On the agenda: it comes to its goal."""
     event: int = 0
@@ -138,17 +139,18 @@ class Running:
 
     @property
     def scheduled(self) -> bool:
-        """Whether it is known when it comes to its goal."""
+        """Whether the time at which the job reaches its goal is known."""
         return self.entry is not None or self.event != 0
 
     @property
     def computes(self) -> bool:
-        """Whether it takes part of the device: it neither waits nor has ended."""
+        """Whether the job uses part of the device: it neither waits nor has ended."""
         return self.waits is None and self.left > 0
 
 
 class SimLanes:
-    """The jobs that run; whenever one begins, waits, goes on or ends, all others' ends move."""
+    """Running jobs on several lanes; whenever one begins, waits, resumes or ends, the ends of the
+    others are rescheduled."""
 
     def __init__(self, heap: EventHeap, clock: Clock, overhead: float) -> None:
         """`overhead`: seconds from a job's end to the event that ends it for the loop."""
@@ -159,7 +161,7 @@ class SimLanes:
 
     @property
     def layered(self) -> bool:
-        """Whether any job goes through its layers one by one."""
+        """Whether any job passes through its layers one by one."""
         return any(one.entry is not None or one.waits is not None for one in self._running)
 
     def give_work(self, job: Job, results: tuple[JobResult, ...]) -> None:
@@ -178,8 +180,8 @@ class SimLanes:
     ) -> None:
         """Begin a job at `now`.
 
-        `way`: for one that may wait for layers, what makes its pass, and the tokens whose KV it
-        reads and writes.
+        `way`: for a job that may wait for layers, the factory of its pass, and the tokens whose KV
+        it reads and writes.
         """
         begun = Running(self, job, results, part, now)
         self._running.append(begun)
@@ -189,7 +191,7 @@ class SimLanes:
             make(begun).begin(now, read, written)
 
     def shift(self, now: float) -> None:
-        """Which jobs compute has changed: share the device anew from `now` on."""
+        """Divide the device anew from `now` on, after the set of computing jobs has changed."""
         self._pass_time(now)
         going = [one for one in self._running if one.computes]
         for one, rate in zip(going, rates([one.part for one in going]), strict=True):

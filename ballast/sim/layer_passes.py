@@ -1,7 +1,8 @@
-"""Jobs that go through layers which come and go, in virtual time.
+"""Simulate a job's pass through layers whose weights or KV arrive and leave during the pass.
 
-A job gives each layer an equal part of its work: what is not layers (embeddings, head) counts as
-theirs. It runs them in order, waits for one that is not there, and computes nothing while it does.
+Each layer gets an equal part of the job's work; embeddings and head are divided among the layers.
+Layers run in order; the job waits for a layer that is not there, and computes nothing meanwhile.
+`sim.rotor`, `sim.swapper` and `sim.lending` implement `LayerSource`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ballast.sim.change_queue import Change, ChangeQueue
 
 
 class LayerSource(Protocol):
-    """What brings layers, or what they need: `sim.rotor`, `sim.swapper`, `sim.lending`."""
+    """A source of layers or of data that they need: `sim.rotor`, `sim.swapper`, `sim.lending`."""
 
     @property
     def stops(self) -> Sequence[int]:
@@ -21,24 +22,24 @@ class LayerSource(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether a job that begins now may wait for anything."""
+        """Whether a job that begins now may have to wait."""
 
     @property
     def open(self) -> bool:
         """Whether something must still move before the job that runs has ended."""
 
     def begin(self, now: float, job: Pass, read: int, written: int) -> None:
-        """`job` begins, which reads and writes KV of such numbers of tokens. From now on the source
-        calls `job.landed` and `job.closed`."""
+        """Begin `job`, which reads and writes KV of the given numbers of tokens. From now on the
+        source calls `job.landed` and `job.closed`."""
 
     def lacks(self, layer: int) -> bool:
         """Whether a layer cannot be run yet."""
 
     def used(self, now: float, layer: int) -> None:
-        """The job is done with a layer that is one of its stops."""
+        """Notify that the job is done with a layer that is one of the source's stops."""
 
     def waited(self, seconds: float) -> None:
-        """The job has waited for something that this source lacked when it came to it."""
+        """Notify that the job has waited for data that this source lacked at the layer."""
 
 
 class Pace(Protocol):
@@ -48,13 +49,13 @@ class Pace(Protocol):
         """Call `then` when the job has done this fraction of its work."""
 
     def pause(self, now: float) -> None:
-        """The job waits."""
+        """Stop computing: the job waits."""
 
     def resume(self, now: float) -> None:
-        """The job computes again."""
+        """Resume computing."""
 
     def finish(self, now: float) -> None:
-        """Nothing keeps the job from computing to its end, or it has come there already."""
+        """Let the job compute to its end, which it may have reached already."""
 
 
 class Pass:
@@ -71,19 +72,20 @@ class Pass:
         self._since = 0.0
         """When it began to wait."""
         self._blamed: list[LayerSource] = []
-        """Which lacked the layer then."""
+        """Sources that lacked the layer when the job began to wait."""
         self._computed = False
-        """Nothing is left to compute; only what sources still move."""
+        """Whether all computing is done and only transfers of sources remain."""
 
     def begin(self, now: float, read: int = 0, written: int = 0) -> None:
-        """`read`, `written`: tokens whose KV the job finds and makes."""
+        """Begin the pass. `read`, `written`: numbers of tokens whose KV the job reads and
+        writes."""
         for source in self._sources:
             source.begin(now, self, read, written)
         self._stops = stops_of(self._sources)
         self._proceed(now)
 
     def landed(self, now: float, layer: int) -> None:
-        """Something has come that `layer` needed."""
+        """Notify that data that `layer` needed has arrived."""
         if self._waits == layer and not self._lacks(layer):
             self._waits = None
             for source in self._blamed:
@@ -92,7 +94,7 @@ class Pass:
             self._pace.reach((layer + 1) / self._n, self._done)
 
     def closed(self, now: float) -> None:
-        """A source is not open any more."""
+        """Notify that a source is not open any more."""
         if self._computed and not self._open:
             self._pace.resume(now)
             self._pace.finish(now)
@@ -149,7 +151,7 @@ def stops_of(sources: Sequence[LayerSource]) -> Sequence[int]:
 
 
 class Alone:
-    """The pace of a job that has the whole device: `seconds`, and what it waits."""
+    """Pace of a job that has the whole device: it takes `seconds` plus its waits."""
 
     def __init__(self, agenda: ChangeQueue, began: float, seconds: float) -> None:
         self._agenda, self.began, self.seconds = agenda, began, seconds

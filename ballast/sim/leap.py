@@ -1,12 +1,12 @@
-"""Many decode steps at once, where nothing but the clock and lengths can change.
+"""Skip over many decode steps at once, while only the clock and sequence lengths can change.
 
 Between two events of a device, models that only decode repeat their steps: each running request
-gets a token, and now and then a block. A leap does what the loop would have done in those turns:
-its books, what clients are told and when are the same to the last bit. It leaves the last of the
-steps in flight, so that whatever comes next meets an ordinary state.
+gets a token, and now and then a block. A leap has the same effect as those turns of the loop: its
+books, the outputs to clients and their times are the same to the last bit. It leaves the last of
+the steps in flight, so that the next event meets an ordinary state.
 
-Here are the steps of models that have the whole device in turn, or one of them for as long as the
-compute policy said; all others are in `sim.leap_lanes`.
+This module handles models that have the whole device in turn, or one of them for as long as the
+compute policy has set; all others are in `sim.leap_lanes`. Used by `SimDevice`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _repeat(
 
 
 def _next(heap: EventHeap) -> float:
-    """When the device's next event happens that is known; inf if none is."""
+    """Time of the device's next known event; inf if there is none."""
     return inf if heap.next is None else heap.next
 
 

@@ -1,9 +1,9 @@
-"""Many decode steps at once of models on several lanes, or about which a policy is asked.
+"""Skip over decode steps of models on several lanes, or that a compute policy schedules.
 
-At each end the compute policy is asked as the loop would ask it, and who begins has the lane and
-the part of the device that the loop would give it. What a leap leaves out is what nobody sees: work
-and results of jobs that end within it, views for the memory policy, which would not be asked, and
-the story of each turn.
+Used by `sim.leap`. At the end of each step the compute policy decides as in the loop, and the model
+that begins gets the same lane and part of the device. A leap leaves out only what has no observer:
+work and results of jobs that end within it, views for the memory policy, which would not be called,
+and the story of each turn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Devices of a host that lend pages to each other in virtual time.
+"""Simulate page lending between devices of a host: messages, borrowed KV, recalls.
 
-Each knows the others from the start; what one says to another arrives `WAY` seconds later. KV on
-borrowed pages is read where it is: a job moves its part of what it reads over the way between the
-two devices, beside its work, and ends when both are done. Bringing blocks home costs nothing here.
+All devices are peers from the start; a message arrives `WAY` seconds later. KV on borrowed pages is
+read where it is: a job transfers its part of the KV that it reads over the links between the two
+devices, beside its work, and ends when both are done. Moving blocks back to the borrower's own
+pages costs nothing here. Used by `sim.cluster`, which passes the orders to lend and recall.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from ballast.sim.topology import HostPlace, PeerLinks
 from ballast.sim.world import World
 
 WAY = 3e-4
-"""Seconds from one device to another: half of what a recall took live, a word each way and the
-unmapping between them included."""
+"""Delay of a message between devices, in seconds: half of a recall as measured live, including a
+message each way and the unmapping between them."""
 
 
 class Lenders:
-    """Passes on what devices of one world say to each other. Implements `sim.world.Reaching`."""
+    """Deliver lending messages between devices of one world. Implements `sim.world.Reaching`."""
 
     def __init__(self, world: World, devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> None:
         """`devices`: by name, with where they are. Raises ConfigError for devices that cannot lend
         to each other."""
         self._devices = {name: device for name, (device, _) in devices.items()}
         self._orders: list[float] = []
-        """Times of what was ordered, ascending."""
+        """Times of operators' orders, ascending."""
         self._ids = 0
         sizes = {device.state.settings.page_bytes for device in self._devices.values()}
         if len(sizes) > 1:
@@ -71,8 +72,8 @@ class Lenders:
         self._devices[device].order(at, f"order-{self._ids}", operation)
 
     def horizon(self, now: float, near: float) -> float:
-        """Before when no device is reached by a word that is not said yet; `near`: when the next
-        of the others turns, at the earliest."""
+        """Time before which no message that has not been sent yet can reach a device; `near`: the
+        earliest next turn of any other device."""
         if any(d.state.lending.lent or d.state.lending.borrowed for d in self._devices.values()):
             return near + WAY
         while self._orders and self._orders[0] < now:
@@ -92,12 +93,13 @@ class Lenders:
 
 
 class SimBorrowed:
-    """Implements `sim.layer_passes.Source`: what a job of one model reads on borrowed pages."""
+    """Transfers of KV that jobs of one model read on borrowed pages. Implements
+    `sim.layer_passes.LayerSource`."""
 
     stops: Sequence[int] = ()
 
     def __init__(self, device: SimDevice, streams: Mapping[str, Stream], model: str) -> None:
-        """`streams`: by lender, what its pages are read over."""
+        """`streams`: by lender, the stream over which its pages are read."""
         self._state, self._streams, self._model = device.state, streams, model
         self._job: Pass | None = None
         self._moving = 0
@@ -124,10 +126,10 @@ class SimBorrowed:
         return False
 
     def used(self, now: float, layer: int) -> None:
-        """Nothing makes room at a layer."""
+        """Do nothing: no room is made at a layer."""
 
     def waited(self, seconds: float) -> None:
-        """The job's `stall` has it."""
+        """Do nothing: the wait is in the job's `stall`."""
 
     def _ended(self, now: float, seconds: float) -> None:
         self._moving -= 1
@@ -141,10 +143,10 @@ def carry_out(
     devices: Mapping[str, tuple[SimDevice, HostPlace]],
     names: Sequence[str],
 ) -> None:
-    """Order what users give in a file.
+    """Schedule the lending orders of a user's file.
 
-    `devices`: by name, those that serve, with where they are; `names`: all of the cluster, in
-    order. Raises ConfigError for an order that devices cannot carry out.
+    `devices`: by name, those that serve, with their places; `names`: all of the cluster, in order.
+    Raises ConfigError for an order that devices cannot carry out.
     """
     pairs = [[device_named("orders", at, names) for at in (o.lender, o.borrower)] for o in orders]
     lenders: dict[World, Lenders] = {}

@@ -1,7 +1,7 @@
-"""A device's way to its host in virtual time: transfers and loads become flows of `sim.fluid`.
+"""Simulate the link between a device and its host; implements `memory.transfer.Link`.
 
-Transfers of one direction and stream are served in order; streams are flows, which share the wires
-that they cross with all other flows of the world.
+Transfers and layer loads become flows of `sim.fluid`. Transfers of one direction and stream are
+served in order; streams share the wires that they cross with all other flows of the world.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class LandingWatch(Protocol):
 
     @property
     def marks(self) -> Sequence[int]:
-        """Numbers of bytes, ascending, at which it wants to be told, beside the last."""
+        """Byte counts, ascending, at which `landed` is to be called, besides the last."""
 
     def landed(self, now: float, n_bytes: int) -> None:
-        """So many bytes are there, in the order of the copies; if all are, their end is due."""
+        """Notify that this number of bytes has landed, in the order of the copies; at the last, the
+        end is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,14 @@ class Route:
 
     @classmethod
     def alone(cls, fluid: Fluid, rates: LinkRates) -> Route:
-        """The route of a device whose link nothing else uses."""
+        """Build the route of a device whose link nothing else uses."""
         wire = Wire(rates)
         return cls(fluid, {direction: [wire.side(direction)] for direction in Direction})
 
 
 class SimLink:
-    """Implements `memory.transfer.Link`, and carries what else a device moves."""
+    """Simulated link of a device. Implements `memory.transfer.Link`, and carries the device's other
+    traffic."""
 
     def __init__(
         self,
@@ -62,9 +64,9 @@ class SimLink:
         route: Route | None = None,
         calls: LoopTime | None = None,
     ) -> None:
-        """`rates`: of copies over the device's own link; `mapping`: the most that a transfer does
-        whose pages have to be mapped; `route`: None for a link that nothing else uses; `calls`:
-        what the loop has to end before a transfer begins."""
+        """`rates`: of copies over the device's own link; `mapping`: the highest rate of a transfer
+        whose pages have to be mapped; `route`: None for a link that nothing else uses; `calls`: the
+        loop's pending calls, which end before a transfer begins."""
         self._calls = LoopTime(clock) if calls is None else calls
         self._heap, self._clock, self._rates = heap, clock, rates
         self._route = Route.alone(Fluid(heap.agenda), rates) if route is None else route
@@ -89,7 +91,7 @@ class SimLink:
         direction: Direction = Direction.TO_DEVICE,
         watch: LandingWatch | None = None,
     ) -> None:
-        """As `Link.start`; `watch` is told when so many bytes are there as it wants to know of."""
+        """Start a transfer as `Link.start`; `watch` is notified at its byte counts."""
         n_bytes = sum(c.n_bytes for c in copies)
         marks = [] if watch is None else [m for m in watch.marks if 0 < m < n_bytes]
         copy_seconds = 0.0
@@ -126,7 +128,7 @@ class SimLink:
         self._heap.agenda.schedule(self._calls.until, mapped)
 
     def stream(self, name: str, direction: Direction) -> Stream:
-        """The stream of that name; bytes that no loop waits for are carried by it directly."""
+        """Return the stream of that name, for bytes that no loop waits for."""
         stream = self._streams.get((name, direction))
         if stream is None:
             path = self._route.path[direction]

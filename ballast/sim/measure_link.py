@@ -1,4 +1,7 @@
-"""Measure what this machine's link carries: to the device, to the host, and both at once."""
+"""Measure this machine's link bandwidth: to the device, to the host, and both at once.
+
+Used by `sim.calibrate`. The loop of the device must not run meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ from ballast.memory.transfer import Link
 
 
 class LinkMeter:
-    """Collects transfers, and says what they show. The loop of the device must not run.
+    """Collect transfers and derive the link's bandwidths. The loop of the device must not run.
 
-    A model comes onto pages that have just been mapped, which costs page faults; what mixing costs
-    is seen where there are none, and taken for the same share.
+    Weights are loaded onto pages that have just been mapped, which costs page faults; the loss by
+    opposite traffic is measured on pages without them, and taken for the same share.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""Requests that move with their KV between devices of one host, in virtual time.
+"""Simulate the migration of running requests, with their KV, between devices of one host.
 
-The devices' engines do what they do live (`ballast.engine.migration`); what controller and devices
-say to each other takes `WAY` seconds each time, and KV crosses the links between the two devices,
-beside whatever else does. Live, what cannot move at once is tried again
-(`ballast.cluster.fleet_policy_runner`); here it ends where it is.
+The devices' engines run the live code (`ballast.engine.migration`). Each message between controller
+and device takes `WAY` seconds, and KV crosses the links between the two devices together with all
+other traffic. Live, a request that cannot move at once is retried
+(`ballast.cluster.fleet_policy_runner`); here it finishes on its device. Used by `sim.controller`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Move:
 
 
 class Movers:
-    """Devices of one world. Implements `sim.world.Reaching`."""
+    """Migrate requests between devices of one world. Implements `sim.world.Reaching`."""
 
     def __init__(self, devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> None:
         """`devices`: by name, with where they are."""
@@ -103,7 +103,8 @@ class Movers:
         self._begin(now, source)
 
     def horizon(self, now: float, near: float) -> float:
-        """Before when no device is reached by a word that is not said yet."""
+        """Time before which no message that has not been sent yet can reach a device; `near`: the
+        earliest next turn of any other device."""
         return near + WAY if self._moves or self.any_time else float("inf")
 
     def _has(self, name: str, model: str) -> bool:
@@ -136,7 +137,8 @@ class Movers:
                 self._end(at, move)
 
     def _arrive(self, at: float, move: _Move, tail: int | None) -> None:
-        """It has departed, or has ended. `tail`: tokens whose KV followed; None: it was lost."""
+        """Finish a move: resume a request that has departed on its target, or drop its KV there if
+        it has ended. `tail`: tokens whose KV followed; None: that KV was lost."""
         request, target = move.request, self._devices[move.target]
         if request.state is not RequestState.CANCELLED:
             target.receive(at, DropKvEvent(request.id))
@@ -161,7 +163,7 @@ class Movers:
 
 
 def movers_of(devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> list[Movers]:
-    """Of each host whose devices reach each other."""
+    """Build the movers of each host whose devices reach each other."""
     hosts = dict.fromkeys(place.host for _, place in devices.values())
     found = []
     for host in hosts:
@@ -192,7 +194,7 @@ class SimBytes:
         self._streams[source].carry(self._device.clock.now(), n_bytes, ended)
 
     def stop(self, request_id: str) -> None:
-        """The bytes go their way; nobody waits for them."""
+        """Do nothing: transfers in flight continue without a waiter."""
 
     def load(self, address: int, n_bytes: int) -> bytes:
         return b""

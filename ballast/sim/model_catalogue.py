@@ -1,4 +1,7 @@
-"""Public models by name: their sizes, and the spec under which one would be served."""
+"""Look up sizes of public models by name, and build the `ModelSpec` to serve each under.
+
+Reads `profiles/models.toml`; no checkpoint is needed. Used by `sim.profile` and `sim.roofline`.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,19 @@ class ModelFacts(Keys):
     name: Name
     parameters: Size
     active_parameters: Size
-    """That a token goes through; differs where there are experts."""
+    """Parameters that a token passes through; fewer than all where there are experts."""
     layers: Size
     hidden: Size
     heads: Size
     kv_heads: Size
     head_dim: Size
     intermediate: Size
-    """Of an expert, where there are any."""
+    """Intermediate size; of one expert, where there are any."""
     vocab: Size
     experts: Whole = 0
     experts_per_token: Whole = 0
     shared_intermediate: Whole = 0
-    """Of the expert that every token goes through."""
+    """Intermediate size of the shared expert, which every token passes through."""
     tied: bool = False
     """Embeddings and head are one matrix."""
 
@@ -41,13 +44,14 @@ class ModelFacts(Keys):
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers together."""
+        """Parameters of all layers together."""
         return self.parameters - self.embedding * (1 if self.tied else 2)
 
     def spec(self, **served: Any) -> ModelSpec:
-        """As served in bfloat16; `served` holds `max_model_len` and what else the spec says.
+        """Build the spec as served in bfloat16; `served` holds `max_model_len` and other fields of
+        the spec.
 
-        The layers are as large as each other; norms count among them.
+        All layers are of equal size; norms count among them.
         """
         embedding = 2 * self.embedding
         layer = 2 * self.layer_parameters // self.layers
@@ -106,13 +110,13 @@ class CatalogueKeys(Keys):
 
 @functools.cache
 def catalogue() -> dict[str, ModelFacts]:
-    """All models that are known, by name."""
+    """Return all models of the catalogue, by name."""
     file = resources.files("ballast.sim") / "profiles" / "models.toml"
     return {m.name: m for m in read_keys(file, CatalogueKeys).models}
 
 
 def facts(name: str) -> ModelFacts:
-    """Raises ConfigError, which lists the known names."""
+    """Return a model's facts by name. Raises ConfigError, which lists the known names."""
     known = catalogue()
     found = {n.lower(): m for n, m in known.items()}.get(name.lower())
     if found is None:

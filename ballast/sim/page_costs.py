@@ -1,7 +1,7 @@
-"""What calls that map and unmap pages take of a simulated loop.
+"""Charge the time of calls that map and unmap pages to a simulated loop.
 
-Live, the loop makes these calls itself, between jobs: what runs goes on, but the next job begins,
-and the copy of a model's weights, when they have returned.
+Live, the loop makes these calls itself, between jobs: jobs in flight continue, but the next job,
+and the copy of a model's weights, begin only when the calls have returned. Used by `sim.device`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from ballast.memory.vm_null import NullVm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageCosts:
-    """Seconds of a page."""
+    """Seconds per page of mapping and unmapping."""
 
     map: float
-    """The loop's, to map it and make it accessible."""
+    """Seconds of the loop to map a page and make it accessible."""
     unmap: float
-    """The loop's, to unmap it."""
+    """Seconds of the loop to unmap a page."""
     beside: float = 0.0
-    """What an activation takes beyond that and beyond the copy; the loop goes on meanwhile."""
+    """Further seconds per page of an activation, beyond mapping and copying; the loop continues
+    meanwhile."""
     kv: bool = True
-    """Whether pages of KV take that, too. False: the costs of jobs hold it."""
+    """Whether pages of KV cost the same. False: job costs include it."""
 
 
 class LoopTime:
-    """Until when a loop is busy with calls."""
+    """The time until which a loop is busy with calls."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -37,18 +38,19 @@ class LoopTime:
         """Virtual seconds; a past moment while it is free."""
 
     def spend(self, seconds: float) -> None:
-        """A call is made now, behind those that have not returned."""
+        """Add a call made now, queued behind those that have not returned."""
         self.until = max(self.until, self._clock.now()) + seconds
 
 
 class TimedVm(NullVm):
-    """A vm without memory whose calls take the loop's time."""
+    """Virtual memory without bytes whose calls take the loop's time."""
 
     def __init__(self, page_bytes: int, n_pages: int, costs: PageCosts, loop: LoopTime) -> None:
         super().__init__(page_bytes, n_pages)
         self._costs, self._loop = costs, loop
         self.owner_of: Callable[[int], str | None] = lambda page: None
-        """The owner of a page in the pool's books, by which ranges of KV are known."""
+        """Returns the owner of a page in the pool's ledger, by which ranges of KV are
+        recognised."""
         self._is_kv: dict[int, bool] = {}
         """By the base of a range in which anything was mapped."""
 

@@ -1,7 +1,7 @@
-"""Placement problems in JSON: devices, models and what these are asked, and an answer to each.
+"""Read placement problems from JSON (devices, models, token rates) and solve each by an algorithm.
 
-A problem names no architecture and no lengths, so an estimate of what its models serve assumes them
-(`docs/placement.md`).
+Used by `ballast place`. A problem contains neither architectures nor request lengths, so estimates
+of what its models can serve assume both (`docs/placement.md`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ GB = 1e9
 KV_BYTES_PER_WEIGHT_BYTE = 3e-5
 """Bytes of KV per token, for each byte of weights: LLaMA-13B's, in 16 bits."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338
-"""Of a request: ShareGPT's means, as vLLM's authors published them (SOSP '23, Figure 11)."""
+"""Mean prompt and output tokens of a request: ShareGPT's, as vLLM's authors published them (SOSP
+'23, Figure 11)."""
 
 Named = Annotated[str, Field(min_length=1)]
 
@@ -43,7 +44,7 @@ class PlacedDevice(Keys):
 
 
 class PlacedModel(Keys):
-    """A model, and what it is asked."""
+    """A model to place, and its demand."""
 
     name: Named
     weights_gb: Positive
@@ -52,7 +53,7 @@ class PlacedModel(Keys):
     tpot_slo: Positive
     """Seconds."""
     device: str | None = None
-    """Where it is now."""
+    """Name of the device on which the model is now."""
     tp: Annotated[int, Field(ge=1)] = 1
     """Devices over which it is spread at least."""
 
@@ -69,7 +70,7 @@ class _Problems(Keys):
 
 
 def problems_of(text: str, where: str) -> tuple[list[Problem], bool]:
-    """Read one problem or a list of them, and say whether it was a list.
+    """Parse one problem or a list of them; also returns whether it was a list.
 
     Raises ConfigError: the text is no JSON, a key is wrong, or a name is used twice or unknown.
     """
@@ -102,14 +103,14 @@ def problems_of(text: str, where: str) -> tuple[list[Problem], bool]:
 
 @dataclass(frozen=True, slots=True)
 class PlacementInputs:
-    """What an algorithm may go by, beside the problem."""
+    """Inputs of an algorithm besides the problem."""
 
     profile: DeviceProfile
-    """Of the devices."""
+    """Profile of the devices."""
     per_host: int = 8
     """Devices over which one model may be spread."""
     threshold: float = 0.0
-    """Of `policy.fleet.kv_pressure.greedy`."""
+    """Threshold of `policy.fleet.kv_pressure.greedy`."""
 
 
 def muxserve(problem: Problem, terms: PlacementInputs) -> dict[str, Any]:
@@ -203,7 +204,7 @@ def _devices(problem: Problem) -> list[PlacementDevice]:
 
 
 def _claims(problem: Problem) -> list[ModelDemand]:
-    """Demands in tokens/s per second: a problem does not say how large a token's KV is."""
+    """Demands in tokens/s per second: a problem does not state the KV bytes of a token."""
     return [
         ModelDemand(
             m.name,

@@ -1,9 +1,10 @@
-"""Disaggregated prefill in virtual time: requests go on at devices that decode.
+"""Simulate disaggregated prefill: hand requests from prefill devices to decode devices.
 
-A device with `role: prefill` computes a request up to its first token. Once a block of its KV has
-filled, the request moves with its KV to a device of its model that does not have that role, as live
-(`ballast.cluster.relocation.Relocation.first_token`): that device brings the weights first where it
-lacks them, and where they do not come in time, or KV finds no room, the request ends where it is.
+A device with `role: prefill` computes a request up to its first token. Once a block of its KV is
+full, the request migrates with its KV to a device of its model without that role, as live
+(`ballast.cluster.relocation.Relocation.first_token`). If that device lacks the weights it loads
+them first; if they do not come in time, or there is no room for the KV, the request finishes on the
+prefill device.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from ballast.sim.migration import Movers
 PATIENCE = 10.0
 """Seconds for weights to come to a device that decodes."""
 POLL_SECONDS = 0.02
-"""Between two looks at whether a request can move."""
+"""Seconds between two checks whether a request can move."""
 GOING = (RequestState.WAITING, RequestState.RUNNING, RequestState.PAUSED)
 
 
 def role_of(device: SimDevice) -> Role:
-    """What of a request the device computes."""
+    """The part of a request that the device computes: prefill, decode or both."""
     return device.state.settings.role
 
 
 def replica_of(name: str, device: SimDevice, submission: Submission) -> Replica:
-    """A device as it is for a request, as of the device's clock."""
+    """Describe a device as a replica for a request, as of the device's clock."""
     held, resident = device.held_tokens(submission), device.has_weights(submission.model)
     return Replica(name, device.open_requests, held, resident, role_of(device))
 
@@ -57,7 +58,7 @@ def check_roles(roles: Mapping[str, Role], moving: bool) -> None:
 
 
 class Handover:
-    """Sees the first tokens of devices that prefill, and has their requests go on elsewhere."""
+    """Observe first tokens of prefill devices, and hand their requests to decode devices."""
 
     def __init__(
         self,
@@ -66,7 +67,8 @@ class Handover:
         homes: Callable[[str], Sequence[str]],
         policy: FleetPolicy,
     ) -> None:
-        """`homes`: the devices that serve what a request asks for; `policy` chooses among them."""
+        """`homes`: returns the devices that serve a request's model; `policy` chooses among
+        them."""
         self._devices, self._homes, self._policy = devices, homes, policy
         self._movers = {name: movers for movers in movers for name in movers.names}
         self._prefilling = [d for d in devices.values() if role_of(d) is Role.PREFILL]
@@ -79,7 +81,7 @@ class Handover:
         return any(device.open_requests for device in self._prefilling)
 
     def on_output(self, name: str, output: Output) -> None:
-        """A device has produced an output, now by its clock."""
+        """Handle an output that a device has just produced."""
         device = self._devices[name]
         if role_of(device) is not Role.PREFILL or name not in self._movers:
             return
@@ -92,7 +94,8 @@ class Handover:
                 self._look(now + PATIENCE, name, target, request, now)
 
     def _target(self, name: str, submission: Submission) -> str | None:
-        """The device at which a request goes on; None: no other that it can move to decodes."""
+        """Return the device to which a request migrates; None if no other that decodes is
+        reachable."""
         able = self._movers[name].names
         others = [d for d in self._homes(submission.model) if d != name and d in able]
         replicas = for_decode([replica_of(d, self._devices[d], submission) for d in others])
@@ -106,7 +109,8 @@ class Handover:
             device.order(now + 2 * WAY, f"prefilled-{request.id}", Activate(base, why))
 
     def _look(self, until: float, name: str, target: str, request: Request, now: float) -> None:
-        """Let it move if it can; else look again, `until` weights will not come any more."""
+        """Start the migration if possible; else check again, until weights can no longer come in
+        time."""
         m = self._devices[target].state.named.get(request.submission.model)
         if request.state not in GOING or m is None:
             return

@@ -1,8 +1,9 @@
-"""Profiles: what jobs cost on a device, read from `profiles/*.toml` or a file of the user's.
+"""Load device profiles, which hold the costs of jobs, from `profiles/*.toml` or a user's file.
 
-A file holds a device's peaks and what kernels reach of them, the engines that serve there, and
-fitted coefficients of models that were measured under one of these, with their sources.
-`ballast/sim/profiles/` has one for each public device we know.
+A file holds a device's peaks, the fraction of them that kernels reach, the engines that serve
+there, and fitted coefficients of models that were measured under one of these, with their sources.
+`ballast/sim/profiles/` has one for each public device with known figures. `DeviceProfile` yields
+the `MachineProfile` that `SimDevice` runs on.
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ _FOLDER = resources.files("ballast.sim") / "profiles"
 
 
 class DeviceProfile(Keys):
-    """A profile's file."""
+    """Contents of a profile file."""
 
     device: Name
     engine: Name
-    """Which of `engines` serves."""
+    """Name of the engine, among `engines`, that serves."""
     page_seconds: NotNegative = 0.0
-    """What an activation takes for a page beyond its copy, in all."""
+    """Seconds per page of an activation beyond its copy, in all."""
     page_source: str = ""
     lane_reach: Positive = 1.0
-    """Of the memory's bandwidth, what part of the compute can use: so many times that part."""
+    """Most memory bandwidth that a part of the compute can use, in multiples of that part."""
     copies_slow: NotNegative = 0.0
-    """Share by which a job takes longer while bytes move over the link to the host."""
+    """Fraction by which a job is slower while bytes move over the link to the host."""
     early_jobs: bool = False
     """Whether a model's first job begins while its last layers arrive."""
     link: LinkProfile
     pages: PageCallCosts | None = None
-    """Of `page_seconds`, what is the loop's time, and when; None: none of it."""
+    """Costs of mapping calls in the loop's time, a part of `page_seconds`; None: no such costs."""
     served: MeasuredDevice | None = None
     """Without it, and with `hardware`, a cluster's devices are as `sim.cluster` says."""
     hardware: Hardware | None = None
@@ -72,7 +73,7 @@ class DeviceProfile(Keys):
     measured: list[MeasuredModel] = Field(default_factory=list)
     all_reduce: list[AllReduce] = Field(default_factory=list)
     capacity: list[MeasuredCapacity] = Field(default_factory=list)
-    """Where both were measured."""
+    """Capacities that were measured both live and simulated."""
 
     @property
     def capacity_errors(self) -> dict[str, float]:
@@ -119,7 +120,7 @@ class DeviceProfile(Keys):
         return self.engines[self.engine]
 
     def served_by(self, engine: str | None) -> DeviceProfile:
-        """Choose another of the device's engines; None: its own.
+        """Return the profile with another of the device's engines; None: its own.
 
         Raises ConfigError, which lists the known engines.
         """
@@ -130,11 +131,11 @@ class DeviceProfile(Keys):
         return self.model_copy(update={"engine": engine})
 
     def costs(self, model: str | ModelSpec, tp: int = 1, sm_percent: int = 100) -> StepCosts:
-        """Of a model by its name in this file or the catalogue, or by its sizes.
+        """Return the costs of a model, by its name in this file or the catalogue, or by its sizes.
 
-        Measured ones under the engine that serves where there are any, else the roofline's, which
-        knows whole devices, and groups of the sizes in `all_reduce`. Raises ConfigError,
-        which lists what is known.
+        Measured costs under the engine that serves where there are any, else the roofline's, which
+        covers whole devices, and groups of the sizes in `all_reduce`. Raises ConfigError, which
+        lists the known names.
         """
         name, like = self._like(model)
         rows = [row for row in self._rows if row.model.lower() in like]
@@ -153,15 +154,15 @@ class DeviceProfile(Keys):
         )
 
     def on_parts(self, model: str | ModelSpec, tp: int = 1) -> list[tuple[float, StepCosts]]:
-        """What jobs of a model cost on parts of the multiprocessors, where that was measured under
-        the engine that serves: shares below 1, ascending."""
+        """Return the measured costs of a model on parts of the multiprocessors under the engine
+        that serves: (share below 1, costs), ascending; empty where there are none."""
         _, like = self._like(model)
         rows = [r for r in self._rows if r.tp == tp and r.model.lower() in like]
         percents = {row.sm_percent for row in rows if row.sm_percent < 100}
         return [(p / 100, self.costs(model, tp, p)) for p in sorted(percents)]
 
     def of(self, specs: Iterable[ModelSpec]) -> MachineProfile:
-        """For `sim.simulate.simulate`: one device of this kind that serves `specs`."""
+        """Return the machine profile of one device of this kind that serves `specs`."""
         engine = self.serving
         return MachineProfile(
             costs={spec.name: self.costs(spec) for spec in specs},
@@ -181,7 +182,7 @@ class DeviceProfile(Keys):
 
     @property
     def _rows(self) -> list[MeasuredModel]:
-        """Those that were measured under the engine that serves."""
+        """Measured models under the engine that serves."""
         sources = {name for name, source in self.sources.items() if source.engine == self.engine}
         return [row for row in self.measured if row.source in sources]
 
@@ -230,8 +231,8 @@ class DeviceProfile(Keys):
 
 
 def profile_of(device: str, measured: MachineProfile, settings: DeviceSettings) -> DeviceProfile:
-    """What `sim.calibrate` measured on a device with `settings`. It has no peaks, and so no costs
-    of other models."""
+    """Build a profile from the measurements of `sim.calibrate` on a device with `settings`. It has
+    no peaks, and so no costs of other models."""
     source = MeasurementSource(
         artifact="ballast profile, on the machine itself",
         licence="the measurer's own",

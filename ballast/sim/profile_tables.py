@@ -1,4 +1,7 @@
-"""The tables of a profile's file: engines, link, pages, and models as they were measured."""
+"""Define the tables of a profile file: engines, link, page calls, measured models and devices.
+
+Pydantic schemas, used by `sim.profile`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class MeasuredModel(Keys):
 
     model: Name
     source: str
-    """Which of the file's sources."""
+    """Name of the row's source, among the file's sources."""
     tp: Size = 1
     """Devices that share the model: costs are those of the group."""
     sm_percent: Size = 100
@@ -54,30 +57,31 @@ class MeasurementSource(Keys):
 
 
 class EngineProfile(Keys):
-    """What serves models on the device. Its rows are measured; of other models, either it has a
-    derate, or its host's work goes with what kernels reach (`DeviceProfile.reach`)."""
+    """An engine that serves models on the device. Its rows are measured; costs of other models come
+    from its derate, or from its host's work and the reach of kernels (`DeviceProfile.reach`)."""
 
     served_by: str
     """The software, in words."""
     overhead_seconds: NotNegative = 0.0
-    """The engine's own, per job, beyond what the costs hold."""
+    """Seconds of the engine's own work per job, beyond the fitted costs."""
     wake_seconds: NotNegative = 0.0
-    """What a job takes longer after a pause, and a decode step after a prefill."""
+    """Further seconds of a job after a pause, and of a decode step after a prefill."""
     answer_seconds: NotNegative = 0.0
-    """From a request's receipt to the loop's turn, and from a turn's begin to the client."""
+    """Seconds from a request's receipt to the loop's turn, and from a turn's begin to the
+    client."""
     spread: list[Positive] = Field(default_factory=list)
-    """Quantiles of what jobs took over what the fit says, equally likely, with a mean of 1."""
+    """Quantiles of measured over fitted job durations, equally likely, with a mean of 1."""
     host: EngineHostCosts | None = None
     derate: Derate | None = None
     """Device and host in one, as fits of this engine's jobs show them."""
     source: str = ""
     """Where `host` comes from."""
     assumed: list[str] = Field(default_factory=list)
-    """Keys of `host` that nobody measured."""
+    """Keys of `host` that are assumed, not measured."""
 
 
 class LinkProfile(Keys):
-    """What the link to the host carries, in bytes per second, as copies reach it."""
+    """Bandwidths of the link to the host, in bytes per second, as copies reach them."""
 
     to_device: Positive
     """While nothing goes the other way."""
@@ -87,7 +91,7 @@ class LinkProfile(Keys):
     to_host_mixed: Positive
     source: str
     assumed: list[str] = Field(default_factory=list)
-    """Keys that nobody measured on such a link, as far as we know."""
+    """Keys that are assumed, without a known measurement on such a link."""
 
     @property
     def rates(self) -> LinkRates:
@@ -95,16 +99,16 @@ class LinkProfile(Keys):
 
 
 class PageCallCosts(Keys):
-    """What calls take of a page, in seconds."""
+    """Seconds per page of mapping calls."""
 
     map_seconds: NotNegative
     """The loop's, to map it and make it accessible."""
     unmap_seconds: NotNegative
     """The loop's, to unmap it."""
     beside_seconds: NotNegative = 0.0
-    """What an activation takes beyond that and beyond the copy."""
+    """Further seconds per page of an activation, beyond mapping and copying."""
     kv: bool = True
-    """False: the costs of jobs hold what pages of KV take."""
+    """Whether pages of KV cost the same. False: job costs include it."""
     source: str
 
     @property
@@ -115,7 +119,7 @@ class PageCallCosts(Keys):
 
 
 class MeasuredDevice(Keys):
-    """Where the profile was measured: what its device had, and how it served."""
+    """Settings of the device on which the profile was measured."""
 
     budget_bytes: Size
     page_bytes: Size
@@ -131,4 +135,4 @@ class MeasuredCapacity(Keys):
     """In any unit that the simulated one has, too."""
     simulated: Positive
     source: str
-    """What was measured."""
+    """Description of the measurement."""

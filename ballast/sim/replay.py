@@ -1,8 +1,8 @@
-"""Does a story replay? Its events are fed to the loop and policies that it is of, and what these do
-is compared with what they did.
+"""Replay a recorded story and compare each entry with the recorded one.
 
-Memory is `vm_null`; a job, a transfer and a turn end when the story says. What is recorded anew
-must be what was recorded, entry by entry.
+The recorded events are fed to the loop and policies. Memory is `vm_null`; a job, a transfer and a
+turn end when the story says. The entries recorded anew must equal the recorded ones, in order.
+Used by `ballast story` through `bench.story_tables`.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from ballast.sim.swapper import carry_nothing
 CONTEXT = 6
 """Entries shown before a difference."""
 _PRIVATE = ("blocks", "salt", "turn", "page_numbers")
-"""What may differ: by tokens, by the turns that a leap passed over, and by which of a device's free
-pages had memory when it lent some."""
+"""Fields that may differ: because of tokens, of turns that a leap passed over, or of free pages
+with memory when a device lent some."""
 _REASONS = ("why", "refused")
 """Text for readers, of which only the presence of a refusal decides anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoryDifference:
-    """Where a replay first did something else."""
+    """The first difference between a story and its replay."""
 
     index: int
-    """Of the entry, within the life; its number where the story ends."""
+    """Index of the entry within the run; the number of entries where the story ends."""
     recorded: StoryEntry | None
     """None: nothing more is recorded of this turn."""
     replayed: StoryEntry | None
     before: list[StoryEntry]
-    """Of the story, up to there."""
+    """Recorded entries before the difference."""
     why: str = ""
-    """Where there is more to say than the two."""
+    """Further explanation, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoryReplay:
-    """What came of a replay."""
+    """Result of a replay."""
 
     events: int
     decisions: int
@@ -67,7 +67,7 @@ class StoryReplay:
 
 
 class _Link:
-    """Implements `Link`; transfers end when the story says."""
+    """Link of a replay: implements `Link`; transfers end at the recorded events."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self.bytes_per_second = bytes_per_second
@@ -79,10 +79,10 @@ class _Link:
         stream: str = ACTIVATIONS,
         direction: Direction = Direction.TO_DEVICE,
     ) -> None:
-        """Nothing to copy."""
+        """Do nothing: there is nothing to copy."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 class _Script:
@@ -97,9 +97,9 @@ class _Script:
 
 
 def replay(life: DeviceStory, *, reasons: bool = True) -> StoryReplay:
-    """Follow a life as far as it can be followed.
+    """Replay a recorded run of a device as far as possible.
 
-    Without `reasons` the wording of why something was decided, or refused, may differ.
+    Without `reasons` the wording of reasons and refusals may differ.
     """
     return _Replay(life, reasons).run()
 
@@ -143,7 +143,7 @@ class _Replay:
         )
         self._made = StoryEvents(life, self._lanes, self._loop)
         self._at = 0
-        """The entry that is dealt with."""
+        """Index of the entry being replayed."""
         self._events = self._decisions = self._jobs = 0
 
     def run(self) -> StoryReplay:
@@ -173,7 +173,7 @@ class _Replay:
         return self._entries[turn.start : turn.stop]
 
     def _turn(self, turn: range) -> StoryDifference | None:
-        """Replay one, and compare."""
+        """Replay one turn, and compare its entries."""
         first = self._entries[turn.start]
         if "end" in first:
             self._loop.end()
@@ -242,7 +242,7 @@ class _Replay:
         return self._compare(turn)
 
     def _compare(self, turn: range) -> StoryDifference | None:
-        """Compare what the turn recorded anew with what is recorded of it."""
+        """Compare the entries that the turn recorded anew with the recorded ones."""
         again = [_plain(entry) for entry in self._replayed]
         self._replayed.clear()
         self._count(again)
@@ -285,7 +285,7 @@ def _without_reasons(entry: StoryEntry | None) -> StoryEntry | None:
 
 
 def _plain(entry: StoryEntry) -> StoryEntry:
-    """As read from a file, less what may differ."""
+    """Return an entry as read from a file, without the fields that may differ."""
     public = {k: v for k, v in entry.items() if k not in _PRIVATE}
     plain: StoryEntry = msgspec.json.decode(msgspec.json.encode(public))
     return plain

@@ -1,10 +1,10 @@
-"""What a job costs where nobody measured it: the hardware's peaks, derated by what others reach.
+"""Estimate job costs of a model that was not measured: hardware peaks, derated by measured factors.
 
 A pass reads the weights, a prefill multiplies, attention reads KV: each over the peak that bounds
 it, times a factor that was measured on that device, plus the host's work. `roofline` has device and
-engine in one derate, as fits of one engine's jobs show them (`sim/derating.py`); `step_costs` keeps
-them apart: what kernels reach (`KernelReach`), and what an engine's host does beside them
-(`EngineHostCosts`).
+engine in one derate, as fits of one engine's jobs yield them (`sim/derating.py`); `step_costs`
+separates them: factors of kernels (`KernelReach`), and costs of an engine's host
+(`EngineHostCosts`). Used by `sim.profile`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Hardware(Keys):
     multiprocessors: Size
     host_link: str
     host_bandwidth: Positive
-    """The link's own figure; what it carries is the profile's `link`."""
+    """Nominal bandwidth of the link; the usable bandwidth is in the profile's `link`."""
     peer_link: str
     peer_bandwidth: Positive | None = None
     source: str
     unverified: list[str] = Field(default_factory=list)
-    """Keys for which no vendor's document is known to us."""
+    """Keys without a known vendor's document."""
     note: str = ""
 
 
 class Derate(Keys):
-    """How far from its peaks a device runs, as times what they would give, and the host's work."""
+    """Factors on the times that the peaks give, and the host's work, fitted to a device's jobs."""
 
     layer_seconds: NotNegative
     """Host and launches, per layer of a pass."""
@@ -49,7 +49,7 @@ class Derate(Keys):
     floor: NotNegative
     """The least that a prefill takes, x a decode step's base."""
     start: NotNegative
-    """What of the base a long prefill does not cover, x the base."""
+    """Part of the base that a long prefill does not overlap, x the base."""
     arithmetic: NotNegative
     """x the time of a prefill's matrix products at the peak."""
     attention: NotNegative
@@ -69,14 +69,14 @@ class Derate(Keys):
 
 
 class KernelReach(Keys):
-    """What kernels reach on a device, whichever engine launches them."""
+    """Fractions of peak that kernels reach on a device, whichever engine launches them."""
 
     layer_seconds: NotNegative
-    """What a layer takes beyond reading: kernels' beginnings, norms, attention over a short KV."""
+    """Seconds of a layer beyond reading: kernel starts, norms, attention over a short KV."""
     reading: Positive
     """x the time to read weights or KV from device memory at the peak."""
     start: NotNegative
-    """What of a pass a long prefill's arithmetic does not cover, x the pass."""
+    """Part of a pass that a long prefill's arithmetic does not overlap, x the pass."""
     arithmetic: Positive
     """x the time of a prefill's matrix products at the peak."""
     attention: Positive
@@ -85,18 +85,18 @@ class KernelReach(Keys):
     """A tile of decoding sequences more, x its matrix products at the peak."""
     source: str
     assumed: list[str] = Field(default_factory=list)
-    """Keys that nobody measured on this device."""
+    """Keys that have not been measured on this device."""
 
 
 class EngineHostCosts(Keys):
-    """What an engine's host does, in seconds; no device's time is in it."""
+    """Seconds of an engine's work on the host; no device time is included."""
 
     step_seconds: NotNegative
     """At every step: scheduling, preparing inputs, handling outputs."""
     sequence_seconds: NotNegative = 0.0
     """For each decoding sequence of a step."""
     layer_seconds: NotNegative = 0.0
-    """To launch a layer's kernels. A step takes at least that for its layers."""
+    """Seconds to launch a layer's kernels: the least that a step takes per layer."""
     group_layer_seconds: NotNegative = 0.0
     """As `layer_seconds`, in a group of devices."""
     all_reduce: NotNegative = 1.0
@@ -122,7 +122,7 @@ class AllReduce(Keys):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What of a model the roofline asks for."""
+    """Sizes of a model that the roofline needs."""
 
     layers: int
     hidden: int
@@ -131,13 +131,13 @@ class Sizes:
     active: int
     """Elements of the layers' matrices that a token is multiplied with."""
     pair_flops: int
-    """Of attention, for one query and one key, in all layers."""
+    """FLOPs of attention for one query and one key, in all layers."""
     kv_bytes: int
-    """Of one token, in all layers."""
+    """KV bytes of one token, in all layers."""
 
     @classmethod
     def of_facts(cls, m: ModelFacts) -> Sizes:
-        """In bfloat16."""
+        """Sizes of a catalogue model in bfloat16."""
         return cls(
             layers=m.layers,
             hidden=m.hidden,
@@ -173,7 +173,8 @@ class Sizes:
 def roofline(
     sizes: Sizes, hardware: Hardware, derate: Derate, group: AllReduce | None = None
 ) -> StepCosts:
-    """Of a model on one device, or split among a group's.
+    """Derive a model's costs on one device, or split among a group's devices, from peaks and
+    derate.
 
     A group adds two all-reduces to each layer. Its host's work either bounds a pass or hides.
     """

@@ -1,4 +1,7 @@
-"""Rotating layers in virtual time: their loads are flows, and jobs wait for those on their way."""
+"""Simulate rotating layers: loads are flows on the link, and jobs wait for layers in transfer.
+
+`SimRotor` implements `weights.rotor.Rotor`. Used by `sim.device` and `sim.runner`.
+"""
 
 from __future__ import annotations
 
@@ -46,17 +49,17 @@ class SimRotor:
         """Layers of a load of all weights that are not there, and after how many of its bytes each
         will be."""
         self._arrived = False
-        """What comes now does so with such a load."""
+        """Whether layers now arrive with a load of all weights."""
         self._name, self._heap, self._clock = spec.name, heap, clock
         self._stream = link.stream(f"rotation:{spec.name}", Direction.TO_DEVICE)
         self._bytes = [copy.n_bytes for copy in copies]
         self._flying: set[int] = set()
         """Layers on their way, or waiting for the link."""
         self._absent: set[int] = set()
-        """Layers whose bytes are not where they are read."""
+        """Layers whose weights are not where jobs read them."""
         self._settling = False
         self._job: Pass | None = None
-        """That began last."""
+        """The job that began last."""
         self._slots = RotationSlots()
         self._order: tuple[int, ...] = ()
         """Layers that share their slot, ascending."""
@@ -94,11 +97,11 @@ class SimRotor:
         return True
 
     def let_begin(self, now: float, transfer_id: int) -> None:
-        """The first job may begin."""
+        """Allow the first job to begin."""
         self._heap.schedule(now, FirstJobReadyEvent(transfer_id))
 
     def arrived(self, now: float, n_bytes: int) -> None:
-        """So much of a load of all weights is there."""
+        """Notify waiting jobs of layers in the first `n_bytes` of a load of all weights."""
         there = [layer for layer, after in self._arriving.items() if after <= n_bytes]
         for layer in there:
             del self._arriving[layer]
@@ -145,7 +148,7 @@ class SimRotor:
         self._settling = False
 
     def _replace(self, now: float, slot: int, layer: int) -> None:
-        """The slot is the layer's from now on."""
+        """Give the slot to the layer."""
         before = self._slots.put(slot, layer)
         if before in self._slots.slot_of:
             self._absent.add(before)
@@ -195,10 +198,10 @@ class SimRotors:
         """`early`: whether first jobs begin while weights arrive."""
         self._heap, self._clock, self._link, self._early = heap, clock, link, early
         self._rotors: dict[str, SimRotor] = {}
-        """Those that have turned, or whose jobs were let begin early: a newcomer that is refused
-        has done neither."""
+        """Rotors that have rotated layers, or begun a job early; a new model that is refused has
+        none."""
         self.loads: dict[str, Loads] = {}
-        """Those of models that have left, too."""
+        """Costs of rotations by model, including models that have left."""
 
     def make(self, spec: ModelSpec, copies: Sequence[Copy]) -> SimRotor:
         loads = self.loads.setdefault(spec.name, Loads())
@@ -208,5 +211,5 @@ class SimRotors:
         )
 
     def of(self, model: str) -> SimRotor | None:
-        """The model's; None if its layers have always been there."""
+        """Return the model's rotor; None if it has never rotated layers or begun a job early."""
         return self._rotors.get(model)

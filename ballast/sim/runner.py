@@ -1,4 +1,8 @@
-"""What replaces lanes in virtual time: durations from `core/cost.py`."""
+"""Run jobs in virtual time: schedule each job's end by the cost formulas of `core/cost.py`.
+
+`SimRunner` replaces the lane threads of the live runner. No model is evaluated: tokens are a
+function of request id and position.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,8 @@ from ballast.sim.rotor import SimRotors
 from ballast.sim.swapper import SimSwappers
 
 OnParts = Callable[[ModelSpec], Sequence[tuple[float, StepCosts]]]
-"""Returns what jobs of a model cost on parts of a device where that was measured: shares of its
-compute, above 0 and below 1, ascending, and costs there; nothing where it was not."""
+"""Returns measured job costs of a model on parts of a device: (share of its compute, above 0 and
+below 1, costs there), ascending by share; empty where nothing was measured."""
 
 
 def unmeasured(spec: ModelSpec) -> Sequence[tuple[float, StepCosts]]:
@@ -62,11 +66,10 @@ class SimRunner:
         factors: JobFactors | None = None,
         maps_kv: bool = False,
     ) -> None:
-        """`on_parts`: what jobs of a model were seen to take on parts of the device; `calls`: what
-        the loop has to end before a job begins, and `hides_calls`, whether it makes them while the
-        job before runs; `copies_slow`: see `Profile`; `factors`: of what jobs are expected to take;
-        `maps_kv`: whether pages of KV take `calls`.
-        """
+        """`on_parts`: returns measured job costs on parts of the device; `calls`: pending calls of
+        the loop, which end before a job begins, and `hides_calls`: whether the loop makes them
+        while the job before runs; `copies_slow`: see `DeviceProfile`; `factors`: on the expected
+        duration of jobs; `maps_kv`: whether pages of KV take `calls`."""
         self.maps_kv = maps_kv
         self._heap = heap
         self._clock = clock
@@ -90,14 +93,14 @@ class SimRunner:
         """By model, costs on some shares of the device, ascending."""
         self._lanes = SimLanes(heap, clock, overhead)
         self.borrowed: Callable[[str], LayerSource] | None = None
-        """By model, what brings KV on borrowed pages; None where nothing moves for that."""
+        """Source, by model, of KV on borrowed pages; None where such KV does not move."""
         self._borrowed: dict[str, LayerSource] = {}
         self._began = self._free = 0.0
-        """When the last job began, and when it ends, if that is known."""
+        """Times at which the last job began and ends, the latter if known."""
         self._ahead: tuple[str, float, Alone] | None = None
-        """Of a decode step that has begun before its job was started: model, when, and pace."""
+        """A decode step that has begun before its job was started: model, time, and pace."""
         self._after_pause = self._after_prefill = self._prefills = False
-        """Of the last job: what it followed, and whether it has a prefill."""
+        """Whether the last job followed a pause or a prefill, and whether it has a prefill."""
 
     def start(self, job: Job) -> None:
         self._heap.begin(job)
@@ -172,9 +175,9 @@ class SimRunner:
         self._heap.give_work(job, results)
 
     def decodes(self, model: str, sequences: int, context: int) -> tuple[float, float, float]:
-        """Begin a decode step whose job is started at the same moment at the latest, of a model
-        whose jobs wait for nothing: its seconds, how many of these it waits (0), and when it ends
-        for the loop.
+        """Begin a decode step of a model whose jobs wait for nothing; its job is started at the
+        same moment at the latest. Returns its seconds, the seconds of these that it waits (0), and
+        the time at which it ends for the loop.
 
         `context`: as of `JobLoad`.
         """
@@ -183,31 +186,30 @@ class SimRunner:
         return seconds, 0.0, end
 
     def calls_at(self, at: float) -> bool:
-        """Whether calls of the loop have not returned by then."""
+        """Whether calls of the loop are still pending at that time."""
         return self._calls.until > at
 
     def even(self, at: float) -> bool:
-        """Whether decode steps that follow one another from then on, and need no page, take what is
-        expected of them, and nothing else."""
+        """Whether consecutive decode steps from then on that need no page take exactly their
+        expected time."""
         return not self._factors.used and not self.calls_at(at)
 
     def decodes_on(self, model: str, sequences: int) -> tuple[Callable[[int], float], float]:
-        """What decode steps take as `decodes` says, each of which begins when the one before it has
-        ended for the loop, while they are `even`: their seconds by context, and then the engine's
-        own."""
+        """Return the seconds of a decode step by context, and the engine's own seconds, for
+        consecutive steps while they are `even`; each begins when the one before has ended for the
+        loop."""
         return self._costs[model].decoding(sequences), self._overhead
 
     def decoded(self, began: float, end: float) -> None:
-        """Such a step, which follows another, is in flight; it began, and ends for the loop, at
-        these times."""
+        """Record that a consecutive step is in flight, with its begin and its end for the loop."""
         self._began, self._free = began, end
         self._after_pause = self._after_prefill = False
 
     def decodes_in_layers(
         self, model: str, sequences: int, context: int, until: float
     ) -> tuple[float, float, float]:
-        """As `decodes`, of a model that may wait for layers. No event is due before `until`; an
-        end that is not certain by then, or before changes bring one, is inf."""
+        """Begin a step as `decodes` does, of a model that may wait for layers. No event is due
+        before `until`; an end that is not certain by then, or before changes bring one, is inf."""
         if not self._waits(model):
             return self.decodes(model, sequences, context)
         seconds = self._seconds(model, JobLoad(0, 0, 0, sequences, context))
@@ -228,7 +230,8 @@ class SimRunner:
         return self._lanes.layered or any(self._waits(model) for model in models)
 
     def _seconds(self, model: str, load: JobLoad) -> float:
-        """Seconds of a job that begins now, without what it waits; the same if asked again now."""
+        """Return the seconds of a job that begins now, without its waits; the same if called again
+        at the same time."""
         now = self._clock.now()
         if now != self._began:
             self._after_pause, self._after_prefill = now > self._free, self._prefills
@@ -241,20 +244,20 @@ class SimRunner:
         return seconds * self._factor(now, model)
 
     def _factor(self, now: float, model: str) -> float:
-        """Times what a job is expected to take that begins at `now`."""
+        """Factor on the expected duration of a job that begins at `now`."""
         factor = self._factors.at(now, model) if self._factors.used else 1.0
         if self._copies_slow and self._link.moving:
             factor *= 1.0 + self._copies_slow
         return factor
 
     def _begins(self, now: float) -> float:
-        """When a job runs that is begun at `now` (see `_seconds`): calls of the loop come first,
-        but for what of them the job before hides."""
+        """Return when a job begun at `now` runs: after the pending calls of the loop, less the part
+        of them that the job before hides."""
         return max(now, self._calls.until - self._hidden)
 
     def _part(self, model: str, load: JobLoad, share: float, factor: float) -> Part:
-        """What a job takes on a share of the device that it has to itself; `factor`: times what is
-        expected."""
+        """Return the seconds of a job on a share of the device that it has to itself; `factor`: on
+        its expected duration."""
         if model not in self._measured:
             self._measured[model] = self._on_parts(self._specs[model])
         seen, (compute, memory) = self._measured[model], self._costs[model].split(load)
@@ -293,7 +296,7 @@ class SimRunner:
         return [source for source in found if source is not None and source.waits]
 
     def _waits(self, model: str) -> bool:
-        """Whether a job of the model that begins now may wait for what moves."""
+        """Whether a job of the model that begins now may have to wait for transfers."""
         rotor = self._rotors.of(model)
         if rotor is not None and rotor.waits:
             return True
@@ -314,19 +317,19 @@ class SimRunner:
 
     @staticmethod
     def token(spec: ModelSpec, request_id: str, position: int) -> int:
-        """What request `request_id` has at `position`."""
+        """Return the token of request `request_id` at `position`."""
         return SimRunner.tokens(spec, request_id, position, position + 1)[0]
 
     @staticmethod
     def tokens(spec: ModelSpec, request_id: str, first: int, end: int) -> list[int]:
-        """What it has at the positions from `first` on, before `end`."""
+        """Return the request's tokens at positions from `first` on, before `end`."""
         vocab, ends, named = spec.vocab, spec.eos_token_ids, zlib.crc32(f"{request_id}:".encode())
         tokens = [zlib.crc32(b"%d" % at, named) % vocab for at in range(first, end)]
         return [_another(t, ends, vocab) if t in ends else t for t in tokens] if ends else tokens
 
 
 def _another(token: int, than: Sequence[int], vocab: int) -> int:
-    """The next token that is none of `than`."""
+    """Return the next token that is not in `than`."""
     while token in than:
         token = (token + 1) % vocab
     return token

@@ -1,4 +1,7 @@
-"""Serve a workload in virtual time: on one device, or on several with a policy that routes."""
+"""Serve a workload in virtual time: on one device, or on several behind a fleet policy.
+
+Entry point for `bench.device_run` and benchmarks; `sim.cluster` builds on it for whole clusters.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from ballast.sim.controller import SimController
 from ballast.sim.device import MachineProfile, OnDeviceTurn, SendOutput, SendTokens, SimDevice
 
 AHEAD = 10.0
-"""Virtual seconds of arrivals that devices are told of before they go on."""
+"""Virtual seconds of arrivals that are submitted to devices before these advance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came of a run."""
+    """Result of a simulated run."""
 
     seconds: float
     """Virtual time at the end."""
@@ -43,10 +46,10 @@ def simulate(
 ) -> Simulated:
     """Run `arrivals` (each at its `arrival` second) on one device, to the last answer.
 
-    `said(now, output)` gets what clients would be told; `observe(now, state)` sees the state
-    after each turn, and the leap that follows it. Equal arguments give equal runs; with or without
+    `said(now, output)` gets the outputs to clients; `observe(now, state)` gets the state when each
+    turn, and the leap that follows it, have ended. Equal arguments give equal runs; with or without
     `leaps` (`sim/leap.py`) the answers, their times and the books are the same. `preset`: policies
-    that have no name; None: the fleet's. `steps`: see `SimDevice`.
+    without a registered name; None: the fleet's. `steps`: see `SimDevice`.
     """
     device = SimDevice(
         fleet.of_one_device("this simulation"),
@@ -72,11 +75,11 @@ def simulate_devices(
     arrivals: Iterable[Submission],
     sent: Callable[[Submission, str], None] = lambda submission, device: None,
 ) -> float:
-    """Run `arrivals`, in order of arrival, on the controller's devices to the last answer; when
-    that was.
+    """Run `arrivals`, in order of arrival, on the controller's devices to the last answer; returns
+    that time.
 
-    A request goes where the controller says, from what is true at its arrival; `sent` hears where.
-    Arrivals are taken as they fall due: a long workload need not be in memory.
+    The controller routes each request by the state at its arrival; `sent` gets the choice. Arrivals
+    are taken as they fall due: a long workload need not be in memory.
     """
     devices = controller.devices.values()
     last = done = 0.0

@@ -1,4 +1,8 @@
-"""Tokens for a story's digests: they share the prefixes that those shared which nobody told."""
+"""Generate token ids for the block digests of a story, which contains no tokens.
+
+Prompts that shared a prefix in the recorded run share one here, so the prefix cache behaves the
+same. Used by `sim.story_events`.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,23 @@ from ballast.core.model import ModelSpec
 
 
 class StandInTokens:
-    """For all requests of a device's life, by their number.
+    """Token ids for all requests of a recorded device, by request number.
 
-    Under each block the blocks that follow it are counted as they are met, and the tokens of one
-    spell its number: blocks are equal if and only if their digests are. There are always enough
-    numbers, for the blocks that they stand for had as many tokens out of the same vocabulary.
+    Blocks that follow the same block are numbered in the order in which they are met, and the
+    tokens of a block encode its number: blocks are equal if and only if their digests are. There
+    are always enough numbers, because the recorded blocks had as many tokens of the same
+    vocabulary.
     """
 
     def __init__(self, entries: Iterable[StoryEntry]) -> None:
         self._digests: dict[int, list[bytes]] = defaultdict(list)
         self._roots: dict[int, tuple[str, str]] = {}
-        """What keeps prefixes apart, by request: what it asked for, and its salt."""
+        """By request, the fields that separate prefix caches: its model or adapter, and its
+        salt."""
         self._prints: dict[str, str] = {}
-        """Fingerprints of what requests ask for."""
+        """Fingerprints of models and adapters, by name."""
         self._numbers: defaultdict[object, dict[bytes, int]] = defaultdict(dict)
-        """Of the blocks that follow a block, by its digest; of the first, by root."""
+        """Numbers of the blocks that follow a block, by its digest; of first blocks, by root."""
         for entry in entries:
             blocks = entry.get("blocks")
             if entry.get("event") in ("Arrival", "ImportKv"):
@@ -38,7 +44,7 @@ class StandInTokens:
                     self._digests[int(n)] += _cut(more)
 
     def tokens(self, spec: ModelSpec, n: int, start: int, end: int) -> tuple[int, ...]:
-        """Of request `n`, at positions `start .. end`."""
+        """Return the tokens of request `n` at positions `start .. end`, `end` excluded."""
         size = spec.block_tokens
         return tuple(
             self._block(spec, n, at // size) // spec.vocab ** (at % size) % spec.vocab
@@ -46,7 +52,8 @@ class StandInTokens:
         )
 
     def _block(self, spec: ModelSpec, n: int, i: int) -> int:
-        """The number of a request's block; 0 of one that never filled, which nobody looks for."""
+        """Return the number of a request's block; 0 for one that never filled and is never looked
+        up."""
         digests = self._digests[n]
         if i >= len(digests):
             return 0

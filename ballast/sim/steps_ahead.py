@@ -1,7 +1,7 @@
-"""An engine that schedules its steps ahead: a request that finds the device busy waits longer.
+"""Simulate an engine that schedules steps ahead: a request that finds the device busy waits longer.
 
 Such an engine decides on a step while the one before it still runs. A request that arrives during
-step n, when n+1 is decided already, is in step n+2 at the earliest.
+step n, when n+1 has been decided, is in step n+2 at the earliest. Used by `sim.device`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StepsAheadHeap(EventHeap):
 
     @property
     def late(self) -> int:
-        """Requests that have arrived, of which the loop does not know yet."""
+        """Requests that have arrived and have not been delivered to the loop."""
         return len(self._late)
 
     def schedule(self, at: float, event: Event, then: Callable[[], None] | None = None) -> int:
@@ -72,7 +72,7 @@ class StepsAheadHeap(EventHeap):
         return found
 
     def ready(self, until: float | None) -> bool:
-        """Put off what is due: other devices may come before what is due next."""
+        """Defer arrivals that are due, since other devices may turn before the next event."""
         if not self._steps or self.next is None or (until is not None and until < self.next):
             return True
         self._due = self._left(super().take(until))

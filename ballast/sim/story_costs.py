@@ -1,4 +1,7 @@
-"""What a story says of the machine it happened on: what jobs cost, and the loop between them."""
+"""Fit job costs, job spread and loop overhead of a machine from a story recorded on it.
+
+Used by `sim.calibrate`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ IDLE = 1.5e-3
 """Seconds between two jobs beyond which there was nothing to do: the loop needs a third of it."""
 
 STALL = 3.0
-"""Times what was expected, beyond which a job was held up by something else."""
+"""Factor on the expected duration beyond which a job counts as held up by something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +30,11 @@ class TimedJob:
     model: str
     load: JobLoad
     seconds: float
-    """On the lane."""
+    """Seconds that the job had the lane."""
     gap: float
     """Seconds since the end of the job before, as the loop saw it; infinite for the first."""
     before: JobLoad | None
-    """Of the job before."""
+    """Load of the job before."""
 
     @property
     def after_pause(self) -> bool:
@@ -47,8 +50,8 @@ class TimedJob:
 
 
 def jobs_of(entries: Sequence[Mapping[str, Any]]) -> list[TimedJob]:
-    """All jobs that a device's story tells of, but those of a leap, and those that began while
-    weights arrived: they waited for them, and ran beside their copies."""
+    """Return the jobs in a device's story, except those of a leap, and those that began while
+    weights arrived: they waited for layers, and ran beside copies."""
     early = _begun_early(entries)
     done = [e for e in entries if e.get("event") == "JobDone"]
     found: list[TimedJob] = []
@@ -102,8 +105,8 @@ def costs_of(jobs: Sequence[TimedJob]) -> tuple[float, dict[str, StepCosts]]:
 
 
 def spread_of(jobs: Sequence[TimedJob], wake: float, costs: Mapping[str, StepCosts]) -> JobSpread:
-    """How far jobs are from what `costs_of` expects of them: longer ones count as often as their
-    seconds, stalls as `STALL` times what was expected."""
+    """Return the spread of job durations around the expectations of `costs_of`: jobs are weighted
+    by their expected seconds, and stalls count as `STALL` times the expectation."""
     expected = _expected(jobs, wake, costs)
     ratios = np.minimum(np.array([job.seconds for job in jobs]) / expected, STALL)
     return JobSpread(quantiles=quantiles_of(ratios.tolist(), expected.tolist()))
@@ -160,6 +163,6 @@ def _kinds(jobs: Sequence[TimedJob]) -> tuple[bool, bool]:
 
 
 def _terms(n: JobLoad) -> tuple[float, ...]:
-    """What the first six coefficients of `StepCosts` are multiplied with."""
+    """Terms that the first six coefficients of `StepCosts` multiply."""
     prefill = (n.prefill_pairs, n.prefill_chunks)
     return (1.0, n.prefill_tokens, n.decode_sequences, n.decode_context, *prefill)

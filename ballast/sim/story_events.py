@@ -1,4 +1,7 @@
-"""The events that a story tells of, made again for the device that replays it."""
+"""Reconstruct the events of a recorded story for the device that replays it.
+
+Used by `sim.replay`. Tokens and bytes, which a story does not hold, are replaced by stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,15 @@ T = TypeVar("T")
 
 
 class Impossible(Exception):
-    """The story tells of an event that cannot happen in the replay."""
+    """The story has an event that cannot happen in the replay."""
 
 
 class Unknown(Exception):
-    """The story tells of something that this version does not know."""
+    """The story has an entry of a kind that this version does not support."""
 
 
 class StoryLanes:
-    """A runner that ends a job when it is told to."""
+    """Runner of a replay: jobs end at the recorded events."""
 
     def __init__(self) -> None:
         self.jobs: dict[int, Job] = {}
@@ -55,14 +58,14 @@ class StoryLanes:
 
 
 class StoryRotor:
-    """Of a model in a replay: layers are where the story says, when it says so."""
+    """Rotor of a model in a replay: layers land at the recorded events."""
 
     def __init__(self) -> None:
         self.loads = Loads()
         self.held: Sequence[int] = ()
 
     def settle(self) -> None:
-        """The story tells when nothing is on its way."""
+        """Do nothing: the story has the event at which no layer is in transfer."""
 
     def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         self.held = rotation.layers[: rotation.slots]
@@ -71,7 +74,7 @@ class StoryRotor:
         self.held = ()
 
     def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
-        """The story tells when a job may begin, if it was before the end."""
+        """Return False: the story has the event at which a job may begin early."""
         return False
 
 
@@ -126,9 +129,9 @@ class StoryEvents:
         self._ready = loop.commands.ready
         self._standins = StandInTokens(life.entries)
         self._numbers: dict[str, int] = {}
-        """Of requests, by id; the last that had it."""
+        """Number of the last request with each id."""
         self._specs: dict[str, ModelSpec] = {}
-        """By what requests may ask for, the model that runs it."""
+        """Spec of the model that runs each name (model or adapter)."""
         for m in life.snapshot.models:
             self._serves(m.spec)
 
@@ -136,7 +139,7 @@ class StoryEvents:
         self._specs |= dict.fromkeys((served.name for served in spec.served), spec)
 
     def of(self, entry: StoryEntry) -> Event:
-        """What happened. Raises Impossible and Unknown."""
+        """Return the event of an entry. Raises Impossible and Unknown."""
         kind = entry["event"]
         if kind == "Arrival":
             return event.ArrivalEvent(self._submission(entry))
@@ -165,12 +168,12 @@ class StoryEvents:
         return _made(made, entry)
 
     def _hear(self, word: LendingMessage) -> None:
-        """What the replay says to other devices: what it lends them."""
+        """Record the pages that the replay lends to other devices."""
         if isinstance(word, lease.PagesLentEvent):
             self._lent_again[word.lease.id] = word.lease.pages
 
     def _of_lease(self, entry: StoryEntry) -> Event:
-        """Of a lease by the replay the pages are others, in the same places."""
+        """Rebuild an event of a lease with the replay's pages in place of the recorded ones."""
         id, pages = entry["lease"], entry["page_numbers"]
         if entry["event"] == "Returned":
             instead = dict(zip(self._lent.get(id, ()), self._lent_again.get(id, ()), strict=True))
@@ -277,13 +280,13 @@ class StoryEvents:
 
 
 def _made(kind: type[T], entry: StoryEntry) -> T:
-    """An event or an operation, from its fields."""
+    """Build an event or a command from its recorded fields."""
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     return msgspec.convert({k: v for k, v in entry.items() if k in names}, kind)
 
 
 def _ends(entry: StoryEntry) -> dict[str, StoryEntry]:
-    """What an event brought to an end, by request."""
+    """Requests that an event ended."""
     return {ended["request"]: ended for ended in entry.get("ended", ())}
 
 

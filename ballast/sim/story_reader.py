@@ -1,4 +1,7 @@
-"""Story files, read: the lives of the devices that they tell of."""
+"""Read story files into one `DeviceStory` per run of a device.
+
+Used by `sim.replay`, `bench.story_report`, `bench.story_tables` and `ballast story`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _FIELDS = {
     **dict.fromkeys(("ExportKv", "Depart", "KvRead", "DropKv"), ("request_id",)),
     **dict.fromkeys(("Lent", "AskedBack", "Returned"), _LEASE),
 }
-"""What events cannot do without, beside the time and the turn."""
+"""Fields that each kind of event requires, besides time and turn."""
 _BEGIN = b'{"device":"'
 _DEVICE = re.compile(rb'{"device":"([^"]*)"')
 
@@ -45,15 +48,15 @@ class DeviceStory:
 
     device: str
     line: int
-    """Of the snapshot, in the file."""
+    """Line number of the snapshot in the file."""
     at: float
     snapshot: Snapshot
     entries: list[StoryEntry] = field(default_factory=list)
     """After the snapshot."""
     lines: list[int] = field(default_factory=list)
-    """Of the file, where they are."""
+    """Line numbers of the entries in the file."""
     over: bool = False
-    """It ended as it should; otherwise its worker died, or goes on."""
+    """Whether the device ended in order; otherwise its worker died, or is still running."""
 
     def add(self, line: int, entry: StoryEntry) -> None:
         self.entries.append(entry)
@@ -63,12 +66,12 @@ class DeviceStory:
 
 @dataclass(frozen=True, slots=True)
 class StoryRead:
-    """What the file of a story, and the older parts of it that are there, hold."""
+    """Contents of a story file and of its older parts that still exist."""
 
     lives: list[DeviceStory]
     """In the order they began."""
     headless: dict[str, int]
-    """By device, entries of a life whose beginning was in a part that has been deleted."""
+    """By device, the number of entries of a run whose beginning was in a deleted part."""
 
 
 def read_device_stories(path: Path) -> list[DeviceStory]:

@@ -1,6 +1,7 @@
-"""KV of rotating layers in virtual time: what jobs load and store is flows, for which they wait.
+"""Simulate KV swap: loads and stores of KV are flows on the link, for which jobs wait.
 
-Blocks that sequences of a job have in common count for each.
+Blocks that sequences of a job share are counted once for each sequence. Used by `sim.device` and
+`sim.runner`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class SimSwapper:
     host: int | None = None
 
     def __init__(self, kv: KvCache, link: SimLink, dirty: bool) -> None:
-        """`dirty`: of a layer only what a job has written is stored."""
+        """`dirty`: store only the part of a layer's KV that a job has written."""
         assert isinstance(kv.layout, LayeredLayout)
         self._plane_bytes = kv.layout.plane_bytes
         self._token_bytes = kv.spec.kv_bytes_per_token // kv.spec.n_layers
@@ -54,7 +55,7 @@ class SimSwapper:
         self._rotation, self._layers = rotation, frozenset(rotation.layers)
 
     def move(self, now: float, ended: Ended) -> None:
-        """The job that computes nothing begins."""
+        """Begin the job that computes nothing and moves KV."""
         n_bytes, direction = self._moved
         self._streams[direction].carry(now, n_bytes, ended)
 
@@ -88,7 +89,7 @@ class SimSwapper:
             self._streams[Direction.TO_HOST].carry(now, self._stored, self._stored_one)
 
     def waited(self, seconds: float) -> None:
-        """The job's `stall` has it; nothing counts what KV costs by itself."""
+        """Do nothing: the wait is in the job's `stall`, and KV swap has no counter of its own."""
 
     def _load_next(self, now: float) -> None:
         if self._coming:
@@ -126,7 +127,7 @@ class SimSwappers:
 
 
 class _Nothing:
-    """Implements `KvSwapper` where the story says how long jobs take."""
+    """`KvSwapper` of a replay: the story gives the durations of jobs."""
 
     host: int | None = None
 

@@ -1,4 +1,4 @@
-"""TOML files whose keys are known: written, and read with an error that names file and key."""
+"""Read and write TOML files with a fixed set of keys; errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ballast.fleet.schema import Keys
 K = TypeVar("K", bound=Keys)
 
 Size = Annotated[int, Field(ge=1)]
-"""Parameters and bytes exceed what counts in a fleet file may be."""
+"""A count without an upper bound: parameters and bytes exceed the bounds of the fleet file."""
 Whole = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -1,8 +1,8 @@
-"""The graph of links of simulated hosts: which wires bytes cross between host, device and device.
+"""Build the graph of links of simulated hosts: the wires that bytes cross between host and devices.
 
-A host joins devices; a device has one wire to it, which the slices of the device share; what all
-devices of a host move together may be bounded by one more wire. Devices reach each other over ports
-of their own (NVLink), over their wires to the host (PCIe), or not at all.
+A host joins devices; a device has one wire to it, which the slices of the device share; one more
+wire may bound the traffic of all devices of a host together. Devices reach each other over ports of
+their own (NVLink), over their wires to the host (PCIe), or not at all. Used by `sim.cluster`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class PeerLinks(Enum):
     """How devices of a host reach each other."""
 
     NVLINK = "nvlink"
-    """Over a port of each, which a switch joins."""
+    """Through a port of each device, joined by a switch."""
     PCIE = "pcie"
     """Over their wires to the host, past its memory."""
     MEMORY = "memory"
-    """Their memory is the host's: nothing moves between them."""
+    """Through host memory, which is their own memory: no bytes move between them."""
     NONE = "none"
 
 
@@ -35,13 +35,14 @@ class ClusterLinks:
     """How the devices of a cluster are joined, in the order in which they are named."""
 
     per_host: int = 1
-    """Devices on each host; what is left over is on the last."""
+    """Devices on each host; the last host may have fewer."""
     host: LinkRates | None = None
-    """What all devices of a host move together to and from its memory; None: whatever their own
-    links carry."""
+    """Bandwidth that all devices of a host share to and from its memory; None: bounded only by
+    their own links."""
     peers: PeerLinks = PeerLinks.NONE
     port: LinkRates | None = None
-    """Of each device's port to its peers, out of it (`to_host`) and into it (`to_device`)."""
+    """Bandwidth of each device's port to its peers, out of it (`to_host`) and into it
+    (`to_device`)."""
 
     def __post_init__(self) -> None:
         if self.per_host < 1:
@@ -64,13 +65,14 @@ class HostPlace:
 
     @property
     def path(self) -> Path:
-        """What bytes cross between the host's memory and the device, or any of its slices."""
+        """Sides of wires that bytes cross between the host's memory and the device, by
+        direction."""
         return {way: self._to_host(way) for way in Direction}
 
     def to_peer(self, other: HostPlace) -> Sequence[Side]:
-        """What bytes cross from here to another device of the host.
+        """Return the sides of wires that bytes cross from here to another device of the host.
 
-        Raises ConfigError where there is no way.
+        Raises ConfigError where the two cannot reach each other.
         """
         if self.host is not other.host or self is other:
             raise ConfigError("peers", "two places", "they are different devices of one host")
@@ -91,17 +93,17 @@ class SimHost:
     def __init__(self, joints: ClusterLinks) -> None:
         self.joints, self.world = joints, World()
         self.wire = None if joints.host is None else Wire(joints.host)
-        """What all its devices' bytes cross; None: there is no such bound."""
+        """Wire that bytes of all the host's devices cross; None: no common bound."""
 
     def place(self, rates: LinkRates) -> HostPlace:
-        """One device more, whose own link carries `rates`."""
+        """Add a device whose own link carries `rates`."""
         return HostPlace(self, rates)
 
 
 def places(joints: ClusterLinks, units: Sequence[tuple[LinkRates, int]]) -> list[HostPlace]:
-    """Places of devices, on as many hosts as they need.
+    """Return places of devices, on as many hosts as needed.
 
-    `units`: what the own link of each carries, and how many devices it is: a group of several is on
+    `units`: by unit, the rates of its own link, and its number of devices: a group of several is on
     one host, alone there if it has more than a host has.
     """
     found: list[HostPlace] = []

@@ -1,11 +1,11 @@
-"""Devices that can reach each other in virtual time: one order of all that happens.
+"""Run several simulated devices that can affect each other, in one order of time.
 
-Devices of one world share links, or may come to hear of each other. Their events and the changes on
-their common agenda happen in order of time (at equal times changes first, then devices in the order
-in which they were added), so there is one clock. Only a leap takes a device's own clock ahead of
-it, over steps that nothing else can reach and that reach nothing else. Devices of different worlds
-meet in the controller alone, at moments that are known beforehand: each world is taken there by
-itself (`World.advance`), which gives the same bytes as one order for all.
+Devices of one world share links or exchange messages. Their events, and the changes in their common
+queue, happen in order of time (at equal times changes first, then devices in the order in which
+they were added), so there is one clock. Only a leap takes a device's own clock ahead of it, over
+steps that neither affect other devices nor are affected by them. Devices of different worlds meet
+only in the controller, at moments that are known beforehand: each world is advanced to them by
+itself (`World.advance`), with the same result as one order for all.
 """
 
 from __future__ import annotations
@@ -19,57 +19,59 @@ from ballast.sim.fluid import Fluid
 
 
 class Turning(Protocol):
-    """A device of a world: `sim.device.SimDevice`."""
+    """Interface of a device of a world: `sim.device.SimDevice`."""
 
     @property
     def over(self) -> bool:
-        """Whether it turns no more."""
+        """Whether the device will not turn again."""
 
     @property
     def due(self) -> float:
-        """When it turns next, as far as is known; inf if it turns no more, or nothing is due."""
+        """Time of the next turn, as far as known; inf if it will not turn again, or nothing is
+        due."""
 
     def turn(self, until: float) -> None:
-        """Turn, and leap before `until`, as far as `World.bounds` says."""
+        """Turn, and leap at most up to `until` and within `World.bounds`."""
 
 
 class Reaching(Protocol):
-    """How devices of a world reach each other but by links: `sim.lending.Lenders`, and
-    `sim.migration.Movers`."""
+    """Messages by which devices of a world affect each other, besides shared links:
+    `sim.lending.Lenders` and `sim.migration.Movers`."""
 
     def horizon(self, now: float, near: float) -> float:
-        """Before when no device is reached by anything that does not happen by `now`; `near`: when
-        the next of the others turns, at the earliest."""
+        """Time before which no message that has not been sent by `now` can reach a device; `near`:
+        the earliest next turn of any other device."""
 
 
 class World:
-    """Implements the order of events of several devices."""
+    """Order the events and changes of several devices in virtual time."""
 
     def __init__(self) -> None:
         self.agenda = ChangeQueue()
         self.fluid = Fluid(self.agenda)
         """All bytes that move between these devices and their hosts."""
         self.reaching: list[Reaching] = []
-        """Beside links."""
+        """Sources of messages between devices."""
         self._devices: list[Turning] = []
 
     def add(self, device: Turning) -> None:
-        """A device more."""
+        """Add a device."""
         self._devices.append(device)
 
     def advance(self, until: float) -> None:
-        """Let everything happen that is due before `until`."""
+        """Process everything that is due before `until`."""
         while self._step(until):
             pass
 
     def finish(self, device: Turning) -> None:
-        """Let everything happen until `device` is over."""
+        """Process events in order until `device` is over."""
         while not device.over:
             if not self._step(inf):
                 raise BrokenPromise("a device waits, and nothing will ever happen")
 
     def bounds(self, device: Turning, now: float, until: float) -> tuple[float, float]:
-        """How far a device may leap that has just turned: where bytes move, and where none do."""
+        """Return the times up to which a device that has just turned may leap: one for leaps in
+        which bytes move, one for all."""
         if len(self._devices) == 1:
             return inf, until
         near = min(other.due for other in self._devices if other is not device)
@@ -77,7 +79,7 @@ class World:
         return near, min([until, *(reach.horizon(now, soonest) for reach in self.reaching)])
 
     def _step(self, until: float) -> bool:
-        """Do what happens next before `until`; False if nothing does."""
+        """Process the next event or change before `until`; returns False if there is none."""
         first: Turning | None = None
         due = until
         for device in self._devices:

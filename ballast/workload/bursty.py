@@ -1,14 +1,14 @@
-"""Bursty groups: many models, of which a quickly changing few are in use (Prism 3 and A.1).
+"""Generate bursty workloads: many models, a quickly changing few of them in use (Prism 3, A.1).
 
-The paper's four production traces are not public. It states of them: 23-50 % of the models active
-at a time (a request within two minutes), 54-766 changes of the active set per hour, many models
-with 40-100 idle intervals of more than 10 s per hour and with a CV of requests per minute above 1,
-a few models in almost every group and a long tail used sporadically, each on its own.
+The paper's four production traces are not public. Its statistics of them: 23-50 % of the models are
+active at a time (a request within two minutes), 54-766 changes of the active set per hour, many
+models with 40-100 idle intervals of more than 10 s per hour and with a CV of requests per minute
+above 1, a few models in almost every group and a long tail used sporadically, each on its own.
 
 Here every model alternates between *spells* (it is in use) and pauses; within a spell requests come
 in clumps. The head is always in a spell. Spells are exponential, pauses hyper-exponential (most
 short, some long), gaps between clumps exponential, clump sizes geometric, and each spell has an
-intensity of its own, so that what a model did says little about what it will do.
+intensity of its own, so that a model's past says little about its next spell.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Synthetic workloads. The same arguments and seed give the same requests.
+"""Generate synthetic workloads: Poisson or gamma arrivals, power-law popularity of models.
 
-Every model draws from a generator of its own, seeded with (seed, place of the model), so adding a
-model at the end leaves the others' requests as they were.
+The same arguments and seed give the same requests. Every model draws from a generator of its own,
+seeded with (seed, index of the model), so adding a model at the end leaves the others' requests as
+they were.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def independent(
     output: LengthSampler = CHAT_OUTPUT,
     seed: int = 0,
 ) -> Workload:
-    """Models that know nothing of each other: Gamma gaps, shares of `rate` by power law.
+    """Generate independent models: Gamma gaps, shares of `rate` by power law.
 
     `names` go from the most popular to the least.
     """

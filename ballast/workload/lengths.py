@@ -1,4 +1,7 @@
-"""Where token counts come from when a workload does not bring its own."""
+"""Sample prompt and output lengths, in tokens, for workloads that do not bring their own.
+
+Used by the generators, the trace loaders and benchmarks.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Token ids for requests of which only lengths are known.
+"""Generate token ids for requests of which a workload holds only lengths.
 
-Every token is a hash of (seed, what the token belongs to, position within that), so prompts need
-no storage, are the same in every run and every process, and two requests share exactly the tokens
-of the blocks they share.
+Every token is a hash of (seed, its block or request, position within that), so prompts need no
+storage, are the same in every run and every process, and two requests share exactly the tokens of
+the prefix blocks that they share. Used by `bench.record`.
 """
 
 from __future__ import annotations

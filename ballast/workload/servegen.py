@@ -1,9 +1,9 @@
-"""Requests drawn from ServeGen's public client statistics (windowed rates, length distributions).
+"""Draw requests from ServeGen's public client statistics (windowed rates, length distributions).
 
 The data holds no requests: for each client of a model and each 600 s window a rate, a CV and a
-fitted distribution of gaps (Gamma or Weibull, as shape and scale). What is drawn keeps the rate of
+fitted distribution of gaps (Gamma or Weibull, as shape and scale). Drawn requests keep the rate of
 each window and the *shape* of its gaps; the fitted scales disagree with the stated rates, and the
-rates win. Gaps run on across the ends of windows in operational time (expected requests so far),
+rates win. Gaps continue across the ends of windows in operational time (expected requests so far),
 so that a client does not start afresh every ten minutes.
 """
 
@@ -28,7 +28,7 @@ _MODEL_WIDE = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeGenSample:
-    """What to draw."""
+    """Parameters of a sample."""
 
     start: float = 0.0
     """Seconds into the data."""
@@ -36,7 +36,7 @@ class ServeGenSample:
     rate: float | None = 10.0
     """Mean requests per second over all models; None: as recorded (thousands)."""
     models: tuple[str, ...] | None = None
-    """Which models; None: all."""
+    """Models to draw from; None: all."""
     lengths: Path | None = None
     """File of token-length distributions; None: the one `*length*.jsonl*` beside the rates."""
     seed: int = 0
@@ -112,11 +112,12 @@ class LengthBook:
         self._windows.setdefault(client, []).append(samplers)
 
     def knows(self, client: Client) -> bool:
-        """Whether this client's own distributions are there."""
+        """Whether the client has length distributions of its own."""
         return client in self._windows
 
     def samplers(self, client: Client, at: float) -> tuple[Empirical, Empirical]:
-        """Of the latest window that began before this time of day; raises WorkloadError."""
+        """Return the length distributions of the latest window that began before this time of day;
+        raises WorkloadError."""
         windows = self._windows.get(client) or self._windows.get((client[0], _MODEL_WIDE))
         if windows is None:
             raise WorkloadError(f"no token lengths for model {client[0]!r}")
@@ -177,7 +178,7 @@ def sample_servegen(rates: Path, sample: ServeGenSample) -> Workload:
 
 
 def _read_clients(path: Path, sample: ServeGenSample) -> dict[Client, list[ClientWindow]]:
-    """Windows that overlap the sample, by client."""
+    """Read the windows that overlap the sample, by client."""
     clients: dict[Client, list[ClientWindow]] = {}
     for line, row in read_rows(path):
         with naming(path, line):

@@ -1,9 +1,9 @@
-"""What a workload looks like: rates, lengths, and how many models are in use at once.
+"""Compute statistics of a workload: rates, burstiness, lengths, and models in use at once.
 
 The rules are those of Prism, appendix A.1: a model is *active* at a moment if it received a
 request within the last two minutes; a *switch* is any change of the set of active models; an *idle
-interval* is a gap of more than 10 s between two requests of a model. The same with a memory of 10 s
-is reported beside it, because two minutes hide what a memory manager can use.
+interval* is a gap of more than 10 s between two requests of a model. Activity is also reported with
+10 s in place of two minutes, which hide what a memory manager can use. Used by `Workload.stats`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Reading trace files, gzip or plain, so that a bad line is always named by file and number."""
+"""Read lines and CSV rows of trace files, gzip or plain; errors name the file and the line.
+
+Used by `workload.traces` and `workload.servegen`.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 @contextmanager
 def naming(path: Path, line: int) -> Iterator[None]:
-    """Turns what reading a bad line raises into a WorkloadError that names it."""
+    """Context manager that turns errors of parsing a line into a WorkloadError that names it."""
     try:
         yield
     except KeyError as error:
@@ -56,7 +59,7 @@ def naming(path: Path, line: int) -> Iterator[None]:
 
 
 def number(row: dict[str, str], column: str) -> float:
-    """A finite number, 0 or more. Raises KeyError or ValueError."""
+    """Parse a finite number, 0 or more. Raises KeyError or ValueError."""
     text = row[column]
     try:
         value = float(text)
@@ -68,7 +71,8 @@ def number(row: dict[str, str], column: str) -> float:
 
 
 def tokens(row: dict[str, str], column: str) -> int:
-    """A whole number of tokens; 0 becomes 1, for nothing serves requests of no tokens."""
+    """Parse a whole number of tokens; 0 becomes 1, since a request without tokens cannot be
+    served."""
     value = number(row, column)
     if value != int(value):
         raise ValueError(f"{column}: {row[column]!r} is not a whole number")

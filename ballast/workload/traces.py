@@ -1,7 +1,8 @@
-"""Loaders for public traces of language-model serving (and one of an image service).
+"""Load public traces of language-model serving (and one of an image service) as workloads.
 
 Each format is recognised by its first line, whatever the file is called, gzip or plain. Nothing is
-guessed silently: what a trace does not say and a loader fills in is in the workload's labels.
+guessed silently: a value that a trace lacks and a loader fills in is named in the workload's
+labels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Workloads: who asks which model when, for how many tokens; and pure changes to them.
+"""Define `Workload`: requests with model, arrival time and token counts; and pure transforms of it.
 
 A workload holds lengths, not text: `ballast.workload.prompts` makes token ids from it. Every
-transform returns a new workload and adds a label that says what was changed, so that a report can
-state what it ran. Request ids survive all transforms but `merge`.
+transform returns a new workload and adds a label that describes the change, so that a report can
+state what was run. Request ids survive all transforms but `merge`. Used by `bench` and benchmarks;
+the engine sees only submissions made from it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class WorkloadRequest:
     """One request."""
 
     id: int
-    """Unique in its workload; names the part of the prompt that is shared with nobody."""
+    """Unique in its workload; seeds the part of the prompt that no other request shares."""
     at: float
     """Seconds from the start of the workload; 0 or more."""
     model: str
@@ -57,7 +58,7 @@ class Workload:
     source: str = ""
     """Where it comes from, with licence or seed."""
     labels: tuple[str, ...] = ()
-    """What was changed or added since, in order."""
+    """Changes and additions since, in order."""
 
     def __post_init__(self) -> None:
         for earlier, later in pairwise(self.requests):
