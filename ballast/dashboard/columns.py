@@ -1,4 +1,5 @@
-"""The table of models: one row for each name that clients ask for, as wide as there is room."""
+"""Draw the table of models: one row for each model and adapter, with the columns that fit the
+width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers, times and decisions as an operator reads them: short, and of even width."""
+"""Format numbers, durations and policy decisions for an operator: short, and of even width."""
 
 from __future__ import annotations
 

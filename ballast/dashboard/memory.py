@@ -1,4 +1,4 @@
-"""Devices' pages by owner, as a bar and in numbers."""
+"""Draw the pages of devices by owner, as a bar and in numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Asks a server what it does now, and makes rates of what it said one after the other."""
+"""Poll a server's `/admin/state`, and derive tokens per second from successive readings.
+
+Used by `top`. Reads only: it never changes the server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`ballast top`: the loop around the view, with keys and a server that may be gone."""
+"""Run `ballast top` and `ballast ps`: read the server's state, draw it or print it as JSON lines,
+and handle keys.
+
+The screen keeps the last reading, with its age, while the server cannot be reached.
+"""
 
 from __future__ import annotations
 

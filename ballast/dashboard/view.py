@@ -1,4 +1,7 @@
-"""One frame of `ballast top`: a pure function of what was read."""
+"""Draw one frame of `ballast top`, and the output of `ballast ps`, from readings of the server.
+
+Pure functions: nothing here reads from the server or keeps state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Protocol of calling functions on untrusted files: in this process, or in a limited one."""
+"""Define how functions on untrusted files are called: in this process, or in a limited child
+process.
+
+Code that reads checkpoints takes an `Isolation` as an argument: workers pass a `Zygote`, and `Here`
+is the default.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Limits of a child process: memory, processor time and time."""
+"""Limit the memory, processor time and wall-clock time of a child process.
+
+The children of a `zygote` apply them to themselves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that forks one limited child for each call of a function.
+"""Call functions in child processes with limits, forked from a prepared process (the zygote).
 
 ::
 
@@ -6,11 +6,12 @@
     call(f, x) ─────────> fork ─────────────────────> limits, f(x)
                <───────── value, or why there is none <─ value or error, as plain data
 
-The zygote is forked from a process that has imported what calls need, and does nothing but fork:
-so a call costs a fork, not the imports, and a child that hangs, takes all memory or crashes ends
-alone. Arguments are pickled, as they come from here; results are msgpack of the type that the
-caller names, as the child may have been led astray by what it has read. This limits accidents and
-malice in *data*; it is no sandbox for code.
+The zygote is forked from a process that has already imported the modules that calls need, and only
+forks: so a call costs a fork, not the imports, and a child that hangs, takes all memory or crashes
+ends alone. Arguments are pickled, since they come from this process; results are msgpack of the
+type that the caller names, since the file that a child has read may have corrupted it. This limits
+accidents and malice in *data*; it is no sandbox for code. `weights.manifest.fork_zygote` makes the
+zygote in which workers read checkpoints.
 """
 
 from __future__ import annotations

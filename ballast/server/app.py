@@ -1,4 +1,5 @@
-"""The application: its routes, and how errors leave it."""
+"""Build the ASGI application: add all routes, turn errors into responses, and put it behind
+`Gate`."""
 
 from __future__ import annotations
 

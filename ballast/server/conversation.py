@@ -1,4 +1,9 @@
-"""Conversations, as requests write them and as chat templates read them."""
+"""Define the request fields of a conversation (messages and tools), and convert them for chat
+templates.
+
+The request schemas of all APIs that take conversations are built on it. Only text content is
+accepted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""From prompts and conversations to token ids: chat templates and tokenizers, off the loop."""
+"""Encode prompts and conversations as token ids, by tokenizer and chat template, off the event
+loop.
+
+Used by `Service` and by the routes for tokenizing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A server from start to end: bind, start the worker, answer, drain."""
+"""Run a server from start to end: bind the socket, start the workers, answer requests, drain, stop.
+
+Called by `ballast serve`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The models that a server serves: by name or alias, each with its tokenizer."""
+"""Look up the models that the server serves, by name or alias, with their tokenizers.
+
+Each caller sees only the models that its API key may use.
+"""
 
 from __future__ import annotations
 

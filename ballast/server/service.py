@@ -1,4 +1,9 @@
-"""A client's request on its way to the devices: check, encode, submit, and return its answer."""
+"""Take a client's request to the devices: check it, encode its prompts, submit it, return its
+answer.
+
+Routes call `Service`; it owns the models, keys, quotas and metrics that they share, and reaches the
+workers through the controller. It writes no HTTP responses: the routes do, by the form of each API.
+"""
 
 from __future__ import annotations
 

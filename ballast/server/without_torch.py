@@ -1,4 +1,5 @@
-"""Keep PyTorch out of a process that only tokenizes: it would be most of its memory and start."""
+"""Keep PyTorch out of the server's process, where it would take most of the memory and start-up
+time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Fair shares of a capacity that all keys use: one that floods the server does not shut others out.
+"""Divide one capacity fairly between API keys, so that a key that floods the server leaves room for
+the others.
 
 Dynamic thresholds (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
-switches", 1998): a key may hold as much as is left for others. Alone it gets half; of n that want
-all, each gets 1/(n + 1) as places come and go, and as much is left for a newcomer.
+switches", 1998): a key may hold at most the amount that is still free. A single key gets half of
+the capacity; of n keys that want all of it, each gets 1/(n + 1), and the last share stays free for
+a newcomer. `gate` uses it for open requests and for the memory of their bodies.
 """
 
 from __future__ import annotations

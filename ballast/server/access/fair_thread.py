@@ -1,4 +1,7 @@
-"""Work that one thread does for all: API keys take turns, and no queue grows without bound."""
+"""Run work of all API keys on one thread, taking the keys in turn, with bounded queues.
+
+`generate.output_constraint` checks clients' grammars on it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Bounds what is open and held: requests, their bodies, and the time that a body takes to come."""
+"""Bound the open requests, and the length, memory, arrival time and number of values of their
+bodies.
+
+`Gate` is the ASGI middleware directly around the application: it reads each body whole before any
+route runs, and refuses requests beyond a bound (408, 413, 429). While the server drains, it refuses
+new generating requests (503).
+"""
 
 from __future__ import annotations
 

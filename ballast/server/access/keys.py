@@ -1,4 +1,7 @@
-"""API keys: who a request is from, and whether its route is open to them."""
+"""Authenticate requests by API key or admin key, and refuse routes that the key does not open.
+
+`Guard` is the ASGI middleware around `gate`. Keys are kept and compared as SHA-256 digests.
+"""
 
 from __future__ import annotations
 

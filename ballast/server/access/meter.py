@@ -1,4 +1,8 @@
-"""What one client's request costs, counted on its way: for quotas, `Retry-After` and the log."""
+"""Count the tokens, time to first token and ends of one client's request.
+
+The counts feed the key's quotas, `Retry-After` of a full queue, and the request's log line.
+`Service` creates one meter for each request; `generate.answer` feeds it.
+"""
 
 from __future__ import annotations
 

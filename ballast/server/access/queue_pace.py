@@ -1,4 +1,4 @@
-"""How long a full queue takes to move: what `Retry-After` says."""
+"""Estimate from recent completions how long a model's queue takes to drain, for `Retry-After`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What each API key may use: requests and tokens per minute, and requests open at a time."""
+"""Enforce the quotas of each API key: requests and tokens per minute, and open requests.
+
+Used by `gate` (requests), `Service` (prompt tokens) and `meter` (output tokens).
+"""
 
 from __future__ import annotations
 

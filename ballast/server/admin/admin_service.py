@@ -1,4 +1,9 @@
-"""Changes of what is served, by operators' requests or by their fleet file, each kept for good."""
+"""Change what the fleet serves, at an operator's request or when the fleet file is read again, and
+record each operator's change so that it survives a restart.
+
+Used by the routes below `/admin` and, on SIGHUP, by `serve`. Commands reach the devices through the
+controller.
+"""
 
 from __future__ import annotations
 

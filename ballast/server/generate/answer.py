@@ -1,4 +1,7 @@
-"""The answer to one client's request: the reader of its output stream, with times and counts."""
+"""Read the output stream of one client's request, with the times and counts that metrics need.
+
+Base of `Generation` (text) and `Embedding`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One choice of an answer: tokens of one request in the worker, turned into text as they come."""
+"""Turn the tokens of one choice into text as they arrive, up to its stop string or last token.
+
+A choice is the answer's part for one submission to a worker. `Generation` holds all choices of a
+request.
+"""
 
 from __future__ import annotations
 

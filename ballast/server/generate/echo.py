@@ -1,4 +1,5 @@
-"""A prompt that its answer begins with, and how likely each of its tokens was."""
+"""Repeat the prompt at the start of a completion (`echo` of the completions API), with the
+log-probability of each prompt token where requested."""
 
 from __future__ import annotations
 

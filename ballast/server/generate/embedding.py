@@ -1,4 +1,4 @@
-"""The embeddings of one client's request."""
+"""Collect the embeddings of one client's request, one submission for each text."""
 
 from __future__ import annotations
 

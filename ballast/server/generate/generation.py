@@ -1,4 +1,7 @@
-"""All choices of one client's request, from submission to the last token."""
+"""Collect all choices of one client's request, from submission to the last token.
+
+`Service.generate` returns a `Generation`; `routes.generate` reads its pieces and must close it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer has to be, by its request: calls of functions, or text that follows a grammar."""
+"""Derive from a request how its output is constrained: forced tool calls, a grammar, or nothing."""
 
 from __future__ import annotations
 

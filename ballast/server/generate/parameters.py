@@ -1,4 +1,5 @@
-"""From the fields of a request to what the engine is told: sampling, and what ends the output."""
+"""Convert a request's fields to sampling parameters, stop conditions and output length for the
+engine."""
 
 from __future__ import annotations
 

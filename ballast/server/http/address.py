@@ -1,4 +1,5 @@
-"""The address that a server listens on, and who can reach it."""
+"""Bind the server's listening socket, and determine whether other machines can reach its
+address."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""JSON bodies: weighed before anything is made of them, and decoded off the event loop.
+"""Estimate the cost of JSON bodies before decoding them, and decode large ones off the event loop.
 
-A body costs a server what its values cost, not its bytes: a million `{}` are 3 MB, ten seconds of
-validation and a gigabyte of objects. A weight is counted on the bytes, at the speed of `memchr`.
+A body costs memory and time by the number of its values, not by its bytes: a million `{}` are 3 MB,
+but ten seconds of validation and a gigabyte of objects. `weight` is counted on the undecoded bytes,
+at the speed of `memchr`; `access.gate` refuses bodies that weigh too much.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How bytes become requests: event loop and HTTP parser in C, where they are installed."""
+"""Choose the event loop and HTTP parser: uvloop and httptools, where installed, else Python's own.
+
+The head of a request is bounded with either parser.
+"""
 
 from __future__ import annotations
 

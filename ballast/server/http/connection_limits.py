@@ -1,4 +1,7 @@
-"""Bounds on connections: how many there may be, and for how long one may send or read nothing."""
+"""Limit the number of client connections, and how long one may send or read nothing.
+
+`limited` adds the limits to uvicorn's protocol class; `Connections` counts.
+"""
 
 from __future__ import annotations
 

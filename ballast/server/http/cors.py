@@ -1,4 +1,4 @@
-"""Cross-origin requests: which pages browsers let read the responses of this server."""
+"""Answer CORS preflights and add CORS headers, for the origins in the server's settings."""
 
 from __future__ import annotations
 

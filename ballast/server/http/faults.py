@@ -1,4 +1,8 @@
-"""What went wrong, as status codes and error bodies of the OpenAI API."""
+"""Define `Fault`, the exception that ends a request, and encode errors as status code and body.
+
+All other exceptions become faults here (`Fault.of`). Bodies follow OpenAI's APIs, or the Messages
+API for its clients.
+"""
 
 from __future__ import annotations
 

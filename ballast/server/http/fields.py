@@ -1,4 +1,5 @@
-"""Kinds of values that fields of requests have, with the bounds that hold for all of them."""
+"""Define the types that request schemas use for their fields, with the bounds of each type, and the
+base class of all request bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open files: how many a server needs, and how many it may have."""
+"""Raise the limit of open files, and check at start that it suffices for the fleet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON responses: how records are encoded, and the envelopes of errors of each API."""
+"""Encode records as JSON responses, and define the error envelopes of each API."""
 
 from __future__ import annotations
 

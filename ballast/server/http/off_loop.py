@@ -1,4 +1,4 @@
-"""Work that would hold up the event loop, done in a few threads."""
+"""Run work that would block the event loop on a few threads."""
 
 from __future__ import annotations
 

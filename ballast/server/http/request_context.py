@@ -1,4 +1,8 @@
-"""One HTTP request, from arrival to the end of its response: who asked, what became of it."""
+"""Define `RequestContext`, the record of one HTTP request from arrival to the end of its response.
+
+`observe.request_watch` attaches it to the ASGI scope; middleware, routes and `Service` fill it in;
+metrics, traces and the log read it at the end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that go away."""
+"""Stream server-sent events, and stop work as soon as the client disconnects."""
 
 from __future__ import annotations
 

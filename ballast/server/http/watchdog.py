@@ -1,9 +1,9 @@
-"""Ends a server that cannot end by itself: its event loop hangs, or it was told to stop and hangs.
+"""End a server process whose event loop hangs, or that does not stop in time when it should.
 
-A thread counts seconds since the loop last turned. Where something keeps the interpreter lock, not
-even that thread runs: then the kernel's timer of processor time, which the thread puts off every
-second, ends the process. Seconds are counted and not measured: a process that was stopped, or a
-machine that slept, has not hung.
+A thread counts ticks since the loop last turned. Code that keeps the interpreter lock stops that
+thread too: then the kernel's CPU-time timer (SIGPROF), which the thread resets at every tick, ends
+the process. Ticks are counted, not clock time, so that a process that was stopped, or a machine
+that slept, does not count as hung. Used by `serve`.
 """
 
 from __future__ import annotations

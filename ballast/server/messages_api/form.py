@@ -1,4 +1,4 @@
-"""Pieces as answers of the Messages API: whole, or event by event."""
+"""Write output pieces in the form of the Messages API, as one message or as stream events."""
 
 from __future__ import annotations
 

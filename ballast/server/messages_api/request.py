@@ -1,4 +1,4 @@
-"""Requests of the Messages API, checked field by field, and as chat requests."""
+"""Validate requests of the Messages API, and translate them to chat requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What `/metrics` tells of devices: their pages, their models, and the pod as gateways see it."""
+"""Export the device part of `/metrics`: pages and models, and the series by which inference
+gateways choose a pod.
+
+Reads the workers' last reports only; a scrape never waits for a worker, and never fails.
+"""
 
 from __future__ import annotations
 

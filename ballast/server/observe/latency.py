@@ -1,4 +1,4 @@
-"""When the tokens of one request came, and what latencies were in the last minute."""
+"""Record the token times of one request (TTFT, TPOT), and quantiles over the last minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What `/metrics` tells of requests: Prometheus text, under vLLM's names where vLLM has one."""
+"""Count and time requests for `/metrics`, in Prometheus text, under vLLM's names where vLLM has
+one.
+
+Answers (`generate`), `Service` and `request_watch` call it; `/metrics` and `/admin/state` read it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line in the log for each request at its end."""
+"""Log one line for each HTTP request when it ends; never a prompt, an output or a key."""
 
 from __future__ import annotations
 

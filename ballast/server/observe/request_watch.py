@@ -1,4 +1,8 @@
-"""Follows each HTTP request to its end, and tells metrics, traces and logs of it."""
+"""Follow each HTTP request to its end, then pass its context to metrics and listeners (log,
+traces).
+
+`Watch` is the outermost ASGI middleware: it creates the `RequestContext` and the request id.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `/admin/state` tells: a server at one moment, for `ballast top` and for scripts."""
+"""Define the records of `/admin/state`: the server's state at one moment, for `ballast top` and
+scripts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tokens and the gaps between them, counted by model for a fraction of a microsecond each.
+"""Count tokens and inter-token gaps by model, for a fraction of a microsecond each.
 
-There is one for every token, which is too often for prometheus-client's own types: they lock.
+Every token is counted: prometheus-client's own types, which lock, would cost too much.
 """
 
 from __future__ import annotations

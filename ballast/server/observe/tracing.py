@@ -1,7 +1,7 @@
-"""A span for each HTTP request, to an OpenTelemetry collector, where the operator asks for it.
+"""Export a span for each HTTP request to an OpenTelemetry collector, where one is configured.
 
-Attributes are those of the GenAI semantic conventions, and for what these have no name yet, the
-ones that vLLM uses (`gen_ai.latency.*`, in seconds).
+Attributes follow the GenAI semantic conventions, and vLLM where these have no name yet
+(`gen_ai.latency.*`, in seconds).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Pieces as OpenAI's completions and chat completions: whole, or chunk by chunk."""
+"""Write output pieces as OpenAI's completions and chat completions, whole or chunk by chunk.
+
+`Form` is the protocol that all APIs' forms implement; `routes.generate` calls them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses of the OpenAI API: plain records, encoded by msgspec."""
+"""Define the response records of the OpenAI API, encoded by msgspec."""
 
 from __future__ import annotations
 

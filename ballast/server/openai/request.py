@@ -1,4 +1,7 @@
-"""Requests that generate, in the words of the OpenAI API and of vLLM, checked field by field."""
+"""Define and validate chat and completion requests: OpenAI's fields with vLLM's extensions.
+
+`Service` generates from these only: requests of other APIs are translated to `ChatRequest`.
+"""
 
 from __future__ import annotations
 

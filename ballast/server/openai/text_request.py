@@ -1,4 +1,4 @@
-"""Requests about texts that generate nothing: tokens of them, and embeddings."""
+"""Define and validate requests that generate no text: tokenize, detokenize and embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Requests of other APIs than OpenAI's chat completions, which become requests of these."""
+"""Translate requests of other APIs to OpenAI chat requests: the parts that these APIs share.
+
+`messages_api` and `responses_api` build on it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces as answers of the Responses API: whole, or event by event."""
+"""Write output pieces in the form of the Responses API, as one response or as stream events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of the Responses API and the events of their streams: plain records."""
+"""Define the response and stream-event records of the Responses API, encoded by msgspec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Requests of the Responses API, checked field by field, and as chat requests."""
+"""Validate requests of the Responses API, and translate them to chat requests.
+
+The server keeps no responses: requests that refer to an earlier one are refused.
+"""
 
 from __future__ import annotations
 

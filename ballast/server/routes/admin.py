@@ -1,4 +1,7 @@
-"""Routes by which an operator changes what is served; they need the admin key (`access.keys`)."""
+"""Add the routes below `/admin` by which operators change the fleet; they need the admin key.
+
+Each route calls `AdminService`; `access.keys` checks the key.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The fleet's models as clients see them, and where their weights are."""
+"""List the fleet's models for clients (`/v1/models`, `/running`), with the state of their
+weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Routes that generate: check, ask the service, and answer whole or as a stream.
+"""Add the routes that generate text, and answer with a whole response or a stream of events.
 
-Each API has requests of its own, which become one `GenerateRequest`, and a form of its own, in
-which the pieces of the output are written. What lies between is the same for all.
+Each API's request becomes one `GenerateRequest`, and each API has a form that writes the pieces of
+output. All else is the same for all APIs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routes for probes: whether the process lives, and whether to send it requests."""
+"""Add the probe routes: `/live` (the process runs) and `/health` (the server takes requests)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What `/openapi.json` says of answers: requests it knows from the routes' own types."""
+"""Add the schemas of responses to `/openapi.json`.
+
+FastAPI derives the schemas of requests from the routes' types; responses are msgspec records, which
+it does not know.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes that only tell: `/metrics` for Prometheus, `/admin/state` for `ballast top`."""
+"""Add the read-only routes `/metrics` (Prometheus) and `/admin/state` (`ballast top`)."""
 
 from __future__ import annotations
 

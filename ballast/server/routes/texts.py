@@ -1,4 +1,4 @@
-"""Routes about texts that generate nothing."""
+"""Add the routes that generate no text: tokenize, detokenize, count tokens, embed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an output must follow: JSON schemas and their like, as grammars of llguidance.
+"""Convert JSON schemas, regular expressions, choices and Lark grammars to grammars of llguidance.
 
-Everything here waits for another process to compile what a client sent (`grammarcheck`): call it
-in a thread, and not on an event loop.
+Each grammar is tried out in another process (`grammar_check`), which the caller waits for: call
+these functions in a thread, never on an event loop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether llguidance can use a grammar, found out in a process of its own.
+"""Test in a child process whether llguidance can use a grammar.
 
 A client's grammar can keep llguidance busy for ever (patterns that intersect, terminals that
-double) or take its stack, which ends a process. Here that is the process of `GrammarCheck`, and
-the client learns that its grammar is too complicated.
+double) or overflow its stack, which ends the process. Here that process is the child of
+`GrammarCheck`, and the client gets an error: the grammar is too complicated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Chat templates, rendered in processes that may be killed.
+"""Render chat templates in child processes that can be killed.
 
 A template is a program that came with a checkpoint. Jinja's sandbox keeps it from files and from
-Python's internals; nothing keeps it from loops without end or texts without bound. So it runs where
-that costs nobody anything (`chat_template_child`), with so much processor time and memory
+Python's internals, but not from endless loops or unbounded texts. So each runs in a child process
+(`chat_template_child`) with limits of processor time and memory
 (docs/decisions/023-templates-in-a-child.md).
 
 ::

@@ -1,9 +1,9 @@
-"""A process that loads `transformers` once and forks a child for each connection it is handed.
+"""Load `transformers` once, and fork a child for each connection; a child renders chat templates.
 
-A child renders one conversation after the other. The kernel ends it where a template takes more
-processor time than it may; the server then reads the end of its connection. An idle child ends
-with its connection, one at work when the server asks for it, and all of them with this process,
-which ends with the server's end of `control`.
+The program that `chat_template` starts. A child renders one conversation after the other. The
+kernel ends it where a template exceeds its processor time; the server then reads the end of its
+connection. An idle child ends when its connection closes, and a busy one is killed at the server's
+request. This process ends when the server closes its end of `control`, and all children with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens to text as they come. What a client gets never ends within a character.
+"""Convert tokens to text as they arrive, never ending a piece of text within a character.
 
 Most tokenizers spell tokens as bytes (byte-level BPE, or characters with byte fallback). For these
 the text is exact and each token costs the same; for the rest, a short window is decoded again.

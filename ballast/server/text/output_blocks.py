@@ -1,7 +1,7 @@
-"""The pieces of one choice, grouped into blocks: runs of text, and calls of functions.
+"""Group the pieces of one choice into blocks: runs of text, and tool calls.
 
-Chat completions have one text and a list of calls; the Messages and Responses APIs have a list of
-blocks in the order of the output, each opened, grown and closed in turn.
+Chat completions have one text and a list of calls; the Messages and Responses APIs, whose forms use
+this, have a list of blocks in the order of the output, each opened, grown and closed in turn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What an answer grows by: text, tokens with their log-probabilities, and ends."""
+"""Define the pieces of an answer: text, tool-call deltas, scored tokens and finish reasons.
+
+`Choice` and `Echo` make them; the forms of all APIs write them.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Stop strings: where an output ends because of what it says.
+"""Find stop strings in streamed text.
 
-Text that may turn out to begin a stop string is held back. The match that counts is the one that is
-complete first, as if text came one character at a time (of two complete at once, the longer): so
-the result does not depend on how the text is cut into tokens.
+Text that may be the beginning of a stop string is held back. The match that is complete first
+counts, as if text came one character at a time (of two complete at once, the longer): so the result
+does not depend on how the text is cut into tokens.
 """
 
 from __future__ import annotations

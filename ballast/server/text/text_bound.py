@@ -1,5 +1,7 @@
-"""How many characters a tokenizer's token can stand for: a text that exceeds a model's context by
-far is refused before it is tokenized, which takes about 180 bytes of memory for each of its own.
+"""Bound the number of characters that one token of a tokenizer can stand for.
+
+With it, a text that exceeds a model's context by far is refused before tokenizing it, which takes
+about 180 times its length in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A model's tokenizer and chat template, as the server needs them."""
+"""Wrap a checkpoint's tokenizer and chat template (`transformers`): encode, decode, build
+prompts."""
 
 from __future__ import annotations
 

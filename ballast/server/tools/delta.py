@@ -1,4 +1,5 @@
-"""What an output's text turns out to be: something said, or calls of functions."""
+"""Define what parsed output consists of: text content, and beginnings and arguments of tool
+calls."""
 
 from __future__ import annotations
 

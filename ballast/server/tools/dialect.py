@@ -1,4 +1,7 @@
-"""How one model writes calls: chosen by its chat template, used for every request with tools."""
+"""Select how one model writes tool calls, from its chat template or the fleet file's `tool_parser`.
+
+Belongs to the model's `Tokenizer`; gives each request with tools its parser and grammar.
+"""
 
 from __future__ import annotations
 

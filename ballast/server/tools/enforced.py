@@ -1,4 +1,4 @@
-"""Grammars that leave a model no choice but to call a function, in the syntax of its family."""
+"""Build grammars that force the model to call a function, in the tool-call syntax of its family."""
 
 from __future__ import annotations
 

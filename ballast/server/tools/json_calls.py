@@ -1,7 +1,7 @@
-"""Calls written in JSON: objects with name and arguments, or arguments behind a name.
+"""Parse tool calls written in JSON: objects with name and arguments, or a name, then arguments.
 
-Read leniently: arguments are passed on as they were written, and are valid JSON if the model wrote
-that. Keys and names decide whether there is a call at all, and must be right.
+Parsing is lenient: arguments are passed on as written, and are valid JSON if the model wrote valid
+JSON. Only keys and names decide whether text is a call, and these must be right.
 """
 
 from __future__ import annotations

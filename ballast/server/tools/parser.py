@@ -1,7 +1,7 @@
-"""An output's text as it comes, parted into content and calls.
+"""Divide streamed output text into content and tool calls.
 
-The reader is a coroutine that is sent one character at a time: so what it makes of a text cannot
-depend on how the text was cut.
+The reader is a coroutine that is sent one character at a time: so its result cannot depend on how
+the text is cut into tokens. `Choice` feeds it.
 """
 
 from __future__ import annotations

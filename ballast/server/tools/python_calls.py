@@ -1,4 +1,4 @@
-"""Calls written as in Python: `[search(query="x", limit=3), now()]`."""
+"""Parse tool calls written in Python: `[search(query="x", limit=3), now()]`."""
 
 from __future__ import annotations
 

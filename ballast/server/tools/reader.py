@@ -1,4 +1,7 @@
-"""Reads an output character by character, and remembers what is not decided yet."""
+"""Read output character by character, holding back text that may still become a tool call.
+
+`parser`, `json_calls` and `python_calls` read through its `CallReader`.
+"""
 
 from __future__ import annotations
 

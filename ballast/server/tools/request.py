@@ -1,4 +1,4 @@
-"""What a request says about tools, checked."""
+"""Validate a request's fields for tools: `tools`, `tool_choice`, `parallel_tool_calls`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The table of dialects: what stands around a call, and how the call itself is written."""
+"""Define the tool-call syntax of each model family: the markers around calls, and the form of a
+call."""
 
 from __future__ import annotations
 
