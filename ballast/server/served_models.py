@@ -92,7 +92,7 @@ class ServedModels:
 
 
 def _served(models: Iterable[str]) -> str:
-    """List what can be requested instead of an unknown model."""
+    """List the models that can be requested, for the error about an unknown one."""
     names = list(models)
     if not names:
         return "no model is served to this key"

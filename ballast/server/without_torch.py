@@ -8,7 +8,7 @@ import sys
 
 
 def forgo_torch() -> None:
-    """Have this process import no PyTorch: `transformers` then brings what it can without, which
+    """Prevent this process from importing PyTorch: `transformers` then works without it, which
     includes all tokenizers and configurations.
 
     Has no effect where PyTorch has been imported already.

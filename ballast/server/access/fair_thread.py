@@ -17,20 +17,22 @@ T = TypeVar("T")
 
 
 class FairThread:
-    """One thread of its own, used from one event loop at a time."""
+    """One thread that runs work for several API keys in turn; used from one event loop at a
+    time."""
 
     def __init__(self, name: str, most_each: int, most: int) -> None:
-        """`name`: of the thread, and of what it does, for clients. `most_each`, `most`: pieces of
-        work that wait, of one API key and in all."""
+        """`name`: of the thread, and of its work in errors to clients. `most_each`, `most`: bounds
+        of the waiting pieces of work, of one API key and in all."""
         self._name = name
         self._thread = ThreadPoolExecutor(1, name)
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(most_each, most)
         self._busy = False
 
     async def run(self, key: str, work: Callable[[], T]) -> T:
-        """The result of `work`, done when it is the turn of `key` (the name of an API key).
+        """Run `work` on the thread when it is the turn of `key` (the name of an API key); returns
+        its result.
 
-        Raises Fault (429) where too many wait already.
+        Raises Fault (429) where the queue is full.
         """
         loop = asyncio.get_running_loop()
         if self._busy:
@@ -52,7 +54,7 @@ class FairThread:
         return await asyncio.shield(done)  # who leaves does not make the thread free
 
     def _next(self) -> None:
-        """The thread is free: whose turn it is goes on."""
+        """Start the next waiting work, now that the thread is free."""
         turn = self._waiting.take()
         self._busy = turn is not None
         if turn is not None:
