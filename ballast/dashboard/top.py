@@ -24,7 +24,7 @@ from ballast.server.observe.server_state import ServerNow
 
 
 async def once(url: str, key: str | None, interval: float, console: Console) -> None:
-    """One frame, of two readings, so that there are rates. Raises Unreadable."""
+    """Print one frame, from two readings, so that it has rates. Raises Unreadable."""
     rates = Rates()
     async with Reader(url, key) as reader:
         rates.add(await reader.read())
@@ -42,7 +42,7 @@ async def listing(url: str, key: str | None, console: Console) -> None:
 
 
 async def lines(url: str, key: str | None, interval: float, *, forever: bool) -> None:
-    """Readings as lines of JSON on stdout, as the server says them. Raises Unreadable."""
+    """Print readings as lines of JSON on stdout. Raises Unreadable."""
     async with Reader(url, key) as reader:
         while True:
             sys.stdout.write((await reader.document()).decode() + "\n")
@@ -53,13 +53,14 @@ async def lines(url: str, key: str | None, interval: float, *, forever: bool) ->
 
 
 async def live(url: str, key: str | None, interval: float, console: Console) -> None:
-    """Until `q`, or a signal that ends it."""
+    """Run the screen until `q`, or a signal that ends it."""
     async with Reader(url, key) as reader:
         await Screen(reader, interval, console).run()
 
 
 class Screen:
-    """What is on the screen, and what has been read for it."""
+    """The screen of `ballast top`: reads the server periodically, and draws a frame at each
+    change."""
 
     def __init__(self, reader: Reader, interval: float, console: Console) -> None:
         self._reader = reader
@@ -74,7 +75,7 @@ class Screen:
         self._news = asyncio.Event()
 
     async def run(self) -> None:
-        """Draw whenever there is something new."""
+        """Draw a frame for each reading, key or change of the terminal's size."""
         loop = asyncio.get_running_loop()
         with (
             keys(self._pressed),
@@ -120,7 +121,8 @@ class Screen:
 
 @contextlib.contextmanager
 def keys(pressed: Callable[[str], None]) -> Iterator[None]:
-    """Tell of each key meanwhile, where the input is a terminal; nothing is echoed."""
+    """Call `pressed` for each key in the `with` block, where the input is a terminal; keys are not
+    echoed."""
     if not sys.stdin.isatty():
         yield
         return

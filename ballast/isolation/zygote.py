@@ -41,16 +41,16 @@ from ballast.isolation.limits import Limits
 from ballast.isolation.orphan import die_with
 
 NAME = "ballast-zygote"
-"""Name of the process, as operators see it."""
+"""Name of the zygote's process in listings."""
 _LENGTH = struct.Struct("<Q")
 _MOST_BYTES = 1 << 30
-"""Limit on an encoded result; a checkpoint's headers have at most a tenth of that."""
+"""Most bytes of an encoded result; a checkpoint's headers have at most a tenth of that."""
 
 
 class Zygote:
-    """Calls module-level functions in limited child processes, one at a time.
+    """Calls module-level functions in limited child processes, one call at a time.
 
-    Used from any thread; a context manager.
+    Safe from any thread; a context manager.
     """
 
     def __init__(self, channel: socket.socket, pid: int, limits: Limits) -> None:
@@ -63,7 +63,7 @@ class Zygote:
     def fork(
         cls, prepare: Callable[[], object] = lambda: None, limits: Limits | None = None
     ) -> Zygote:
-        """Start it from this process as it is now; `prepare` runs first in each child.
+        """Fork the zygote from this process as it is now; `prepare` runs first in each child.
 
         Other threads of this process must be waiting, not computing: the zygote has none of them,
         and a lock that one of them holds stays held there.
@@ -90,7 +90,7 @@ class Zygote:
         return _opened(reply, result)
 
     def close(self) -> None:
-        """End it; a call that another thread makes ends first. A second `close` does nothing."""
+        """End the zygote, after the call in progress, if any. A second `close` does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -117,7 +117,7 @@ class _Failure(msgspec.Struct):
 
 
 def _opened(reply: bytes, result: type[R]) -> R:
-    """The result in a reply. Raises the error that is there instead."""
+    """Decode the result in a reply, or raise the error in it."""
     if reply[:1] == b"+":
         return msgspec.msgpack.decode(reply[1:], type=result, dec_hook=_path)
     failure = msgspec.msgpack.decode(reply[1:], type=_Failure)
@@ -155,7 +155,7 @@ def _send(channel: socket.socket, message: bytes) -> None:
 
 
 def _receive(channel: socket.socket) -> bytes | None:
-    """None: the other end is closed."""
+    """Read one message; None if the other end is closed."""
     header = _exactly(channel, _LENGTH.size)
     found = None if header is None else _exactly(channel, _length(header))
     return None if found is None else bytes(found)
@@ -177,7 +177,8 @@ def _exactly(channel: socket.socket, n: int) -> bytearray | None:
 def _serve(
     channel: socket.socket, parent: int, prepare: Callable[[], object], limits: Limits
 ) -> NoReturn:
-    """Answer calls until the other end is closed. Never returns to what the parent was doing."""
+    """Fork a child for each call until the other end is closed. Never returns: the process
+    exits."""
     code = 1
     try:
         die_with(parent)
@@ -193,7 +194,7 @@ def _serve(
 
 
 def _keep_only(kept: int) -> None:
-    """Close all descriptors but `kept` and standard input and outputs, which go nowhere."""
+    """Close all descriptors but `kept`; standard input and outputs become /dev/null."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(nowhere, standard)
@@ -206,7 +207,7 @@ def _keep_only(kept: int) -> None:
 def _answer(
     request: bytes, channel: socket.socket, prepare: Callable[[], object], limits: Limits
 ) -> bytes:
-    """Have a child do it; its reply, or one in its stead."""
+    """Run one call in a child; returns its reply, or an error in its place."""
     reading, writing = os.pipe()
     zygote = os.getpid()
     pid = os.fork()
@@ -236,7 +237,8 @@ def _answer(
 
 
 def _reply(reading: int, channel: socket.socket, until: float) -> bytes | None:
-    """Read the child's reply; empty: it ended without a whole one, None: it has not ended yet."""
+    """Read the child's reply; empty: the child ended without a whole one, None: its time was up,
+    the caller is gone, or the reply is too long."""
     found = bytearray()
     poll = select.poll()
     poll.register(reading, select.POLLIN)
@@ -260,7 +262,7 @@ def _reply(reading: int, channel: socket.socket, until: float) -> bytes | None:
 def _run(
     request: bytes, writing: int, zygote: int, prepare: Callable[[], object], limits: Limits
 ) -> NoReturn:
-    """In the child: do what is asked, and write the reply."""
+    """Run the call in the child, and write the reply."""
     code = 1
     try:
         die_with(zygote)

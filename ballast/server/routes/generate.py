@@ -34,7 +34,7 @@ from ballast.server.text.pieces import OutputPiece
 
 
 def add_generating_routes(app: FastAPI, service: Service) -> None:
-    """`/v1/chat/completions`, `/v1/completions`, `/v1/messages` and `/v1/responses`."""
+    """Add `/v1/chat/completions`, `/v1/completions`, `/v1/messages` and `/v1/responses`."""
 
     @app.post("/v1/chat/completions", responses=responses_of(ChatCompletion, streams=True))
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -111,9 +111,9 @@ async def _events(
     batches: AsyncIterator[list[OutputPiece]],
     context: RequestContext,
 ) -> AsyncIterator[bytes]:
-    """The events of a stream; those of tokens that came together are sent together.
+    """Yield the events of a stream; those of tokens that came together are one chunk.
 
-    A silence (an empty batch) is filled, so that nobody takes it for the end.
+    A silence (an empty batch) is filled, so that clients do not take it for the end.
     """
     yield form.opening(generation.size, generation.usage) + _of_batch(form, first)
     try:

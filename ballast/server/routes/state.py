@@ -22,11 +22,11 @@ from ballast.server.routes.openapi_document import responses_of
 from ballast.server.service import Service
 
 LAST_DECISIONS = 50
-"""Told by `/admin/state`; `/admin/story` knows more."""
+"""Decisions in `/admin/state`; `/admin/story` returns more."""
 
 
 def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
-    """Add the routes."""
+    """Add `/metrics` and `/admin/state`."""
 
     # Not a coroutine: writing it all takes a while, and other threads can do it.
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -41,14 +41,14 @@ def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
 
 
 def models_now(service: Service) -> list[ModelNow]:
-    """The models that serve; from any thread."""
+    """Collect the state of the models that serve. Safe from any thread."""
     report = service.controller.devices.report
     assert report is not None
     return [_model(service, m) for m in report.models]
 
 
 def decisions(service: Service, last: int, model: str | None = None) -> list[dict[str, Any]]:
-    """The last `last` decisions, oldest first; only those about `model`, if one is named."""
+    """Return the last `last` decisions, oldest first; only those about `model`, if one is named."""
     since = service.wall.now() - asyncio.get_running_loop().time()
     found = [
         {"time": round(since + moment, 3), **what}

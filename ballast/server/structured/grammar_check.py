@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO
 
 CPU_SECONDS = 0.3
-"""For one grammar: the worker that runs its model will spend them, too."""
+"""Most processor time for one grammar, in seconds; the worker that runs its model will need as
+much."""
 MEMORY_BYTES = 2 << 30
 _REMEMBERED = 4096
 _LENGTH = 4
@@ -29,9 +30,9 @@ TOO_COMPLICATED = "it is too complicated"
 
 
 class GrammarCheck:
-    """Asks a child process, which starts when first needed; safe to use from several threads.
+    """Tests grammars in a child process, which starts when first needed. Safe from several threads.
 
-    What it said is remembered: a conversation with tools sends the same ones with every turn.
+    Results are cached: a conversation with tools sends the same ones with every turn.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,8 @@ class GrammarCheck:
         self._known: OrderedDict[bytes, str] = OrderedDict()
 
     def problem(self, grammar: str) -> str:
-        """What is wrong with it; empty: nothing. Takes a millisecond, or at most `CPU_SECONDS`."""
+        """Return the problem with a grammar; empty: it can be used. Takes a millisecond, or at most
+        `CPU_SECONDS`."""
         text = grammar.encode()
         key = hashlib.sha256(text).digest()
         with self._lock:
@@ -53,7 +55,7 @@ class GrammarCheck:
         return found
 
     def close(self) -> None:
-        """End the child. It would notice by itself."""
+        """End the child, which would otherwise end with this process."""
         with self._lock:
             self._end()
 
@@ -97,7 +99,7 @@ def _send(pipe: IO[bytes], text: bytes) -> None:
 
 
 def _received(pipe: IO[bytes]) -> bytes:
-    """One message. Raises EOFError."""
+    """Read one message. Raises EOFError."""
     size = pipe.read(_LENGTH)
     text = pipe.read(int.from_bytes(size, "big")) if len(size) == _LENGTH else b""
     if len(size) < _LENGTH or len(text) < int.from_bytes(size, "big"):
@@ -106,7 +108,8 @@ def _received(pipe: IO[bytes]) -> bytes:
 
 
 def _child() -> None:
-    """Answers until the parent is gone; dies of a grammar that takes too much."""
+    """Test grammars until the parent is gone. The kernel ends this process where a grammar takes
+    too much time or memory."""
     from llguidance import LLMatcher, LLTokenizer
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server

@@ -36,14 +36,15 @@ _DECODER = msgspec.json.Decoder(TemplateJob)
 
 
 def main(control_fd: int, cpu_seconds: float, memory_bytes: int) -> None:
-    """Serve until the server is gone."""
+    """Fork and kill children at the server's request, until the server closes its end."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server
     gc.freeze()  # shared by all children: what a collection touches would be copied
     parent, forks = os.getpid(), 0
     children: dict[int, int] = {}
-    """Process ids by number. They cannot be another process's: nobody else has waited for them."""
+    """Process ids of children by number. They cannot be reused: only this process waits for its
+    children."""
     with socket.socket(fileno=control_fd) as control:
         while True:
             message, fds, _, _ = socket.recv_fds(control, len(KILL) + NUMBER_BYTES, 1)
@@ -65,7 +66,7 @@ def main(control_fd: int, cpu_seconds: float, memory_bytes: int) -> None:
 
 
 def _ended(pid: int) -> bool:
-    """Whether a child has ended; it is waited for if so."""
+    """Whether a child has ended; if so, it is reaped."""
     return os.waitpid(pid, os.WNOHANG)[0] == pid
 
 
