@@ -127,7 +127,7 @@ def _decided(decision: Mapping[str, Any]) -> Decided:
         unbounded = "all" if verb == "recall" else "no bound"
         details.append(unbounded if pages is None else counted(pages, "page"))
     operator = "by an operator"
-    if decision.get("by") == "operator" and operator not in details:  # any other has a reason
+    if decision.get("by") == "operator" and operator not in details:  # others have a reason
         details.append(operator)
     return Decided(
         time=float(decision.get("time", 0.0)),

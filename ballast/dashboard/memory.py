@@ -9,7 +9,7 @@ from ballast.core.units import format_bytes
 from ballast.dashboard.formatting import bar
 from ballast.server.observe.server_state import DeviceNow, ServerNow
 
-# Marks differ also where there are no colours.
+# Each part has a mark of its own, for terminals without colours.
 WEIGHTS, SLOTS, SHARED, KV, CACHED, ACTIVATIONS, LENT, RECLAIMING, FREE = "█▌▇▓▒#>~·"
 _STYLES = {
     WEIGHTS: "blue",

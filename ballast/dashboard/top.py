@@ -132,7 +132,7 @@ def keys(pressed: Callable[[str], None]) -> Iterator[None]:
 
     def read() -> None:
         typed = os.read(descriptor, 1024).decode(errors="replace")
-        for key in typed or "q":  # nothing: the terminal is gone
+        for key in typed or "q":  # nothing read: the terminal is gone
             pressed(key)
 
     tty.setcbreak(descriptor)

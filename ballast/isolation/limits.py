@@ -36,7 +36,7 @@ class Limits:
         _lower(resource.RLIMIT_DATA, _data_bytes() + self.memory_bytes)
         usage = resource.getrusage(resource.RUSAGE_SELF)
         used = int(usage.ru_utime + usage.ru_stime) + 1
-        # At the first the kernel sends SIGXCPU, which says why; at the second SIGKILL.
+        # At the soft limit the kernel sends SIGXCPU, which shows the cause; at the hard, SIGKILL.
         _lower(resource.RLIMIT_CPU, used + self.cpu_seconds, _GRACE_SECONDS)
         _lower(resource.RLIMIT_CORE, 0)
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -182,8 +182,8 @@ def _serve(
     code = 1
     try:
         die_with(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the process it belongs to
-        gc.freeze()  # what the parent has is not to be finalised here
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent
+        gc.freeze()  # objects of the parent must not be finalised here
         _keep_only(channel.fileno())
         Path("/proc/self/comm").write_text(NAME)
         while (request := _receive(channel)) is not None:
@@ -200,7 +200,7 @@ def _keep_only(kept: int) -> None:
         os.dup2(nowhere, standard)
     os.closerange(3, kept)
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
-    # Whatever took their place, a captured output say, may have lost its descriptor.
+    # Objects that replaced them (captured output, say) may have lost their descriptors.
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
 
 
@@ -246,7 +246,7 @@ def _reply(reading: int, channel: socket.socket, until: float) -> bytes | None:
     while (left := until - time.monotonic()) > 0:
         ready = dict(poll.poll(left * 1000))
         if channel.fileno() in ready:
-            return None  # nobody waits for the reply
+            return None  # the caller is gone
         if reading not in ready:
             continue
         part = os.read(reading, 1 << 20)
@@ -286,5 +286,5 @@ def _called(request: bytes, prepare: Callable[[], object], limits: Limits) -> by
         reason = limits.no_memory
     except BaseException as error:  # noqa: BLE001 - a panic of the tokenizers library is no Exception
         return _failure(error)
-    # Outside of the handler, which keeps alive what the function had allocated.
+    # Outside of the handler, which keeps the function's memory alive.
     return _failure(LimitExceeded(reason))

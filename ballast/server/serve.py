@@ -228,9 +228,9 @@ async def _answer(
     host, port = listener.getsockname()[:2]
     running = asyncio.ensure_future(http.serve(sockets=[listener]))
     if await _first(running, http.up):
-        running.result()  # it has ended: say why
-    gc.freeze()  # what was loaded stays: no collection need look at it
-    atexit.register(gc.unfreeze)  # but the last one: libraries report what it has not collected
+        running.result()  # it has ended: raise its error
+    gc.freeze()  # loaded objects stay: collections can skip them
+    atexit.register(gc.unfreeze)  # except the last: libraries report leaks
     _announce(service, host, port)
     if ready is not None:
         ready(port)

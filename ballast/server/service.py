@@ -241,7 +241,7 @@ def _submissions(
     priority: int,
 ) -> list[Submission]:
     """Build the submissions of one prompt, one for each choice. Raises ContextLengthExceeded."""
-    shared = tuple(prompt)  # one object, which crosses to the worker once
+    shared = tuple(prompt)  # one object for all choices, sent to the worker once
     most = most_tokens(request, spec, len(prompt))
     return [
         Submission(

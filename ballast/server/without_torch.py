@@ -14,5 +14,5 @@ def forgo_torch() -> None:
     Has no effect where PyTorch has been imported already.
     """
     if "torch" not in sys.modules:
-        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would advise to install it
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # else it advises to install it
         sys.modules["torch"] = None  # type: ignore[assignment] # "not to be found", says Python

@@ -44,14 +44,14 @@ class FairThread:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self._next()  # it was its turn just now
+                    self._next()  # its turn came at the same time
                 else:
                     self._waiting.remove(key, turn)
                 raise
         self._busy = True
         done = loop.run_in_executor(self._thread, work)
         done.add_done_callback(lambda _: self._next())
-        return await asyncio.shield(done)  # who leaves does not make the thread free
+        return await asyncio.shield(done)  # a cancelled caller does not free the thread
 
     def _next(self) -> None:
         """Start the next waiting work, now that the thread is free."""

@@ -77,7 +77,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in FREE or scope["method"] not in _WITH_BODY:
-            # What a client sends as a body is not read: nothing can be held, nothing waited for.
+            # A body that the client may send is not read: it takes neither memory nor time.
             await self._app(scope, replayed(b"", receive), send)
             return
         if not generates(scope):
@@ -88,7 +88,7 @@ class Gate:
         try:
             with self._admitted(caller):
                 await self._bounded(scope, receive, send)
-        except Fault as fault:  # of this gate: the routes answer theirs
+        except Fault as fault:  # raised by this gate: routes answer their own
             await _send_away(fault, scope, receive, send)
 
     @contextlib.contextmanager

@@ -96,7 +96,7 @@ class AdminService:
         async with self._models:
             homes = self._controller.devices.homes(name)
             if device not in homes or len(homes) < 2:
-                await self._withdraw(name, device, patience)  # it says why not
+                await self._withdraw(name, device, patience)  # raises Fault with the reason
                 return
             before, model = self._source.changes, self._settings(name)
             assert isinstance(model, ModelSettings)
@@ -147,13 +147,13 @@ class AdminService:
         settings = await asyncio.to_thread(_prepared, entry, home)
         async with self._models:
             instead = self._names(settings.name) & self._file
-            # First the order: the device tries the tokenizer out, where it can do no harm.
+            # The command first: the worker tries out the tokenizer in an isolated process.
             await self.execute(Add(settings))
             try:
                 tokenizer = await self._tokenizer(settings)
                 async with self._records:
                     await self._keep(self._source.changes.adding(entry, instead))
-            except (NotKept, Fault):  # no client can know it yet
+            except (NotKept, Fault):  # no client has seen the model yet
                 undoing = self.execute(Remove(settings.name, 0.0))
                 await self._try(f"removing {settings.name}, which cannot be kept", undoing)
                 raise
@@ -228,8 +228,8 @@ class AdminService:
                     if model.name not in failed:
                         what = f"changing the levels of {model.name}"
                         await self._try(what, self.execute(change_to(model)))
-            # First they come, and then they go: one is always there. An alias that moves goes
-            # over once its new model serves, unless it is that model's own name.
+            # Additions before removals, so that a replaced model is always served. An alias moves
+            # once its new model serves, unless it is that model's own name.
             self._controller.devices.set_aliases(
                 _without(self._controller.devices.fleet, names_of(reading.fleet))
             )

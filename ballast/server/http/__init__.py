@@ -1,6 +1,6 @@
 """Handle HTTP below any route: sockets, bodies, errors, streams, and the context of a request.
 
-`server` alone imports it. It knows no model and no API but the envelopes of their errors.
+`server` alone imports it. It depends on no model, and on no API except for their error envelopes.
 
 - `address`: The address that a server listens on, and who can reach it.
 - `bodies`: Estimates the cost of JSON bodies; decodes large ones off the event loop.

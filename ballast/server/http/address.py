@@ -43,7 +43,7 @@ def is_loopback(host: str) -> bool:
     try:
         found = {str(a[4][0]) for a in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
-        return False  # binding it will say what is wrong
+        return False  # binding it will raise the error
     return all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found)
 
 

@@ -30,7 +30,7 @@ class Watchdog:
     def __init__(self, hangs_seconds: float = HANGS_SECONDS, tick_seconds: float = 1.0) -> None:
         self._most_ticks = hangs_seconds / tick_seconds
         self._tick_seconds = tick_seconds
-        # All cores may be at work on what does not need the lock while a tick is late.
+        # While a tick is late, all cores may be busy with work that does not need the lock.
         self._cpu_seconds = hangs_seconds + 2 * tick_seconds * (os.cpu_count() or 1)
         self._ticks = 0
         """Ticks since the loop last turned."""

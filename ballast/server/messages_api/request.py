@@ -201,7 +201,7 @@ class CountRequest(Translated):
         messages = [turn("system", system)] if system else []
         messages += [message for each in self.messages for message in each.messages()]
         last = messages[-1]
-        # An answer that the client began is gone on with.
+        # A last message of the assistant is the beginning of the answer, and continued.
         continued = last.role == "assistant" and not (last.model_extra or {}).get("tool_calls")
         choice, parallel = self._choice()
         return self.translated(

@@ -107,7 +107,7 @@ class DeviceCollector(Collector):
         for part in parts:
             try:
                 yield from list(part())
-            except Exception:  # whatever it is: the other metrics are needed all the more
+            except Exception:  # any error: the other metrics are still needed
                 log.exception("metrics of the device cannot be told")
 
 

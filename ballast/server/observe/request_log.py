@@ -24,7 +24,7 @@ def log_request(context: RequestContext) -> None:
 
 def _fields(context: RequestContext) -> dict[str, Any]:
     """Collect the fields of the log line; leaves out those without a value."""
-    assert context.ended is not None  # told of at the end only
+    assert context.ended is not None  # called at the end only
     fields: dict[str, Any] = {
         "request_id": context.request_id,
         "method": context.method,

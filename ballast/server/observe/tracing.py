@@ -190,7 +190,7 @@ def _answered(answer: ObservedAnswer, began: float) -> dict[str, Value]:
 def _name(context: RequestContext, found: Mapping[str, Value]) -> str:
     operation = found.get("gen_ai.operation.name")
     if operation is not None:
-        # Only names of the fleet: spans are grouped by theirs.
+        # Only the fleet's model names, never a client's text: spans are grouped by name.
         model = found.get("gen_ai.response.model")
         return f"{operation} {model}" if model else str(operation)
     return f"{context.method} {context.route}" if context.route else context.method

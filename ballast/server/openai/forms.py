@@ -129,7 +129,7 @@ class _Chunks:
             return encode(self.chunk(piece))
         around = self._around.get(piece.choice)
         if around is None:
-            # Nothing that follows the text is an empty string.
+            # The last empty string is the text: no field after it is one.
             before, _, after = encode(self.chunk(OutputPiece(piece.choice, ""))).rpartition(b'""')
             around = self._around[piece.choice] = before, after
         return around[0] + encode(piece.text) + around[1]

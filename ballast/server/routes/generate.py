@@ -92,7 +92,7 @@ async def _answer(
         if not asked.stream:
             pieces = await unless_gone(request.receive, generation.whole())
             return answered(form.whole(pieces, generation.size, generation.usage))
-        # The status waits a while for the first token: until then, an error can be told by it.
+        # Wait a while for the first token before sending the status: it can still be an error.
         batches = generation.batches(service.settings.ping_seconds)
         first = await unless_gone(request.receive, anext(batches))
         handed_on = True

@@ -28,14 +28,14 @@ LAST_DECISIONS = 50
 def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
     """Add `/metrics` and `/admin/state`."""
 
-    # Not a coroutine: writing it all takes a while, and other threads can do it.
+    # Not a coroutine: FastAPI runs it on a thread, since encoding all metrics is slow.
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/admin/state", responses=responses_of(ServerNow))
     async def state() -> Response:
-        # Latencies of many models are long to sort.
+        # Sorting the latencies of many models is slow.
         models = await asyncio.to_thread(models_now, service)
         return answered(_server(service, gate, models))
 

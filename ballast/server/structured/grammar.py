@@ -191,5 +191,5 @@ def _any_of(value: object, param: str) -> str:
         or sum(map(len, value)) > MOST_TEXT
     ):
         raise InvalidRequest(f"a list of 1 to {MOST_CHOICES} texts", param)
-    # One terminal: as rules, more than 2,000 are too many for a parser's row.
+    # One terminal: more than 2,000 rules are too many for a row of llguidance's parser.
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(v) for v in value)

@@ -122,7 +122,7 @@ def _child() -> None:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # finds out that nothing can be written, or how slowly
+            matcher.compute_bitmask()  # fails where no token is allowed; may be slow
         problem = matcher.get_error().partition("<state>")[0].strip()
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(sys.stdout.buffer, problem.encode())

@@ -120,7 +120,7 @@ class TemplateRenderer:
         for child in self._idle:
             child.close()
         self._idle.clear()
-        await self._end()  # and with it all that still render
+        await self._end()  # ends the children that still render, too
 
     async def _ask(self, question: bytes) -> bytes:
         child = await self._acquire()
@@ -131,11 +131,11 @@ class TemplateRenderer:
             self._kill(child)
             await self._check_parent()
             raise _too_costly() from error
-        except BaseException:  # the client is gone: else those who leave could fill the machine
+        except BaseException:  # the client left; its job must not go on
             self._kill(child)
             raise
         if reply[:1] == TOO_MUCH:
-            self._kill(child)  # what it holds is not worth keeping
+            self._kill(child)  # give its memory back
         else:
             self._idle.append(child)
         return reply
@@ -181,7 +181,7 @@ class TemplateRenderer:
         root = str(Path(ballast.__file__).parents[1])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": path}
-        # Messages have bounds: none is read together with the next one.
+        # SEQPACKET keeps the bounds of messages: each is read alone.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         with theirs:

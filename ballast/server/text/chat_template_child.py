@@ -40,7 +40,7 @@ def main(control_fd: int, cpu_seconds: float, memory_bytes: int) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server
-    gc.freeze()  # shared by all children: what a collection touches would be copied
+    gc.freeze()  # shared by all children: a collection would cause copies
     parent, forks = os.getpid(), 0
     children: dict[int, int] = {}
     """Process ids of children by number. They cannot be reused: only this process waits for its
@@ -84,7 +84,7 @@ def _answer(connection: socket.socket, render: Any, cpu_seconds: float) -> None:
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.sendall(framed(reply))
     except OSError:
-        pass  # the server is gone, or does not wait any more
+        pass  # the server has ended, or waits no longer
 
 
 def _reply(question: bytes, render: Any) -> bytes:

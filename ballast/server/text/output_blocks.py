@@ -97,7 +97,7 @@ class OutputBlocks:
         assert block is not None  # arguments follow the beginning of their call
         scored, self._scored = self._scored, ()
         if block.call is not None:
-            scored = ()  # log-probabilities are of text alone
+            scored = ()  # only text has log-probabilities
         block.fragments.append(fragment)
         block.scored += scored
         yield Grown(block, fragment, scored)

@@ -98,7 +98,7 @@ def _shrinks(normalizer: Mapping[str, Any]) -> float:
 def _is_complete(model: Any, vocab: Collection[str], *, byte_level: bool) -> bool:
     """Whether each character of a text becomes a token, unknown ones one token each."""
     if type(model).__name__ != "BPE":
-        return False  # others have one token for any number of characters that they do not know
+        return False  # other models merge any number of unknown characters into one token
     if byte_level:
         from tokenizers.pre_tokenizers import ByteLevel
 

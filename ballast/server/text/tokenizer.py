@@ -131,7 +131,7 @@ class Tokenizer:
     def template(self) -> str:
         """The chat template; empty if there is none."""
         template = self._tokenizer.chat_template
-        if isinstance(template, Mapping):  # by name
+        if isinstance(template, Mapping):  # templates by name
             template = template.get("default")
         return str(template or "")
 
@@ -170,7 +170,7 @@ class Tokenizer:
             )
         try:
             template = self._tokenizer.get_chat_template(None, tools or None)
-        except ValueError as error:  # several, and none of them for this
+        except ValueError as error:  # several templates, none of them a default
             raise InvalidRequest(f"this model's chat templates: {error}", "messages") from error
         return TemplateJob(
             template=template,

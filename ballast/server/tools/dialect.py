@@ -61,13 +61,13 @@ class ToolDialect:
         if not tools.forced:
             return ""
         syntax, functions, parallel = self.syntax, tools.functions, tools.parallel
-        # As text: what checks it has not this model's tokens.
+        # Check it with markers as text: the checking process lacks this model's tokens.
         text = calls_grammar(syntax, functions, parallel, {})
         try:
             checked(text, "tools")
         except InvalidRequest:
             for function in functions:
-                of_schema(function.schema, function.param)  # tells which one is to blame
+                of_schema(function.schema, function.param)  # raises for the function at fault
             raise
         return calls_grammar(syntax, functions, parallel, self.marker_tokens)
 

@@ -22,7 +22,7 @@ def json_calls(reader: CallReader, header: re.Pattern[str] | None) -> Reading[No
     yield from reader.blank()
     first = yield from reader.peek()
     if first == "[" and header is not None:
-        # A name never begins so.
+        # A name never begins with a bracket.
         header = None
     if header is not None and first != "{":
         yield from _headed(reader, header)

@@ -50,7 +50,7 @@ class ToolParser:
             if opened is None:
                 return
             before = reader.calls
-            # Without a marker, only the name tells a call from other text.
+            # Without a marker, only the name distinguishes a call from other text.
             reader.offered_only = syntax.python or not opened
             try:
                 if syntax.python:
@@ -73,7 +73,7 @@ class ToolParser:
         while True:
             first = yield from reader.peek()
             if first == END:
-                # Blanks around calls are syntax; an output of nothing else is what it is.
+                # Blanks around calls are syntax; an output of blanks alone is content.
                 if not reader.calls or not fresh:
                     reader.give_up()
                 return None

@@ -145,7 +145,7 @@ SYNTAXES: dict[str, Syntax] = {
         end=_DEEPSEEK_CALLS_END,
         text_arguments=True,
     ),
-    # Llama 4, and Llama 3.2 with a template that says so.
+    # Llama 4, and Llama 3.2 with a template that uses this syntax.
     "pythonic": Syntax(
         opens=("<|python_start|>",),
         bare="[",
