@@ -14,9 +14,9 @@ from ballast.server.http.request_context import ANYONE, Caller
 from ballast.server.text.tokenizer import Tokenizer
 
 _LONGEST_NAME = 200
-"""Characters of an unknown model's name that an error repeats."""
+"""Most characters of an unknown model's name that an error repeats."""
 _MOST_NAMED = 20
-"""Models that an error lists; `GET /v1/models` lists all."""
+"""Most models that an error lists; `GET /v1/models` lists all."""
 
 
 class ServedModels:
@@ -86,7 +86,7 @@ class ServedModels:
         self._tokenizers.pop(name, None)
 
     def _may_use(self, caller: Caller, name: str) -> bool:
-        """Whether a caller's key, which may list own names and aliases, is for this model."""
+        """Whether a caller's key, which may list own names and aliases, gives access to a model."""
         aliases = self._controller.devices.fleet.aliases.get(name, ())
         return caller.may_use(name) or any(map(caller.may_use, aliases))
 

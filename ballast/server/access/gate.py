@@ -112,7 +112,7 @@ class Gate:
                     self.idle.set()
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body, within bounds, and hand it on whole."""
+        """Read the body, within bounds, and pass it on whole."""
         context = context_of(scope)
         refused: Fault | None = None
         with self._holding(context.caller.name) as hold:

@@ -78,7 +78,8 @@ class RequestMeter:
             self._finish_reasons.setdefault(request_id, "abort")
 
     def retry_after(self, failed: FailedOutput) -> float:
-        """Estimate the seconds until the queue has room, if its length was why a request failed."""
+        """Estimate the seconds until the queue has room, for a request that failed because it was
+        full; 1 for any other failure."""
         if failed.code not in _QUEUE_CODES:
             return 1.0
         return self._pace.retry_after(self._waiting())

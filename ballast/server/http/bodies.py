@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from starlette.types import Receive
 
 SMALL_BYTES = 64 << 10
-"""Bodies up to this length are weighed and decoded on the event loop: it takes a millisecond."""
+"""Longest body, in bytes, that is weighed and decoded on the event loop: it takes a millisecond."""
 MOST_WEIGHT = 1 << 18
 """Most weight of one body, where no model's context needs more. Decoding and validating it holds
 the interpreter lock for some ten milliseconds at a time."""
@@ -92,7 +92,7 @@ def _decoded(body: bytes) -> Any:
 
 
 class JsonRoute(APIRoute):
-    """A route whose requests are `JsonRequest`s."""
+    """A FastAPI route whose requests are `JsonRequest`s; used for all routes."""
 
     def get_route_handler(self) -> Any:
         handle = super().get_route_handler()

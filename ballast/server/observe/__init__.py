@@ -1,6 +1,6 @@
-"""Show what the server does: metrics, traces, one log line for each request.
+"""Observe the server: metrics, traces, one log line for each request, and records of its state.
 
-`server` alone imports it, and `dashboard` the records of `server_state`.
+`server` alone imports it, and `dashboard` and `bench` the records of `server_state` (and `latency`).
 
 - `device_metrics`: `/metrics` of devices: pages, models, and the pod for gateways.
 - `latency`: Token times of one request, and recent latency quantiles.

@@ -295,8 +295,8 @@ def _pod(report: DeviceReport, specs: Mapping[str, ModelSpec]) -> Iterator[Metri
 
 
 def _served(report: DeviceReport, specs: Mapping[str, ModelSpec], now: float) -> Iterator[Metric]:
-    """Yield the models and adapters on the device, in the form in which gateways read LoRA
-    adapters."""
+    """Yield the models and adapters that are resident or awaited, in the form in which gateways
+    read LoRA adapters."""
     adapters = {
         m.name: [a.name for a in specs[m.name].adapters] for m in report.models if m.name in specs
     }

@@ -37,7 +37,7 @@ _BUCKETS_ALL = (
     *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""Seconds."""
+"""Upper bounds of the buckets for whole durations, in seconds."""
 _BUCKETS_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 _BUCKETS_CHOICES = (1, 2, 5, 10, 20, 50, 100)
 

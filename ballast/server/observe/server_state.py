@@ -75,7 +75,7 @@ class ServerNow(msgspec.Struct, frozen=True):
     time: float
     """Seconds since 1970."""
     uptime: float
-    """Seconds."""
+    """Seconds since the server started."""
     preset: str
     status: Status
     """Status as `/health` reports it."""

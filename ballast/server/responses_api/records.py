@@ -31,7 +31,7 @@ class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function
     call_id: str
     name: str
     arguments: str
-    """JSON."""
+    """JSON text."""
 
 
 class CachedTokens(msgspec.Struct):

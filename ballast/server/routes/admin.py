@@ -42,7 +42,7 @@ class RecallKeys(Keys):
 
 
 _NAME = 100
-"""Characters of a parameter's name that an error repeats."""
+"""Most characters of a parameter's name that an error repeats."""
 
 
 async def _check_parameters(request: Request) -> None:
