@@ -1,4 +1,5 @@
-"""The table of models: one row for each name that clients ask for, as wide as there is room."""
+"""Draw the table of models: one row for each model and adapter, with the columns that fit the
+width."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ _STATES = {
 }
 _GAP = 2
 _NAME_LEAST, _BAR = 12, 16
-"""Cells."""
+"""Widths in terminal cells: the least of the names, and that of a model's bar."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A model, or (`adapter`) one of a model's adapters; or a name that is not served."""
+    """Row of a model, of an adapter (`adapter`), or of a model that is not served."""
 
     name: str
     status: str
@@ -39,7 +40,8 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Columns that matter less (higher `order`) go first where there is no room."""
+    """Column of the table. Those with the highest `order` are dropped first where there is no
+    room."""
 
     title: str
     order: int
@@ -48,10 +50,10 @@ class Column:
 
 
 def rows(now: ServerNow, most: int | None) -> tuple[list[ModelRow], list[str]]:
-    """At most `most` rows, in the fleet's order, and the states of the models left out; where there
-    are some, one row less, for a line that says so.
+    """Choose at most `most` rows, in the fleet's order; returns them, and the states of the models
+    left out. Where some are left out, one row less, for a line that says so.
 
-    Models without requests are left out first, those that are not on the device before others.
+    Models without requests are left out first, of these evicted ones before others.
     """
 
     def rank(item: tuple[int, list[ModelRow]]) -> tuple[bool, bool, int]:
@@ -87,7 +89,7 @@ def rows(now: ServerNow, most: int | None) -> tuple[list[ModelRow], list[str]]:
 def table(
     now: ServerNow, rates: Rates, shown: Sequence[ModelRow], width: int, pages: bool
 ) -> Table:
-    """Of these rows; memory in pages, or in bytes."""
+    """Draw these rows; memory in pages, or in bytes."""
     columns = _fitting(_columns(now, rates, pages), shown, width)
     drawn = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bright_black")
     first, *others = (_widest(column, cells) for column, cells in columns)
@@ -180,7 +182,7 @@ def _count(of: Callable[[ModelNow], int], alarming: bool = False) -> Callable[[M
 
 
 def _layers(row: ModelRow) -> Text:
-    """Those on the device, of all; rotating ones stand out."""
+    """Layers on the device, of all; highlighted where some rotate."""
     if row.model is None or row.adapter:
         return Text()
     m = row.model.report
@@ -214,7 +216,7 @@ def _tpot(of: Callable[[Quantiles], float]) -> Callable[[ModelRow], Text]:
 
 
 def _latency(q: Quantiles | None, of: Callable[[Quantiles], float], level: float | None) -> Text:
-    """Red where the service level is missed."""
+    """Format a latency, in red where it exceeds the service level."""
     if q is None:
         return Text("-", _FAINT)
     missed = level is not None and of(q) > level
@@ -234,7 +236,7 @@ def _share(row: ModelRow, total: int) -> Text:
 def _fitting(
     columns: Iterable[Column], shown: Sequence[ModelRow], width: int
 ) -> list[tuple[Column, list[Text]]]:
-    """The columns that there is room for, with their cells."""
+    """Choose the columns that there is room for; returns them with their cells."""
     found = [(column, [column.cell(row) for row in shown]) for column in columns]
 
     def needed() -> int:

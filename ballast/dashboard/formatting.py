@@ -1,4 +1,4 @@
-"""Numbers, times and decisions as an operator reads them: short, and of even width."""
+"""Format numbers, durations and policy decisions for an operator: short, and of even width."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_NAMED = 8
-"""Layers that rotate, each by its number."""
+"""Most rotating layers that are listed by number."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def seconds_of(seconds: float) -> str:
-    """A latency: ``0.0123 -> '12ms'``."""
+    """Format a latency: ``0.0123 -> '12ms'``."""
     if seconds < 0.0095:
         return f"{seconds * 1e3:.1f}ms"
     if seconds < 0.9995:
@@ -22,7 +22,7 @@ def seconds_of(seconds: float) -> str:
 
 
 def span_of(seconds: float) -> str:
-    """How long something lasts or lasted: ``11520 -> '3h12m'``."""
+    """Format a duration: ``11520 -> '3h12m'``."""
     whole = max(0, int(seconds))
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     if days:
@@ -33,17 +33,17 @@ def span_of(seconds: float) -> str:
 
 
 def rate_of(rate: float) -> str:
-    """Per second."""
+    """Format a rate per second."""
     return f"{rate:.0f}" if rate >= 99.95 or rate == 0 else f"{rate:.1f}"
 
 
 def counted(n: int, what: str) -> str:
-    """``(1, 'page') -> '1 page'``."""
+    """Format a count: ``(1, 'page') -> '1 page'``."""
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """The last `width` values, the highest of them as high as can be; nothing is the lowest."""
+    """Draw the last `width` values as blocks, scaled to the highest of them."""
     shown = list(values)[-width:]
     most = max(shown, default=0.0)
     steps = len(_BLOCKS) - 1
@@ -51,10 +51,11 @@ def sparkline(values: Iterable[float], width: int) -> str:
 
 
 def bar(parts: Sequence[tuple[int, str]], total: int, width: int) -> list[tuple[str, str]]:
-    """Parts of a whole as runs of cells, each with its mark: `width` cells in all.
+    """Divide `width` cells between the parts of a whole; returns a run of cells for each, with its
+    mark.
 
-    Cells are given by where parts end, so that they add up; a part of one cell at least has one
-    if its neighbour can spare it.
+    Cells are rounded where parts end, so that they add up to `width` for parts that add up to
+    `total`; a small part gets one cell if its neighbour can spare it.
     """
     runs, done, drawn = [], 0, 0
     for pages, mark in parts:
@@ -69,10 +70,10 @@ def bar(parts: Sequence[tuple[int, str]], total: int, width: int) -> list[tuple[
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A decision, and how many like it came right after it."""
+    """A policy decision, formatted, with the number of consecutive decisions like it."""
 
     time: float
-    """Of the last of them, seconds since 1970."""
+    """Time of the last of them, in seconds since 1970."""
     verb: str
     model: str
     detail: str
@@ -81,7 +82,7 @@ class Decided:
 
 
 def decided(decisions: Iterable[Mapping[str, Any]], most: int) -> list[Decided]:
-    """The last, newest first, as a server tells them; a row of like ones is told once."""
+    """Format the last `most` decisions, newest first, merging consecutive ones that are alike."""
     shown: list[Decided] = []
     for decision in reversed(list(decisions)):
         one = _decided(decision)
@@ -102,7 +103,7 @@ def _alike(a: Decided, b: Decided) -> bool:
 
 
 def _rotates(layers: Sequence[int], slots: int) -> str:
-    """``([1, 5], 1) -> 'layers 1, 5 rotate through 1 slot'``."""
+    """Format a rotation: ``([1, 5], 1) -> 'layers 1, 5 rotate through 1 slot'``."""
     if not layers:
         return "no layer rotates"
     named = f"layers {', '.join(map(str, layers))}"
@@ -126,7 +127,7 @@ def _decided(decision: Mapping[str, Any]) -> Decided:
         unbounded = "all" if verb == "recall" else "no bound"
         details.append(unbounded if pages is None else counted(pages, "page"))
     operator = "by an operator"
-    if decision.get("by") == "operator" and operator not in details:  # any other has a reason
+    if decision.get("by") == "operator" and operator not in details:  # others have a reason
         details.append(operator)
     return Decided(
         time=float(decision.get("time", 0.0)),

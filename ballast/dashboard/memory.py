@@ -1,4 +1,4 @@
-"""Devices' pages by owner, as a bar and in numbers."""
+"""Draw the pages of devices by owner, as a bar and in numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ballast.core.units import format_bytes
 from ballast.dashboard.formatting import bar
 from ballast.server.observe.server_state import DeviceNow, ServerNow
 
-# Marks differ also where there are no colours.
+# Each part has a mark of its own, for terminals without colours.
 WEIGHTS, SLOTS, SHARED, KV, CACHED, ACTIVATIONS, LENT, RECLAIMING, FREE = "█▌▇▓▒#>~·"
 _STYLES = {
     WEIGHTS: "blue",
@@ -25,11 +25,12 @@ _STYLES = {
 
 
 _SELDOM = ("slots of layers", "shared weights", "cached prefixes", "lent", "reclaiming")
-"""Not told of where there are none."""
+"""Parts that the legend leaves out where they have no pages."""
 
 
 def pool(now: ServerNow | DeviceNow) -> list[tuple[str, int, str]]:
-    """What the pages of all devices, or of one, are for: (name, pages, mark); they add up."""
+    """Divide the pages of all devices, or of one, by use: (name, pages, mark), which add up to the
+    total."""
     held = dict.fromkeys(("weights", "slots", "shared", "kv", "arena", "lent"), 0)
     for owner, pages in now.owners.items():
         kind = owner.partition(":")[0]
@@ -50,12 +51,12 @@ def pool(now: ServerNow | DeviceNow) -> list[tuple[str, int, str]]:
 
 
 def pool_bar(now: ServerNow | DeviceNow, width: int) -> Text:
-    """The whole pool."""
+    """Draw the whole pool as a bar."""
     return _drawn(bar([(pages, mark) for _, pages, mark in pool(now)], now.total, width))
 
 
 def model_bar(report: ModelReport, total: int, width: int) -> Text:
-    """What one model has of the pool, shared weights included."""
+    """Draw one model's share of the pool as a bar, shared weights included."""
     parts = [
         (report.weight_pages, WEIGHTS),
         (report.kv_pages - report.cached_pages, KV),
@@ -65,7 +66,7 @@ def model_bar(report: ModelReport, total: int, width: int) -> Text:
 
 
 def legend(now: ServerNow) -> list[Text]:
-    """One text for each part that there is."""
+    """Return one text for each part of the pool, with its pages and share."""
     parts = []
     for name, pages, mark in pool(now):
         if not pages and name in _SELDOM:

@@ -1,4 +1,7 @@
-"""Asks a server what it does now, and makes rates of what it said one after the other."""
+"""Poll a server's `/admin/state`, and derive tokens per second from successive readings.
+
+Used by `top`. Reads only: it never changes the server.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ from ballast.server.observe.server_state import ServerNow
 
 TIMEOUT_SECONDS = 5.0
 KEPT = 200
-"""Rates of the whole server that are kept, to draw."""
+"""Most rates of the whole server that are kept, for the sparkline."""
 
 
 class Unreadable(BallastError):
-    """The server did not tell its state; the message says why, and what may help."""
+    """The server's state cannot be read; the message gives the reason, and what may help."""
 
 
 class Reader:
-    """A connection to one server."""
+    """Reads the state of one server over HTTP."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        """`url`: with or without the `/v1` that clients of the API are given."""
+        """`url`: with or without the `/v1` that clients of the API use."""
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._has_key = bool(key)
@@ -43,7 +46,7 @@ class Reader:
         await self._client.aclose()
 
     async def document(self) -> bytes:
-        """`/admin/state` as the server says it: one line of JSON. Raises Unreadable."""
+        """Return `/admin/state` as one line of JSON. Raises Unreadable."""
         try:
             response = await self._client.get(f"{self.url}/admin/state")
         except httpx.TimeoutException:
@@ -62,12 +65,12 @@ class Reader:
                 raise Unreadable(f"GET /admin/state: status {status}")
 
     async def read(self) -> ServerNow:
-        """Raises Unreadable."""
+        """Return the state of the server. Raises Unreadable."""
         return decoded(await self.document())
 
 
 def decoded(document: bytes) -> ServerNow:
-    """Raises Unreadable where it is not what a server of this version says."""
+    """Decode a server's state. Raises Unreadable for any other document."""
     try:
         return msgspec.json.decode(document, type=ServerNow)
     except msgspec.DecodeError as error:
@@ -75,22 +78,22 @@ def decoded(document: bytes) -> ServerNow:
 
 
 class Rates:
-    """Output tokens per second between the last two readings."""
+    """Output tokens per second between the last two readings of a server."""
 
     def __init__(self) -> None:
         self.by_name: Mapping[str, float] = {}
-        """Empty until there were two."""
+        """Rate of each name; empty until there are two readings."""
         self.totals: deque[float] = deque(maxlen=KEPT)
-        """Of all names together, oldest first."""
+        """Rates of all names together, oldest first."""
         self._last: tuple[float, Mapping[str, int]] | None = None
 
     @property
     def total(self) -> float | None:
-        """Of all names; None until there were two readings."""
+        """Rate of all names together; None until there are two readings."""
         return self.totals[-1] if self.by_name else None
 
     def add(self, now: ServerNow) -> None:
-        """The next reading; one of a server that was started anew begins from nothing."""
+        """Add a reading. Rates begin anew where the server has restarted."""
         tokens = {n.name: n.tokens for m in now.models for n in m.names}
         last, self._last = self._last, (now.uptime, tokens)
         if last is None or now.uptime <= last[0]:

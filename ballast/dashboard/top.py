@@ -1,4 +1,8 @@
-"""`ballast top`: the loop around the view, with keys and a server that may be gone."""
+"""Run `ballast top` and `ballast ps`: read the server's state, draw it or print it as JSON lines,
+and handle keys.
+
+The screen keeps the last reading, with its age, while the server cannot be reached.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from ballast.server.observe.server_state import ServerNow
 
 
 async def once(url: str, key: str | None, interval: float, console: Console) -> None:
-    """One frame, of two readings, so that there are rates. Raises Unreadable."""
+    """Print one frame, from two readings, so that it has rates. Raises Unreadable."""
     rates = Rates()
     async with Reader(url, key) as reader:
         rates.add(await reader.read())
@@ -38,7 +42,7 @@ async def listing(url: str, key: str | None, console: Console) -> None:
 
 
 async def lines(url: str, key: str | None, interval: float, *, forever: bool) -> None:
-    """Readings as lines of JSON on stdout, as the server says them. Raises Unreadable."""
+    """Print readings as lines of JSON on stdout. Raises Unreadable."""
     async with Reader(url, key) as reader:
         while True:
             sys.stdout.write((await reader.document()).decode() + "\n")
@@ -49,13 +53,14 @@ async def lines(url: str, key: str | None, interval: float, *, forever: bool) ->
 
 
 async def live(url: str, key: str | None, interval: float, console: Console) -> None:
-    """Until `q`, or a signal that ends it."""
+    """Run the screen until `q`, or a signal that ends it."""
     async with Reader(url, key) as reader:
         await Screen(reader, interval, console).run()
 
 
 class Screen:
-    """What is on the screen, and what has been read for it."""
+    """The screen of `ballast top`: reads the server periodically, and draws a frame at each
+    change."""
 
     def __init__(self, reader: Reader, interval: float, console: Console) -> None:
         self._reader = reader
@@ -70,7 +75,7 @@ class Screen:
         self._news = asyncio.Event()
 
     async def run(self) -> None:
-        """Draw whenever there is something new."""
+        """Draw a frame for each reading, key or change of the terminal's size."""
         loop = asyncio.get_running_loop()
         with (
             keys(self._pressed),
@@ -116,7 +121,8 @@ class Screen:
 
 @contextlib.contextmanager
 def keys(pressed: Callable[[str], None]) -> Iterator[None]:
-    """Tell of each key meanwhile, where the input is a terminal; nothing is echoed."""
+    """Call `pressed` for each key in the `with` block, where the input is a terminal; keys are not
+    echoed."""
     if not sys.stdin.isatty():
         yield
         return
@@ -126,7 +132,7 @@ def keys(pressed: Callable[[str], None]) -> Iterator[None]:
 
     def read() -> None:
         typed = os.read(descriptor, 1024).decode(errors="replace")
-        for key in typed or "q":  # nothing: the terminal is gone
+        for key in typed or "q":  # nothing read: the terminal is gone
             pressed(key)
 
     tty.setcbreak(descriptor)

@@ -1,4 +1,7 @@
-"""One frame of `ballast top`: a pure function of what was read."""
+"""Draw one frame of `ballast top`, and the output of `ballast ps`, from readings of the server.
+
+Pure functions: nothing here reads from the server or keeps state.
+"""
 
 from __future__ import annotations
 
@@ -24,35 +27,36 @@ _STATUS = {
 }
 _FAINT = "bright_black"
 _INDENT = 10
-"""Cells of the words before the pool's bar and what is below it."""
+"""Width in cells of the labels before the pool's bar, and of the indent below it."""
 _GAP = "   "
 _SPARK = 60
-"""Most cells for the history of tokens per second."""
+"""Most cells of the sparkline of tokens per second."""
 LEAST_DECISIONS = 4
-"""Lines left to decisions where models would fill the screen."""
+"""Lines kept for decisions where models would fill the screen."""
 MOST_FAILURES = 3
 MOST_DECISIONS = 12
-"""Where there is no screen that would bound them."""
+"""Most decisions where no screen bounds them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What is known, and how it is to be shown."""
+    """Contents of one frame, and how to show them."""
 
     url: str
     now: ServerNow | None
-    """The last reading, if there was one."""
+    """Last reading of the server; None if there was none."""
     rates: Rates
     trouble: str = ""
-    """Why there is no newer reading, if there should be one."""
+    """Reason why there is no newer reading, if one is due."""
     age: float = 0.0
     """Seconds since the last reading."""
     pages: bool = False
-    """Models' memory in pages instead of bytes."""
+    """Whether to show models' memory in pages instead of bytes."""
 
 
 def draw(frame: Frame, width: int, height: int | None) -> RenderableType:
-    """In so many cells and lines; None: in as many lines as it takes, and without keys."""
+    """Draw a frame in `width` cells and `height` lines; None: in any number of lines, and without
+    the line of keys."""
     now = frame.now
     lines: list[RenderableType] = [*_head(frame)]
     if now is None:
@@ -79,8 +83,11 @@ def draw(frame: Frame, width: int, height: int | None) -> RenderableType:
 
 
 def listed(now: ServerNow, url: str, width: int) -> RenderableType:
-    """One reading, for `ballast ps`: the server in a line, its models, and why some do not serve.
-    There are no rates: these take two readings."""
+    """Draw one reading, for `ballast ps`: the server in a line, its models, and why some do not
+    serve.
+
+    There are no rates, which need two readings.
+    """
     rates = Rates()
     shown, _ = rows(now, None)
     models = table(now, rates, shown, width, False)
@@ -108,7 +115,7 @@ def _head(frame: Frame) -> list[Text]:
 
 
 def _numbers(now: ServerNow, rates: Rates, width: int) -> list[Text]:
-    """The pools and the requests."""
+    """Draw the pools and the number of requests."""
     pools = [_pool("pool", now, width)]
     if len(now.devices) > 1:
         pools = [_pool(device.device, device, width) for device in now.devices]
@@ -135,7 +142,7 @@ def _pool(name: str, of: ServerNow | DeviceNow, width: int) -> Text:
 
 
 def _side_by_side(texts: Sequence[Text], width: int) -> list[Text]:
-    """In as many lines as they need, below the bar."""
+    """Arrange texts below the bar, in as many lines as they need."""
     lines: list[Text] = []
     for text in texts:
         if lines and lines[-1].cell_len + len(_GAP) + text.cell_len <= width:
@@ -151,7 +158,7 @@ def _left_out(states: Sequence[str]) -> Text:
 
 
 def _failures(now: ServerNow) -> list[Text]:
-    """Why models are not served."""
+    """List models that are not served, with the reason."""
     lines = [
         _line(("✗ ", "red"), (f"{name} ", "bold"), (f"is not served: {why}", "red"))
         for name, why in list(now.failed.items())[:MOST_FAILURES]
@@ -161,7 +168,7 @@ def _failures(now: ServerNow) -> list[Text]:
 
 
 def _decisions(now: ServerNow, room: int) -> list[Text]:
-    """Newest first, below a title."""
+    """List decisions below a title, newest first."""
     found = decided(now.decisions, room - 1)
     if not found:
         return [_line(("no decisions yet", _FAINT))]
@@ -182,5 +189,5 @@ def _decisions(now: ServerNow, room: int) -> list[Text]:
 
 
 def _line(*parts: tuple[str, str]) -> Text:
-    """One line, cut off where the screen ends."""
+    """Build one line, cut off where the screen ends."""
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")

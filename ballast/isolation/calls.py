@@ -1,4 +1,9 @@
-"""Protocol of calling functions on untrusted files: in this process, or in a limited one."""
+"""Define how functions on untrusted files are called: in this process, or in a limited child
+process.
+
+Code that reads checkpoints takes an `Isolation` as an argument: workers pass a `Zygote`, and `Here`
+is the default.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,14 @@ R = TypeVar("R")
 
 
 class Isolation(Protocol):
-    """Calls functions in isolation: `Here`, or `ballast.isolation.zygote.Zygote`."""
+    """Calls functions in isolation; implemented by `Here` and `ballast.isolation.zygote.Zygote`."""
 
     def call(self, function: Callable[[A], R], argument: A, result: type[R]) -> R:
-        """`function(argument)`, of a module-level function that raises BallastError alone. Raises
-        that, and LimitExceeded where the function did not end within its limits."""
+        """Return `function(argument)`; `function` is module-level and raises no exception but
+        BallastError.
+
+        Raises that, and LimitExceeded where the function exceeded its limits.
+        """
 
 
 class Here:

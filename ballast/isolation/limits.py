@@ -1,4 +1,7 @@
-"""Limits of a child process: memory, processor time and time."""
+"""Limit the memory, processor time and wall-clock time of a child process.
+
+The children of a `zygote` apply them to themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +17,44 @@ _GRACE_SECONDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`memory_bytes`: private memory beyond what the process has when it is limited;
-    `cpu_seconds`: processor time of all its threads; `seconds`: wall-clock time, for work that
-    waits instead of computing."""
+    """Limits of one child process.
+
+    `memory_bytes`: private memory beyond that of the process when it is limited; `cpu_seconds`:
+    processor time of all its threads; `seconds`: wall-clock time, for work that waits instead of
+    computing.
+    """
 
     memory_bytes: int = 3 * GiB
     cpu_seconds: int = 60
     seconds: float = 300.0
 
     def apply(self) -> None:
-        """Limit this process, except in wall-clock time, which is its parent's to watch.
+        """Limit this process; its parent must watch the wall-clock time.
 
-        The kernel prefers this process to others where memory runs out, and writes no core dump.
+        The kernel ends this process before others where memory runs out, and writes no core dump.
         """
         _lower(resource.RLIMIT_DATA, _data_bytes() + self.memory_bytes)
         usage = resource.getrusage(resource.RUSAGE_SELF)
         used = int(usage.ru_utime + usage.ru_stime) + 1
-        # At the first the kernel sends SIGXCPU, which says why; at the second SIGKILL.
+        # At the soft limit the kernel sends SIGXCPU, which shows the cause; at the hard, SIGKILL.
         _lower(resource.RLIMIT_CPU, used + self.cpu_seconds, _GRACE_SECONDS)
         _lower(resource.RLIMIT_CORE, 0)
         Path("/proc/self/oom_score_adj").write_text("1000")
 
     def exceeded(self, ended_by: signal.Signals) -> str:
-        """Why the kernel ended a process under these limits with this signal."""
+        """Describe why the kernel ended a process under these limits with this signal."""
         if ended_by == signal.SIGXCPU:
             return f"it took more than {self.cpu_seconds} s of processor time"
         return f"its process was ended by {ended_by.name}, as when memory runs out"
 
     @property
     def no_memory(self) -> str:
-        """Why a process under these limits failed that was refused memory."""
+        """Message for a process under these limits whose allocation failed."""
         return f"it took more than {format_bytes(self.memory_bytes)} of memory"
 
 
 def _lower(which: int, value: int, grace: int = 0) -> None:
-    """Set a soft limit, and the hard one `grace` above it; neither is raised."""
+    """Lower a soft limit to `value`, and the hard one to `grace` above it; neither is raised."""
     soft, hard = (
         wanted if present == resource.RLIM_INFINITY else min(wanted, present)
         for wanted, present in zip((value, value + grace), resource.getrlimit(which), strict=True)

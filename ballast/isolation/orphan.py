@@ -1,4 +1,8 @@
-"""End of a process at the end of the process that started it."""
+"""Have the kernel kill a process when its parent process ends.
+
+Called at the start of workers, rank processes, the zygote, and the children that it and the
+renderer of chat templates fork.
+"""
 
 from __future__ import annotations
 

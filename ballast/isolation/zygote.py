@@ -1,4 +1,4 @@
-"""A process that forks one limited child for each call of a function.
+"""Call functions in child processes with limits, forked from a prepared process (the zygote).
 
 ::
 
@@ -6,11 +6,12 @@
     call(f, x) ─────────> fork ─────────────────────> limits, f(x)
                <───────── value, or why there is none <─ value or error, as plain data
 
-The zygote is forked from a process that has imported what calls need, and does nothing but fork:
-so a call costs a fork, not the imports, and a child that hangs, takes all memory or crashes ends
-alone. Arguments are pickled, as they come from here; results are msgpack of the type that the
-caller names, as the child may have been led astray by what it has read. This limits accidents and
-malice in *data*; it is no sandbox for code.
+The zygote is forked from a process that has already imported the modules that calls need, and only
+forks: so a call costs a fork, not the imports, and a child that hangs, takes all memory or crashes
+ends alone. Arguments are pickled, since they come from this process; results are msgpack of the
+type that the caller names, since the file that a child has read may have corrupted it. This limits
+accidents and malice in *data*; it is no sandbox for code. `weights.manifest.fork_zygote` makes the
+zygote in which workers read checkpoints.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from ballast.isolation.limits import Limits
 from ballast.isolation.orphan import die_with
 
 NAME = "ballast-zygote"
-"""Name of the process, as operators see it."""
+"""Name of the zygote's process in listings."""
 _LENGTH = struct.Struct("<Q")
 _MOST_BYTES = 1 << 30
-"""Limit on an encoded result; a checkpoint's headers have at most a tenth of that."""
+"""Most bytes of an encoded result; a checkpoint's headers have at most a tenth of that."""
 
 
 class Zygote:
-    """Calls module-level functions in limited child processes, one at a time.
+    """Calls module-level functions in limited child processes, one call at a time.
 
-    Used from any thread; a context manager.
+    Safe from any thread; a context manager.
     """
 
     def __init__(self, channel: socket.socket, pid: int, limits: Limits) -> None:
@@ -62,7 +63,7 @@ class Zygote:
     def fork(
         cls, prepare: Callable[[], object] = lambda: None, limits: Limits | None = None
     ) -> Zygote:
-        """Start it from this process as it is now; `prepare` runs first in each child.
+        """Fork the zygote from this process as it is now; `prepare` runs first in each child.
 
         Other threads of this process must be waiting, not computing: the zygote has none of them,
         and a lock that one of them holds stays held there.
@@ -89,7 +90,7 @@ class Zygote:
         return _opened(reply, result)
 
     def close(self) -> None:
-        """End it; a call that another thread makes ends first. A second `close` does nothing."""
+        """End the zygote, after the call in progress, if any. A second `close` does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -116,7 +117,7 @@ class _Failure(msgspec.Struct):
 
 
 def _opened(reply: bytes, result: type[R]) -> R:
-    """The result in a reply. Raises the error that is there instead."""
+    """Decode the result in a reply, or raise the error in it."""
     if reply[:1] == b"+":
         return msgspec.msgpack.decode(reply[1:], type=result, dec_hook=_path)
     failure = msgspec.msgpack.decode(reply[1:], type=_Failure)
@@ -154,7 +155,7 @@ def _send(channel: socket.socket, message: bytes) -> None:
 
 
 def _receive(channel: socket.socket) -> bytes | None:
-    """None: the other end is closed."""
+    """Read one message; None if the other end is closed."""
     header = _exactly(channel, _LENGTH.size)
     found = None if header is None else _exactly(channel, _length(header))
     return None if found is None else bytes(found)
@@ -176,12 +177,13 @@ def _exactly(channel: socket.socket, n: int) -> bytearray | None:
 def _serve(
     channel: socket.socket, parent: int, prepare: Callable[[], object], limits: Limits
 ) -> NoReturn:
-    """Answer calls until the other end is closed. Never returns to what the parent was doing."""
+    """Fork a child for each call until the other end is closed. Never returns: the process
+    exits."""
     code = 1
     try:
         die_with(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the process it belongs to
-        gc.freeze()  # what the parent has is not to be finalised here
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent
+        gc.freeze()  # objects of the parent must not be finalised here
         _keep_only(channel.fileno())
         Path("/proc/self/comm").write_text(NAME)
         while (request := _receive(channel)) is not None:
@@ -192,20 +194,20 @@ def _serve(
 
 
 def _keep_only(kept: int) -> None:
-    """Close all descriptors but `kept` and standard input and outputs, which go nowhere."""
+    """Close all descriptors but `kept`; standard input and outputs become /dev/null."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(nowhere, standard)
     os.closerange(3, kept)
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
-    # Whatever took their place, a captured output say, may have lost its descriptor.
+    # Objects that replaced them (captured output, say) may have lost their descriptors.
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
 
 
 def _answer(
     request: bytes, channel: socket.socket, prepare: Callable[[], object], limits: Limits
 ) -> bytes:
-    """Have a child do it; its reply, or one in its stead."""
+    """Run one call in a child; returns its reply, or an error in its place."""
     reading, writing = os.pipe()
     zygote = os.getpid()
     pid = os.fork()
@@ -235,7 +237,8 @@ def _answer(
 
 
 def _reply(reading: int, channel: socket.socket, until: float) -> bytes | None:
-    """Read the child's reply; empty: it ended without a whole one, None: it has not ended yet."""
+    """Read the child's reply; empty: the child ended without a whole one, None: its time was up,
+    the caller is gone, or the reply is too long."""
     found = bytearray()
     poll = select.poll()
     poll.register(reading, select.POLLIN)
@@ -243,7 +246,7 @@ def _reply(reading: int, channel: socket.socket, until: float) -> bytes | None:
     while (left := until - time.monotonic()) > 0:
         ready = dict(poll.poll(left * 1000))
         if channel.fileno() in ready:
-            return None  # nobody waits for the reply
+            return None  # the caller is gone
         if reading not in ready:
             continue
         part = os.read(reading, 1 << 20)
@@ -259,7 +262,7 @@ def _reply(reading: int, channel: socket.socket, until: float) -> bytes | None:
 def _run(
     request: bytes, writing: int, zygote: int, prepare: Callable[[], object], limits: Limits
 ) -> NoReturn:
-    """In the child: do what is asked, and write the reply."""
+    """Run the call in the child, and write the reply."""
     code = 1
     try:
         die_with(zygote)
@@ -283,5 +286,5 @@ def _called(request: bytes, prepare: Callable[[], object], limits: Limits) -> by
         reason = limits.no_memory
     except BaseException as error:  # noqa: BLE001 - a panic of the tokenizers library is no Exception
         return _failure(error)
-    # Outside of the handler, which keeps alive what the function had allocated.
+    # Outside of the handler, which keeps the function's memory alive.
     return _failure(LimitExceeded(reason))

@@ -3,23 +3,23 @@
 `bench`, `dashboard` and the command line may import it. It imports `cluster` and what is below; it
 cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 
-- `access`: API keys: who may ask, how much, and how a server is shared between them.
-- `admin`: Changes of what is served, by operators and by the fleet file.
+- `access`: API keys: authentication, quotas, and fair shares of the server between keys.
+- `admin`: Changes of the fleet, by operators and by the fleet file.
 - `app`: The ASGI application: routes, middleware, error handlers.
-- `conversation`: Conversations as chat templates read them (its path is in `/openapi.json`).
-- `generate`: From a checked request to its answer: parameters, constraints, choices.
+- `conversation`: Fields of conversations in requests (its path is in `/openapi.json`).
+- `generate`: Answers of checked requests: parameters, constraints, choices, embeddings.
 - `http`: HTTP itself: connections, bodies, errors, the context of a request.
 - `messages_api`: Anthropic's Messages API.
 - `observe`: Metrics, traces, the log of requests, records of the server's state.
 - `openai`: OpenAI's completions and chat APIs: requests, records, forms.
 - `responses_api`: OpenAI's Responses API.
-- `prompt_encoder`: From prompts and conversations to token ids.
-- `routes`: Routes by job: generating, texts, administration, state, health.
-- `serve`: A server from start to end: bind, start workers, answer, drain.
-- `served_models`: The models that serve: by name or alias, each with its tokenizer.
-- `service`: A client's request on its way to the devices: check, encode, submit.
+- `prompt_encoder`: Encodes prompts and conversations as token ids.
+- `routes`: HTTP routes: generation, texts, administration, state, health.
+- `serve`: Runs a server: bind, start workers, answer, drain.
+- `served_models`: Looks up models by name or alias, with their tokenizers.
+- `service`: Checks and encodes a client's request, and submits it to the devices.
 - `structured`: Structured outputs: grammars of llguidance from JSON schemas.
 - `text`: Text and tokens: tokenizers, chat templates, detokenization.
-- `tools`: Tool calls: how model families write them, parsed and enforced.
+- `tools`: Tool calls: parsed and enforced in the syntax of each model family.
 - `without_torch`: Keeps PyTorch out of the server's process.
 """

@@ -1,4 +1,5 @@
-"""The application: its routes, and how errors leave it."""
+"""Build the ASGI application: add all routes, turn errors into responses, and put it behind
+`Gate`."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ from ballast.server.routes.texts import add_text_routes
 from ballast.server.service import Service
 
 _LONGEST_WORD = 40
-"""Characters at the end of a path that are compared with routes: more are no typing error."""
+"""Most characters of a path's last word that are compared with routes: a longer word is no typing
+error."""
 
 
 def create_app(service: Service, admin: AdminService) -> Gate:
-    """The application, behind its gate."""
+    """Build the application, behind its gate."""
     app = FastAPI(title="Ballast", docs_url=None, redoc_url=None, responses=ERRORS)
     app.router.route_class = JsonRoute
     document(app)
@@ -53,7 +55,7 @@ def create_app(service: Service, admin: AdminService) -> Gate:
 
 
 def _add_reading(app: FastAPI, service: Service) -> None:
-    """Routes that change nothing."""
+    """Add the routes that list models and the version, and change nothing."""
 
     @app.get("/v1/models", responses=responses_of(ModelList))
     async def models(request: Request) -> Response:
@@ -74,7 +76,8 @@ def _add_reading(app: FastAPI, service: Service) -> None:
 
 
 def _near(app: FastAPI, request: Request) -> str:
-    """The word that a path ends with in a route, where the request's ends almost like it."""
+    """Suggest the last word of a route's path where that of the request's path is almost the same;
+    else an empty text."""
     ends = {route.path.rpartition("/")[2] for route in app.routes if isinstance(route, Route)}
     last = request.url.path.rpartition("/")[2][:_LONGEST_WORD]
     close = difflib.get_close_matches(last, [end for end in sorted(ends) if "{" not in end], n=1)
@@ -82,14 +85,14 @@ def _near(app: FastAPI, request: Request) -> str:
 
 
 def _form(request: Request) -> Any:
-    """What the body of a request was to be; None: it has none, or it was no route's."""
+    """The type that the route expects as body; None without a body or a route."""
     route = request.scope.get("route")
     bodies = route.dependant.body_params if isinstance(route, APIRoute) else []
     return bodies[0].field_info.annotation if len(bodies) == 1 else None
 
 
 def _add_faults(app: FastAPI) -> None:
-    """Every error leaves as OpenAI's error object."""
+    """Have every error answered in the error envelope of the client's API."""
 
     async def ours(request: Request, error: Exception) -> Response:
         return Fault.of(error).response(context_of(request.scope))

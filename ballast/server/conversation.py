@@ -1,4 +1,9 @@
-"""Conversations, as requests write them and as chat templates read them."""
+"""Define the request fields of a conversation (messages and tools), and convert them for chat
+templates.
+
+The request schemas of all APIs that take conversations are built on it. Only text content is
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from ballast.server.tools.request import MOST_FUNCTIONS
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 8192
-"""Parts of text, of all messages of a conversation together."""
+"""Most parts of text in all messages of a conversation together."""
 
 
 class TextPart(BaseModel):
@@ -28,8 +33,8 @@ class Message(BaseModel):
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """With the content as one string, and without nulls: small models' templates know
-        nothing else."""
+        """Return the message for a chat template: content as one string, and no nulls, as small
+        models' templates expect."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
@@ -38,8 +43,9 @@ class Message(BaseModel):
 
 
 def _bounded(messages: object) -> object:
-    """Count messages and parts before any is validated: each takes microseconds. Name the first
-    content that is no text: pydantic's words for a union of types are not for people."""
+    """Bound the number of messages and parts before validating any, which takes microseconds for
+    each. Raises ValueError, also for the first content that is not text: pydantic's message for a
+    union of types is hard to read."""
     if not isinstance(messages, list):
         return messages
     if len(messages) > MOST_MESSAGES:
@@ -55,7 +61,7 @@ def _bounded(messages: object) -> object:
 
 
 def _no_text(content: object) -> str | None:
-    """Where a message's content is no text, and what it is; None: it may be one."""
+    """Describe where and why a message's content is not text; None where it may be text."""
     if content is None or isinstance(content, str):
         return None
     if not isinstance(content, list):
@@ -86,14 +92,14 @@ class Conversation(Body):
     ) = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    """True unless said otherwise: the model is to answer."""
+    """Whether the prompt ends where the model's answer begins; default true."""
     continue_final_message: bool | None = None
-    """The answer goes on with the last message instead."""
+    """Whether the answer continues the last message instead."""
     add_special_tokens: bool | None = None
-    """What the tokenizer puts around a text, too; False for conversations, whose templates write
-    special tokens themselves."""
+    """Whether the tokenizer adds its special tokens around a text; false for conversations, whose
+    templates write special tokens themselves."""
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """What the chat template is given of them."""
+        """Tools that the chat template gets."""
         return self.tools or []

@@ -1,4 +1,8 @@
-"""From prompts and conversations to token ids: chat templates and tokenizers, off the loop."""
+"""Encode prompts and conversations as token ids, by tokenizer and chat template, off the event
+loop.
+
+Used by `Service` and by the routes for tokenizing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooMa
 
 
 class PromptEncoder:
-    """Turns what clients write into token ids, in threads where it takes long."""
+    """Encodes prompts and conversations as token ids, on threads where it takes long."""
 
     def __init__(self, templates: TemplateRenderer) -> None:
         self._templates = templates
@@ -28,8 +32,9 @@ class PromptEncoder:
         tokenizer: Tokenizer,
         context: RequestContext,
     ) -> list[tuple[str | None, list[int]]]:
-        """Encode each prompt of a request: its text, where the client wrote text, and its token
-        ids. Raises InvalidRequest, ContextLengthExceeded, and Unavailable."""
+        """Encode each prompt of a request; returns the client's text (None for token ids and
+        conversations) and the token ids of each. Raises InvalidRequest, ContextLengthExceeded, and
+        Unavailable."""
         if isinstance(request, ChatRequest):
             return [(None, await self.encode_conversation(request, spec, tokenizer, context))]
         prompts = request.prompts
@@ -44,8 +49,8 @@ class PromptEncoder:
         tokenizer: Tokenizer,
         field: str,
     ) -> list[list[int]]:
-        """Encode prompts, each a text or token ids already: at least one token each, all of the
-        vocabulary. Raises InvalidRequest and ContextLengthExceeded, which name `field`."""
+        """Encode prompts, each a text or a list of token ids. Raises InvalidRequest for an empty
+        prompt or an id beyond the vocabulary, and ContextLengthExceeded; both name `field`."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(await self.encode_texts(texts, spec, tokenizer, field, special=True))
         tokens = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -65,8 +70,8 @@ class PromptEncoder:
         *,
         special: bool,
     ) -> list[list[int]]:
-        """Encode texts; `special`: with what the tokenizer puts around a text. Raises
-        ContextLengthExceeded, before tokenizing where the length of the text tells."""
+        """Encode texts; `special`: add the tokenizer's special tokens around each. Raises
+        ContextLengthExceeded, before tokenizing where the length of the text suffices to know."""
         most = spec.max_model_len
 
         def encode() -> list[list[int]]:

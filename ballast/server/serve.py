@@ -1,4 +1,7 @@
-"""A server from start to end: bind, start the worker, answer, drain."""
+"""Run a server from start to end: bind the socket, start the workers, answer requests, drain, stop.
+
+Called by `ballast serve`.
+"""
 
 from __future__ import annotations
 
@@ -46,19 +49,20 @@ from ballast.server.without_torch import forgo_torch
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
-"""An idle connection is closed after so long: later than clients and proxies commonly do it,
-since a request that meets the closing of its connection is lost."""
+"""Seconds after which an idle connection is closed: later than clients and proxies commonly close
+theirs, since a request that crosses the closing of its connection is lost."""
 LAST_SECONDS = 5.0
-"""For connections to close, and then for the worker to end, once nothing is left to answer."""
+"""Seconds for connections to close, and then for the workers to end, once all requests are
+answered."""
 
 STOP_SECONDS = 6 * LAST_SECONDS
-"""For all that ends with the server, beside `drain_seconds`: then the watchdog ends it."""
+"""Seconds for the whole shutdown, beside `drain_seconds`; then the watchdog ends the process."""
 BEAT_SECONDS = 0.5
-"""Between two beats that a watchdog gets."""
+"""Seconds between two beats of the watchdog."""
 
 
 class WallClock:
-    """Seconds since 1970, to date answers with; never to measure."""
+    """Seconds since 1970, to date answers; never used to measure."""
 
     def now(self) -> float:
         return time.time()
@@ -77,16 +81,16 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain; returns the exit code.
 
-    `port` 0 takes a free one; `ready` is told which when requests are answered. On the first
-    signal new requests are refused and those open have the settings' `drain_seconds` to finish; a
-    second signal cuts that short. On SIGHUP the fleet is read again. In a thread other than the
-    main one no signals are handled. Traces go to the collector at `otlp_endpoint`, or at the one
-    that the environment names, if any. `reading`: of `source`, if it has been read.
-    `own_process`: the process is the server's own. It is ended where it hangs, also after this has
-    returned, and can import no PyTorch from now on.
+    `port` 0 takes a free port; `ready` is called with the port once requests are answered. On the
+    first signal new requests are refused, and open ones have the settings' `drain_seconds` to
+    finish; a second signal cuts that short. On SIGHUP the fleet file is read again. Outside the
+    main thread no signals are handled. Traces go to the collector at `otlp_endpoint`, or at the one
+    that the environment names, if any. `reading`: of `source`, if it has been read. `own_process`:
+    the process is the server's own. A watchdog ends it where it hangs, also after this function has
+    returned, and it can import no PyTorch from now on.
 
     Raises ConfigError if the fleet is wrong, the address cannot be bound or the process may not
-    have the files that it needs, Unavailable if no model can be served.
+    open as many files as it needs, Unavailable if no model can be served.
     """
     if own_process:
         forgo_torch()
@@ -143,7 +147,7 @@ async def _serve(
 
 
 async def _beat(watchdog: Watchdog) -> None:
-    """Have the watchdog know that the loop turns."""
+    """Report regularly to the watchdog that the event loop turns."""
     while True:
         watchdog.beat()
         await asyncio.sleep(BEAT_SECONDS)
@@ -152,8 +156,8 @@ async def _beat(watchdog: Watchdog) -> None:
 async def _start(
     fleet: FleetSettings, controller: Controller, templates: TemplateRenderer
 ) -> Service:
-    """Start the worker; load the tokenizers of what it serves, which it has tried out, and try
-    their chat templates."""
+    """Start the workers, load the tokenizers of the models that they serve, and try the chat
+    templates."""
     importing = asyncio.ensure_future(asyncio.to_thread(Tokenizer.prepare))
     preparing = asyncio.ensure_future(templates.prepare())
     try:
@@ -180,7 +184,8 @@ async def _start(
 async def _tokenizers(
     fleet: FleetSettings, unserved: Container[str], templates: TemplateRenderer
 ) -> tuple[dict[str, Tokenizer], dict[str, str]]:
-    """By model, an adapter's being its base's; and for models without a usable one, why."""
+    """Load the tokenizers by model (an adapter has its base's), and return the reasons for models
+    without a usable one."""
     loaded, failed = await asyncio.to_thread(_load_tokenizers, fleet, unserved)
     for model in fleet.models:
         tokenizer = loaded.get(model.name)
@@ -215,7 +220,7 @@ async def _answer(
     watchdog: Watchdog,
     connections: Connections,
 ) -> None:
-    """Answer requests until asked to stop and drained."""
+    """Answer requests until the operator stops the server and it has drained."""
     gate = create_app(service, admin)
     gate.crowded = lambda: connections.full
     service.metrics.connections.set_function(lambda: connections.open)
@@ -223,9 +228,9 @@ async def _answer(
     host, port = listener.getsockname()[:2]
     running = asyncio.ensure_future(http.serve(sockets=[listener]))
     if await _first(running, http.up):
-        running.result()  # it has ended: say why
-    gc.freeze()  # what was loaded stays: no collection need look at it
-    atexit.register(gc.unfreeze)  # but the last one: libraries report what it has not collected
+        running.result()  # it has ended: raise its error
+    gc.freeze()  # loaded objects stay: collections can skip them
+    atexit.register(gc.unfreeze)  # except the last: libraries report leaks
     _announce(service, host, port)
     if ready is not None:
         ready(port)
@@ -242,7 +247,7 @@ async def _answer(
 def _http_server(
     service: Service, gate: Gate, tracer: Tracing | None, connections: Connections
 ) -> HttpServer:
-    """Build the HTTP server: the application behind its gate, keys, CORS and watch."""
+    """Build the HTTP server, with the application inside its gate, keys, CORS and request watch."""
     listeners: list[Listener] = [log_request] if tracer is None else [log_request, tracer]
     app = Watch(
         Cors(Guard(gate, service.keys), lambda: service.settings),
@@ -269,7 +274,7 @@ def _http_server(
 
 
 async def _drain(service: Service, gate: Gate, operator: OperatorSignals) -> None:
-    """Accept no new requests, wait for those that are open, and fail what is left."""
+    """Accept no new requests, wait for the open ones, and fail those left."""
     gate.draining = True
     log.warning("draining: %d requests are open", gate.open)
     idle = asyncio.ensure_future(gate.idle.wait())
@@ -281,7 +286,7 @@ async def _drain(service: Service, gate: Gate, operator: OperatorSignals) -> Non
 
 
 async def _reload(operator: OperatorSignals, admin: AdminService) -> None:
-    """Whenever it is asked for; what is asked meanwhile is done once more."""
+    """Reload the fleet file at each request for it; requests during a reload cause one more."""
     while True:
         await operator.to_reload.wait()
         operator.to_reload.clear()
@@ -292,7 +297,7 @@ async def _reload(operator: OperatorSignals, admin: AdminService) -> None:
 
 
 async def _first(task: asyncio.Future[Any], event: asyncio.Event) -> bool:
-    """Waits for the task or the event; whether it was the task. If not, the task goes on."""
+    """Wait for the task or the event; returns whether the task is done. If not, it continues."""
     waiting = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -302,7 +307,8 @@ async def _first(task: asyncio.Future[Any], event: asyncio.Event) -> bool:
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to us, and tells when it listens."""
+    """uvicorn's server without its signal handlers, and with an event (`up`) for when it
+    listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -318,8 +324,8 @@ class HttpServer(uvicorn.Server):
 
 
 class OperatorSignals:
-    """What the operator wants: to stop (first signal), to stop now (second), to read the fleet
-    file again (SIGHUP)."""
+    """Events that the operator's signals set: stop (first SIGTERM or SIGINT), stop now (second),
+    read the fleet file again (SIGHUP)."""
 
     def __init__(self) -> None:
         self.to_stop = asyncio.Event()
@@ -328,7 +334,7 @@ class OperatorSignals:
 
     @contextlib.contextmanager
     def by_signals(self) -> Iterator[None]:
-        """Listen to SIGTERM, SIGINT and SIGHUP meanwhile, where this is the main thread."""
+        """Handle SIGTERM, SIGINT and SIGHUP in the `with` block, where this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

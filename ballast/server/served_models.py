@@ -1,4 +1,7 @@
-"""The models that a server serves: by name or alias, each with its tokenizer."""
+"""Look up the models that the server serves, by name or alias, with their tokenizers.
+
+Each caller sees only the models that its API key may use.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from ballast.server.http.request_context import ANYONE, Caller
 from ballast.server.text.tokenizer import Tokenizer
 
 _LONGEST_NAME = 200
-"""Characters of an unknown model's name that an error repeats."""
+"""Most characters of an unknown model's name that an error repeats."""
 _MOST_NAMED = 20
-"""Models that an error lists; `GET /v1/models` lists all."""
+"""Most models that an error lists; `GET /v1/models` lists all."""
 
 
 class ServedModels:
@@ -83,13 +86,13 @@ class ServedModels:
         self._tokenizers.pop(name, None)
 
     def _may_use(self, caller: Caller, name: str) -> bool:
-        """Whether a caller's key, which may list own names and aliases, is for this model."""
+        """Whether a caller's key, which may list own names and aliases, gives access to a model."""
         aliases = self._controller.devices.fleet.aliases.get(name, ())
         return caller.may_use(name) or any(map(caller.may_use, aliases))
 
 
 def _served(models: Iterable[str]) -> str:
-    """List what can be requested instead of an unknown model."""
+    """List the models that can be requested, for the error about an unknown one."""
     names = list(models)
     if not names:
         return "no model is served to this key"

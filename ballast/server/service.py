@@ -1,4 +1,9 @@
-"""A client's request on its way to the devices: check, encode, submit, and return its answer."""
+"""Take a client's request to the devices: check it, encode its prompts, submit it, return its
+answer.
+
+Routes call `Service`; it owns the models, keys, quotas and metrics that they share, and reaches the
+workers through the controller. It writes no HTTP responses: the routes do, by the form of each API.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +44,12 @@ from ballast.server.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _MOST_WARNED = 1000
-"""Names of ignored fields that are remembered as reported."""
+"""Most names of ignored fields that are remembered as logged."""
 
 
 class Service:
-    """What the routes call. `clock` measures; `wall` dates answers, in seconds since 1970."""
+    """Generates and embeds for the routes. `clock` measures; `wall` dates answers, in seconds since
+    1970."""
 
     def __init__(
         self,
@@ -76,8 +82,8 @@ class Service:
 
     @property
     def most_weight(self) -> int:
-        """Bound of a request body's weight (`bodies.weight`): whatever its model, its longest
-        prompt fits."""
+        """Bound of a request body's weight (`bodies.weight`); the longest prompt of any model
+        fits."""
         contexts = (spec.max_model_len for spec in self.controller.devices.specs.values())
         return max(MOST_WEIGHT, 2 * max(contexts, default=0))
 
@@ -96,8 +102,8 @@ class Service:
     async def generate(
         self, request: GenerateRequest, spec: ModelSpec, answer_id: str, context: RequestContext
     ) -> Generation:
-        """Submit a request to a model; `answer_id` names its answer. Raises RequestError, Fault or
-        Unavailable."""
+        """Submit a request to a model; `answer_id` becomes the answer's id. Raises RequestError,
+        Fault or Unavailable."""
         arrived = self.clock.now()
         self.warn(request)
         context.request, context.answer_id = request, answer_id
@@ -206,7 +212,7 @@ class Service:
         return sum(m.waiting for m in models if m.name == model)
 
     def warn(self, request: Body) -> None:
-        """Log ignored fields, each once: clients tend to send the same ones every time."""
+        """Log each ignored field once: clients tend to send the same ones every time."""
         for name in request.ignored:
             if name not in self._warned and len(self._warned) < _MOST_WARNED:
                 self._warned.add(name)
@@ -214,8 +220,9 @@ class Service:
 
 
 def _priority_offset(requested: int | None, caller: Caller) -> int:
-    """Return what a request takes off its model's priority: a smaller number comes earlier. Raises
-    Fault (403) where it is below what the caller's key may request."""
+    """Return the number to subtract from the model's priority: the request's own `priority`, of
+    which, as in vLLM, a smaller one comes earlier. Raises Fault (403) where it is below the least
+    that the caller's key may request."""
     key = caller.key
     if requested is None or key is None or requested >= -key.priority:
         return requested or 0
@@ -234,7 +241,7 @@ def _submissions(
     priority: int,
 ) -> list[Submission]:
     """Build the submissions of one prompt, one for each choice. Raises ContextLengthExceeded."""
-    shared = tuple(prompt)  # one object, which crosses to the worker once
+    shared = tuple(prompt)  # one object for all choices, sent to the worker once
     most = most_tokens(request, spec, len(prompt))
     return [
         Submission(

@@ -1,4 +1,5 @@
-"""Keep PyTorch out of a process that only tokenizes: it would be most of its memory and start."""
+"""Keep PyTorch out of the server's process, where it would take most of the memory and start-up
+time."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ import sys
 
 
 def forgo_torch() -> None:
-    """Have this process import no PyTorch: `transformers` then brings what it can without, which
+    """Prevent this process from importing PyTorch: `transformers` then works without it, which
     includes all tokenizers and configurations.
 
     Has no effect where PyTorch has been imported already.
     """
     if "torch" not in sys.modules:
-        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would advise to install it
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # else it advises to install it
         sys.modules["torch"] = None  # type: ignore[assignment] # "not to be found", says Python

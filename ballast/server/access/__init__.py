@@ -2,11 +2,11 @@
 
 `server` alone imports it.
 
-- `fair_shares`: Fair shares of a capacity between API keys.
-- `fair_thread`: One thread's work, shared by API keys in turn.
+- `fair_shares`: Divides a capacity fairly between API keys.
+- `fair_thread`: Runs work on one thread, API keys in turn.
 - `gate`: Bounds on open requests and on the bytes and time of their bodies.
-- `keys`: API keys, and which routes they open.
+- `keys`: Authentication by key, and the routes that each key opens.
 - `meter`: Tokens and time of one client's request, for quotas and the log.
-- `queue_pace`: How quickly a full queue moves, for `Retry-After`.
+- `queue_pace`: Estimates how long a full queue takes to drain, for `Retry-After`.
 - `quotas`: Rate limits of each API key.
 """

@@ -1,4 +1,7 @@
-"""Work that one thread does for all: API keys take turns, and no queue grows without bound."""
+"""Run work of all API keys on one thread, taking the keys in turn, with bounded queues.
+
+`generate.output_constraint` checks clients' grammars on it.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,22 @@ T = TypeVar("T")
 
 
 class FairThread:
-    """One thread of its own, used from one event loop at a time."""
+    """One thread that runs work for several API keys in turn; used from one event loop at a
+    time."""
 
     def __init__(self, name: str, most_each: int, most: int) -> None:
-        """`name`: of the thread, and of what it does, for clients. `most_each`, `most`: pieces of
-        work that wait, of one API key and in all."""
+        """`name`: of the thread, and of its work in errors to clients. `most_each`, `most`: bounds
+        of the waiting pieces of work, of one API key and in all."""
         self._name = name
         self._thread = ThreadPoolExecutor(1, name)
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(most_each, most)
         self._busy = False
 
     async def run(self, key: str, work: Callable[[], T]) -> T:
-        """The result of `work`, done when it is the turn of `key` (the name of an API key).
+        """Run `work` on the thread when it is the turn of `key` (the name of an API key); returns
+        its result.
 
-        Raises Fault (429) where too many wait already.
+        Raises Fault (429) where the queue is full.
         """
         loop = asyncio.get_running_loop()
         if self._busy:
@@ -39,17 +44,17 @@ class FairThread:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self._next()  # it was its turn just now
+                    self._next()  # its turn came at the same time
                 else:
                     self._waiting.remove(key, turn)
                 raise
         self._busy = True
         done = loop.run_in_executor(self._thread, work)
         done.add_done_callback(lambda _: self._next())
-        return await asyncio.shield(done)  # who leaves does not make the thread free
+        return await asyncio.shield(done)  # a cancelled caller does not free the thread
 
     def _next(self) -> None:
-        """The thread is free: whose turn it is goes on."""
+        """Start the next waiting work, now that the thread is free."""
         turn = self._waiting.take()
         self._busy = turn is not None
         if turn is not None:

@@ -1,4 +1,10 @@
-"""Bounds what is open and held: requests, their bodies, and the time that a body takes to come."""
+"""Bound the open requests, and the length, memory, arrival time and number of values of their
+bodies.
+
+`Gate` is the ASGI middleware directly around the application: it reads each body whole before any
+route runs, and refuses requests beyond a bound (408, 413, 429). While the server drains, it refuses
+new generating requests (503).
+"""
 
 from __future__ import annotations
 
@@ -17,22 +23,22 @@ from ballast.server.http.faults import Fault
 from ballast.server.http.request_context import Caller, context_of
 
 BODY_SECONDS = 60.0
-"""For a request's body to arrive; a slower client is sent away (408)."""
+"""Seconds in which a request's body must arrive; a slower client is refused (408)."""
 BODIES_HELD = 32
-"""All bodies of open requests together may be so many times as long as the longest one. The first
-`SMALL_BYTES` of each do not count: `most_open` bounds them, and no large body shuts a small one
-out."""
+"""Bound of the memory for all bodies of open requests, in multiples of the longest body. The first
+`SMALL_BYTES` of each do not count: `most_open` bounds these, and so no large body shuts out a small
+one."""
 LINGER_SECONDS = 2.0
-"""A client that is refused while it still sends is listened to for so long: closing at once
-would reset the connection, and with it the answer that is on its way."""
+"""Seconds in which the server still reads from a refused client that is sending: closing at once
+would reset the connection, and lose the response."""
 _WITH_BODY = ("POST", "PATCH")
 
 
 class Gate:
-    """ASGI middleware. Requests that generate also pass the server's and their key's limits.
+    """ASGI middleware that bounds requests, bodies and, for generating requests, quotas.
 
-    `most_weight`: of one body (`bodies.weight`). Where there are several keys, each has a fair
-    share of the requests that may be open, and of the memory for bodies.
+    `most_weight`: bound of one body's weight (`bodies.weight`). Where there are several keys, each
+    has a fair share of the requests that may be open, and of the memory for bodies.
     """
 
     def __init__(
@@ -49,14 +55,14 @@ class Gate:
         self._body_seconds = body_seconds
         self._most_weight = most_weight
         self._bodies = FairShares()
-        """Bytes of memory, by key."""
+        """Bytes of memory that bodies take, by key."""
         self._open = FairShares()
         """Generating requests whose response is not complete, by key."""
         self.crowded: Callable[[], bool] = lambda: False
-        """Whether there are more connections than there may be."""
+        """Whether more connections are open than allowed."""
         self.draining = False
         self.idle = asyncio.Event()
-        """Set while none is open."""
+        """Set while no generating request is open."""
         self.idle.set()
 
     @property
@@ -71,7 +77,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in FREE or scope["method"] not in _WITH_BODY:
-            # What a client sends as a body is not read: nothing can be held, nothing waited for.
+            # A body that the client may send is not read: it takes neither memory nor time.
             await self._app(scope, replayed(b"", receive), send)
             return
         if not generates(scope):
@@ -82,12 +88,12 @@ class Gate:
         try:
             with self._admitted(caller):
                 await self._bounded(scope, receive, send)
-        except Fault as fault:  # of this gate: the routes answer theirs
+        except Fault as fault:  # raised by this gate: routes answer their own
             await _send_away(fault, scope, receive, send)
 
     @contextlib.contextmanager
     def _admitted(self, caller: Caller) -> Iterator[None]:
-        """Count a request that generates while it is open. Raises Fault where one is too many."""
+        """Count a generating request while it is open. Raises Fault where a limit is reached."""
         if self.draining:
             why = "the server is draining; it takes no new requests"
             raise Fault(503, why, "unavailable")
@@ -106,7 +112,7 @@ class Gate:
                     self.idle.set()
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body, within bounds, and hand it on whole."""
+        """Read the body, within bounds, and pass it on whole."""
         context = context_of(scope)
         refused: Fault | None = None
         with self._holding(context.caller.name) as hold:
@@ -150,15 +156,15 @@ class Gate:
         return whole
 
     def _check_length(self, size: int) -> None:
-        """Raises Fault if no body may be so long."""
+        """Raise Fault (413) if a body of `size` bytes is too long."""
         most = self._settings().most_body_bytes
         if size > most:
             raise Fault(413, f"the body is longer than {most} bytes", "body_too_large")
 
     @contextlib.contextmanager
     def _holding(self, name: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that holds memory for one body of a caller, by the bytes that it is
-        known to need so far; it raises Fault where there is no room. All is released at the end."""
+        """Yield a function that reserves memory for one body of a caller, given the bytes that the
+        body needs so far; it raises Fault where there is no room. All is released at the end."""
         held = 0
 
         def hold(needed: int) -> None:
@@ -185,7 +191,7 @@ class Gate:
         return "or this key's share of them" if self._divided else "the most there may be"
 
     def _with_quota_headers(self, caller: Caller, send: Send) -> Send:
-        """Wrap `send` to add headers with what is left of the key's quota."""
+        """Wrap `send` to add headers with the rest of the key's quota."""
         key = caller.key
         if key is None:
             return send
@@ -200,13 +206,13 @@ class Gate:
 
 
 def generates(scope: Scope) -> bool:
-    """Whether a request makes models or tokenizers work."""
+    """Whether a request makes models or tokenizers work: every POST outside `/admin`."""
     path = scope["path"]
     return scope["method"] == "POST" and path != "/admin" and not path.startswith("/admin/")
 
 
 def _announced(scope: Scope) -> int:
-    """Bytes of the body, as far as the client said."""
+    """Length of the body in bytes by the Content-Length header; 0 without one."""
     length = dict(scope["headers"]).get(b"content-length", b"")
     return int(length) if length.isdigit() else 0
 

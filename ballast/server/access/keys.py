@@ -1,4 +1,7 @@
-"""API keys: who a request is from, and whether its route is open to them."""
+"""Authenticate requests by API key or admin key, and refuse routes that the key does not open.
+
+`Guard` is the ASGI middleware around `gate`. Keys are kept and compared as SHA-256 digests.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,20 @@ from ballast.server.http.request_context import ANYONE, STRANGER, Caller, contex
 log = logging.getLogger(__name__)
 
 FREE = ("/live", "/health")
-"""Open to all: probes have no keys."""
+"""Paths that need no key: probes have none."""
 _OF_ALL = ("/metrics", "/admin/state")
-"""Closed to keys that may not know of all models."""
+"""Paths that report on all models: closed to keys that are limited to some models."""
 _READING = ("GET", "HEAD")
 
 
 class ApiKeys:
-    """The keys of the server, as digests."""
+    """The server's API keys and admin key, as digests, and the routes that they open."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.replace(settings)
 
     def replace(self, settings: ServerSettings) -> None:
-        """Other keys from the next request on."""
+        """Use other keys from the next request on."""
         apart = settings.several_keys
         known = [(_digest(key.key.encode()), Caller(key, apart=apart)) for key in settings.keys]
         self._asked = bool(known)
@@ -40,11 +43,12 @@ class ApiKeys:
 
     @property
     def asked(self) -> bool:
-        """Whether generating needs a key."""
+        """Whether generating requires a key."""
         return self._asked
 
     def caller(self, presented: bytes | None) -> Caller:
-        """Whose key it is. As slow for a wrong key as for a right one, whichever it is."""
+        """Return the caller whose key was `presented`. A comparison takes equally long for right
+        and wrong keys."""
         found = STRANGER if self._asked else ANYONE
         if presented is not None:
             digest = _digest(presented)
@@ -54,7 +58,7 @@ class ApiKeys:
         return found
 
     def check(self, caller: Caller, method: str, path: str) -> None:
-        """Raises Fault where the route is not open to the caller."""
+        """Raise Fault (401, 403 or 404) where the route is not open to the caller."""
         if path in FREE:
             return
         if path in _OF_ALL and caller.key is not None and caller.key.models is not None:
@@ -81,7 +85,8 @@ class ApiKeys:
 
 
 class Guard:
-    """ASGI middleware that authenticates requests by key, and refuses what is not open to them."""
+    """ASGI middleware that authenticates each request by its key, and refuses routes that the key
+    does not open."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
@@ -99,7 +104,8 @@ class Guard:
 
 
 def warn_of_keys(server: ServerSettings, known: Iterable[str]) -> None:
-    """Keys may list models that are added later; more often, a name is misspelt."""
+    """Log a warning for keys that list unknown models: such a model may be added later, but more
+    often its name is misspelt."""
     there = set(known)
     for key in server.keys:
         unknown = [name for name in key.models or () if name not in there]
@@ -108,7 +114,7 @@ def warn_of_keys(server: ServerSettings, known: Iterable[str]) -> None:
 
 
 def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key that a request shows: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
+    """Return the key in a request's headers: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
     by_name = dict(headers)
     scheme, _, key = by_name.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer" and key.strip():
@@ -117,7 +123,8 @@ def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def _digest(key: bytes) -> bytes:
-    """All of one length, so that comparing them tells nothing of the key's."""
+    """Hash a key. All digests have one length, so that comparing them reveals nothing about a
+    key's."""
     return sha256(key).digest()
 
 

@@ -1,4 +1,8 @@
-"""What one client's request costs, counted on its way: for quotas, `Retry-After` and the log."""
+"""Count the tokens, time to first token and ends of one client's request.
+
+The counts feed the key's quotas, `Retry-After` of a full queue, and the request's log line.
+`Service` creates one meter for each request; `generate.answer` feeds it.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,14 @@ from ballast.server.access.queue_pace import QueuePace
 from ballast.server.access.quotas import KeyQuotas
 
 _QUEUE_CODES = ("queue_full", "queue_timeout")
-"""Codes of `FailedOutput` where the queue was too long."""
+"""Codes of `FailedOutput` for a queue that was too long."""
 
 
 class RequestMeter:
     """Counts tokens and ends of the submissions of one client's request, all of one model.
 
-    `pace` and `waiting` (requests) are those of the queue in which the model's requests wait.
+    `pace` and `waiting` (number of requests) belong to the queue in which the model's requests
+    wait.
     """
 
     def __init__(
@@ -44,7 +49,7 @@ class RequestMeter:
         self._finish_reasons: dict[str, str] = {}
 
     def count(self, outputs: Iterable[Output]) -> None:
-        """Count outputs that have come together."""
+        """Count outputs that have arrived together."""
         tokens = 0
         for output in outputs:
             if isinstance(output, TokenOutput):
@@ -73,14 +78,15 @@ class RequestMeter:
             self._finish_reasons.setdefault(request_id, "abort")
 
     def retry_after(self, failed: FailedOutput) -> float:
-        """Estimate the seconds until the queue has room, if its length was why a request failed."""
+        """Estimate the seconds until the queue has room, for a request that failed because it was
+        full; 1 for any other failure."""
         if failed.code not in _QUEUE_CODES:
             return 1.0
         return self._pace.retry_after(self._waiting())
 
     def log_fields(self, arrived: float) -> dict[str, Any]:
-        """Return the fields of the log line; `arrived`: of the HTTP request, on the meter's
-        clock."""
+        """Return the fields of the log line; `arrived`: when the HTTP request arrived, on the
+        meter's clock."""
         fields: dict[str, Any] = {
             "model": self._model,
             "prompt_tokens": self._prompt_tokens,
@@ -95,5 +101,5 @@ class RequestMeter:
 
 
 def prompt_tokens(submissions: Sequence[Submission]) -> int:
-    """Count the tokens of all prompts; one that has several choices counts once."""
+    """Count the tokens of all prompts; a prompt with several choices counts once."""
     return sum(len(s.prompt) for s in submissions if s.sampling.choice == 0)

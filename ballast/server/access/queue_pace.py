@@ -1,4 +1,4 @@
-"""How long a full queue takes to move: what `Retry-After` says."""
+"""Estimate from recent completions how long a model's queue takes to drain, for `Retry-After`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from ballast.core.clock import Clock
 
 WINDOW_SECONDS = 60.0
 _MOST = 1000
-"""Ends remembered: enough for a rate, and bounded."""
+"""Most completions remembered: enough for a rate."""
 
 
 class QueuePace:
-    """When requests of one queue ended, lately."""
+    """Times of the recent completions of requests of one queue."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._ends: deque[float] = deque(maxlen=_MOST)
 
     def ended(self) -> None:
-        """A request is complete."""
+        """Record that a request is complete."""
         self._ends.append(self._clock.now())
 
     def retry_after(self, waiting: int) -> float:
-        """Seconds until the `waiting` requests, at the recent rate, have gone; 1 to 60.
+        """Estimate the seconds until `waiting` requests have left the queue at the recent rate; 1
+        to 60.
 
-        A queue out of which nothing came lately is not known to be quick.
+        Without a recent completion the rate is unknown, and a queue with requests in it gets 60.
         """
         now = self._clock.now()
         while self._ends and self._ends[0] < now - WINDOW_SECONDS:

@@ -1,4 +1,7 @@
-"""What each API key may use: requests and tokens per minute, and requests open at a time."""
+"""Enforce the quotas of each API key: requests and tokens per minute, and open requests.
+
+Used by `gate` (requests), `Service` (prompt tokens) and `meter` (output tokens).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from ballast.core.settings import KeySettings
 from ballast.server.http.faults import Fault
 
 OPEN_RETRY_SECONDS = 1.0
-"""`Retry-After` where a request must end first: nobody knows when."""
+"""`Retry-After` in seconds where a request must end first, which cannot be predicted."""
 
 
 class TokenBucket:
-    """Holds a minute's worth at most, and refills steadily.
+    """Token bucket that holds one minute's limit at most, and refills steadily.
 
-    More can be spent than is there: the next one who wants something waits for the debt too.
+    More can be spent than it holds: the next request then waits until the debt is refilled, too.
     """
 
     def __init__(self, per_minute: int, now: float) -> None:
@@ -25,14 +28,14 @@ class TokenBucket:
         self._at = now
 
     def level(self, per_minute: int, now: float) -> float:
-        """What is there, when the limit is (by now) `per_minute`."""
+        """Refill up to `now`, and return the level; `per_minute` is the current limit."""
         filled = self._level + (now - self._at) * self._per_minute / 60
         self._level, self._at = min(filled, per_minute), now
         self._per_minute = per_minute
         return self._level
 
     def wait(self, n: int, per_minute: int, now: float) -> float:
-        """Seconds until `n` are there; for more than it ever holds, until it is full."""
+        """Seconds until the bucket holds `n`; for an `n` beyond its size, until it is full."""
         missing = min(n, per_minute) - self.level(per_minute, now)
         return max(0.0, missing * 60 / per_minute)
 
@@ -41,7 +44,7 @@ class TokenBucket:
 
 
 class KeyQuotas:
-    """The books of all keys, by their names; limits are those that a key has when it asks."""
+    """Usage of all keys, by name. Limits are read from the key at each request."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -50,7 +53,8 @@ class KeyQuotas:
 
     @contextmanager
     def request(self, key: KeySettings | None) -> Iterator[None]:
-        """Counts one request, open meanwhile. Raises Fault (429) where it is one too many."""
+        """Count one request, which is open in the `with` block. Raises Fault (429) where it exceeds
+        the quota."""
         if key is None:
             yield
             return
@@ -66,17 +70,19 @@ class KeyQuotas:
             self._open[key.name] -= 1
 
     def prompt(self, key: KeySettings | None, tokens: int) -> None:
-        """Charges a prompt before it is computed. Raises Fault (429) where it is too much."""
+        """Charge a prompt's tokens before it is computed. Raises Fault (429) where they exceed the
+        quota."""
         if key is not None:
             self._spend(key, "tokens", tokens)
 
     def output(self, key: KeySettings | None, tokens: int) -> None:
-        """Charges tokens that came; what is too much is waited for by the next prompt."""
+        """Charge generated tokens; where they exceed the quota, the next prompt waits for the
+        debt."""
         if key is not None and key.tokens_per_minute is not None:
             self._bucket(key, "tokens", key.tokens_per_minute).spend(tokens)
 
     def headers(self, key: KeySettings | None) -> list[tuple[bytes, bytes]]:
-        """OpenAI's headers about what is left."""
+        """Return OpenAI's `x-ratelimit-*` headers with the rest of the key's quotas."""
         headers: list[tuple[bytes, bytes]] = []
         if key is None:
             return headers

@@ -1,6 +1,6 @@
-"""Change what is served: carry out operators' changes, and keep them.
+"""Change what the fleet serves: carry out operators' changes, and record them durably.
 
 `server` alone imports it.
 
-- `admin_service`: Changes of what is served, ordered by operators or the fleet file.
+- `admin_service`: Carries out changes by operators or by the fleet file.
 """

@@ -1,4 +1,9 @@
-"""Changes of what is served, by operators' requests or by their fleet file, each kept for good."""
+"""Change what the fleet serves, at an operator's request or when the fleet file is read again, and
+record each operator's change so that it survives a restart.
+
+Used by the routes below `/admin` and, on SIGHUP, by `serve`. Commands reach the devices through the
+controller.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +39,20 @@ from ballast.server.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 PATIENCE = 30.0
-"""Seconds that open requests of a model that is removed have to end."""
+"""Seconds in which open requests of a model that is removed may end."""
 POLL_SECONDS = 0.1
 AGAIN = 1
-"""How often the fleet file is followed once more where a worker died of it, or meanwhile."""
+"""Further attempts to follow the fleet file where a worker died during the first."""
 _STATUS = {"refused": 409, "invalid": 400, "unavailable": 503}
-"""By code of `CommandOutcome`; any other is 500."""
+"""HTTP status by code of `CommandOutcome`; any other code is 500."""
 
 
 class AdminService:
-    """The one path by which the fleet changes.
+    """Carries out all changes of the fleet, and records those by operators.
 
-    What was answered with success survives a restart; what was not may have been done or not. An
-    addition is recorded once the model serves, so that one that kills the server is not tried
-    again at every start; what cannot be taken back, a removal, is recorded first.
+    A change that was answered with success survives a restart; any other may have been made or not.
+    An addition is recorded once the model serves, so that a model that kills the server is not
+    loaded again at every start. A removal cannot be undone, and is recorded first.
     """
 
     def __init__(self, service: Service, source: FleetSource, reading: FleetReading) -> None:
@@ -56,26 +61,26 @@ class AdminService:
         self._source = source
         self._file = reading.names
         self._models = asyncio.Lock()
-        """Held while models come and go, which may take minutes."""
+        """Held while models are added, removed or placed, which may take minutes."""
         self._records = asyncio.Lock()
-        """Held while changes are recorded, and by whatever depends on nobody else doing so.
-        Taken after `_models`."""
+        """Held while changes are recorded, and by code that needs the records to stay as they are.
+        Acquired after `_models`."""
         self._died = False
-        """No worker was there for something that the fleet file asked for."""
+        """Whether a command of the fleet file found no worker."""
         warn_of_keys(reading.fleet.server, _all_names(reading.fleet))
 
     @property
     def changes(self) -> Changes:
-        """What operators have changed of the fleet file, as far as it counts."""
+        """Operators' changes of the fleet file that are in effect."""
         return self._source.changes
 
     async def execute(self, command: ModelCommand, device: str | None = None) -> CommandOutcome:
-        """Carry out a command on the devices that it concerns, or on one. Raises Fault or
-        Unavailable."""
+        """Carry out a command on all devices that it concerns, or on `device` alone. Raises Fault
+        or Unavailable."""
         return _done(await self._controller.commands.execute(command, device))
 
     async def place(self, name: str, device: str) -> None:
-        """One more device serves a model. Raises Fault, Unavailable or NotKept."""
+        """Have one more device serve a model. Raises Fault, Unavailable or NotKept."""
         async with self._models:
             homes = self._controller.devices.homes(name)
             _done(await self._controller.commands.place(name, device))
@@ -87,11 +92,11 @@ class AdminService:
                 raise
 
     async def withdraw(self, name: str, device: str, patience: float) -> None:
-        """A device serves a model no more. Raises Fault, Unavailable or NotKept."""
+        """Have a device serve a model no longer. Raises Fault, Unavailable or NotKept."""
         async with self._models:
             homes = self._controller.devices.homes(name)
             if device not in homes or len(homes) < 2:
-                await self._withdraw(name, device, patience)  # it says why not
+                await self._withdraw(name, device, patience)  # raises Fault with the reason
                 return
             before, model = self._source.changes, self._settings(name)
             assert isinstance(model, ModelSettings)
@@ -108,26 +113,26 @@ class AdminService:
         _done(await self._controller.commands.withdraw(name, device, patience))
 
     async def drain(self, device: str) -> None:
-        """Models and requests of a device go to others. Raises Fault or Unavailable."""
+        """Move the models and requests of a device to others. Raises Fault or Unavailable."""
         async with self._models:
             _done(await self._controller.commands.drain(device))
 
     async def uncordon(self, device: str) -> None:
-        """It takes requests again. Raises Fault."""
+        """Let a drained device take requests again. Raises Fault."""
         _done(await self._controller.commands.uncordon(device))
 
     async def lend(self, lender: str, borrower: str, n_bytes: int) -> None:
-        """A device lends another one memory, until one of them is started anew. Raises Fault or
+        """Lend memory of one device to another until either is restarted. Raises Fault or
         Unavailable."""
         _done(await self._controller.commands.lend(lender, borrower, n_bytes))
 
     async def recall(self, lender: str, borrower: str, n_bytes: int | None, seconds: float) -> None:
-        """It wants so much back, or all. Raises Fault or Unavailable."""
+        """Recall lent memory, `n_bytes` or all of it. Raises Fault or Unavailable."""
         _done(await self._controller.commands.recall(lender, borrower, n_bytes, seconds))
 
     async def _keep_homes(self, name: str, devices: list[str]) -> None:
-        """Where a model is from now on; one that the fleet's policy moves is its affair. Raises
-        NotKept."""
+        """Record the devices that serve a model from now on; not for a model without `devices`
+        where the fleet's policy moves models. Raises NotKept."""
         model = self._settings(name)
         assert isinstance(model, ModelSettings)
         follows = self._controller.devices.fleet_policy.moves
@@ -137,18 +142,18 @@ class AdminService:
             self._controller.devices.set_homes(name, devices)
 
     async def add(self, entry: NamedModelKeys) -> str:
-        """A model more; its name. Raises Fault, Unavailable or NotKept."""
+        """Add a model to the fleet; returns its name. Raises Fault, Unavailable or NotKept."""
         home = Path(self._controller.devices.fleet.home)
         settings = await asyncio.to_thread(_prepared, entry, home)
         async with self._models:
             instead = self._names(settings.name) & self._file
-            # First the order: the device tries the tokenizer out, where it can do no harm.
+            # The command first: the worker tries out the tokenizer in an isolated process.
             await self.execute(Add(settings))
             try:
                 tokenizer = await self._tokenizer(settings)
                 async with self._records:
                     await self._keep(self._source.changes.adding(entry, instead))
-            except (NotKept, Fault):  # no client can know it yet
+            except (NotKept, Fault):  # no client has seen the model yet
                 undoing = self.execute(Remove(settings.name, 0.0))
                 await self._try(f"removing {settings.name}, which cannot be kept", undoing)
                 raise
@@ -156,7 +161,7 @@ class AdminService:
         return settings.name
 
     async def remove(self, name: str, patience: float) -> None:
-        """A model and its adapters go. Raises Fault, Unavailable or NotKept."""
+        """Remove a model and its adapters. Raises Fault, Unavailable or NotKept."""
         async with self._models:
             wanted = Remove(name, patience)
             if isinstance(self._settings(name), AdapterSettings):
@@ -179,8 +184,8 @@ class AdminService:
             self._service.remove_models(names)
 
     async def change(self, name: str, values: Levels) -> None:
-        """Other levels for a model or an adapter. Raises Fault, RequestError, Unavailable or
-        NotKept."""
+        """Change the service levels and bounds of a model or an adapter. Raises Fault,
+        RequestError, Unavailable or NotKept."""
         async with self._records:
             model = self._settings(name)
             if isinstance(model, AdapterSettings) and (base := foreign(values)):
@@ -197,7 +202,7 @@ class AdminService:
     # -- the fleet file again ---------------------------------------------------------------------
 
     async def reload(self) -> None:
-        """Read the fleet file, and do what it says by now; the log tells what cannot be done."""
+        """Read the fleet file again, and make the changes that it contains; failures are logged."""
         for _ in range(1 + AGAIN):
             while self._controller.devices.replacing:
                 await asyncio.sleep(POLL_SECONDS)  # a worker is being replaced
@@ -223,8 +228,8 @@ class AdminService:
                     if model.name not in failed:
                         what = f"changing the levels of {model.name}"
                         await self._try(what, self.execute(change_to(model)))
-            # First they come, and then they go: one is always there. An alias that moves goes
-            # over once its new model serves, unless it is that model's own name.
+            # Additions before removals, so that a replaced model is always served. An alias moves
+            # once its new model serves, unless it is that model's own name.
             self._controller.devices.set_aliases(
                 _without(self._controller.devices.fleet, names_of(reading.fleet))
             )
@@ -256,7 +261,7 @@ class AdminService:
             self._service.add_model(name, tokenizer)
 
     async def _tokenizer(self, settings: ModelSettings) -> Tokenizer:
-        """A model's, its chat template tried. Raises Fault."""
+        """Load a model's tokenizer, and try its chat template. Raises Fault."""
         tokenizer = await asyncio.to_thread(_tokenizer, settings)
         await tokenizer.try_template(self._service.templates, settings.name)
         return tokenizer
@@ -271,7 +276,8 @@ class AdminService:
         return True
 
     def _tell(self, found: FleetDifference, tried: Container[str]) -> None:
-        """What the fleet file says that was not done, and what was tried."""
+        """Log the result of a reload: the changes made, and those that take effect later. `tried`:
+        models that had failed, which were added again."""
         for name, keys in found.again.items():
             if name not in tried:
                 what = ", ".join(keys)
@@ -291,7 +297,8 @@ class AdminService:
         )
 
     def configure(self, fleet: FleetSettings) -> None:
-        """Keys, quotas and limits of the server; the next worker is watched by the new ones."""
+        """Apply the server's keys, quotas and limits; workers started from now on are watched by
+        the new limits."""
         self._service.configure(fleet.server)
         self._controller.configure(fleet.server)
         warn_of_keys(fleet.server, _all_names(fleet))
@@ -302,7 +309,7 @@ class AdminService:
         await asyncio.to_thread(self._source.keep, changes)
 
     async def _undo(self, names: set[str], before: Changes) -> None:
-        """What was recorded about these names has not been done."""
+        """Restore the record of these names to `before`: the change has not been made."""
         await self._restore(names, self._source.changes.restoring(names, before))
 
     async def _restore(self, names: set[str], changes: Changes) -> None:
@@ -312,7 +319,7 @@ class AdminService:
             log.error("%s: at the next start, %s will be as was asked", error, ", ".join(names))
 
     def _names(self, name: str) -> set[str]:
-        """Of a model and its adapters."""
+        """The names of a model and of its adapters."""
         found = {name}
         for model in self._controller.devices.fleet.models:
             if model.name == name:
@@ -320,7 +327,7 @@ class AdminService:
         return found
 
     def _settings(self, name: str) -> ModelSettings | AdapterSettings:
-        """Of a model or an adapter. Raises UnknownModel."""
+        """The settings of a model or an adapter. Raises UnknownModel."""
         for model in self._controller.devices.fleet.models:
             if model.name == name:
                 return model
@@ -331,14 +338,14 @@ class AdminService:
 
 
 def _done(outcome: CommandOutcome) -> CommandOutcome:
-    """Raises Fault where it was not."""
+    """Return the outcome of a command that succeeded. Raises Fault for any other."""
     if outcome.code is not None:
         raise Fault(_STATUS.get(outcome.code, 500), outcome.reason, outcome.code)
     return outcome
 
 
 def _all_names(fleet: FleetSettings) -> set[str]:
-    """Every name, own or alias, by which clients may ask for a model of the fleet."""
+    """All names of the fleet's models, aliases included."""
     return {name for model in fleet.models for name in model.names}
 
 
@@ -351,7 +358,7 @@ def _without(fleet: FleetSettings, names: set[str]) -> dict[str, tuple[str, ...]
 
 
 def _prepared(entry: NamedModelKeys, home: Path) -> ModelSettings:
-    """May take long: fetching from a hub. Raises Fault."""
+    """Resolve the settings of a new model. May take long: it may fetch from a hub. Raises Fault."""
     try:
         return entry_settings(entry, home)
     except ConfigError as error:
@@ -359,7 +366,7 @@ def _prepared(entry: NamedModelKeys, home: Path) -> ModelSettings:
 
 
 def _tokenizer(settings: ModelSettings) -> Tokenizer:
-    """Raises Fault."""
+    """Load a model's tokenizer. Raises Fault."""
     try:
         return Tokenizer.load(settings.path, settings.tool_parser)
     except ConfigError as error:

@@ -2,11 +2,11 @@
 
 `server` alone imports it.
 
-- `answer`: The answer to one request: reads its output stream, counts and times it.
-- `choice`: One choice of an answer: tokens turned into text as they come.
-- `echo`: A prompt repeated in its answer, with its log-probabilities.
-- `embedding`: Embeddings of one client's request.
-- `generation`: All choices of one client's request.
-- `output_constraint`: Constraints of an answer: tool calls, or a grammar.
-- `parameters`: Sampling parameters and stop conditions of a request.
+- `answer`: Reads the output stream of one request, with times and counts.
+- `choice`: Turns the tokens of one choice into text as they arrive.
+- `echo`: Repeats the prompt in the answer, with its log-probabilities.
+- `embedding`: Collects the embeddings of one client's request.
+- `generation`: Collects all choices of one client's request.
+- `output_constraint`: Derives an output's constraint: tool calls, or a grammar.
+- `parameters`: Converts a request's fields to sampling parameters and stop conditions.
 """

@@ -1,4 +1,7 @@
-"""The answer to one client's request: the reader of its output stream, with times and counts."""
+"""Read the output stream of one client's request, with the times and counts that metrics need.
+
+Base of `Generation` (text) and `Embedding`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ballast.server.observe.metrics import Metrics
 
 
 class RequestAnswer:
-    """Reads the outputs of a client's submissions and counts them. Its holder must `close` it."""
+    """Reads the outputs of a client's submissions and counts them. Its owner must `close` it."""
 
     def __init__(
         self,
@@ -27,7 +30,7 @@ class RequestAnswer:
         clock: Clock,
         metrics: Metrics,
     ) -> None:
-        """`request_ids` of the submissions; `arrived`: seconds on `clock`."""
+        """`request_ids`: ids of the submissions; `arrived`: seconds on `clock`."""
         self.model = model
         self._stream = stream
         self._meter = meter
@@ -37,21 +40,22 @@ class RequestAnswer:
 
     @property
     def timings(self) -> Sequence[Timing]:
-        """Times of tokens, by submission."""
+        """Token times of each submission."""
         return list(self._timings.values())
 
     def log_fields(self, arrived: float) -> dict[str, Any]:
-        """Return the fields of the log line; `arrived`: of the HTTP request, on the server's
-        clock."""
+        """Return the fields of the log line; `arrived`: when the HTTP request arrived, on the
+        server's clock."""
         return self._meter.log_fields(arrived)
 
     def close(self) -> None:
-        """Withdraw the submissions that are still open; their memory is freed."""
+        """Withdraw the submissions that are still open, which frees their memory."""
         self._meter.aborted(self._stream.open)
         self._stream.close()
 
     async def _next_outputs(self, patience: float | None = None) -> list[Output]:
-        """Return and count the next outputs; waits for one, at most `patience` seconds."""
+        """Wait for the next outputs, at most `patience` seconds, and count them; empty if none
+        came."""
         outputs = await self._stream.take(patience)
         self._meter.count(outputs)
         return outputs
@@ -62,7 +66,7 @@ class RequestAnswer:
         self._stream.withdraw(request_id)
 
     def _fault_of(self, output: FailedOutput | CancelledOutput) -> Fault:
-        """Turn the failure of a submission into the error that the client gets."""
+        """Convert the failure of a submission to the error for the client."""
         if isinstance(output, FailedOutput):
             self._metrics.failed(self.model, output.code)
             return Fault.of_failed(output, self._meter.retry_after(output))

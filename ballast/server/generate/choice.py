@@ -1,4 +1,8 @@
-"""One choice of an answer: tokens of one request in the worker, turned into text as they come."""
+"""Turn the tokens of one choice into text as they arrive, up to its stop string or last token.
+
+A choice is the answer's part for one submission to a worker. `Generation` holds all choices of a
+request.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +19,26 @@ from ballast.server.tools.parser import ToolParser
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopConditions:
-    """What ends an output before its last token."""
+    """Conditions that end an output before `max_tokens`."""
 
     strings: tuple[str, ...] = ()
-    """To be found in the text."""
+    """Stop strings, found in the text."""
     tokens: tuple[int, ...] = ()
-    """That the client named; they have no text."""
+    """Stop tokens that the client named; they add no text."""
     eos: tuple[int, ...] = ()
-    """The model's own; none if they are to be ignored."""
+    """The model's end-of-sequence tokens; empty if they are ignored."""
     min_tokens: int = 0
-    """Nothing ends the output before it has so many."""
+    """Number of tokens before which no condition ends the output."""
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Tokens that cannot be chosen before `min_tokens` are there."""
+        """Tokens that cannot be sampled before the output has `min_tokens`."""
         return tuple(sorted({*self.tokens, *self.eos})) if self.min_tokens else ()
 
 
 class Choice:
-    """Text, counts and end of one choice. Nothing is taken in once `finish_reason` is set."""
+    """Text, token counts and finish reason of one choice. Add nothing once `finish_reason` is
+    set."""
 
     def __init__(
         self,
@@ -47,14 +52,14 @@ class Choice:
         silent: bool = False,
         calls: ToolParser | None = None,
     ) -> None:
-        """`echo`: begin with the prompt. `silent`: say nothing else (`max_tokens` is 0). `calls`:
-        find calls of functions in the text."""
+        """`echo`: begin with the prompt. `silent`: add no other text (`max_tokens` is 0). `calls`:
+        parser that finds tool calls in the text."""
         self.index = index
         self.prompt = prompt
-        """Number of its prompt among those of the client's request."""
+        """Index of its prompt among those of the client's request."""
         self.prompt_tokens = prompt_tokens
         self.output_tokens = 0
-        """Up to and including the token that completed a stop string."""
+        """Output tokens, up to and including the one that completed a stop string."""
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.echo = echo
@@ -65,11 +70,11 @@ class Choice:
         self._ends = frozenset((*stops.tokens, *stops.eos))
         self._scanner = StopScanner(stops.strings)
         self._said = 0
-        """Characters."""
+        """Characters of text that were passed on."""
         self._last: int | None = None
 
     def opening(self) -> OutputPiece | None:
-        """What comes before the first token, once."""
+        """Return the piece before the first token (the echoed prompt), once; None without one."""
         if self.echo is None:
             return None
         piece, self.echo = self.echo.piece(self.index), None
@@ -77,7 +82,7 @@ class Choice:
         return piece
 
     def add_token(self, output: TokenOutput) -> OutputPiece:
-        """One more token. It ends the choice if it completes a stop string."""
+        """Add one token, and return its text. It ends the choice if it completes a stop string."""
         if self._silent:
             return OutputPiece(self.index, "")
         self.output_tokens += 1
@@ -96,7 +101,7 @@ class Choice:
         return self._stopped(OutputPiece(self.index, text, scored))
 
     def end(self, output: FinishedOutput) -> OutputPiece:
-        """The worker's last word."""
+        """End the choice after the worker's last token, and return the text that was held back."""
         self.cached_tokens = output.cached_tokens
         if self._silent:
             self.finish_reason = "length"
@@ -109,7 +114,7 @@ class Choice:
         return self._last_of(piece, output.reason, self._last if named else None)
 
     def _stopped(self, piece: OutputPiece) -> OutputPiece:
-        """By a stop string."""
+        """End the choice by a stop string."""
         return self._last_of(piece, "stop", self._scanner.matched)
 
     def _last_of(self, piece: OutputPiece, reason: str, by: int | str | None) -> OutputPiece:
@@ -120,7 +125,7 @@ class Choice:
         return replace(piece, finish_reason=reason, stop_reason=by)
 
     def _parted(self, piece: OutputPiece, *, last: bool = False) -> OutputPiece:
-        """Content and calls apart, where there can be calls."""
+        """Divide a piece into content and tool calls, where there can be calls."""
         if self._calls is None:
             return piece
         deltas = self._calls.push(piece.text)

@@ -1,4 +1,5 @@
-"""A prompt that its answer begins with, and how likely each of its tokens was."""
+"""Repeat the prompt at the start of a completion (`echo` of the completions API), with the
+log-probability of each prompt token where requested."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from ballast.server.text.pieces import OutputPiece, Scored
 
 
 class Echo:
-    """Of one choice. `text` is the prompt as the client wrote it; None: as its tokens say."""
+    """The echoed prompt of one choice. `text`: the prompt as the client wrote it; None: decode its
+    tokens."""
 
     def __init__(
         self, text: str | None, tokens: Sequence[int], detokenizer: Detokenizer, *, scored: bool
@@ -23,12 +25,13 @@ class Echo:
         self._top: list[tuple[tuple[int, float], ...]] = []
 
     def add(self, part: PromptScoresOutput) -> None:
-        """Scores of the next positions."""
+        """Add the scores of the next positions."""
         self._logprobs += part.logprobs
         self._top += part.top or ((),) * len(part.logprobs)
 
     def piece(self, choice: int) -> OutputPiece:
-        """The prompt, when all its scores are there. Its first token has none."""
+        """Return the prompt as a piece, once all its scores have arrived. Its first token has
+        none."""
         pieces = [self._detokenizer.push(token) for token in self._tokens]
         pieces[-1] += self._detokenizer.flush()
         text = "".join(pieces) if self._text is None else self._text

@@ -1,4 +1,4 @@
-"""The embeddings of one client's request."""
+"""Collect the embeddings of one client's request, one submission for each text."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Embedding(RequestAnswer):
 
     @property
     def finish_reasons(self) -> Sequence[str | None]:
-        """By text; None where it has not ended."""
+        """Finish reason of each text; None where it has not ended."""
         return [self._finish_reasons.get(s.id) for s in self._submissions]
 
     async def whole(self, encoding: str, name: str) -> EmbeddingList:
-        """Wait for all embeddings; `encoding` is `float` or `base64`, `name` is what the client
-        called the model. Raises Fault."""
+        """Wait for all embeddings. `encoding`: `float` or `base64`; `name`: the model's name as the
+        client wrote it. Raises Fault."""
         values: dict[str, bytes] = {}
         while len(self._finish_reasons) < len(self._submissions):
             for output in await self._next_outputs():
@@ -74,7 +74,7 @@ class Embedding(RequestAnswer):
 
 
 def _encoded(values: bytes, encoding: str) -> list[float] | str:
-    """Write float32 numbers, little endian, as a list or in base64."""
+    """Convert float32 numbers, little endian, to a list or to base64."""
     if encoding == "base64":
         return base64.b64encode(values).decode()
     numbers = array.array("f", values)

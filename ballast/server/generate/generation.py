@@ -1,4 +1,7 @@
-"""All choices of one client's request, from submission to the last token."""
+"""Collect all choices of one client's request, from submission to the last token.
+
+`Service.generate` returns a `Generation`; `routes.generate` reads its pieces and must close it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from ballast.server.text.pieces import OutputPiece
 
 
 class Generation(RequestAnswer):
-    """Generated text of all choices, which are given by submission id."""
+    """Generated text of all choices; `choices` are keyed by submission id."""
 
     def __init__(
         self,
@@ -40,8 +43,9 @@ class Generation(RequestAnswer):
         self._choices = choices
 
     async def batches(self, patience: float | None = None) -> AsyncIterator[list[OutputPiece]]:
-        """Pieces as they come, until every choice has ended; an empty list whenever there was
-        none for `patience` seconds. Raises Fault if a choice fails, after what came before it."""
+        """Yield pieces as they arrive, until every choice has ended, and an empty list after each
+        `patience` seconds without any. Raises Fault if a choice fails, after yielding the pieces
+        before it."""
         while any(c.finish_reason is None for c in self._choices.values()):
             outputs = await self._next_outputs(patience)
             pieces: list[OutputPiece] = []
@@ -52,11 +56,11 @@ class Generation(RequestAnswer):
                 raise fault
 
     async def whole(self) -> list[OutputPiece]:
-        """All of it. Raises Fault."""
+        """Wait for all pieces. Raises Fault."""
         return [piece async for batch in self.batches() for piece in batch]
 
     def close(self) -> None:
-        """Withdraw the submissions that are still open; their memory is freed."""
+        """Withdraw the submissions that are still open, which frees their memory."""
         left = self._stream.open & self._choices.keys()
         super().close()
         now = self._clock.now()
@@ -71,7 +75,7 @@ class Generation(RequestAnswer):
 
     @property
     def finish_reasons(self) -> Sequence[str | None]:
-        """By choice; None where it has not ended."""
+        """Finish reason of each choice; None where it has not ended."""
         return [c.finish_reason for c in self._choices.values()]
 
     @property
@@ -86,10 +90,11 @@ class Generation(RequestAnswer):
         )
 
     def _add_outputs(self, outputs: Iterable[Output], pieces: list[OutputPiece]) -> Fault | None:
-        """Append what outputs that came together add; the end of a choice joins its last token."""
+        """Append the pieces of outputs that arrived together; the end of a choice is merged with
+        its last token. Returns the fault of the first failed choice, if any."""
         now = self._clock.now()
         last: dict[int, int] = {}
-        """By choice, where in `pieces` its last token is."""
+        """Index in `pieces` of each choice's last token."""
         for output in outputs:
             choice = self._choices[output.request_id]
             if choice.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""What an answer has to be, by its request: calls of functions, or text that follows a grammar."""
+"""Derive from a request how its output is constrained: forced tool calls, a grammar, or nothing."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ from ballast.server.tools.parser import ToolParser
 from ballast.server.tools.request import Tools
 
 MOST_CHECKS_EACH, MOST_CHECKS = 64, 512
-"""Grammars that wait to be checked, of one API key and in all; a check takes some
-`grammarcheck.CPU_SECONDS` at most."""
+"""Most grammars that wait to be checked, of one API key and in all; a check takes at most about
+`grammar_check.CPU_SECONDS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """For one request."""
+    """Constraint of one request's output: tools that it may call, and a grammar that it must
+    follow."""
 
     tools: Tools | None = None
-    """None: none can be called."""
+    """Tools that can be called; None: none."""
     dialect: ToolDialect | None = None
     grammar: str = ""
 
     def parser(self) -> ToolParser | None:
-        """For one output; None where nothing can be called."""
+        """Create the tool-call parser of one output; None where no tool can be called."""
         if self.tools is None or self.dialect is None:
             return None
         return self.dialect.parser(self.tools)
 
 
 def checks() -> FairThread:
-    """In which grammars are checked. What waits for that must not keep other work from its turn."""
+    """Create the thread on which grammars are checked: a separate one, so that checks delay no
+    other work."""
     return FairThread("grammars to be checked", MOST_CHECKS_EACH, MOST_CHECKS)
 
 
 async def constraint_of(
     request: GenerateRequest, tokenizer: Tokenizer, checking: FairThread, context: RequestContext
 ) -> OutputConstraint:
-    """Derive what an answer has to be, its grammar checked on the thread `checking`.
+    """Derive a request's constraint; its grammar is checked on the thread `checking`.
 
     Raises InvalidRequest, and Fault where too many grammars wait to be checked.
     """

@@ -1,4 +1,5 @@
-"""From the fields of a request to what the engine is told: sampling, and what ends the output."""
+"""Convert a request's fields to sampling parameters, stop conditions and output length for the
+engine."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from ballast.server.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 COMPLETION_TOKENS = 16
-"""Default `max_tokens` of completions, as OpenAI's."""
+"""Default `max_tokens` of completions, as in OpenAI's API."""
 COLDEST = 1e-5
-"""Temperatures below it are 0, as in vLLM: logits divided by them would overflow."""
+"""Temperatures below it count as 0, as in vLLM: dividing logits by them would overflow."""
 
 
 def stops_of(request: GenerateRequest, spec: ModelSpec, tokenizer: Tokenizer) -> StopConditions:
-    """Stop strings that are to be found in text, and stop tokens. Raises InvalidRequest."""
+    """Derive a request's stop conditions; a stop string that is a special token becomes a stop
+    token. Raises InvalidRequest."""
     strings: list[str] = []
     tokens = list(request.stop_token_ids or ())
     check_tokens(tokens, spec, "stop_token_ids")
@@ -41,7 +43,8 @@ def stops_of(request: GenerateRequest, spec: ModelSpec, tokenizer: Tokenizer) ->
 
 
 def sampling_of(request: GenerateRequest, spec: ModelSpec, stops: StopConditions) -> Sampling:
-    """Of the first choice; a missing seed is drawn here. Raises InvalidRequest."""
+    """Derive the sampling parameters of the first choice; a missing seed is drawn here. Raises
+    InvalidRequest."""
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
     check_tokens(bias, spec, "logit_bias")
     temperature = _or(request.temperature, 1.0)
@@ -66,13 +69,14 @@ def _or(value: T | None, default: T) -> T:
 
 
 def check_tokens(tokens: Collection[int], spec: ModelSpec, field: str) -> None:
-    """Raises InvalidRequest if the vocabulary lacks one."""
+    """Raise InvalidRequest if a token id is beyond the vocabulary."""
     if tokens and max(tokens) >= spec.vocab:
         raise InvalidRequest(f"{field}: token id {max(tokens)} is not below {spec.vocab}", field)
 
 
 def check_fits(spec: ModelSpec, prompt_tokens: int, output_tokens: int, field: str) -> None:
-    """Raises ContextLengthExceeded; nothing is ever truncated."""
+    """Raise ContextLengthExceeded if prompt and output exceed the context; prompts are never
+    truncated."""
     needed = prompt_tokens + output_tokens
     if needed > spec.max_model_len:
         raise ContextLengthExceeded(
@@ -85,7 +89,8 @@ def check_fits(spec: ModelSpec, prompt_tokens: int, output_tokens: int, field: s
 def most_tokens(request: GenerateRequest, spec: ModelSpec, prompt_tokens: int) -> int:
     """Bound on the output, in tokens. Raises ContextLengthExceeded.
 
-    A request for none asks for one, which is not told: an engine without output has no step.
+    `max_tokens=0` runs one step, since an engine has no step without output; its token is
+    discarded.
     """
     asked = request.most_tokens
     field = "messages" if isinstance(request, ChatRequest) else "prompt"

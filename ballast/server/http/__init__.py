@@ -1,18 +1,18 @@
 """Handle HTTP below any route: sockets, bodies, errors, streams, and the context of a request.
 
-`server` alone imports it. It knows no model and no API but the envelopes of their errors.
+`server` alone imports it. It depends on no model, and on no API except for their error envelopes.
 
 - `address`: The address that a server listens on, and who can reach it.
-- `bodies`: JSON bodies: bounded in memory, decoded off the event loop.
+- `bodies`: Estimates the cost of JSON bodies; decodes large ones off the event loop.
 - `connection_limits`: Bounds on the number of connections and on their idle time.
 - `connection`: Event loop and HTTP parser in C, where installed.
 - `cors`: Cross-origin requests.
 - `faults`: Status codes and error bodies of each API.
-- `fields`: Types of fields of requests, with their bounds.
+- `fields`: Types of request fields, with their bounds.
 - `file_limit`: The limit of open files.
 - `json_response`: Encoding of records, and error envelopes.
 - `off_loop`: Threads for work that would block the event loop.
 - `request_context`: The context of one HTTP request, from arrival to the end of its response.
-- `sse`: Server-sent events, and clients that disconnect.
+- `sse`: Streams server-sent events; stops when the client disconnects.
 - `watchdog`: Ends a server whose event loop hangs.
 """

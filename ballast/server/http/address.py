@@ -1,4 +1,5 @@
-"""The address that a server listens on, and who can reach it."""
+"""Bind the server's listening socket, and determine whether other machines can reach its
+address."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ballast.core.settings import ServerSettings
 
 @contextlib.contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket bound before anything slow begins; connections are refused until it listens.
+    """Yield a bound socket; it is bound before anything slow begins, and refuses connections until
+    it listens.
 
     Raises ConfigError.
     """
@@ -37,16 +39,16 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address, or all that a name stands for."""
+    """Whether only this machine can reach `host`, in all addresses that it resolves to."""
     try:
         found = {str(a[4][0]) for a in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
-        return False  # binding it will say what is wrong
+        return False  # binding it will raise the error
     return all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found)
 
 
 def check_closed(host: str, server: ServerSettings) -> None:
-    """Raises ConfigError where others could reach a server that asks for no keys."""
+    """Raise ConfigError where other machines could reach a server that requires no keys."""
     if not server.keys and not is_loopback(host):
         raise ConfigError(
             "--host",

@@ -1,7 +1,8 @@
-"""JSON bodies: weighed before anything is made of them, and decoded off the event loop.
+"""Estimate the cost of JSON bodies before decoding them, and decode large ones off the event loop.
 
-A body costs a server what its values cost, not its bytes: a million `{}` are 3 MB, ten seconds of
-validation and a gigabyte of objects. A weight is counted on the bytes, at the speed of `memchr`.
+A body costs memory and time by the number of its values, not by its bytes: a million `{}` are 3 MB,
+but ten seconds of validation and a gigabyte of objects. `weight` is counted on the undecoded bytes,
+at the speed of `memchr`; `access.gate` refuses bodies that weigh too much.
 """
 
 from __future__ import annotations
@@ -17,24 +18,29 @@ from fastapi.routing import APIRoute
 from starlette.types import Receive
 
 SMALL_BYTES = 64 << 10
-"""Bodies up to this length are weighed and decoded on the event loop: it takes a millisecond."""
+"""Longest body, in bytes, that is weighed and decoded on the event loop: it takes a millisecond."""
 MOST_WEIGHT = 1 << 18
-"""Of one body, where no model's context needs more. Decoding and validating it holds the
-interpreter lock for some ten milliseconds at a time."""
+"""Most weight of one body, where no model's context needs more. Decoding and validating it holds
+the interpreter lock for some ten milliseconds at a time."""
 WEIGHT_BYTES = 40
-"""Memory that a decoded body takes for each unit of its weight, beside its texts."""
+"""Bytes of memory that a decoded body takes for each unit of its weight, beside its texts."""
 _LIST_WEIGHT = 4
-"""Of a list or an object; a text, or a key, weighs 2 (its quotes), and any value 1 (its comma)."""
+"""Weight of a list or an object; a text or a key weighs 2 (its quotes), and any value 1 (its
+comma)."""
 _WINDOW = 1 << 18
-"""Bytes that are looked at in one piece: the interpreter lock can change hands in between."""
+"""Bytes that are weighed in one piece: the interpreter lock can change hands in between."""
 
 _LARGE = ThreadPoolExecutor(1, "bodies")
-"""One thread: of several large bodies at a time, one is decoded, and the others wait as bytes."""
+"""One thread, so that of several large bodies one is decoded at a time; the others wait as
+bytes."""
 
 
 def weight(body: bytes, most: int) -> int:
-    """Weigh a JSON text by what its values cost: an upper bound if that is within `most`, else
-    exactly, or some number above `most` as soon as it weighs more."""
+    """Weigh a JSON text by the cost of its values.
+
+    The result is an upper bound if that is within `most`; else it is exact, or any number above
+    `most` once the weight exceeds it.
+    """
     bound = _weight(body)
     if bound <= most:
         return bound
@@ -60,17 +66,17 @@ def _ends_within_escape(text: bytes) -> bool:
 
 
 async def weigh(body: bytes, most: int) -> int:
-    """`weight`, in a thread if the body is large."""
+    """Call `weight`, on a thread if the body is large."""
     if len(body) <= SMALL_BYTES:
         return weight(body, most)
     return await asyncio.get_running_loop().run_in_executor(_LARGE, weight, body, most)
 
 
 class JsonRequest(Request):
-    """A request whose large JSON body is decoded in a thread."""
+    """A request whose JSON body is decoded on a thread if it is large."""
 
     async def json(self) -> Any:
-        """Raises JSONDecodeError."""
+        """Decode the body. Raises JSONDecodeError."""
         body = await self.body()
         if len(body) <= SMALL_BYTES:
             return await super().json()
@@ -86,7 +92,7 @@ def _decoded(body: bytes) -> Any:
 
 
 class JsonRoute(APIRoute):
-    """A route whose requests are `JsonRequest`s."""
+    """A FastAPI route whose requests are `JsonRequest`s; used for all routes."""
 
     def get_route_handler(self) -> Any:
         handle = super().get_route_handler()
@@ -98,7 +104,7 @@ class JsonRoute(APIRoute):
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """`receive` that begins with the whole body."""
+    """Wrap `receive` so that it first returns the whole body, which has been read already."""
     pending = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replaying() -> Any:

@@ -1,4 +1,7 @@
-"""How bytes become requests: event loop and HTTP parser in C, where they are installed."""
+"""Choose the event loop and HTTP parser: uvloop and httptools, where installed, else Python's own.
+
+The head of a request is bounded with either parser.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 << 10
-"""Of a request's line and headers, of what follows its body, or of what is said about a chunk."""
+"""Most bytes of a request's line and headers, of the trailers after its body, or of a chunk's
+header."""
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, which spends half as much on a token, or else Python's."""
+    """Create uvloop's event loop, which spends half as much time on a token, or else Python's."""
     try:
         import uvloop
     except ImportError:
@@ -24,9 +28,9 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 def protocol() -> type[asyncio.Protocol]:
-    """What uvicorn is to speak HTTP by: httptools, or else h11.
+    """Return uvicorn's protocol class for HTTP: that of httptools, or else of h11.
 
-    Either refuses heads of more than `HEAD_BYTES`, and as much as one read brings.
+    Both refuse heads of more than `HEAD_BYTES` plus the bytes of one read.
     """
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -36,11 +40,11 @@ def protocol() -> type[asyncio.Protocol]:
 
 
 def bounded(base: type[HttpToolsProtocol]) -> type[HttpToolsProtocol]:
-    """httptools itself takes headers of any length and number."""
+    """Bound the heads of requests: httptools itself accepts headers of any length and number."""
 
     class Bounded(base):  # type: ignore[misc, valid-type]
         unfinished = 0
-        """Bytes since the last that were of a body, or ended a request."""
+        """Bytes received since the last that belonged to a body or ended a request."""
 
         def data_received(self, data: bytes) -> None:
             self.unfinished += len(data)

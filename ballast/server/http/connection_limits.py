@@ -1,4 +1,7 @@
-"""Bounds on connections: how many there may be, and for how long one may send or read nothing."""
+"""Limit the number of client connections, and how long one may send or read nothing.
+
+`limited` adds the limits to uvicorn's protocol class; `Connections` counts.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,34 @@ from typing import Any
 from ballast.server.http.file_limit import OTHER_FILES, SPARE, raise_file_limit
 
 HEAD_SECONDS = 20.0
-"""For the head of a request, from its first byte; of a connection's first one, from the start."""
+"""Seconds for the head of a request, from its first byte; for the first request, from the
+connection's start."""
 SEND_SECONDS = 60.0
-"""In which a client reads at least `LEAST_READ` of what has been written to it, or all of it."""
+"""Seconds in which a client must read `LEAST_READ` of the data written to it, or all of it."""
 LEAST_READ = 16 << 10
-"""Bytes."""
+"""Bytes that a client must read in `SEND_SECONDS`."""
 DEAD_SECONDS = 120
-"""A peer that acknowledges nothing for so long is gone, whatever it waited for."""
+"""Seconds after which a peer that acknowledges nothing counts as gone."""
 
 
 class Connections:
-    """How many connections are open, of how many there may be."""
+    """Counts open and idle connections, and bounds their number."""
 
     def __init__(
         self, most: Callable[[], int], other_files: Callable[[], int] = lambda: OTHER_FILES
     ) -> None:
-        """`most`: what the operator wants; `other_files`: open files that are no connections."""
+        """`most`: bound set by the operator; `other_files`: number of open files that are no
+        connections."""
         self._most, self._other_files = most, other_files
         self._files = raise_file_limit()
         self._idle: dict[Any, None] = {}
-        """Connections on which no request is being answered, that which is so for longest first."""
+        """Connections on which no request is being answered, longest idle first."""
         self.open = 0
 
     @property
     def most(self) -> int:
-        """What the operator wants, as far as the process may have files."""
+        """Most connections: the operator's bound, or less where the process may open too few
+        files."""
         return max(1, min(self._most(), self._files - SPARE - self._other_files()))
 
     @property
@@ -44,19 +50,19 @@ class Connections:
 
     @property
     def idle(self) -> int:
-        """Connections on which no request is being answered."""
+        """Number of connections on which no request is being answered."""
         return len(self._idle)
 
     def idles(self, connection: Any) -> None:
-        """No request is being answered on it from now on."""
+        """Record that no request is being answered on the connection from now on."""
         self._idle[connection] = None
 
     def works(self, connection: Any) -> None:
-        """A request is, or it is closed."""
+        """Record that a request is being answered on the connection, or that it is closed."""
         self._idle.pop(connection, None)
 
     def make_room(self) -> bool:
-        """Close the connection that is idle for longest; whether there is one."""
+        """Close the connection that has been idle for longest; returns whether there was one."""
         for connection in self._idle:
             self.works(connection)
             connection.transport.abort()
@@ -65,10 +71,11 @@ class Connections:
 
 
 class _LimitedProtocol(asyncio.Protocol):
-    """What `limited` adds to uvicorn's protocol, whose attributes and methods it uses."""
+    """The methods that `limited` adds to uvicorn's protocol, whose attributes and methods it
+    uses."""
 
     counted: Connections
-    """Not `connections`, which is uvicorn's own."""
+    """The counter; not named `connections`, which is an attribute of uvicorn's."""
     head_seconds: float
     send_seconds: Callable[[], float]
     cycle: Any
@@ -76,11 +83,11 @@ class _LimitedProtocol(asyncio.Protocol):
     transport: asyncio.Transport
 
     waiting: asyncio.TimerHandle | None = None
-    """Closes the connection, unless a request begins before."""
+    """Timer that closes the connection unless a request begins before."""
     reading: asyncio.TimerHandle | None = None
-    """Aborts the connection, unless the client reads before."""
+    """Timer that aborts the connection unless the client reads before."""
     unread = 0
-    """Bytes that the transport held when `reading` began."""
+    """Bytes that the transport held unsent when `reading` began."""
 
     def connection_made(self, transport: Any) -> None:
         connections = self.counted
@@ -153,16 +160,16 @@ def limited(
     head_seconds: float = HEAD_SECONDS,
     send_seconds: Callable[[], float] = lambda: SEND_SECONDS,
 ) -> type[asyncio.Protocol]:
-    """Put bounds on uvicorn's protocol `base`.
+    """Add limits to uvicorn's protocol class `base`.
 
-    Above the most connections, those that have had their answer are closed; far above, those that
-    are idle for longest make room for new ones, so that probes are answered whoever keeps
-    connections. uvicorn's own limit would answer probes with 503 as well, and its time-outs spare
-    clients that have sent half a request.
+    Above the most connections, each is closed after its response; far above, those idle for longest
+    are closed to make room for new ones, so that probes are answered while others hold connections
+    open. uvicorn's own limit would answer probes with 503 as well, and its time-outs do not apply
+    to clients that have sent half a request.
 
-    From the moment that more is written than the transport takes (64 KiB beyond what the kernel
-    holds), the client has `send_seconds` to read the rest, or `LEAST_READ` of it, time and again;
-    otherwise its connection is aborted, and what was computed for it is given up.
+    From the moment that more is written than the transport takes (64 KiB beyond the kernel's
+    buffer), the client has `send_seconds` to read the rest, or `LEAST_READ` of it, repeatedly;
+    otherwise its connection is aborted, and its requests are withdrawn.
     """
     bounds = {
         "counted": connections,
@@ -173,7 +180,7 @@ def limited(
 
 
 def notice_death(connection: Any) -> None:
-    """Have the kernel end a connection whose peer has vanished without a word."""
+    """Have the kernel end a connection whose peer vanishes without closing it."""
     idle, between = DEAD_SECONDS // 2, DEAD_SECONDS // 8
     options = {
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,

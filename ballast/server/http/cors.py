@@ -1,4 +1,4 @@
-"""Cross-origin requests: which pages browsers let read the responses of this server."""
+"""Answer CORS preflights and add CORS headers, for the origins in the server's settings."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ READABLE = (
     "x-ratelimit-reset-requests",
     "x-ratelimit-reset-tokens",
 )
-"""Response headers that pages may read beside those that every page may."""
+"""Response headers that pages may read beside those that CORS always allows."""
 PREFLIGHT_SECONDS = 600
-"""For which browsers may remember the answer to a preflight."""
+"""Seconds for which browsers may cache the answer to a preflight."""
 
 
 class Cors:
-    """ASGI middleware that adds the headers, and answers preflights, which carry no key.
+    """ASGI middleware that adds CORS headers, and answers preflights, which carry no key.
 
-    It stands before the check of keys, so that pages can read why they were refused. Without
-    origins it does nothing. Cookies are not allowed: keys travel in headers.
+    It is placed before the check of keys, so that pages can read errors about keys. Without
+    configured origins it does nothing. Cookies are not allowed: keys are sent in headers.
     """
 
     def __init__(self, app: ASGIApp, settings: Callable[[], ServerSettings]) -> None:

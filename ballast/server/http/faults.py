@@ -1,4 +1,8 @@
-"""What went wrong, as status codes and error bodies of the OpenAI API."""
+"""Define `Fault`, the exception that ends a request, and encode errors as status code and body.
+
+All other exceptions become faults here (`Fault.of`). Bodies follow OpenAI's APIs, or the Messages
+API for its clients.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ _STATUS = {
     "out_of_memory": 503,
     "unavailable": 503,
 }
-"""By code of `FailedOutput` or `RequestError`; any other is 500."""
+"""HTTP status by code of `FailedOutput` or `RequestError`; any other code is 500."""
 
 
 _MESSAGES_TYPES = {
@@ -44,13 +48,13 @@ _MESSAGES_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Types of errors in the Messages API, by status."""
+"""Error types of the Messages API, by HTTP status."""
 
 
 class Fault(Exception):
-    """Ends the handling of a request with an error response.
+    """Exception that ends the handling of a request with an error response.
 
-    `retry_after`: seconds after which trying again may help; told with 429 and 503 only.
+    `retry_after`: seconds after which a retry may succeed; sent with 429 and 503 only.
     """
 
     def __init__(
@@ -67,7 +71,8 @@ class Fault(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
-        """Any exception; of one that is not ours, clients are not told more than its kind."""
+        """Convert any exception; of one that is not Ballast's own, clients see only the class
+        name."""
         if isinstance(error, Fault):
             return error
         if isinstance(error, RequestError):
@@ -83,7 +88,7 @@ class Fault(Exception):
 
     @classmethod
     def of_failed(cls, failed: FailedOutput, retry_after: float = 1.0) -> Fault:
-        """What the worker said."""
+        """Convert a failure that the worker reported."""
         status = _STATUS.get(failed.code, 500)
         return cls(status, failed.reason, failed.code, retry_after=retry_after)
 
@@ -91,10 +96,10 @@ class Fault(Exception):
     def of_validation(
         cls, errors: Sequence[Any], form: Any = None, content_type: str | None = None
     ) -> Fault:
-        """From pydantic's list: the field at fault, and what was wrong with it.
+        """Convert pydantic's list of errors: the first field at fault, and the reason.
 
-        `form`: what the body was to be; faults of settings are put as those of the fleet file are.
-        `content_type`: the request's.
+        `form`: type of the body; errors in settings are worded as those of the fleet file are.
+        `content_type`: the request's header.
         """
         first = errors[0]
         # ("body", field, index or branch of a union ...): clients know the field.
@@ -114,7 +119,7 @@ class Fault(Exception):
 
     @property
     def text(self) -> str:
-        """The message, as Unicode: what a client sent may be quoted, and be none."""
+        """The message as valid Unicode: it may quote a client's text that is not."""
         return self.message.encode(errors="replace").decode()
 
     def openai_body(self) -> bytes:
@@ -141,8 +146,8 @@ class Fault(Exception):
         return encode(MessagesErrorBody(MessagesError(kind, message), request_id))
 
     def response(self, context: RequestContext) -> Response:
-        """Build the error response, in the envelope of the API that the client speaks; metrics,
-        traces and the log will name the fault. `Retry-After` is set where a retry may help."""
+        """Build the error response, in the envelope of the client's API, and record the code in
+        `context` for metrics, traces and the log. Sets `Retry-After` where a retry may help."""
         context.code = self.code
         if context.speaks_messages:
             body = self.messages_body(context.request_id)
@@ -157,7 +162,7 @@ class Fault(Exception):
 
 
 def _of_body(error: Any, content_type: str | None) -> str:
-    """What is wrong with a body as a whole."""
+    """Describe the error in a body as a whole."""
     if error["type"] == "missing":
         return "the body is empty: send a JSON object"
     if isinstance(error.get("input"), bytes):  # not decoded
@@ -169,7 +174,7 @@ def _of_body(error: Any, content_type: str | None) -> str:
 
 
 def _in_words(error: Any) -> str:
-    """pydantic's message, as a sentence that goes on."""
+    """Rephrase pydantic's message as the continuation of a sentence."""
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     message = str(error["msg"]).replace("Input should", "it should")

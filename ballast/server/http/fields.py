@@ -1,4 +1,5 @@
-"""Kinds of values that fields of requests have, with the bounds that hold for all of them."""
+"""Define the types that request schemas use for their fields, with the bounds of each type, and the
+base class of all request bodies."""
 
 from __future__ import annotations
 
@@ -15,19 +16,19 @@ from pydantic import (
 )
 
 MOST_FIELDS = 256
-"""Of one request, known or not."""
+"""Most fields of one request, known or not."""
 MOST_PROMPTS = 256
-"""Of one request."""
+"""Most prompts of one request."""
 MOST_BIASED = 1024
 MOST_TOP = 20
-"""Alternatives told with a token's log-probability."""
+"""Most alternatives returned with a token's log-probability."""
 _ID = 2**31
 
 FINITE = Field(allow_inf_nan=False)
 
 
 def at_most(n: int) -> BeforeValidator:
-    """Bound how much a list or dictionary holds before any of it is validated."""
+    """Bound the length of a list or dictionary before any of its values is validated."""
 
     def checked(value: object) -> object:
         if isinstance(value, list | dict) and len(value) > n:
@@ -38,12 +39,12 @@ def at_most(n: int) -> BeforeValidator:
 
 
 def _listed(value: object) -> object:
-    """A single stop string stands for a list of one."""
+    """Convert a single stop string to a list of one."""
     return [value] if isinstance(value, str) else value
 
 
 def _unicode(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which is no character."""
+    """Refuse a text with half a surrogate pair, which JSON can spell, but which is no character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -69,7 +70,7 @@ LogitBias = Annotated[
     Field(max_length=MOST_BIASED),
     at_most(MOST_BIASED),
 ]
-"""By token id, written in decimal: JSON has no other keys."""
+"""Bias by token id, written in decimal: JSON has no other keys."""
 Prompts = (
     Text
     | TokenIds
@@ -79,7 +80,7 @@ Prompts = (
 
 
 def one_by_one(prompts: Prompts) -> list[str | list[int]]:
-    """Prompts as texts or token ids."""
+    """Return the prompts as a list, each a text or a list of token ids."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts[0], int):
@@ -104,5 +105,5 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Fields the client sent that have no effect here."""
+        """Fields that the client sent and that have no effect."""
         return sorted(self.model_extra or {})

@@ -1,4 +1,4 @@
-"""Open files: how many a server needs, and how many it may have."""
+"""Raise the limit of open files, and check at start that it suffices for the fleet."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from ballast.core.errors import ConfigError
 from ballast.core.settings import FleetSettings
 
 OTHER_FILES = 256
-"""Neither connections nor segments of weights: libraries, pipes, sockets and memory of workers."""
+"""Open files other than connections and segments of weights: libraries, pipes, workers' sockets and
+shared memory."""
 SPARE = 64
-"""Connections beyond the most that there may be, so that clients are refused in words, and probes
-are answered."""
+"""Connections beyond the limit that are still accepted, so that clients get an error response, and
+probes are answered."""
 LEAST_CONNECTIONS = 64
-"""A server that may have fewer is not worth starting."""
+"""Least number of connections with which a server starts."""
 _MOST_LAYERS = 1000
-"""No model has as many: a checkpoint that says so is refused elsewhere."""
+"""Most layers that are counted; checkpoints with more are refused elsewhere."""
 _MORE_SEGMENTS = 4
-"""Of a model, beside its layers."""
+"""Segments of a model beside its layers."""
 
 
 def raise_file_limit() -> int:
-    """Let this process, and those that it starts, have as many files as it may; how many."""
+    """Raise the soft limit of open files of this process, and of those that it starts, to the hard
+    limit; returns it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard if hard != resource.RLIM_INFINITY else 1 << 20
 
 
 def check_files(fleet: FleetSettings) -> None:
-    """Raises ConfigError where the process may not have the files that a fleet needs."""
+    """Raise ConfigError where the process may not open as many files as a fleet needs."""
     most = raise_file_limit()
     needed = OTHER_FILES + SPARE + LEAST_CONNECTIONS
     for model in fleet.models:
@@ -45,7 +47,8 @@ def check_files(fleet: FleetSettings) -> None:
 
 
 def _layers(checkpoint: str) -> int:
-    """Of a model, each a segment with a file of its own; 0 where its checkpoint does not say."""
+    """Layers of a model, each a segment with a file of its own; 0 where its checkpoint does not
+    say."""
     try:
         config = json.loads((Path(checkpoint) / "config.json").read_text("utf-8"))
         found = config.get("text_config", config)["num_hidden_layers"]

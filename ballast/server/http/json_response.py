@@ -1,4 +1,4 @@
-"""JSON responses: how records are encoded, and the envelopes of errors of each API."""
+"""Encode records as JSON responses, and define the error envelopes of each API."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ encode = msgspec.json.Encoder().encode
 
 
 def answered(content: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
-    """As the whole of an HTTP response."""
+    """Encode a record as a whole HTTP response."""
     return Response(encode(content), status, media_type="application/json")

@@ -1,4 +1,4 @@
-"""Work that would hold up the event loop, done in a few threads."""
+"""Run work that would block the event loop on a few threads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _LONG = ThreadPoolExecutor(2, "long")
-"""Few: threads that need the interpreter lock make the loop wait for it."""
+"""Threads for long work; few, since threads that need the interpreter lock make the loop wait for
+it."""
 _HUGE = ThreadPoolExecutor(1, "huge")
-"""For what takes seconds, so that it holds up only its like. One: a text takes about 180 times its
-length in memory while it is tokenized."""
+"""Thread for work of seconds, which delays only work of its kind. One thread, since tokenizing
+takes about 180 times a text's length in memory."""
 
 
 async def off_loop(long: bool, work: Callable[[], T], *, huge: bool = False) -> T:
-    """The result of `work`, done in another thread if it takes `long`, or even longer (`huge`)."""
+    """Return the result of `work`, run on another thread if it is `long`, or even longer
+    (`huge`)."""
     if not long:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_HUGE if huge else _LONG, work)

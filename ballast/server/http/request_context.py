@@ -1,4 +1,8 @@
-"""One HTTP request, from arrival to the end of its response: who asked, what became of it."""
+"""Define `RequestContext`, the record of one HTTP request from arrival to the end of its response.
+
+`observe.request_watch` attaches it to the ASGI scope; middleware, routes and `Service` fill it in;
+metrics, traces and the log read it at the end.
+"""
 
 from __future__ import annotations
 
@@ -24,31 +28,33 @@ MESSAGES = "/v1/messages"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as far as keys tell."""
+    """The sender of a request, as identified by its key."""
 
     key: KeySettings | None = None
-    """None: nobody in particular, or the operator."""
+    """The API key; None for a caller without one, and for the admin key."""
     admin: bool = False
     known: bool = True
-    """It showed a key that is right, or none was asked for."""
+    """Whether it sent a valid key, or none is required."""
     apart: bool = False
-    """There are several keys: their cached prefixes are kept apart unless they say otherwise."""
+    """Whether there are several keys: their cached prefixes are then separate unless a key's
+    settings differ."""
 
     @property
     def name(self) -> str:
-        """For logs and traces; empty where no key was needed."""
+        """Name for logs and traces; empty where no key was needed."""
         return "admin" if self.admin else "" if self.key is None else self.key.name
 
     @property
     def salt(self) -> str:
-        """Keeps its cached prefixes apart from those of other keys; empty: they are shared."""
+        """Salt that separates the key's cached prefixes from those of other keys; empty: they are
+        shared."""
         if self.key is None:
             return ""
         isolated = self.apart if self.key.isolated is None else self.key.isolated
         return f"key:{self.key.name}" if isolated else ""
 
     def may_use(self, model: str) -> bool:
-        """Whether the model exists for it."""
+        """Whether the caller's key gives access to a model."""
         return self.key is None or self.key.models is None or model in self.key.models
 
 
@@ -57,8 +63,8 @@ STRANGER = Caller(known=False)
 
 
 class ObservedAnswer(Protocol):
-    """What metrics, traces and the log need of an answer; `ballast.server.generate.answer` and its
-    kinds provide it."""
+    """The attributes of an answer that metrics, traces and the log read; implemented by
+    `ballast.server.generate.answer` and its subclasses."""
 
     @property
     def model(self) -> str: ...
@@ -71,17 +77,17 @@ class ObservedAnswer(Protocol):
 
     @property
     def finish_reasons(self) -> Sequence[str | None]:
-        """By choice; None where it has not ended."""
+        """Finish reason of each choice; None where it has not ended."""
 
     def log_fields(self, arrived: float) -> dict[str, Any]:
-        """Return the fields of the log line; `arrived`: of the HTTP request, in seconds on the
-        server's clock."""
+        """Return the fields of the log line; `arrived`: when the HTTP request arrived, in seconds
+        on the server's clock."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """Filled in on the way by whoever learns something; read at the end by metrics, traces and the
-    log. Times are seconds on the server's clock."""
+    """Record of one HTTP request. Middleware, routes and `Service` fill it in; metrics, traces and
+    the log read it at the end. Times are seconds on the server's clock."""
 
     method: str = ""
     path: str = ""
@@ -89,33 +95,32 @@ class RequestContext:
     began: float = 0.0
     ended: float | None = None
     request_id: str = ""
-    """The client's own, or one of ours; every response carries it."""
+    """Id from the client's header, or a new one; every response carries it."""
     caller: Caller = ANYONE
     body_bytes: int = 0
     """Length of the request's body."""
     route: str | None = None
-    """As the router writes it; None: there is no such route, or it was refused before."""
+    """The route's path pattern; None: there is no such route, or the request was refused before."""
     status: int = 499
-    """As nginx says it, until there is one: the client was gone before anything was said."""
+    """HTTP status; until there is one, 499 as in nginx: the client left before any response."""
     code: str | None = None
-    """Of the error that was told, if one was; in a stream that had begun well, perhaps."""
+    """Code of the error that was sent, if any; in a stream, it may follow a good beginning."""
     streamed: bool = False
     gone: bool = False
-    """The client left before the response was complete."""
+    """Whether the client left before the response was complete."""
     request: GenerateRequest | None = None
     answer_id: str | None = None
     answer: ObservedAnswer | None = None
-    """What models generate for it; None: no model was asked."""
+    """Answer of the model; None: no model got the request."""
 
     @property
     def large_body(self) -> bool:
-        """Whether going through what the body holds may take too long for the event loop."""
+        """Whether processing the values of the body may take too long for the event loop."""
         return self.body_bytes > SMALL_BYTES
 
     @property
     def speaks_messages(self) -> bool:
-        """Whether its client speaks Anthropic's Messages API: errors have another envelope there,
-        whatever refuses the request."""
+        """Whether the client uses Anthropic's Messages API, whose errors have another envelope."""
         return self.path == MESSAGES or self.path.startswith(f"{MESSAGES}/")
 
 
@@ -123,12 +128,12 @@ _KEY = "ballast.request"
 
 
 def attach_context(scope: Scope, context: RequestContext) -> None:
-    """Make `context` the one of an ASGI scope, where every middleware and route finds it."""
+    """Store `context` in an ASGI scope, where all middleware and routes find it."""
     scope[_KEY] = context
 
 
 def context_of(scope: Scope) -> RequestContext:
-    """Return the context of an ASGI scope; a new one where no middleware has attached one."""
+    """Return the context of an ASGI scope; creates one where no middleware has attached one."""
     found = scope.setdefault(_KEY, RequestContext())
     assert isinstance(found, RequestContext)
     return found

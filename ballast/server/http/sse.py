@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that go away."""
+"""Stream server-sent events, and stop work as soon as the client disconnects."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ T = TypeVar("T")
 
 
 def event(data: bytes, name: str = "") -> bytes:
-    """One event. `data` holds no line break (JSON as msgspec writes it never does)."""
+    """Encode one event. `data` must hold no line break (JSON as msgspec writes it never does)."""
     named = f"event: {name}\n".encode() if name else b""
     return named + b"data: " + data + b"\n\n"
 
 
 DONE = event(b"[DONE]")
 PING = b": ping\n\n"
-"""A comment, which readers of events skip."""
+"""A comment, which readers of events skip; sent to keep a silent stream alive."""
 
 
 class ClientGone(Exception):
-    """The client has closed its connection: nobody waits for a response."""
+    """The client has closed its connection, and needs no response."""
 
 
 async def unless_gone(receive: Receive, awaitable: Awaitable[T]) -> T:
-    """The result of `awaitable`; if the client leaves first, it is cancelled: ClientGone.
+    """Return the result of `awaitable`; if the client leaves first, cancel it and raise ClientGone.
 
     The request's body must have been read.
     """
@@ -52,10 +52,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends what `chunks` yields as it comes, and stops at once when the client has gone.
+    """Response that sends `chunks` as they come, and stops at once when the client disconnects.
 
-    `finish` is called in every case, after the last chunk or the client. Not waiting for a failed
-    write to learn that the client has gone matters: a request that waits for memory writes nothing.
+    `finish` is always called: after the last chunk, or when the client has left. The disconnect is
+    awaited, not found by a failing write: a request that waits for memory writes nothing.
     """
 
     media_type = "text/event-stream"

@@ -1,9 +1,9 @@
-"""Ends a server that cannot end by itself: its event loop hangs, or it was told to stop and hangs.
+"""End a server process whose event loop hangs, or that does not stop in time when it should.
 
-A thread counts seconds since the loop last turned. Where something keeps the interpreter lock, not
-even that thread runs: then the kernel's timer of processor time, which the thread puts off every
-second, ends the process. Seconds are counted and not measured: a process that was stopped, or a
-machine that slept, has not hung.
+A thread counts ticks since the loop last turned. Code that keeps the interpreter lock stops that
+thread too: then the kernel's CPU-time timer (SIGPROF), which the thread resets at every tick, ends
+the process. Ticks are counted, not clock time, so that a process that was stopped, or a machine
+that slept, does not count as hung. Used by `serve`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import sys
 import threading
 
 HANGS_SECONDS = 30.0
-"""A loop that has not turned for so long does not serve any more."""
+"""Seconds after which an event loop that has not turned counts as hung."""
 LAST_WORDS_SECONDS = 1.0
-"""For the stacks of all threads to be written: nobody may be reading them."""
+"""Most seconds spent on writing the stacks of all threads: the reader of stderr may be gone."""
 EXIT_CODE = 1
-"""Of a process that is ended here; where the lock is kept, the code is SIGPROF's number."""
+"""Exit code of a process that the watchdog ends; where the interpreter lock is held, the code is
+SIGPROF's number."""
 
 
 class Watchdog:
@@ -29,29 +30,29 @@ class Watchdog:
     def __init__(self, hangs_seconds: float = HANGS_SECONDS, tick_seconds: float = 1.0) -> None:
         self._most_ticks = hangs_seconds / tick_seconds
         self._tick_seconds = tick_seconds
-        # All cores may be at work on what does not need the lock while a tick is late.
+        # While a tick is late, all cores may be busy with work that does not need the lock.
         self._cpu_seconds = hangs_seconds + 2 * tick_seconds * (os.cpu_count() or 1)
         self._ticks = 0
-        """Since the loop last turned."""
+        """Ticks since the loop last turned."""
         self._ticks_left: float | None = None
-        """Until the process must have ended; None: it need not."""
+        """Ticks until the process must have ended; None: no such time is set."""
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Begin to watch. To be called in the main thread."""
+        """Begin to watch. Call it in the main thread."""
         _exit_at(signal.SIGPROF)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def beat(self) -> None:
-        """The loop turns."""
+        """Record that the loop turns."""
         self._ticks = 0
 
     def end_within(self, seconds: float) -> None:
-        """The process is to end by itself; after so many seconds it is ended."""
+        """End the process if it has not ended by itself within `seconds`."""
         self._ticks_left = seconds / self._tick_seconds
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._stopped.set()
 
     def _watch(self) -> None:
@@ -68,7 +69,7 @@ class Watchdog:
 
 
 def _end(why: str) -> None:
-    """Write what all threads do, if somebody reads it, and exit."""
+    """Write the reason and the stacks of all threads to stderr, and exit."""
 
     def write() -> None:
         print(f"ballast: the server is ended: {why}", file=sys.stderr, flush=True)
@@ -81,8 +82,9 @@ def _end(why: str) -> None:
 
 
 def _exit_at(number: int) -> None:
-    """Have a signal end the process at once, whatever keeps the interpreter lock, and also where
-    it is the first of a container, which the kernel spares a signal's default action."""
+    """Have a signal end the process at once, even while the interpreter lock is held, and even
+    if it is the first process of a container, which the kernel exempts from a signal's default
+    action."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
     libc.signal.restype = ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""Speak Anthropic's Messages API: its requests become chat requests, its answers are written here.
+"""Implement Anthropic's Messages API: translate its requests to chat requests, write its responses.
 
 `server` alone imports it.
 

@@ -1,4 +1,4 @@
-"""Pieces as answers of the Messages API: whole, or event by event."""
+"""Write output pieces in the form of the Messages API, as one message or as stream events."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ from ballast.server.text.output_blocks import (
 from ballast.server.text.pieces import OutputPiece
 
 INVALID = "INVALID_JSON"
-"""Key of arguments that are no JSON object: a model wrote them without being held to a schema, or
-was cut off. They have to be an object; Anthropic's documentation wraps them so."""
+"""Key under which arguments are wrapped that are no JSON object, as in Anthropic's documentation: a
+model wrote them without being held to a schema, or was cut off, and the API requires an object."""
 
 
 class MessageForm:
-    """`/v1/messages`: one answer."""
+    """Form of `/v1/messages`: writes one answer."""
 
     def __init__(self, head: Head, request: MessagesRequest) -> None:
         self._head = head
         self._max_tokens = request.max_tokens
         self._blocks = OutputBlocks()
         self._last: OutputPiece | None = None
-        """The one that ended the output."""
+        """The piece that ended the output."""
         self.silence = _event(Ping())
 
     def opening(self, choices: int, usage: Usage) -> bytes:
@@ -95,7 +95,7 @@ class MessageForm:
         )
 
     def _stopped(self, usage: Usage) -> Stopped:
-        """Why the output ended, if it has."""
+        """The reason why the output ended, if it has."""
         last = self._last
         if last is None:
             return Stopped(None, None)
@@ -128,7 +128,7 @@ def _of_step(step: Step) -> Event | None:
 
 
 def _content(block: OutputBlock) -> ContentBlock:
-    """A block as far as it has grown."""
+    """Convert a block, as far as it has grown."""
     if block.call is None:
         return TextBlock(text=block.text)
     return ToolUseBlock(id=block.call.id, name=block.call.name, input=_input(block.text))

@@ -1,4 +1,4 @@
-"""Answers of the Messages API and the events of their streams: plain records."""
+"""Define the response and stream-event records of the Messages API, encoded by msgspec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MessageUsage(msgspec.Struct):
     output_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int = 0
-    """No cached prefix has to be asked for, nor costs anything."""
+    """Always 0: prefixes are cached without a request for it, and at no cost."""
 
 
 StopReason = Literal[

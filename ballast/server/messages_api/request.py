@@ -1,4 +1,4 @@
-"""Requests of the Messages API, checked field by field, and as chat requests."""
+"""Validate requests of the Messages API, and translate them to chat requests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ballast.server.openai.translation import (
 from ballast.server.tools.request import MOST_FUNCTIONS
 
 OUTDATED = ("2023-01-01",)
-"""Versions of the API, as the header `anthropic-version` names them, whose streams differ. Those
-since differ in what requests may hold: here they may hold what any of them allows."""
+"""Refused values of the header `anthropic-version`: the streams of these versions differ. Later
+versions differ in the fields of requests only, and here requests may use those of any of them."""
 
 
 def check_version(headers: Mapping[str, str]) -> None:
-    """Raises Fault where a client expects streams of another form."""
+    """Raise Fault (400) for a client whose API version has another form of stream."""
     wanted = headers.get("anthropic-version")
     if wanted in OUTDATED:
         why = f"anthropic-version: {wanted} is not supported, only 2023-06-01 and later"
@@ -55,7 +55,7 @@ class ToolUseBlock(BaseModel):
 
 
 def _as_texts(content: object) -> object:
-    """Content as a list of blocks, of which each is text; None is no content."""
+    """Convert content to a list of blocks, all of them text; None is no content."""
     return _as_blocks([] if content is None else content, ("text",))
 
 
@@ -109,8 +109,8 @@ class Turn(BaseModel):
     ]
 
     def messages(self) -> Iterator[Message]:
-        """As messages of a chat request: each result of a call is one of its own. Raises
-        InvalidRequest."""
+        """Convert the turn to messages of a chat request; each tool result becomes a message of its
+        own. Raises InvalidRequest."""
         texts: list[str] = []
         calls: list[dict[str, Any]] = []
         results = 0
@@ -144,7 +144,8 @@ def _as_json(arguments: dict[str, Any]) -> str:
 
 
 def _bounded(messages: object) -> object:
-    """Count messages and blocks before any is validated: each takes microseconds."""
+    """Bound the number of messages and blocks before validating any, which takes microseconds for
+    each."""
     if not isinstance(messages, list):
         return messages
     if len(messages) > MOST_MESSAGES:
@@ -156,7 +157,7 @@ def _bounded(messages: object) -> object:
 
 
 def _count(content: object) -> int:
-    """Blocks, those within blocks included."""
+    """Count blocks, including those within blocks."""
     if not isinstance(content, list):
         return 1
     within = (b["content"] for b in content if isinstance(b, dict) and "content" in b)
@@ -200,7 +201,7 @@ class CountRequest(Translated):
         messages = [turn("system", system)] if system else []
         messages += [message for each in self.messages for message in each.messages()]
         last = messages[-1]
-        # An answer that the client began is gone on with.
+        # A last message of the assistant is the beginning of the answer, and continued.
         continued = last.role == "assistant" and not (last.model_extra or {}).get("tool_calls")
         choice, parallel = self._choice()
         return self.translated(
@@ -223,7 +224,7 @@ class CountRequest(Translated):
             yield function_tool(tool, "input_schema")
 
     def _choice(self) -> tuple[str | dict[str, Any] | None, bool | None]:
-        """`tool_choice` and `parallel_tool_calls` of a chat request."""
+        """Convert to `tool_choice` and `parallel_tool_calls` of a chat request."""
         if self.tool_choice is None:
             return None, None
         kind = self.tool_choice.get("type")
@@ -239,7 +240,7 @@ class CountRequest(Translated):
         return spelled[kind], parallel
 
     def _format(self) -> dict[str, Any] | None:
-        """`response_format` of a chat request."""
+        """Convert to `response_format` of a chat request."""
         wanted = (self.output_config or {}).get("format")
         if wanted is None:
             return None

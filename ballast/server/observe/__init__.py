@@ -1,6 +1,7 @@
-"""Show what the server does: metrics, traces, one log line for each request.
+"""Observe the server: metrics, traces, one log line for each request, and records of its state.
 
-`server` alone imports it, and `dashboard` the records of `server_state`.
+`server` alone imports it; `dashboard` and `bench` import the records of `server_state`, `dashboard`
+those of `latency`, too.
 
 - `device_metrics`: `/metrics` of devices: pages, models, and the pod for gateways.
 - `latency`: Token times of one request, and recent latency quantiles.

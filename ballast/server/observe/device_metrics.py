@@ -1,4 +1,8 @@
-"""What `/metrics` tells of devices: their pages, their models, and the pod as gateways see it."""
+"""Export the device part of `/metrics`: pages and models, and the series by which inference
+gateways choose a pod.
+
+Reads the workers' last reports only; a scrape never waits for a worker, and never fails.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class OneDevice(Protocol):
-    """What is known of one device; `ballast.cluster.device.RemoteDevice` is one."""
+    """The facts about one device; `ballast.cluster.device.RemoteDevice` provides them."""
 
     @property
     def report(self) -> DeviceReport | None: ...
@@ -45,7 +49,7 @@ class OneDevice(Protocol):
 
 
 class Facts(Protocol):
-    """The devices by name, and what is known of them all.
+    """The devices by name, and facts about all of them together.
 
     `ballast.cluster.device_set.DeviceSet` provides it.
     """
@@ -66,7 +70,8 @@ class Facts(Protocol):
 
 
 class DeviceCollector(Collector):
-    """The devices' last reports, at the moment of asking. `wall` dates what must be dated."""
+    """Collects metrics from the devices' last reports at each scrape. `wall` dates the series that
+    carry a time as their value."""
 
     def __init__(self, facts: Facts, wall: Clock) -> None:
         self._facts = facts
@@ -76,7 +81,8 @@ class DeviceCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """What cannot be told is left out and logged: a scrape never fails."""
+        """Yield all metrics; a part that raises is left out and logged, so that a scrape never
+        fails."""
         report, specs = self._facts.report, dict(self._facts.specs)
         yield GaugeMetricFamily(
             "ballast:worker_up", "1: a device's process answers", self._facts.down is None
@@ -101,12 +107,12 @@ class DeviceCollector(Collector):
         for part in parts:
             try:
                 yield from list(part())
-            except Exception:  # whatever it is: the other metrics are needed all the more
+            except Exception:  # any error: the other metrics are still needed
                 log.exception("metrics of the device cannot be told")
 
 
 def _devices(devices: Mapping[str, OneDevice]) -> Iterator[Metric]:
-    """Each apart; what follows is of all together."""
+    """Yield the metrics of each device; all others are sums over the devices."""
     label = ("device",)
     up = GaugeMetricFamily("ballast:device_up", "1: its process answers", labels=label)
     restarts = CounterMetricFamily(
@@ -190,7 +196,7 @@ _MODEL_GAUGES = (
     ("ballast:rotating_layers", "Layers that share slots", "rotating_layers"),
     ("ballast:absent_layers", "Layers that are not on the device now", "absent_layers"),
 )
-"""Of each model: the metric, its help, and the field of `ModelReport`."""
+"""Gauges of each model: metric, help, and field of `ModelReport`."""
 
 _MODEL_COUNTERS = (
     ("vllm:num_preemptions", "Requests preempted", "preemptions"),
@@ -204,7 +210,7 @@ _MODEL_COUNTERS = (
     ("ballast:layer_copy_seconds", "Seconds of these loads on their link", "copy_seconds"),
     ("ballast:layer_stall_seconds", "Seconds its jobs waited for layers", "stall_seconds"),
 )
-"""The same of counters."""
+"""Counters of each model: metric, help, and field of `ModelReport`."""
 
 
 def _models(report: DeviceReport) -> Iterator[Metric]:
@@ -265,7 +271,8 @@ def _caches(report: DeviceReport, specs: Mapping[str, ModelSpec]) -> Iterator[Me
 
 
 def _pod(report: DeviceReport, specs: Mapping[str, ModelSpec]) -> Iterator[Metric]:
-    """Without a label for the model: an endpoint picker reads one series of a pod."""
+    """Yield the metrics of the whole pod, without a model label: an endpoint picker reads one
+    series of a pod."""
     models = report.models
     waiting, running = sum(m.waiting for m in models), sum(m.running for m in models)
     for name, help, value in (
@@ -288,7 +295,8 @@ def _pod(report: DeviceReport, specs: Mapping[str, ModelSpec]) -> Iterator[Metri
 
 
 def _served(report: DeviceReport, specs: Mapping[str, ModelSpec], now: float) -> Iterator[Metric]:
-    """What is on the device, in the form in which gateways know of adapters."""
+    """Yield the models and adapters that are resident or awaited, in the form in which gateways
+    read LoRA adapters."""
     adapters = {
         m.name: [a.name for a in specs[m.name].adapters] for m in report.models if m.name in specs
     }
@@ -315,8 +323,8 @@ def _served(report: DeviceReport, specs: Mapping[str, ModelSpec], now: float) ->
 
 
 def owned(report: DeviceReport) -> dict[tuple[str, str], int]:
-    """Pages by (kind of owner, model); lanes' activations together, under no model, and so what is
-    lent to other devices."""
+    """Count pages by (kind of owner, model). Activations of all lanes are one entry without a
+    model, and so are pages lent to other devices."""
     held: dict[tuple[str, str], int] = {}
     for owner, n in report.owners.items():
         kind, _, name = owner.partition(":")
@@ -326,12 +334,13 @@ def owned(report: DeviceReport) -> dict[tuple[str, str], int]:
 
 
 def _room(report: DeviceReport) -> int:
-    """Pages for weights and KV."""
+    """Pages for weights and KV: all but those for activations."""
     return report.total - owned(report).get(("arena", ""), 0)
 
 
 def _usage(report: DeviceReport, models: Iterable[ModelReport]) -> float:
-    """0 to 1: of the pages that these have for KV or could take, those that requests use."""
+    """Fraction of the pages that these models hold or could take for KV which requests use, 0 to
+    1."""
     backed = used = 0
     for m in models:
         backed += m.kv_pages

@@ -1,4 +1,4 @@
-"""When the tokens of one request came, and what latencies were in the last minute."""
+"""Record the token times of one request (TTFT, TPOT), and quantiles over the last minute."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from dataclasses import dataclass
 from ballast.core.clock import Clock
 
 KEPT = 2000
-"""Most latencies kept of one model and kind; the oldest go first."""
+"""Most latencies kept for each model and kind; the oldest are dropped first."""
 
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds on the server's clock."""
+    """Token times of one request, in seconds on the server's clock."""
 
     arrived: float
     first: float | None = None
     last: float | None = None
-    """Of the latest token."""
+    """Time of the latest token."""
     queued: float | None = None
-    """Seconds, not a moment: from arrival at the worker to its first admission."""
+    """Duration in seconds from arrival at the worker to the first admission."""
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token."""
+        """Time to first token, in seconds; None before it."""
         return None if self.first is None else self.first - self.arrived
 
     def tpot(self, output_tokens: int) -> float | None:
-        """Mean time per output token after the first; None where there is no second."""
+        """Mean time per output token after the first, in seconds; None with fewer than two
+        tokens."""
         if self.first is None or self.last is None or output_tokens < 2:
             return None
         return (self.last - self.first) / (output_tokens - 1)
@@ -45,7 +46,7 @@ class Quantiles:
 
 
 class Recent:
-    """Latencies of the last `seconds`, by nearest rank."""
+    """Latencies of the last `seconds`, and their quantiles."""
 
     def __init__(self, clock: Clock, seconds: float = 60.0) -> None:
         self._clock = clock
@@ -56,13 +57,13 @@ class Recent:
         self._seen.append((self._clock.now(), latency))
 
     def quantiles(self) -> Quantiles | None:
-        """None where nothing came of late."""
+        """Quantiles of the recent latencies; None if there are none."""
         since = self._clock.now() - self._seconds
         return quantiles(latency for at, latency in list(self._seen) if at >= since)
 
 
 def quantiles(latencies: Iterable[float]) -> Quantiles | None:
-    """By nearest rank; None of none."""
+    """Quantiles of latencies by nearest rank; None if there are none."""
     ranked = sorted(latencies)
     if not ranked:
         return None

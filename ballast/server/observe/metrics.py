@@ -1,4 +1,8 @@
-"""What `/metrics` tells of requests: Prometheus text, under vLLM's names where vLLM has one."""
+"""Count and time requests for `/metrics`, in Prometheus text, under vLLM's names where vLLM has
+one.
+
+Answers (`generate`), `Service` and `request_watch` call it; `/metrics` and `/admin/state` read it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ _BUCKETS_ALL = (
     *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""Seconds."""
+"""Upper bounds of the buckets for whole durations, in seconds."""
 _BUCKETS_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 _BUCKETS_CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
@@ -43,13 +47,14 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 _ENGINE = {"engine": "0"}
-"""vLLM's label for the number of a data-parallel engine. Devices are summed: there is one."""
+"""vLLM's label for the number of a data-parallel engine. Always 0: metrics are sums over all
+devices."""
 _WITHOUT_ENGINE = ("vllm:lora_requests_info",)
-"""As in vLLM: gateways read it without."""
+"""Metrics without that label, as in vLLM: gateways read them without it."""
 
 
 class _WithEngine:
-    """What a registry collects, with the label `engine` where vLLM's metrics have it."""
+    """A registry's metrics, with the label `engine` where vLLM's have it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -63,7 +68,7 @@ class _WithEngine:
 
 @dataclass(slots=True)
 class _OfModel:
-    """The series of one model, found once: a token must cost next to nothing."""
+    """The series of one model, looked up once: counting a token must cost next to nothing."""
 
     prompt: Counter
     tokens: Tokens
@@ -102,9 +107,10 @@ def _histogram(
 
 
 class Metrics:
-    """Counts and times of requests as this server saw them, beside what `device` collects.
+    """Counts and times requests as this server saw them, and exports them with the metrics of
+    `device`.
 
-    Labels are names of models, routes and error codes: never what a client may choose.
+    Labels are names of models, routes and error codes: never text that a client chose.
     """
 
     def __init__(self, device: Collector, clock: Clock) -> None:
@@ -166,7 +172,7 @@ class Metrics:
         )
 
     def asked(self, model: str, choices: int, max_tokens: int | None) -> None:
-        """A client's request was accepted."""
+        """Count an accepted request of a client."""
         self._n.labels(model).observe(choices)
         if max_tokens is not None:
             self._sizes["request_params_max_tokens"].labels(model).observe(max_tokens)
@@ -179,7 +185,8 @@ class Metrics:
         now: float,
         queued: float | None = None,
     ) -> None:
-        """A token came; the first tells how long its request was `queued`, in seconds."""
+        """Count a token; `queued`, given with the first token, is how long the request waited, in
+        seconds."""
         of = self._models.get(model) or self._of(model)
         if timing.last is None:
             timing.first, timing.queued = now, queued
@@ -201,8 +208,8 @@ class Metrics:
         now: float,
         cached_tokens: int = 0,
     ) -> None:
-        """A request has ended well, or (`abort`) its client left it. `cached_tokens`: of its
-        prompt, those found in the prefix cache."""
+        """Count a request that has finished, or (`abort`) that its client left. `cached_tokens`:
+        tokens of its prompt that the prefix cache had."""
         self._success.labels(model, reason).inc()
         computed = prompt_tokens - cached_tokens
         if reason != "abort":
@@ -228,13 +235,14 @@ class Metrics:
                 self._time("request_inference_time", model, timing.last - admitted)
 
     def failed(self, model: str, code: str) -> None:
-        """A request has failed."""
+        """Count a request that has failed."""
         self._failed.labels(model, code).inc()
 
     def answered(
         self, route: str | None, method: str, status: int, code: str | None, seconds: float
     ) -> None:
-        """An HTTP request is over. `route` as the router writes it; `code` of an error."""
+        """Count an HTTP request that is over. `route`: its path pattern; `code`: of the error, if
+        any."""
         where = (route or "other", method if method in _METHODS else "other")
         self._http.labels(*where, str(status)).inc()
         self._http_seconds.labels(*where).observe(seconds)
@@ -242,19 +250,19 @@ class Metrics:
             self._errors.labels(str(status), code).inc()
 
     def generated(self, model: str) -> int:
-        """Tokens, so far. From any thread, like `recent`."""
+        """Tokens generated so far. Safe from any thread, like `recent`."""
         of = self._models.get(model)
         return 0 if of is None else of.tokens.count
 
     def recent(self, model: str) -> tuple[Recent, Recent]:
-        """TTFT and TPOT of the last minute."""
+        """Recent TTFT and TPOT of a model, over the last minute."""
         of = self._models.get(model)
         if of is None:
             return Recent(self._clock), Recent(self._clock)
         return of.recent_ttft, of.recent_tpot
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it. From any thread: it takes a while."""
+        """Encode all metrics in Prometheus' text format. Slow; safe from any thread."""
         return generate_latest(_WithEngine(self.registry))
 
     def _time(self, name: str, model: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""One line in the log for each request at its end."""
+"""Log one line for each HTTP request when it ends; never a prompt, an output or a key."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ballast.server.http.request_context import RequestContext
 log = logging.getLogger("ballast.request")
 
 _QUIET = (*FREE, "/metrics")
-"""Asked for every few seconds by machines: logged only when debugging."""
+"""Paths that machines poll every few seconds: logged only when debugging."""
 
 
 def log_request(context: RequestContext) -> None:
-    """A line never holds a prompt, an output or a key."""
+    """Log a finished request, in a line that never holds a prompt, an output or a key."""
     level = logging.DEBUG if context.path in _QUIET and context.status < 500 else logging.INFO
     if log.isEnabledFor(level):
         fields = _fields(context)
@@ -23,8 +23,8 @@ def log_request(context: RequestContext) -> None:
 
 
 def _fields(context: RequestContext) -> dict[str, Any]:
-    """What was found out on the way; leaves out what there is not."""
-    assert context.ended is not None  # told of at the end only
+    """Collect the fields of the log line; leaves out those without a value."""
+    assert context.ended is not None  # called at the end only
     fields: dict[str, Any] = {
         "request_id": context.request_id,
         "method": context.method,
@@ -44,7 +44,7 @@ def _fields(context: RequestContext) -> dict[str, Any]:
 
 
 def _text(fields: dict[str, Any]) -> str:
-    """As `key=value`; a value that is not one word is quoted."""
+    """Format fields as `key=value`; a value that is not one word is quoted."""
     return " ".join(f"{k}={_word(v)}" for k, v in fields.items())
 
 

@@ -1,4 +1,8 @@
-"""Follows each HTTP request to its end, and tells metrics, traces and logs of it."""
+"""Follow each HTTP request to its end, then pass its context to metrics and listeners (log,
+traces).
+
+`Watch` is the outermost ASGI middleware: it creates the `RequestContext` and the request id.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,16 @@ from ballast.server.observe.metrics import Metrics
 
 HEADER = b"x-request-id"
 MESSAGES_HEADER = b"request-id"
-"""The same for clients of the Messages API."""
+"""Header of the request id for clients of the Messages API."""
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
 Listener = Callable[[RequestContext], None]
-"""Told of each request once it is over. It must neither wait nor raise."""
+"""Called with the context of each finished request. It must neither wait nor raise."""
 
 
 class Watch:
-    """ASGI middleware, outermost: every response carries the request's id, and is told of."""
+    """Outermost ASGI middleware: adds the request id to every response, and reports each request
+    when it is over."""
 
     def __init__(
         self, app: ASGIApp, metrics: Metrics, clock: Clock, listeners: Sequence[Listener] = ()
@@ -90,7 +95,7 @@ class Watch:
 
 
 def request_id(given: bytes | None) -> str:
-    """The client's, if it can stand in a header and a log line; else a new one."""
+    """Return the client's id, if it is safe in a header and a log line; else a new one."""
     if given is not None and _SANE.fullmatch(given):
         return given.decode()
     return f"req-{secrets.token_hex(12)}"

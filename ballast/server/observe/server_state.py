@@ -1,4 +1,5 @@
-"""What `/admin/state` tells: a server at one moment, for `ballast top` and for scripts."""
+"""Define the records of `/admin/state`: the server's state at one moment, for `ballast top` and
+scripts."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ class NameNow(msgspec.Struct, frozen=True):
     name: str
     slo: Slo | None
     tokens: int
-    """Generated since the server started."""
+    """Tokens generated since the server started."""
     ttft: Quantiles | None
-    """Of the last minute, like `tpot`; None where there were none."""
+    """TTFT over the last minute, as `tpot` below; None without requests."""
     tpot: Quantiles | None
 
 
@@ -32,10 +33,10 @@ class ModelNow(msgspec.Struct, frozen=True):
     status: Literal["loaded", "loading", "evicted", "failed"]
     report: ModelReport
     names: list[NameNow]
-    """The model's own, then its adapters'."""
+    """Names that clients use: the model's own, then its adapters'."""
     pinned: bool
     devices: list[str] = []
-    """Those that serve it."""
+    """Devices that serve the model."""
 
 
 class DeviceNow(msgspec.Struct, frozen=True):
@@ -44,26 +45,26 @@ class DeviceNow(msgspec.Struct, frozen=True):
     device: str
     status: Literal["ok", "restarting", "lost"]
     reason: str | None
-    """Why no worker serves it, if none does."""
+    """Reason why no worker serves the device, if none does."""
     restarts: int
     open: int
-    """Requests that were given to it and have not ended."""
+    """Requests routed to the device that have not ended."""
     page_bytes: int
     total: int
-    """Pages; likewise below."""
+    """Pages, as are the counts up to `owners`."""
     free: int
     reclaiming: int
     owners: dict[str, int]
     jobs: int
     models: list[ModelReport]
     failed: dict[str, str]
-    """Models that it should serve and does not, with the reason."""
+    """Models that the device should serve and does not, with the reason."""
     borrowed: dict[str, int] = {}
-    """Pages of other devices that it may use, by device."""
+    """Pages borrowed from other devices, by device."""
     moved_in: int = 0
-    """Requests that have come from other devices with their KV."""
+    """Requests that have migrated from other devices with their KV."""
     cordoned: bool = False
-    """An operator has drained it: it takes no requests."""
+    """Whether an operator has drained the device: it gets no requests."""
 
 
 class ServerNow(msgspec.Struct, frozen=True):
@@ -74,32 +75,33 @@ class ServerNow(msgspec.Struct, frozen=True):
     time: float
     """Seconds since 1970."""
     uptime: float
-    """Seconds."""
+    """Seconds since the server started."""
     preset: str
     status: Status
-    """As `/health` says it."""
+    """Status as `/health` reports it."""
     reason: str | None
-    """Why no worker serves, if none does."""
+    """Reason why no worker serves, if none does."""
     restarts: int
-    """Workers that were started in place of one that died."""
+    """Workers started in place of one that died."""
     open: int
-    """Requests of models that have not ended, those included that wait for a worker."""
+    """Open requests of models, including those that wait for a worker."""
     device: str
-    """Their names."""
+    """Names of the devices."""
     page_bytes: int
     total: int
-    """Pages; likewise below."""
+    """Pages, as are the counts up to `owners`."""
     free: int
     reclaiming: int
     owners: dict[str, int]
-    """As in `DeviceReport`."""
+    """Pages by owner, as in `DeviceReport`."""
     jobs: int
     models: list[ModelNow]
     failed: dict[str, str]
     """Models of the fleet that are not served, with the reason."""
     decisions: list[dict[str, Any]]
-    """The last, oldest first: `time` (since 1970), `action`, `model`, and mostly `why`; `refused`,
-    if it was not done; `by` whom, where it was not the preset; `device`, of several."""
+    """Last decisions, oldest first: `time` (since 1970), `action`, `model`, and mostly `why`;
+    `refused`, if it was not carried out; `by`, where the preset did not decide; `device`, where
+    there are several."""
     devices: list[DeviceNow]
     lending: list[Capability] = []
-    """Which devices can lend pages to which."""
+    """For each pair of devices, whether and by which means one can lend pages to the other."""

@@ -1,6 +1,6 @@
-"""Tokens and the gaps between them, counted by model for a fraction of a microsecond each.
+"""Count tokens and inter-token gaps by model, for a fraction of a microsecond each.
 
-There is one for every token, which is too often for prometheus-client's own types: they lock.
+Every token is counted: prometheus-client's own types, which lock, would cost too much.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ _LABELS = ("model_name",)
 
 
 class Tokens:
-    """Of one model. Counted by one thread; any may read."""
+    """Token count and inter-token gaps of one model. One thread counts; any may read."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.count = 0
         self._bounds = tuple(bounds)
         self._gaps = [0] * (len(bounds) + 1)
-        """By bucket; the last is of those above all bounds."""
+        """Number of gaps in each bucket; the last is for gaps above all bounds."""
         self._seconds = 0.0
 
     def gap(self, seconds: float) -> None:
-        """Between two tokens of one output."""
+        """Count the gap between two tokens of one output."""
         self._gaps[bisect_left(self._bounds, seconds)] += 1
         self._seconds += seconds
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Gaps as Prometheus has them: by upper bound all that are not longer, and their sum."""
+        """Cumulative counts of gaps by upper bound, as Prometheus has them, and the sum of all gaps
+        in seconds."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(bounds, map(float, accumulate(self._gaps)), strict=True)), self._seconds
 
 
 class TokenCollector(Collector):
-    """Tells them under `counter`, and under each of `histograms`: names and what they mean."""
+    """Exports the counts of all models as `counter`, and their gaps as each of `histograms`. Both
+    give metrics as (name, help)."""
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class TokenCollector(Collector):
         self._models: dict[str, Tokens] = {}
 
     def of(self, model: str) -> Tokens:
-        """To be counted in."""
+        """Return the counts of a model, to be counted in."""
         return self._models.setdefault(model, Tokens(self._bounds))
 
     def collect(self) -> Iterable[Metric]:

@@ -1,7 +1,7 @@
-"""A span for each HTTP request, to an OpenTelemetry collector, where the operator asks for it.
+"""Export a span for each HTTP request to an OpenTelemetry collector, where one is configured.
 
-Attributes are those of the GenAI semantic conventions, and for what these have no name yet, the
-ones that vLLM uses (`gen_ai.latency.*`, in seconds).
+Attributes follow the GenAI semantic conventions, and vLLM where these have no name yet
+(`gen_ai.latency.*`, in seconds).
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ _OPERATIONS = {
     "/v1/embeddings": "embeddings",
 }
 _UNTRACED = frozenset({"/live", "/health", "/metrics", "/admin/state"})
-"""Asked every few seconds, by machines."""
+"""Paths that machines poll every few seconds; not traced."""
 _LONGEST = 200
-"""Characters kept of what clients chose."""
+"""Most characters kept of text that clients chose."""
 
 Value = str | int | float | bool | Sequence[str]
 
 
 class Tracing:
-    """A listener of `Watch`. Spans are exported by a thread; those too many for it are dropped."""
+    """Listener of `Watch` that records spans. A thread exports them; those beyond its queue are
+    dropped."""
 
     def __init__(self, exporter: SpanExporter, clock: Clock, wall: Clock) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -53,7 +54,7 @@ class Tracing:
         self._failed = Status(StatusCode.ERROR)
 
     def __call__(self, context: RequestContext) -> None:
-        """Tell of a request that is over; as a child of the client's span, if it named one."""
+        """Record a finished request; as a child of the client's span, if the request named one."""
         if context.path in _UNTRACED or context.ended is None:
             return
         offset = self._wall.now() - self._clock.now()
@@ -70,8 +71,8 @@ class Tracing:
         span.end(_nanoseconds(context.ended + offset))
 
     async def close(self, patience: float) -> None:
-        """Export what is left, within `patience` seconds; what is left then is dropped, instead of
-        being tried again for as long as a collector does not answer."""
+        """Export the remaining spans within `patience` seconds, and drop the rest: a collector that
+        does not answer must not delay the end of the server."""
         ending = threading.Thread(target=self._provider.shutdown, name="ballast-spans", daemon=True)
         ending.start()
         await asyncio.to_thread(ending.join, patience)
@@ -80,9 +81,10 @@ class Tracing:
 
 
 def tracing(endpoint: str | None, clock: Clock, wall: Clock) -> Tracing | None:
-    """Tracing to the collector at `endpoint`, or at that of OTEL_EXPORTER_OTLP_ENDPOINT, by HTTP.
+    """Create tracing to the collector at `endpoint`, or at OTEL_EXPORTER_OTLP_ENDPOINT, over HTTP.
 
-    None where neither is given. Raises ConfigError where OpenTelemetry is not installed.
+    None where neither is given. Raises ConfigError where OpenTelemetry is not installed, or the
+    address is not HTTP.
     """
     names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     where = endpoint or next((os.environ[n] for n in names if os.environ.get(n)), None)
@@ -101,7 +103,7 @@ def tracing(endpoint: str | None, clock: Clock, wall: Clock) -> Tracing | None:
 
 
 def provider(exporter: SpanExporter) -> TracerProvider:
-    """What makes spans, and hands them to `exporter` in batches."""
+    """Create the provider of spans, which passes them to `exporter` in batches."""
     from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -117,7 +119,7 @@ def provider(exporter: SpanExporter) -> TracerProvider:
 
 
 def attributes(context: RequestContext) -> dict[str, Value]:
-    """What a span says of a request."""
+    """Collect a span's attributes from the context of a request."""
     found: dict[str, Value] = {
         "http.request.method": context.method,
         "url.path": context.path[:_LONGEST],
@@ -188,7 +190,7 @@ def _answered(answer: ObservedAnswer, began: float) -> dict[str, Value]:
 def _name(context: RequestContext, found: Mapping[str, Value]) -> str:
     operation = found.get("gen_ai.operation.name")
     if operation is not None:
-        # Only names of the fleet: spans are grouped by theirs.
+        # Only the fleet's model names, never a client's text: spans are grouped by name.
         model = found.get("gen_ai.response.model")
         return f"{operation} {model}" if model else str(operation)
     return f"{context.method} {context.route}" if context.route else context.method

@@ -1,4 +1,4 @@
-"""Speak OpenAI's completions and chat APIs: their requests, records and answers.
+"""Implement OpenAI's completions and chat APIs: request schemas, response records and forms.
 
 `server` alone imports it; `messages_api` and `responses_api` translate their requests to these.
 
@@ -6,5 +6,5 @@
 - `records`: Response records of the OpenAI API, encoded by msgspec.
 - `request`: Schemas of OpenAI's generating requests, with vLLM's extensions.
 - `text_request`: Schemas of requests for tokenizing and embeddings.
-- `translation`: What other APIs' requests have in common when they become chat requests.
+- `translation`: Translates other APIs' requests to chat requests: the shared parts.
 """

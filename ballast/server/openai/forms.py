@@ -1,4 +1,7 @@
-"""Pieces as OpenAI's completions and chat completions: whole, or chunk by chunk."""
+"""Write output pieces as OpenAI's completions and chat completions, whole or chunk by chunk.
+
+`Form` is the protocol that all APIs' forms implement; `routes.generate` calls them.
+"""
 
 from __future__ import annotations
 
@@ -41,26 +44,26 @@ from ballast.server.tools.delta import Arguments, Began
 
 _Usage = Usage | UnsetType | None
 _LEAST = -9999.0
-"""The log-probability of what cannot be, as vLLM tells it."""
+"""Log-probability returned for impossible tokens, as in vLLM."""
 
 
 class Form(Protocol):
-    """How one API writes one answer: whole, or as a stream of events."""
+    """Writes one answer in the form of one API: whole, or as a stream of events."""
 
     silence: bytes
-    """Sent when nothing else is for a while, so that nobody takes the silence for the end."""
+    """Sent while a stream is silent, so that clients do not take the silence for its end."""
 
     def opening(self, choices: int, usage: Usage) -> bytes:
-        """Events that come before any token. `usage`: of the prompt, as far as it is known."""
+        """Return the events before any token. `usage`: of the prompt, as far as it is known."""
 
     def events(self, pieces: Iterable[OutputPiece]) -> bytes:
-        """The events of pieces that came together; may be empty."""
+        """Return the events of pieces that came together; may be empty."""
 
     def closing(self, usage: Usage) -> bytes:
-        """Events that come after the last token."""
+        """Return the events after the last token."""
 
     def failed(self, fault: Fault) -> bytes:
-        """Events that end a stream which cannot be completed."""
+        """Return the events that end a stream which cannot be completed."""
 
     def whole(
         self, pieces: Iterable[OutputPiece], choices: int, usage: Usage
@@ -69,10 +72,10 @@ class Form(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all events of an answer have in common."""
+    """Fields that all events of an answer have in common."""
 
     request_id: str
-    """Of the HTTP request, which errors of the Messages API repeat."""
+    """Id of the HTTP request, which errors of the Messages API repeat."""
     answer_id: str
     model: str
     fingerprint: str
@@ -83,9 +86,9 @@ class Head:
 
 
 class _Chunks:
-    """What chat and completions have in common.
+    """Common base of the forms of chat and completions.
 
-    Where usage is asked for, chunks say that it is still to come (null), as OpenAI's do.
+    Where usage is requested, chunks before the last have `usage: null`, as OpenAI's do.
     """
 
     silence = PING
@@ -97,9 +100,9 @@ class _Chunks:
         self._include_usage = request.include_usage
         self._usage: _Usage = None if request.stream and request.include_usage else UNSET
         self._alternatives = request.requested_logprobs
-        """How many go with each token's log-probability; None: there are none."""
+        """Number of alternatives with each token's log-probability; None: no log-probabilities."""
         self._around: dict[int, tuple[bytes, bytes]] = {}
-        """By choice, what is around the text in chunks that tell nothing else."""
+        """JSON before and after the text, by choice, of chunks that differ by their text only."""
 
     def opening(self, choices: int, usage: Usage) -> bytes:
         return b""
@@ -114,19 +117,19 @@ class _Chunks:
         return event(fault.openai_body()) + DONE
 
     def usage(self, usage: Usage) -> Chunk:
-        """The chunk without choices that has the usage."""
+        """Return the chunk without choices that has the usage."""
         raise NotImplementedError
 
     def chunk(self, piece: OutputPiece) -> Chunk:
         raise NotImplementedError
 
     def _encoded(self, piece: OutputPiece) -> bytes:
-        """Its chunk as JSON. Most differ by their text alone."""
+        """Encode the chunk of a piece as JSON. Most chunks differ by their text alone."""
         if piece.finish_reason is not None or piece.calls or self._alternatives is not None:
             return encode(self.chunk(piece))
         around = self._around.get(piece.choice)
         if around is None:
-            # Nothing that follows the text is an empty string.
+            # The last empty string is the text: no field after it is one.
             before, _, after = encode(self.chunk(OutputPiece(piece.choice, ""))).rpartition(b'""')
             around = self._around[piece.choice] = before, after
         return around[0] + encode(piece.text) + around[1]
@@ -136,7 +139,7 @@ class _Chunks:
 
 
 class ChatForm(_Chunks):
-    """`/v1/chat/completions`."""
+    """Form of `/v1/chat/completions`."""
 
     def opening(self, choices: int, usage: Usage) -> bytes:
         delta = Delta(role="assistant", content="")
@@ -187,7 +190,7 @@ class ChatForm(_Chunks):
 
 
 class TextForm(_Chunks):
-    """`/v1/completions`."""
+    """Form of `/v1/completions`."""
 
     def chunk(self, piece: OutputPiece) -> Chunk:
         logprobs = self._logprobs([piece])
@@ -228,7 +231,8 @@ class TextForm(_Chunks):
         )
 
     def _top(self, scored: Scored) -> dict[str, float] | None:
-        """Alternatives and the token itself; of tokens with equal texts, the likeliest."""
+        """Return the alternatives and the token itself; of tokens with equal texts, the
+        likeliest."""
         if scored.logprob is None:
             return None
         top: dict[str, float] = {}
@@ -241,8 +245,8 @@ class TextForm(_Chunks):
 def token_logprobs(
     scored: Iterable[Scored], alternatives: int, tokenizer: Tokenizer
 ) -> list[TokenLogprob]:
-    """Tokens with their log-probabilities and `alternatives`, as chat completions and responses
-    write them."""
+    """Convert scored tokens to records with `alternatives` each, as chat completions and responses
+    have them."""
     found = []
     for s in scored:
         text, raw = tokenizer.token_text(s.token)
@@ -255,7 +259,8 @@ def token_logprobs(
 
 
 def _call_deltas(piece: OutputPiece) -> list[ToolCallDelta]:
-    """One for each call: clients that gather deltas expect no call twice in a chunk."""
+    """Convert a piece's tool-call deltas, one for each call: clients expect no call twice in a
+    chunk."""
     deltas: dict[int, ToolCallDelta] = {}
     for c in piece.calls:
         if isinstance(c, Began):
@@ -281,7 +286,7 @@ def _message(pieces: Iterable[OutputPiece]) -> ChatMessage:
 
 
 def _finite(logprob: float | None) -> float:
-    """JSON has no infinities."""
+    """Bound a log-probability: JSON has no infinities."""
     return _LEAST if logprob is None else max(logprob, _LEAST)
 
 

@@ -1,4 +1,4 @@
-"""Responses of the OpenAI API: plain records, encoded by msgspec."""
+"""Define the response records of the OpenAI API, encoded by msgspec."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 UNSET = msgspec.UNSET
 StopReason = str | int | msgspec.UnsetType
-"""As vLLM tells it: the stop string or token, of those that the client named, that was met."""
+"""As in vLLM: the stop string or token that ended the output, of those that the client named."""
 
 
 class PromptDetails(msgspec.Struct):
@@ -35,7 +35,7 @@ class TextLogprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
-    """By the text of a token; null where no alternatives are asked for."""
+    """Log-probabilities by the token's text; null where no alternatives are requested."""
     text_offset: list[int]
 
 
@@ -84,7 +84,7 @@ class ChatLogprobs(msgspec.Struct):
 class CalledFunction(msgspec.Struct, omit_defaults=True):
     name: str | None = None
     arguments: str | None = None
-    """JSON text; in chunks, a piece of it."""
+    """JSON text; in chunks, a fragment of it."""
 
 
 class ToolCall(msgspec.Struct):
@@ -102,7 +102,7 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
 
 class ChatMessage(msgspec.Struct):
     content: str | None
-    """Null where the answer is nothing but calls."""
+    """Null where the answer consists of tool calls only."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     tool_calls: list[ToolCall] | msgspec.UnsetType = UNSET
@@ -195,21 +195,21 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 class ModelStatus(msgspec.Struct, omit_defaults=True):
     value: Literal["loaded", "loading", "evicted", "failed"]
     reason: str | None = None
-    """Of a failed one."""
+    """Reason why the model failed."""
 
 
 class Model(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
     created: int
-    """When this server began to serve it."""
+    """Start of this server, in seconds since 1970."""
     owned_by: str = "ballast"
     root: str
-    """The model whose weights it stands on: of an adapter, the base; else itself."""
+    """Own name of the model, or of an adapter's base."""
     parent: str | None
-    """Of an adapter, the base."""
+    """Base of an adapter; null for other models."""
     max_model_len: int | None
-    """Null where it could not be loaded."""
+    """Context length in tokens; null for a model that could not be loaded."""
     status: ModelStatus
 
 

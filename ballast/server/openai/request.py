@@ -1,4 +1,7 @@
-"""Requests that generate, in the words of the OpenAI API and of vLLM, checked field by field."""
+"""Define and validate chat and completion requests: OpenAI's fields with vLLM's extensions.
+
+`Service` generates from these only: requests of other APIs are translated to `ChatRequest`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ MOST_CHOICES = 128
 _SEED = 2**63
 _PRIORITY = 2**31
 _Most = Annotated[StrictInt, Field(ge=0)]
-"""The context bounds it, and says so."""
+"""Number of tokens without an upper bound here: the model's context bounds it, with an error of its
+own."""
 
 
 class StreamOptions(BaseModel):
@@ -54,7 +58,7 @@ class Sampled(Body):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     priority: Annotated[StrictInt, Field(ge=-_PRIORITY, lt=_PRIORITY)] | None = None
-    """As vLLM's: a smaller one comes earlier."""
+    """Priority as in vLLM: a smaller number comes earlier."""
     user: Text | None = None
 
 
@@ -82,16 +86,18 @@ class _Generate(Sampled):
 
     @property
     def shortens_output(self) -> bool:
-        """Whether `max_tokens` beyond what the context leaves is lowered to that, not refused."""
+        """Whether a `max_tokens` beyond the context is lowered to the tokens left, instead of
+        refused."""
         return False
 
     @property
     def requested_logprobs(self) -> int | None:
-        """Alternatives to tell with the log-probability of each token; None: tell none at all."""
+        """Number of alternatives with the log-probability of each token; None: no
+        log-probabilities."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """What no field can know alone. Raises InvalidRequest, naming the field."""
+        """Check rules that concern several fields. Raises InvalidRequest, naming the field."""
         most = self.most_tokens
         if most is not None and most < 1:
             raise InvalidRequest("max_tokens: must be at least 1", "max_tokens")
@@ -142,7 +148,7 @@ class CompletionRequest(_Generate):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one by one, as text or as token ids."""
+        """The prompts as a list, each a text or a list of token ids."""
         return one_by_one(self.prompt)
 
     @property

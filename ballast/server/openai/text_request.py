@@ -1,4 +1,4 @@
-"""Requests about texts that generate nothing: tokens of them, and embeddings."""
+"""Define and validate requests that generate no text: tokenize, detokenize and embeddings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TokenizeRequest(Conversation):
     return_token_strs: bool | None = None
 
     def check(self) -> None:
-        """Raises InvalidRequest."""
+        """Raise InvalidRequest unless there is either a prompt or messages."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("prompt: give either it or messages", "prompt")
 
@@ -40,5 +40,5 @@ class EmbeddingRequest(Body):
 
     @property
     def texts(self) -> list[str | list[int]]:
-        """One by one, as text or as token ids."""
+        """The inputs as a list, each a text or a list of token ids."""
         return one_by_one(self.input)

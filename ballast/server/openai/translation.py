@@ -1,4 +1,7 @@
-"""Requests of other APIs than OpenAI's chat completions, which become requests of these."""
+"""Translate requests of other APIs to OpenAI chat requests: the parts that these APIs share.
+
+`messages_api` and `responses_api` build on it.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +20,27 @@ class Translated(Sampled):
     """A request of another API. Fields for sampling are spelled as in chat completions."""
 
     NAMES: ClassVar[Sequence[tuple[str, str]]] = ()
-    """Regular expressions for fields of chat requests, and the fields of this API that become
-    these. The first match counts."""
+    """Regular expressions for fields of chat requests, and the fields of this API that they come
+    from. The first match counts."""
 
     chat_template_kwargs: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
-        """The same as a chat request. Raises InvalidRequest, in the words of this API."""
+        """Convert to a chat request. Raises InvalidRequest, naming fields of this API."""
         raise NotImplementedError
 
     def translated(self, kind: type[ChatRequest], **fields: Any) -> ChatRequest:
-        """A request of this `kind` with the fields that are spelled alike, and `fields`.
+        """Build a chat request of this `kind` from the fields that are spelled alike, and `fields`.
 
-        Nothing is validated twice: whatever is passed has been checked as part of this request.
+        Nothing is validated again: all values have been checked as part of this request.
         """
         alike = {name: getattr(self, name) for name in Translated.model_fields}
         return kind.model_construct(**alike, **fields)
 
     @contextmanager
     def names(self) -> Iterator[None]:
-        """Have what is raised meanwhile about a field of the chat request name the one here."""
+        """Convert errors raised in the `with` block so that they name this API's field, not that of
+        the chat request."""
         try:
             yield
         except RequestError as error:
@@ -55,12 +59,12 @@ class Translated(Sampled):
 
 
 def turn(role: str, content: str, **more: Any) -> Message:
-    """A message of the conversation; `more` reaches the chat template."""
+    """Build a message of the conversation; `more` reaches the chat template."""
     return Message.model_construct(role=role, content=content, **more)
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """An earlier call, as messages of chat requests have it. `arguments`: JSON."""
+    """Build an earlier tool call, as messages of chat requests have it. `arguments`: JSON."""
     return {
         "id": call_id,
         "type": "function",
@@ -69,7 +73,8 @@ def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def function_tool(tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
-    """A function that may be called, as chat requests have it. `schema`: the key of its schema."""
+    """Convert a function to a tool of a chat request. `schema`: key of its JSON schema in
+    `tool`."""
     renamed = {"name": "name", "description": "description", schema: "parameters"}
     found = {theirs: tool[ours] for ours, theirs in renamed.items() if tool.get(ours) is not None}
     if tool.get("strict"):
@@ -78,7 +83,7 @@ def function_tool(tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
 
 
 def json_schema(schema: object, name: str, *, strict: bool) -> dict[str, Any]:
-    """A `response_format` of chat requests."""
+    """Build a `response_format` of chat requests."""
     return {
         "type": "json_schema",
         "json_schema": {"name": name, "schema": schema, "strict": strict},
@@ -86,7 +91,8 @@ def json_schema(schema: object, name: str, *, strict: bool) -> dict[str, Any]:
 
 
 def readable(part: object, kinds: Sequence[str], what: str) -> object:
-    """`part`, unless it is content that no model here reads. Raises ValueError, for pydantic."""
+    """Return `part`, or raise ValueError (for pydantic) for a type of content that is not
+    supported."""
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind not in kinds:
         known = ", ".join(kinds)
@@ -95,5 +101,5 @@ def readable(part: object, kinds: Sequence[str], what: str) -> object:
 
 
 def refuse(field: str, why: str) -> InvalidRequest:
-    """The error for a field that is understood and not supported."""
+    """Build the error for a field that is known but not supported."""
     return InvalidRequest(f"{field}: {why}", field)

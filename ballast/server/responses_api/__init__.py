@@ -1,4 +1,4 @@
-"""Speak OpenAI's Responses API: its requests become chat requests, its answers are written here.
+"""Implement OpenAI's Responses API: translate its requests to chat requests, write its responses.
 
 `server` alone imports it.
 

@@ -1,4 +1,4 @@
-"""Pieces as answers of the Responses API: whole, or event by event."""
+"""Write output pieces in the form of the Responses API, as one response or as stream events."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ _Code = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
 
 
 class ResponseForm:
-    """`/v1/responses`: one answer. Each block of the output is an item."""
+    """Form of `/v1/responses`: writes one answer. Each block of the output is an item."""
 
     silence = PING
 
     def __init__(self, head: Head, request: ChatRequest, repeated: Mapping[str, Any]) -> None:
-        """`repeated`: fields of a `ResponseRecord` that the request decides."""
+        """`repeated`: fields of a `ResponseRecord` that repeat the request."""
         self._head = head
         self._repeated = repeated
         self._alternatives = request.requested_logprobs
-        """How many are given with each token's log-probability; None: there are none."""
+        """Number of alternatives with each token's log-probability; None: no log-probabilities."""
         self._blocks = OutputBlocks()
         self._ids: list[str] = []
-        """Of the items, by block."""
+        """Ids of the items, by block."""
         self._cut = False
-        """The output was ended by `max_output_tokens`, or by the context."""
+        """Whether the output was cut off by `max_output_tokens`, or by the context."""
         self._sent = 0
-        """Events."""
+        """Number of events sent."""
 
     def opening(self, choices: int, usage: Usage) -> bytes:
         begun = self._record("in_progress")
@@ -100,7 +100,7 @@ class ResponseForm:
         return self._record("completed", usage=counts, completed_at=now)
 
     def _record(self, status: Status, **fields: Any) -> ResponseRecord:
-        """The response as far as it has come."""
+        """Build the response, as far as it has come."""
         blocks = self._blocks
         output = [
             self._item(block, last=block is blocks.blocks[-1], whole=blocks.ended and not self._cut)
@@ -119,7 +119,7 @@ class ResponseForm:
     # -- items ------------------------------------------------------------------------------------
 
     def _item(self, block: OutputBlock, *, last: bool, whole: bool) -> OutputMessage | FunctionCall:
-        """A block that grows no more; the last of an output is as complete as that is."""
+        """Convert a block that grows no more; only the last one of an output can be incomplete."""
         status: ItemStatus = "completed" if whole or not last else "incomplete"
         if block.call is None:
             return OutputMessage(id=self._id(block), status=status, content=[self._part(block)])
@@ -132,7 +132,7 @@ class ResponseForm:
         )
 
     def _begun(self, block: OutputBlock) -> OutputMessage | FunctionCall:
-        """A block that has just been opened."""
+        """Convert a block that has just been opened."""
         item_id = self._id(block)
         if block.call is None:
             return OutputMessage(id=item_id, status="in_progress", content=[])

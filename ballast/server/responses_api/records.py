@@ -1,4 +1,4 @@
-"""Answers of the Responses API and the events of their streams: plain records."""
+"""Define the response and stream-event records of the Responses API, encoded by msgspec."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function
     call_id: str
     name: str
     arguments: str
-    """JSON."""
+    """JSON text."""
 
 
 class CachedTokens(msgspec.Struct):

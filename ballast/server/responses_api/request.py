@@ -1,4 +1,7 @@
-"""Requests of the Responses API, checked field by field, and as chat requests."""
+"""Validate requests of the Responses API, and translate them to chat requests.
+
+The server keeps no responses: requests that refer to an earlier one are refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from ballast.server.responses_api.records import TextFormat
 from ballast.server.tools.request import MOST_FUNCTIONS
 
 LOGPROBS = "message.output_text.logprobs"
-"""The value of `include` that asks for log-probabilities."""
+"""Value of `include` that requests log-probabilities."""
 MOST_METADATA = 16
 
 
@@ -94,7 +97,7 @@ class ReasoningItem(BaseModel):
 
 
 def _kind(item: object) -> object:
-    """The type of an item; one that names none is a message."""
+    """Return the type of an item; an item without one is a message."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     return "message" if kind is None else kind
 
@@ -111,7 +114,8 @@ _Items = list[Item]
 
 
 def _as_items(value: object) -> object:
-    """A text is what the user says. Counts items and parts before any is validated."""
+    """Convert a text to a user's message, and bound the number of items and parts before validating
+    any."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
@@ -126,7 +130,8 @@ def _as_items(value: object) -> object:
 
 
 def _messages(items: list[Item]) -> Iterator[Message]:
-    """Items as messages of a chat request: calls belong to the answer that they follow."""
+    """Convert items to messages of a chat request; calls are added to the answer that they
+    follow."""
     said: str | None = None
     calls: list[dict[str, Any]] = []
     for item in items:
@@ -204,7 +209,7 @@ class ResponsesRequest(Translated):
 
     @property
     def format(self) -> dict[str, Any]:
-        """Of the text that is wanted."""
+        """Requested format of the text."""
         wanted = None if self.text is None else self.text.format
         return {"type": "text"} if wanted is None else wanted
 
@@ -228,7 +233,7 @@ class ResponsesRequest(Translated):
         )
 
     def repeated(self) -> dict[str, Any]:
-        """What a `ResponseRecord` repeats of the request, defaults filled in. Raises
+        """Fields of a `ResponseRecord` that repeat the request, with defaults filled in. Raises
         InvalidRequest."""
         tools = [
             {
@@ -257,7 +262,7 @@ class ResponsesRequest(Translated):
         }
 
     def _check_state(self) -> None:
-        """Raises InvalidRequest where the answer would need what this server does not keep."""
+        """Raise InvalidRequest where the answer would need state that this server does not keep."""
         nothing = "no response is kept here"
         if self.store:
             raise refuse("store", f"{nothing}; leave it out, or set it to false")
@@ -270,7 +275,7 @@ class ResponsesRequest(Translated):
             raise refuse("prompt", "no prompts are kept here; send instructions and input")
 
     def _choice(self) -> tuple[str | dict[str, Any] | None, list[dict[str, Any]] | None]:
-        """`tool_choice` and `tools` of a chat request."""
+        """Convert to `tool_choice` and `tools` of a chat request."""
         tools = None if self.tools is None else list(_functions(self.tools))
         if not isinstance(self.tool_choice, dict):
             return self.tool_choice, tools
@@ -296,7 +301,7 @@ class ResponsesRequest(Translated):
 
 
 def _encoded(value: object, field: str) -> msgspec.Raw:
-    """A value as JSON. Raises InvalidRequest: what a client sent may be no Unicode."""
+    """Encode a value as JSON. Raises InvalidRequest: a client's text may not be valid Unicode."""
     try:
         return msgspec.Raw(encode(value))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:

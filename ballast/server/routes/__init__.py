@@ -1,12 +1,12 @@
-"""Route HTTP requests: each module has the routes of one job, which ask the services and answer.
+"""Define the HTTP routes: each calls `Service` or `AdminService`, and writes the response.
 
 `app` alone imports it; it may import all of `server` but `app` and `serve`.
 
 - `admin`: Routes `/admin/*` by which operators change what is served.
-- `catalogue`: The fleet's models as clients see them.
+- `catalogue`: Lists the fleet's models for clients.
 - `generate`: Routes that generate, whole or streamed.
 - `health`: Routes for liveness and readiness probes.
-- `openapi_document`: `/openapi.json`: the schemas of answers.
-- `state`: Routes that only report: `/metrics` and `/admin/state`.
+- `openapi_document`: Adds schemas of responses to `/openapi.json`.
+- `state`: Read-only routes: `/metrics` and `/admin/state`.
 - `texts`: Routes for tokenizing and embeddings.
 """

@@ -1,4 +1,7 @@
-"""Routes by which an operator changes what is served; they need the admin key (`access.keys`)."""
+"""Add the routes below `/admin` by which operators change the fleet; they need the admin key.
+
+Each route calls `AdminService`; `access.keys` checks the key.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +37,17 @@ class RecallKeys(Keys):
 
     to: str
     memory: Size | None = None
-    """None: all."""
+    """Amount to recall; None: all of it."""
     seconds: Annotated[float, Field(ge=0, le=3600)] = RECALL_SECONDS
 
 
 _NAME = 100
-"""Characters of a parameter's name that an error repeats."""
+"""Most characters of a parameter's name that an error repeats."""
 
 
 async def _check_parameters(request: Request) -> None:
-    """Raise Fault (400) for a parameter of the query that the route does not take: an order that
-    ignores its `device`, say, would reach all of them."""
+    """Raise Fault (400) for a query parameter that the route does not take: a command whose
+    `device` was ignored, for example, would reach all devices."""
     known = [field.alias for field in request.scope["route"].dependant.query_params]
     for name in request.query_params:
         if name not in known:
@@ -54,12 +57,12 @@ async def _check_parameters(request: Request) -> None:
 
 
 CHECKED: dict[str, Any] = {"dependencies": [Depends(_check_parameters)]}
-"""For every route: what it is asked for is looked at whole."""
+"""Arguments of every route: its query parameters are checked."""
 
 
 def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> None:
-    """Add the routes below `/admin` by which operators change what is served. Of two that a path
-    fits, the first counts."""
+    """Add the routes below `/admin` by which operators change the fleet. Where a path fits two
+    routes, the one added first counts."""
     _add_model_routes(app, service, admin)
     _add_pin_routes(app, service, admin)
     _add_residency_routes(app, service, admin)
@@ -69,7 +72,8 @@ def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> Non
 
 
 def _spec(service: Service, name: str) -> ModelSpec:
-    """Find a model or adapter by its name or alias, whoever may use it. Raises UnknownModel."""
+    """Find a model or adapter by its name or alias, without regard to the caller's key. Raises
+    UnknownModel."""
     own = service.models.own_name(name)
     for base in service.controller.devices.specs.values():
         for served in base.served:
@@ -80,7 +84,7 @@ def _spec(service: Service, name: str) -> ModelSpec:
 
 
 def _add_model_routes(app: FastAPI, service: Service, admin: AdminService) -> None:
-    """Models of the fleet: list, add, change, remove."""
+    """Add routes to list, add, change and remove models."""
     controller = service.controller
 
     @app.get("/admin/models", **CHECKED)
@@ -112,7 +116,7 @@ def _add_model_routes(app: FastAPI, service: Service, admin: AdminService) -> No
 
 
 def _add_pin_routes(app: FastAPI, service: Service, admin: AdminService) -> None:
-    """Whether a model may be evicted."""
+    """Add routes to pin and unpin models; a pinned model is not evicted."""
 
     async def set_pinned(name: str, pinned: bool) -> None:
         model = _spec(service, name)
@@ -132,10 +136,10 @@ def _add_pin_routes(app: FastAPI, service: Service, admin: AdminService) -> None
 
 
 def _add_residency_routes(app: FastAPI, service: Service, admin: AdminService) -> None:
-    """Whether a model's weights are on its devices."""
+    """Add routes to activate and evict models."""
 
     async def evicted(name: str) -> str | None:
-        """Evict a model, if it is there; returns why it was not evicted, if it was not."""
+        """Evict a model if it is resident; returns the reason if it was refused."""
         try:
             await admin.execute(Evict(name, "by an operator"))
         except (Fault, Unavailable) as error:
@@ -162,7 +166,7 @@ def _add_residency_routes(app: FastAPI, service: Service, admin: AdminService) -
 
 
 def _add_placement_routes(app: FastAPI, service: Service, admin: AdminService) -> None:
-    """Which devices serve a model."""
+    """Add routes to change which devices serve a model."""
 
     @app.post("/admin/models/{name:path}/place", **CHECKED)
     async def place(name: str, device: str) -> Response:
@@ -178,7 +182,7 @@ def _add_placement_routes(app: FastAPI, service: Service, admin: AdminService) -
 
 
 def _add_device_routes(app: FastAPI, admin: AdminService) -> None:
-    """Devices: drain, and lend pages to each other."""
+    """Add routes to drain devices, and to have them lend pages to each other."""
 
     @app.post("/admin/devices/{name:path}/drain", **CHECKED)
     async def drain(name: str) -> Response:
@@ -202,7 +206,7 @@ def _add_device_routes(app: FastAPI, admin: AdminService) -> None:
 
 
 def _add_story_route(app: FastAPI, service: Service) -> None:
-    """The last decisions of all devices."""
+    """Add the route that lists the last decisions of all devices."""
 
     @app.get("/admin/story", **CHECKED)
     async def story(

@@ -1,4 +1,5 @@
-"""The fleet's models as clients see them, and where their weights are."""
+"""List the fleet's models for clients (`/v1/models`, `/running`), with the state of their
+weights."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ _RUNNING: dict[Residency, Literal["ready", "starting", "stopping"]] = {
     Residency.ACTIVATING: "starting",
     Residency.EVICTING: "stopping",
 }
-"""As llama-swap names them."""
+"""States of running models, as llama-swap names them."""
 
 
 def status_of(residency: str) -> ModelStatus:
-    """What clients are told of a value of `Residency`."""
+    """Convert a value of `Residency` to the status that clients see."""
     return _STATUS[Residency(residency)]
 
 
@@ -82,7 +83,7 @@ def resident(service: Service, caller: Caller) -> list[RunningModel]:
 
 
 def _memory(service: Service, name: str) -> int:
-    """Bytes of a model's weights and KV cache, those that it shares included, on all devices."""
+    """Bytes of a model's weights and KV cache on all devices, shared weights included."""
     reports = (d.report for d in service.controller.devices.values())
     return sum(
         (m.weight_pages + m.kv_pages) * report.page_bytes
@@ -94,7 +95,7 @@ def _memory(service: Service, name: str) -> int:
 
 
 def _serving(service: Service, spec: ModelSpec, name: str) -> Model:
-    """A model under its own name or an alias."""
+    """Describe a model that serves, under its own name or an alias."""
     base = spec.base or spec.name
     report = service.controller.devices.report
     reports = report.models if report is not None else ()

@@ -1,7 +1,7 @@
-"""Routes that generate: check, ask the service, and answer whole or as a stream.
+"""Add the routes that generate text, and answer with a whole response or a stream of events.
 
-Each API has requests of its own, which become one `GenerateRequest`, and a form of its own, in
-which the pieces of the output are written. What lies between is the same for all.
+Each API's request becomes one `GenerateRequest`, and each API has a form that writes the pieces of
+output. All else is the same for all APIs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ballast.server.text.pieces import OutputPiece
 
 
 def add_generating_routes(app: FastAPI, service: Service) -> None:
-    """`/v1/chat/completions`, `/v1/completions`, `/v1/messages` and `/v1/responses`."""
+    """Add `/v1/chat/completions`, `/v1/completions`, `/v1/messages` and `/v1/responses`."""
 
     @app.post("/v1/chat/completions", responses=responses_of(ChatCompletion, streams=True))
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -92,7 +92,7 @@ async def _answer(
         if not asked.stream:
             pieces = await unless_gone(request.receive, generation.whole())
             return answered(form.whole(pieces, generation.size, generation.usage))
-        # The status waits a while for the first token: until then, an error can be told by it.
+        # Wait a while for the first token before sending the status: it can still be an error.
         batches = generation.batches(service.settings.ping_seconds)
         first = await unless_gone(request.receive, anext(batches))
         handed_on = True
@@ -111,9 +111,9 @@ async def _events(
     batches: AsyncIterator[list[OutputPiece]],
     context: RequestContext,
 ) -> AsyncIterator[bytes]:
-    """The events of a stream; those of tokens that came together are sent together.
+    """Yield the events of a stream; those of tokens that came together are one chunk.
 
-    A silence (an empty batch) is filled, so that nobody takes it for the end.
+    A silence (an empty batch) is filled, so that clients do not take it for the end.
     """
     yield form.opening(generation.size, generation.usage) + _of_batch(form, first)
     try:

@@ -1,4 +1,4 @@
-"""Routes for probes: whether the process lives, and whether to send it requests."""
+"""Add the probe routes: `/live` (the process runs) and `/health` (the server takes requests)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _ANY: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 
 
 def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
-    """Add `/live` and `/health`, which any client may GET and HEAD whatever others do to the
-    server. Only clients that may know of models are shown why some failed."""
+    """Add `/live` and `/health`, which answer GET and HEAD without a key, even when the server is
+    overloaded. Why models failed is shown only to callers with a valid key, where keys are
+    required."""
 
     @app.head("/live", include_in_schema=False)
     @app.get("/live")
@@ -41,7 +42,7 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
 
 
 def status(controller: Controller, gate: Gate) -> Status:
-    """Whether to send requests here, and if not, why not."""
+    """State of the server: `ok` where it can take requests, else the reason."""
     if controller.devices.down is not None:
         return "restarting" if controller.devices.lost is None else "lost"
     return "draining" if gate.draining else "ok"

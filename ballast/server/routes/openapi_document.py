@@ -1,4 +1,8 @@
-"""What `/openapi.json` says of answers: requests it knows from the routes' own types."""
+"""Add the schemas of responses to `/openapi.json`.
+
+FastAPI derives the schemas of requests from the routes' types; responses are msgspec records, which
+it does not know.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from ballast.server.openai.records import (
 from ballast.server.responses_api.records import ResponseRecord
 
 Responses = dict[int | str, dict[str, Any]]
-"""As routes of FastAPI take them."""
+"""Type of the argument `responses` of FastAPI's routes."""
 
 _ANSWERS = (
     ChatCompletion,
@@ -48,7 +52,8 @@ _REFERENCES, _COMPONENTS = msgspec.json.schema_components(
 )
 _SCHEMAS = dict(zip(_ANSWERS, _REFERENCES, strict=True))
 _EVENTS: dict[str, Any] = {"text/event-stream": {}}
-"""Without a schema: some readers take it for one of the whole text, some for one of each event."""
+"""Stream of events, without a schema: some readers take it for that of the whole text, some for
+that of each event."""
 
 
 def _json(kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -63,18 +68,19 @@ def _errors(kind: type[msgspec.Struct]) -> Responses:
 
 
 ERRORS = _errors(ErrorBody)
-"""Of every route, unless it says otherwise."""
+"""Error responses of every route, unless it has its own."""
 MESSAGES_ERRORS = _errors(MessagesErrorBody)
-"""Of the Messages API."""
+"""Error responses of the Messages API."""
 
 
 def responses_of(kind: type[msgspec.Struct], *, streams: bool = False) -> Responses:
-    """Of a route that answers with a `kind`, or, if the request says so, with a stream."""
+    """Describe the responses of a route that answers with a `kind`, or, with `streams`, also with a
+    stream."""
     return {200: {"content": _json(kind) | (_EVENTS if streams else {})}}
 
 
 def document(app: FastAPI) -> None:
-    """Have the application's document hold what routes refer to."""
+    """Add the schemas that routes refer to to the application's OpenAPI document."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:

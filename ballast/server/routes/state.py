@@ -1,4 +1,4 @@
-"""Routes that only tell: `/metrics` for Prometheus, `/admin/state` for `ballast top`."""
+"""Add the read-only routes `/metrics` (Prometheus) and `/admin/state` (`ballast top`)."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from ballast.server.routes.openapi_document import responses_of
 from ballast.server.service import Service
 
 LAST_DECISIONS = 50
-"""Told by `/admin/state`; `/admin/story` knows more."""
+"""Decisions in `/admin/state`; `/admin/story` returns more."""
 
 
 def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
-    """Add the routes."""
+    """Add `/metrics` and `/admin/state`."""
 
-    # Not a coroutine: writing it all takes a while, and other threads can do it.
+    # Not a coroutine: FastAPI runs it on a thread, since encoding all metrics is slow.
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/admin/state", responses=responses_of(ServerNow))
     async def state() -> Response:
-        # Latencies of many models are long to sort.
+        # Sorting the latencies of many models is slow.
         models = await asyncio.to_thread(models_now, service)
         return answered(_server(service, gate, models))
 
 
 def models_now(service: Service) -> list[ModelNow]:
-    """The models that serve; from any thread."""
+    """Collect the state of the models that serve. Safe from any thread."""
     report = service.controller.devices.report
     assert report is not None
     return [_model(service, m) for m in report.models]
 
 
 def decisions(service: Service, last: int, model: str | None = None) -> list[dict[str, Any]]:
-    """The last `last` decisions, oldest first; only those about `model`, if one is named."""
+    """Return the last `last` decisions, oldest first; only those about `model`, if one is named."""
     since = service.wall.now() - asyncio.get_running_loop().time()
     found = [
         {"time": round(since + moment, 3), **what}

@@ -1,4 +1,4 @@
-"""Routes about texts that generate nothing."""
+"""Add the routes that generate no text: tokenize, detokenize, count tokens, embed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ballast.server.service import Service
 from ballast.server.text.tokenizer import LONG_TEXT
 
 MOST_DETOKENIZED = 65_536
-"""Tokens that may be detokenized at a time, or as many as the model's context has."""
+"""Most tokens in a request to detokenize, unless the model's context is longer."""
 
 
 def add_text_routes(app: FastAPI, service: Service) -> None:
@@ -32,7 +32,7 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_token_routes(app: FastAPI, service: Service) -> None:
-    """Tokens of texts and conversations, and texts of tokens."""
+    """Add the routes that tokenize texts and conversations, and that decode tokens."""
 
     @app.post("/tokenize", responses=responses_of(Tokenized))
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
@@ -83,7 +83,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_embedding_route(app: FastAPI, service: Service) -> None:
-    """Embeddings of texts."""
+    """Add `/v1/embeddings`."""
 
     @app.post("/v1/embeddings", responses=responses_of(EmbeddingList))
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:

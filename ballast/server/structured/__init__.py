@@ -1,7 +1,7 @@
-"""Turn JSON schemas and their like into grammars of llguidance, and check these.
+"""Convert JSON schemas, regular expressions and the like to llguidance grammars, and test these.
 
-`server` alone imports it, `tools` among it. vLLM calls this structured outputs.
+`server` alone imports it, also in `tools`. vLLM calls this structured outputs.
 
-- `grammar_check`: A trial of a grammar in a child process.
+- `grammar_check`: Tests a grammar in a child process.
 - `grammar`: JSON schemas and other constraints as grammars of llguidance.
 """

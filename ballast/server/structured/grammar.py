@@ -1,7 +1,7 @@
-"""What an output must follow: JSON schemas and their like, as grammars of llguidance.
+"""Convert JSON schemas, regular expressions, choices and Lark grammars to grammars of llguidance.
 
-Everything here waits for another process to compile what a client sent (`grammarcheck`): call it
-in a thread, and not on an event loop.
+Each grammar is tried out in another process (`grammar_check`), which the caller waits for: call
+these functions in a thread, never on an event loop.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from ballast.core.errors import InvalidRequest
 from ballast.server.structured.grammar_check import CHECK
 
 MOST_TEXT = 256 * 1024
-"""Characters of a schema or a grammar."""
+"""Most characters of a schema or a grammar."""
 MOST_DEPTH = 100
-"""Nesting of a schema; llguidance reads at most 128."""
+"""Most levels of nesting in a schema; llguidance reads at most 128."""
 MOST_CHOICES = 10_000
 WHITESPACE = r"[ \n\r\t]{1,20}"
-"""Between the parts of JSON, where a request allows any. Bounded: small models indent for ever
-where they may."""
+"""Pattern of white space between the parts of JSON, where a request allows any. Bounded: small
+models would indent for ever."""
 _SPACING = ("disable_any_whitespace", "whitespace_pattern")
-"""Keys of `structured_outputs` that say which white space JSON may have."""
+"""Keys of `structured_outputs` that control white space in JSON."""
 
 
 def of_response_format(value: object, param: str = "response_format") -> str:
-    """The grammar of OpenAI's `response_format`; empty for plain text. Raises InvalidRequest."""
+    """Convert OpenAI's `response_format` to a grammar; empty for plain text. Raises
+    InvalidRequest."""
     if value is None:
         return ""
     kind = value.get("type") if isinstance(value, Mapping) else None
@@ -51,9 +52,11 @@ def of_response_format(value: object, param: str = "response_format") -> str:
 
 
 def of_structured_outputs(value: object, param: str = "structured_outputs") -> str:
-    """The grammar of vLLM's `structured_outputs`, one of `json`, `json_object`, `regex`, `choice`
-    and `grammar` (Lark as llguidance knows it), and of which white space JSON may have; empty for
-    none. Raises InvalidRequest."""
+    """Convert vLLM's `structured_outputs` to a grammar; empty for none. Raises InvalidRequest.
+
+    It has one of `json`, `json_object`, `regex`, `choice` and `grammar` (llguidance's Lark), and
+    possibly options for white space in JSON.
+    """
     if value is None:
         return ""
     if not isinstance(value, Mapping):
@@ -87,10 +90,10 @@ def of_structured_outputs(value: object, param: str = "structured_outputs") -> s
 def prepared(
     schema: object, param: str, *, lenient: bool, whitespace: str = ""
 ) -> Mapping[str, Any]:
-    """A JSON schema, within bounds, with how llguidance is to read it. Raises InvalidRequest.
+    """Bound a JSON schema, and add llguidance's options to it. Raises InvalidRequest.
 
     `lenient`: keywords that llguidance does not know have no effect, instead of being refused.
-    `whitespace`: a pattern of what may stand between the parts of JSON; empty: nothing may.
+    `whitespace`: pattern of the white space between the parts of JSON; empty: none is allowed.
     """
     if not isinstance(schema, Mapping):
         raise InvalidRequest("a JSON schema is an object", param)
@@ -100,7 +103,7 @@ def prepared(
 
 
 def of_schema(schema: Mapping[str, Any], param: str) -> str:
-    """The grammar of a `prepared` schema. Raises InvalidRequest."""
+    """Convert a `prepared` schema to a grammar. Raises InvalidRequest."""
     try:
         grammar = str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     except (ValueError, TypeError) as error:
@@ -115,7 +118,8 @@ def _of_schema(schema: object, param: str, *, lenient: bool, whitespace: str = "
 
 
 def _whitespace(spacing: Mapping[str, object], param: str) -> str:
-    """The pattern that a request asks for; empty: JSON is compact. Raises InvalidRequest."""
+    """Return the requested pattern of white space; empty: JSON is compact. Raises
+    InvalidRequest."""
     compact, pattern = (spacing.get(key) for key in _SPACING)
     if compact is not None and not isinstance(compact, bool):
         raise InvalidRequest("true or false", f"{param}.disable_any_whitespace")
@@ -127,7 +131,7 @@ def _whitespace(spacing: Mapping[str, object], param: str) -> str:
 
 
 def checked(grammar: str, param: str) -> str:
-    """`grammar`, if llguidance can use it. Raises InvalidRequest."""
+    """Return `grammar` if llguidance can use it. Raises InvalidRequest."""
     try:
         problem = CHECK.problem(grammar)
     except UnicodeEncodeError:
@@ -138,7 +142,8 @@ def checked(grammar: str, param: str) -> str:
 
 
 def _bounded(schema: object, param: str) -> None:
-    """Bounds size and depth, without recursion: the schema is not trusted with ours."""
+    """Bound the size and depth of a schema. Without recursion: a client's schema could exhaust the
+    stack."""
     level, depth, size = [schema], 0, 0
     while level:
         depth += 1
@@ -160,7 +165,7 @@ def _bounded(schema: object, param: str) -> None:
 
 
 def _parsed(value: object, param: str) -> object:
-    """vLLM takes schemas as texts, too."""
+    """Parse a schema that was sent as text, which vLLM accepts, too."""
     if not isinstance(value, str):
         return value
     try:
@@ -186,5 +191,5 @@ def _any_of(value: object, param: str) -> str:
         or sum(map(len, value)) > MOST_TEXT
     ):
         raise InvalidRequest(f"a list of 1 to {MOST_CHOICES} texts", param)
-    # One terminal: as rules, more than 2,000 are too many for a parser's row.
+    # One terminal: more than 2,000 rules are too many for a row of llguidance's parser.
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(v) for v in value)

@@ -1,8 +1,8 @@
-"""Whether llguidance can use a grammar, found out in a process of its own.
+"""Test in a child process whether llguidance can use a grammar.
 
 A client's grammar can keep llguidance busy for ever (patterns that intersect, terminals that
-double) or take its stack, which ends a process. Here that is the process of `GrammarCheck`, and
-the client learns that its grammar is too complicated.
+double) or overflow its stack, which ends the process. Here that process is the child of
+`GrammarCheck`, and the client gets an error: the grammar is too complicated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO
 
 CPU_SECONDS = 0.3
-"""For one grammar: the worker that runs its model will spend them, too."""
+"""Most processor time for one grammar, in seconds; the worker that runs its model will need as
+much."""
 MEMORY_BYTES = 2 << 30
 _REMEMBERED = 4096
 _LENGTH = 4
@@ -29,9 +30,9 @@ TOO_COMPLICATED = "it is too complicated"
 
 
 class GrammarCheck:
-    """Asks a child process, which starts when first needed; safe to use from several threads.
+    """Tests grammars in a child process, which starts when first needed. Safe from several threads.
 
-    What it said is remembered: a conversation with tools sends the same ones with every turn.
+    Results are cached: a conversation with tools sends the same ones with every turn.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,8 @@ class GrammarCheck:
         self._known: OrderedDict[bytes, str] = OrderedDict()
 
     def problem(self, grammar: str) -> str:
-        """What is wrong with it; empty: nothing. Takes a millisecond, or at most `CPU_SECONDS`."""
+        """Return the problem with a grammar; empty: it can be used. Takes a millisecond, or at most
+        `CPU_SECONDS`."""
         text = grammar.encode()
         key = hashlib.sha256(text).digest()
         with self._lock:
@@ -53,7 +55,7 @@ class GrammarCheck:
         return found
 
     def close(self) -> None:
-        """End the child. It would notice by itself."""
+        """End the child, which would otherwise end with this process."""
         with self._lock:
             self._end()
 
@@ -97,7 +99,7 @@ def _send(pipe: IO[bytes], text: bytes) -> None:
 
 
 def _received(pipe: IO[bytes]) -> bytes:
-    """One message. Raises EOFError."""
+    """Read one message. Raises EOFError."""
     size = pipe.read(_LENGTH)
     text = pipe.read(int.from_bytes(size, "big")) if len(size) == _LENGTH else b""
     if len(size) < _LENGTH or len(text) < int.from_bytes(size, "big"):
@@ -106,7 +108,8 @@ def _received(pipe: IO[bytes]) -> bytes:
 
 
 def _child() -> None:
-    """Answers until the parent is gone; dies of a grammar that takes too much."""
+    """Test grammars until the parent is gone. The kernel ends this process where a grammar takes
+    too much time or memory."""
     from llguidance import LLMatcher, LLTokenizer
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server
@@ -119,7 +122,7 @@ def _child() -> None:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # finds out that nothing can be written, or how slowly
+            matcher.compute_bitmask()  # fails where no token is allowed; may be slow
         problem = matcher.get_error().partition("<state>")[0].strip()
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(sys.stdout.buffer, problem.encode())

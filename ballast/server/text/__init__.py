@@ -1,11 +1,12 @@
 """Turn text into tokens and back: tokenizers, chat templates, detokenization, stop strings.
 
-`server` alone imports it. Templates run in child processes, since anybody may have written them.
+`server` alone imports it. Templates run in child processes, since a checkpoint's author may have
+written anything.
 
-- `chat_template_child`: The process that renders them.
-- `chat_template`: Chat templates, rendered in processes that can be killed.
+- `chat_template_child`: The process whose children render chat templates.
+- `chat_template`: Renders chat templates in processes that can be killed.
 - `detokenize`: Incremental detokenization, never within a character.
-- `output_blocks`: One choice's output grouped into runs of text and calls of functions.
+- `output_blocks`: Groups one choice's output into runs of text and tool calls.
 - `pieces`: Pieces of output: text, tokens with log-probabilities, ends.
 - `stop_strings`: Stop strings in streamed text.
 - `text_bound`: An upper bound of tokens by characters, to refuse long texts early.

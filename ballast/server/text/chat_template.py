@@ -1,8 +1,8 @@
-"""Chat templates, rendered in processes that may be killed.
+"""Render chat templates in child processes that can be killed.
 
 A template is a program that came with a checkpoint. Jinja's sandbox keeps it from files and from
-Python's internals; nothing keeps it from loops without end or texts without bound. So it runs where
-that costs nobody anything (`chat_template_child`), with so much processor time and memory
+Python's internals, but not from endless loops or unbounded texts. So each runs in a child process
+(`chat_template_child`) with limits of processor time and memory
 (docs/decisions/023-templates-in-a-child.md).
 
 ::
@@ -29,28 +29,30 @@ import msgspec
 from ballast.core.errors import InvalidRequest, Unavailable
 
 CPU_SECONDS = 2.0
-"""For one conversation; eight megabytes of them take a tenth of it."""
+"""Most processor time for one conversation, in seconds; a conversation of eight megabytes takes a
+tenth of it."""
 WALL_SECONDS = 60.0
-"""The same, by the clock: a child that is stopped does not hold its clients for ever."""
+"""Most wall-clock seconds for one conversation: a child that is stopped must not block its clients
+for ever."""
 MEMORY_BYTES = 1 << 30
-"""Address space of a child; Python and what it has loaded take a fifth."""
+"""Most address space of a child, in bytes; Python and the loaded modules take a fifth."""
 MOST_BYTES = 64 << 20
-"""Longest text that a template may make."""
+"""Most bytes of text that a template may produce."""
 CHILDREN = 2
-"""Templates that are rendered at a time. One template has one child at most, so that a bad one
-does not take all."""
+"""Most templates that are rendered at a time. Each template has one child at most, so that a bad
+one does not occupy all."""
 _LENGTH = 4
-"""Bytes that say how long a message is."""
+"""Size of a message's length prefix, in bytes."""
 
 FORK, KILL, NUMBER_BYTES = b"f", b"k", 8
-"""First byte of what the process that forks is sent: a connection, or a child's number, comes
-with it."""
+"""First byte of a message to the forking process: fork a child for the connection that is attached,
+or kill the child whose number follows, in NUMBER_BYTES bytes."""
 TEXT, REFUSED, TOO_MUCH = b"t", b"r", b"m"
-"""First byte of a reply: the text follows, or why the template refused, or nothing."""
+"""First byte of a reply: the text follows, or the template's reason for refusing, or nothing."""
 
 
 class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation to be rendered, as `transformers` takes it."""
+    """One conversation to render, in the form that `transformers` takes."""
 
     template: str
     messages: list[Mapping[str, Any]]
@@ -58,39 +60,39 @@ class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool
     continue_final_message: bool
     variables: Mapping[str, Any]
-    """Special tokens, and what the client gives the template beside the messages."""
+    """Special tokens, and the client's `chat_template_kwargs`."""
 
 
 class TemplateTooCostly(InvalidRequest):
-    """Rendering took more time or memory than it may."""
+    """Rendering took more time or memory than allowed."""
 
 
 class TemplateRenderer:
     """Renders chat templates in child processes, which start when first needed.
 
-    To be used on one event loop.
+    Use it on one event loop.
     """
 
     def __init__(self, cpu_seconds: float = CPU_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
         self._limits = (str(cpu_seconds), str(memory_bytes))
         self._parent: asyncio.subprocess.Process | None = None
-        """What children are forked from."""
+        """Process that children are forked from."""
         self._control: socket.socket | None = None
-        """Its end of this takes connections, one for each child, and numbers of children that it
-        is to kill."""
+        """Socket to the forking process, for connections, one for each child, and for numbers of
+        children to kill."""
         self._forks = 0
-        """Children of `_parent` so far."""
+        """Number of children that `_parent` has forked so far."""
         self._starting = asyncio.Lock()
         self._free = asyncio.Semaphore(CHILDREN)
         self._idle: list[_Child] = []
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By template, held while it is rendered."""
+        """Locks by template, held while it is rendered."""
 
     async def render(self, job: TemplateJob) -> str:
-        """The text of a conversation.
+        """Render a conversation as text.
 
-        Raises InvalidRequest where the template does not accept it, TemplateTooCostly, and
-        Unavailable where no child can be started.
+        Raises InvalidRequest where the template refuses it, TemplateTooCostly, and Unavailable
+        where no child can be started.
         """
         try:
             question = msgspec.json.encode(job)
@@ -107,8 +109,8 @@ class TemplateRenderer:
         raise _too_costly()
 
     async def prepare(self) -> None:
-        """Begin to load what children need, which takes seconds of processor time. Raises
-        Unavailable."""
+        """Start the forking process, which begins to load `transformers`: seconds of processor
+        time. Raises Unavailable."""
         async with self._starting:
             if self._control is None:
                 await self._start()
@@ -118,7 +120,7 @@ class TemplateRenderer:
         for child in self._idle:
             child.close()
         self._idle.clear()
-        await self._end()  # and with it all that still render
+        await self._end()  # ends the children that still render, too
 
     async def _ask(self, question: bytes) -> bytes:
         child = await self._acquire()
@@ -129,17 +131,17 @@ class TemplateRenderer:
             self._kill(child)
             await self._check_parent()
             raise _too_costly() from error
-        except BaseException:  # the client is gone: else those who leave could fill the machine
+        except BaseException:  # the client left; its job must not go on
             self._kill(child)
             raise
         if reply[:1] == TOO_MUCH:
-            self._kill(child)  # what it holds is not worth keeping
+            self._kill(child)  # give its memory back
         else:
             self._idle.append(child)
         return reply
 
     async def _acquire(self) -> _Child:
-        """A child that waits, or a new one."""
+        """Return an idle child, or a new one."""
         while self._idle:
             child = self._idle.pop()
             if child.lives:
@@ -179,7 +181,7 @@ class TemplateRenderer:
         root = str(Path(ballast.__file__).parents[1])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": path}
-        # Messages have bounds: none is read together with the next one.
+        # SEQPACKET keeps the bounds of messages: each is read alone.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         with theirs:
@@ -198,7 +200,7 @@ class TemplateRenderer:
                 raise Unavailable(f"chat templates cannot be rendered now: {error}") from error
 
     async def _check_parent(self) -> None:
-        """Raises Unavailable if a child is gone because all are."""
+        """Raise Unavailable if the forking process has ended, and its children with it."""
         if self._parent is None:
             return
         with suppress(TimeoutError):
@@ -220,7 +222,7 @@ class TemplateRenderer:
 
 
 class _Child:
-    """A connection to one child; `number` counts those of its `parent`, from 1."""
+    """Connection to one child; `number` counts the children of its `parent`, from 1."""
 
     def __init__(
         self,
@@ -237,7 +239,8 @@ class _Child:
         return not self._reader.at_eof()
 
     async def ask(self, question: bytes) -> bytes:
-        """Raises OSError or EOFError where the child has ended."""
+        """Send a job, and return the reply. Raises OSError or EOFError where the child has
+        ended."""
         self._writer.write(framed(question))
         await self._writer.drain()
         size = int.from_bytes(await self._reader.readexactly(_LENGTH), "big")
@@ -249,12 +252,12 @@ class _Child:
 
 
 def framed(message: bytes) -> bytes:
-    """A message, as it crosses a connection."""
+    """Add a message's length prefix."""
     return len(message).to_bytes(_LENGTH, "big") + message
 
 
 def received(connection: socket.socket) -> bytes | None:
-    """The next message; None at the end of the connection."""
+    """Read the next message; None at the end of the connection."""
     head = _exactly(connection, _LENGTH)
     return None if head is None else _exactly(connection, int.from_bytes(head, "big"))
 

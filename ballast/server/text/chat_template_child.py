@@ -1,9 +1,9 @@
-"""A process that loads `transformers` once and forks a child for each connection it is handed.
+"""Load `transformers` once, and fork a child for each connection; a child renders chat templates.
 
-A child renders one conversation after the other. The kernel ends it where a template takes more
-processor time than it may; the server then reads the end of its connection. An idle child ends
-with its connection, one at work when the server asks for it, and all of them with this process,
-which ends with the server's end of `control`.
+The program that `chat_template` starts. A child renders one conversation after the other. The
+kernel ends it where a template exceeds its processor time; the server then reads the end of its
+connection. An idle child ends when its connection closes, and a busy one is killed at the server's
+request. This process ends when the server closes its end of `control`, and all children with it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ _DECODER = msgspec.json.Decoder(TemplateJob)
 
 
 def main(control_fd: int, cpu_seconds: float, memory_bytes: int) -> None:
-    """Serve until the server is gone."""
+    """Fork and kill children at the server's request, until the server closes its end."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server
-    gc.freeze()  # shared by all children: what a collection touches would be copied
+    gc.freeze()  # shared by all children: a collection would cause copies
     parent, forks = os.getpid(), 0
     children: dict[int, int] = {}
-    """Process ids by number. They cannot be another process's: nobody else has waited for them."""
+    """Process ids of children by number. They cannot be reused: only this process waits for its
+    children."""
     with socket.socket(fileno=control_fd) as control:
         while True:
             message, fds, _, _ = socket.recv_fds(control, len(KILL) + NUMBER_BYTES, 1)
@@ -65,7 +66,7 @@ def main(control_fd: int, cpu_seconds: float, memory_bytes: int) -> None:
 
 
 def _ended(pid: int) -> bool:
-    """Whether a child has ended; it is waited for if so."""
+    """Whether a child has ended; if so, it is reaped."""
     return os.waitpid(pid, os.WNOHANG)[0] == pid
 
 
@@ -83,7 +84,7 @@ def _answer(connection: socket.socket, render: Any, cpu_seconds: float) -> None:
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.sendall(framed(reply))
     except OSError:
-        pass  # the server is gone, or does not wait any more
+        pass  # the server has ended, or waits no longer
 
 
 def _reply(question: bytes, render: Any) -> bytes:

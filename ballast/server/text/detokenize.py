@@ -1,4 +1,4 @@
-"""Tokens to text as they come. What a client gets never ends within a character.
+"""Convert tokens to text as they arrive, never ending a piece of text within a character.
 
 Most tokenizers spell tokens as bytes (byte-level BPE, or characters with byte fallback). For these
 the text is exact and each token costs the same; for the rest, a short window is decoded again.
@@ -12,23 +12,23 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 WINDOW = 8
-"""Tokens that `WindowDetokenizer` decodes together, and more while a character is incomplete."""
+"""Tokens that `WindowDetokenizer` decodes together; more while a character is incomplete."""
 GARBAGE = 4 * WINDOW
-"""Tokens after which what is not a character will not become one."""
+"""Tokens after which an incomplete character is taken as invalid."""
 
 
 class Detokenizer(Protocol):
-    """One output's text."""
+    """Converts the tokens of one output to text."""
 
     def push(self, token: int) -> str:
-        """The characters that `token` completes; may be none."""
+        """Return the characters that `token` completes; may be empty."""
 
     def flush(self) -> str:
-        """What was held back, incomplete characters as U+FFFD. The output is over."""
+        """Return the rest of the text at the end of the output, incomplete characters as U+FFFD."""
 
 
 TokenBytes = Callable[[int], bytes]
-"""The bytes a token stands for; none for special tokens and ids that the tokenizer lacks."""
+"""Maps a token to its bytes; empty for special tokens and ids that the tokenizer lacks."""
 
 
 class ByteDetokenizer:
@@ -46,13 +46,14 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For tokenizers that only know how to decode sequences: by the difference a token makes."""
+    """Decodes a window of recent tokens, and returns the text that the new one adds: for tokenizers
+    that can only decode sequences."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
         self._said = 0
-        """Characters of the window's text that were handed out."""
+        """Characters of the window's text that were returned."""
 
     def push(self, token: int) -> str:
         self._window.append(token)
@@ -74,7 +75,8 @@ class WindowDetokenizer:
 
 
 def token_bytes_of(backend: Any, special: Collection[int]) -> TokenBytes | None:
-    """Bytes by token of a `tokenizers.Tokenizer`; None if its tokens are not spelled in bytes."""
+    """Return the bytes by token of a `tokenizers.Tokenizer`, empty for `special`; None if its
+    tokens are not spelled in bytes."""
     state = backend.decoder.__getstate__() if backend.decoder is not None else b"null"
     kinds = _kinds(json.loads(state))
     if "ByteLevel" in kinds:
@@ -96,14 +98,15 @@ def token_bytes_of(backend: Any, special: Collection[int]) -> TokenBytes | None:
 
 
 def _kinds(decoder: Any) -> set[str]:
-    """Types of a decoder and of those it is a sequence of."""
+    """Types of a decoder and, of a sequence, of its members."""
     if not isinstance(decoder, dict):
         return set()
     return {decoder["type"]}.union(*map(_kinds, decoder.get("decoders", ())))
 
 
 def _alphabet() -> dict[str, int]:
-    """The characters by which byte-level BPE spells bytes (Radford et al. 2019, `encoder.py`)."""
+    """Bytes by the characters with which byte-level BPE spells them (Radford et al. 2019,
+    `encoder.py`)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     shifted = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(shifted)}

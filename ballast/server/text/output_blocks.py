@@ -1,7 +1,7 @@
-"""The pieces of one choice, grouped into blocks: runs of text, and calls of functions.
+"""Group the pieces of one choice into blocks: runs of text, and tool calls.
 
-Chat completions have one text and a list of calls; the Messages and Responses APIs have a list of
-blocks in the order of the output, each opened, grown and closed in turn.
+Chat completions have one text and a list of calls; the Messages and Responses APIs, whose forms use
+this, have a list of blocks in the order of the output, each opened, grown and closed in turn.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class OutputBlock:
     """A run of text, or one call."""
 
     index: int
-    """Among the blocks of its output, from 0."""
+    """Index among the blocks of its output, from 0."""
     call: Began | None
-    """None: text."""
+    """The tool call; None for text."""
     fragments: list[str] = field(default_factory=list)
-    """Of the text, or of the call's arguments (JSON)."""
+    """Fragments of the text, or of the call's arguments (JSON)."""
     scored: list[Scored] = field(default_factory=list)
-    """Tokens of the text, where log-probabilities are asked for."""
+    """Scored tokens of the text, where log-probabilities are requested."""
 
     @property
     def text(self) -> str:
@@ -40,7 +40,7 @@ class Opened:
 class Grown:
     block: OutputBlock
     fragment: str
-    """May be empty where tokens are scored."""
+    """Added text; may be empty where tokens are scored."""
     scored: tuple[Scored, ...] = ()
 
 
@@ -48,25 +48,25 @@ class Grown:
 class Closed:
     block: OutputBlock
     last: bool
-    """The output ends with it."""
+    """Whether the output ends with this block."""
 
 
 Step = Opened | Grown | Closed
 
 
 class OutputBlocks:
-    """Groups the pieces of one output. At most one block is open: the last."""
+    """Groups the pieces of one output into blocks. At most one block is open: the last."""
 
     def __init__(self) -> None:
         self.blocks: list[OutputBlock] = []
         self.ended = False
         self._open: OutputBlock | None = None
         self._scored: tuple[Scored, ...] = ()
-        """Tokens of text that is still held back: they come with the text."""
+        """Scored tokens whose text is still held back; they are added with the text."""
 
     def push(self, piece: OutputPiece) -> Iterator[Step]:
-        """Yield what a piece does to the blocks, which are then as after that step. A piece with a
-        `finish_reason` leaves none open, and at least one."""
+        """Yield the steps by which a piece changes the blocks, each applied before it is yielded. A
+        piece with a `finish_reason` closes all blocks; there is at least one then."""
         self._scored += piece.scored
         for part in piece.parts:
             if isinstance(part, Content):
@@ -97,7 +97,7 @@ class OutputBlocks:
         assert block is not None  # arguments follow the beginning of their call
         scored, self._scored = self._scored, ()
         if block.call is not None:
-            scored = ()  # log-probabilities are of text alone
+            scored = ()  # only text has log-probabilities
         block.fragments.append(fragment)
         block.scored += scored
         yield Grown(block, fragment, scored)

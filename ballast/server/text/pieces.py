@@ -1,4 +1,7 @@
-"""What an answer grows by: text, tokens with their log-probabilities, and ends."""
+"""Define the pieces of an answer: text, tool-call deltas, scored tokens and finish reasons.
+
+`Choice` and `Echo` make them; the forms of all APIs write them.
+"""
 
 from __future__ import annotations
 
@@ -9,45 +12,45 @@ from ballast.server.tools.delta import Arguments, Began, Content, Delta
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token, and how likely it was."""
+    """A token with its log-probability."""
 
     token: int
     at: int
-    """Characters of the choice's text that were said before it."""
+    """Offset of the token's text in the choice's text, in characters."""
     logprob: float | None
-    """None: not known, as of the first token of a prompt."""
+    """Log-probability; None where there is none, as for the first token of a prompt."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens there, likeliest first."""
+    """The likeliest tokens at this position with their log-probabilities, likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """What one token, the prompt's echo, or the end of an output adds to a choice."""
+    """The part of a choice that one token, the prompt's echo, or the end of the output adds."""
 
     choice: int
     text: str
-    """May be empty: of an incomplete character, or held back as the beginning of a stop string."""
+    """Text; empty for an incomplete character, or while it is held back as a possible stop
+    string."""
     scored: tuple[Scored, ...] = ()
-    """Empty where no log-probabilities are asked for."""
+    """Scored tokens; empty where no log-probabilities are requested."""
     deltas: tuple[Delta, ...] = ()
-    """The text and calls of functions in the order of the output; empty where none can be called,
-    or where nothing comes."""
+    """Text and tool calls in the order of the output; empty where no tool can be called."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """The stop string or token that the client named, if one ended the output."""
 
     @property
     def calls(self) -> tuple[Began | Arguments, ...]:
-        """Calls of functions that begin, or get more arguments."""
+        """Tool-call deltas: calls that begin, or that get more arguments."""
         return tuple(d for d in self.deltas if not isinstance(d, Content))
 
     @property
     def parts(self) -> tuple[Delta, ...]:
-        """Text and calls in order, whether or not functions can be called."""
+        """Text and tool calls in order, whether or not tools can be called."""
         return self.deltas or ((Content(self.text),) if self.text else ())
 
     def ended_by(self, end: OutputPiece) -> OutputPiece:
-        """Together with the end of the same choice, which follows it."""
+        """Merge with the next piece, which ends the same choice."""
         return OutputPiece(
             self.choice,
             self.text + end.text,

@@ -1,8 +1,8 @@
-"""Stop strings: where an output ends because of what it says.
+"""Find stop strings in streamed text.
 
-Text that may turn out to begin a stop string is held back. The match that counts is the one that is
-complete first, as if text came one character at a time (of two complete at once, the longer): so
-the result does not depend on how the text is cut into tokens.
+Text that may be the beginning of a stop string is held back. The match that is complete first
+counts, as if text came one character at a time (of two complete at once, the longer): so the result
+does not depend on how the text is cut into tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """Scans one output. `stops` are not empty strings."""
+    """Scans the text of one output. `stops` must not contain empty strings."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -20,9 +20,9 @@ class StopScanner:
         """The stop string that ended the output."""
 
     def push(self, text: str) -> str:
-        """The part of the text so far that is safe to show and was not shown yet.
+        """Add text, and return the part so far that is safe to show and was not returned yet.
 
-        After a match, everything before it; later text is discarded.
+        At a match, returns the text before it; later text is discarded.
         """
         if not self._stops:
             return text
@@ -39,12 +39,13 @@ class StopScanner:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back for a match that will not come. The output is over."""
+        """Return the text that was held back for a match, at the end of the output."""
         held, self._held = self._held, ""
         return held
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        """(start, stop string) of the match with the smallest end, then the smallest start."""
+        """Find the match with the smallest end, then the smallest start; returns (start, stop
+        string)."""
         ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if not ends:
             return None

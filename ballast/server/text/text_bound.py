@@ -1,5 +1,7 @@
-"""How many characters a tokenizer's token can stand for: a text that exceeds a model's context by
-far is refused before it is tokenized, which takes about 180 bytes of memory for each of its own.
+"""Bound the number of characters that one token of a tokenizer can stand for.
+
+With it, a text that exceeds a model's context by far is refused before tokenizing it, which takes
+about 180 times its length in memory.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ _BLANKS = "".join(c for c in map(chr, range(0x3001)) if c.isspace())
 """White space: all of it lies below U+3001. Includes what Rust's `char::is_whitespace` knows."""
 
 _KEEPS = ("Prepend", "Lowercase", "NFD", "NFKD", "ByteLevel")
-"""Normalizers that make no text shorter."""
+"""Normalizers that never shorten a text."""
 _COMPOSES = ("NFC", "NFKC")
 _MOST_COMPOSED = 4
-"""Characters that composition makes one of, at most (U+1F82, for example)."""
+"""Most characters that composition merges into one (U+1F82, for example)."""
 _SPLITS = ("ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "UnicodeScripts")
 """Pre-tokenizers that drop nothing, unless their behaviour is to remove."""
 _DROPS_BLANKS = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
@@ -25,14 +27,15 @@ _DROPS_BLANKS = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
 
 @dataclass(frozen=True, slots=True)
 class TextBound:
-    """The most characters of a text that one token stands for."""
+    """Bound of the characters of text that one token stands for."""
 
     characters: int
     counts_blanks: bool
-    """False: the tokenizer drops white space, or a token takes any amount of it beside it."""
+    """Whether white space counts; false where the tokenizer drops it, or a token absorbs any amount
+    of it."""
 
     def exceeds(self, text: str, tokens: int) -> bool:
-        """Whether `text` certainly has more than so many tokens."""
+        """Whether `text` certainly has more than `tokens` tokens."""
         most = tokens * self.characters
         if len(text) <= most or self.counts_blanks:
             return len(text) > most
@@ -40,7 +43,7 @@ class TextBound:
 
 
 def text_bound(backend: Any) -> TextBound | None:
-    """The bound of a `tokenizers.Tokenizer`; None where some part of it may drop text."""
+    """Derive the bound of a `tokenizers.Tokenizer`; None where a part of it may drop text."""
     parts = list(_parts(backend.normalizer, "normalizers"))
     factor = math.prod(_shrinks(part) for part in parts)
     pre_tokenizers = list(_parts(backend.pre_tokenizer, "pretokenizers"))
@@ -66,7 +69,7 @@ def _normalized(backend: Any, text: str) -> str:
 
 
 def _parts(component: Any, several: str) -> Iterator[dict[str, Any]]:
-    """The state of a component; of a sequence, that of each of its members."""
+    """Yield the state of a component; of a sequence, that of each member."""
     if component is not None:
         yield from _members(json.loads(component.__getstate__()), several)
 
@@ -80,7 +83,7 @@ def _members(state: dict[str, Any], several: str) -> Iterator[dict[str, Any]]:
 
 
 def _shrinks(normalizer: Mapping[str, Any]) -> float:
-    """Into how many times fewer characters it turns a text, at most; infinite: into any number."""
+    """Most characters that a normalizer turns into one; infinite where there is no bound."""
     kind = normalizer["type"]
     if kind in _KEEPS:
         return 1
@@ -93,9 +96,9 @@ def _shrinks(normalizer: Mapping[str, Any]) -> float:
 
 
 def _is_complete(model: Any, vocab: Collection[str], *, byte_level: bool) -> bool:
-    """Whether the model has a token for every character, or one for each that it does not know."""
+    """Whether each character of a text becomes a token, unknown ones one token each."""
     if type(model).__name__ != "BPE":
-        return False  # others have one token for any number of characters that they do not know
+        return False  # other models merge any number of unknown characters into one token
     if byte_level:
         from tokenizers.pre_tokenizers import ByteLevel
 

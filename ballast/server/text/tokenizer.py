@@ -1,4 +1,5 @@
-"""A model's tokenizer and chat template, as the server needs them."""
+"""Wrap a checkpoint's tokenizer and chat template (`transformers`): encode, decode, build
+prompts."""
 
 from __future__ import annotations
 
@@ -26,9 +27,10 @@ log = logging.getLogger(__name__)
 
 
 LONG_TEXT = 1024
-"""Characters from which tokenizing takes longer (a millisecond) than other requests should wait."""
+"""Characters from which tokenizing is done off the event loop: it takes a millisecond."""
 HUGE_TEXT = 1 << 18
-"""Characters from which it takes most of a second, and memory that is worth giving back."""
+"""Characters from which tokenizing takes most of a second, and so much memory that it is returned
+to the system afterwards."""
 
 
 _SAMPLE = [{"role": "user", "content": "Hello"}]
@@ -38,7 +40,7 @@ _SAMPLE_TOOLS = [
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than wanted. `found` is their number, None if it was not counted."""
+    """A text has more tokens than allowed. `found`: their number, None if not counted."""
 
     def __init__(self, characters: int, found: int | None) -> None:
         super().__init__(characters, found)
@@ -46,26 +48,27 @@ class TooManyTokens(Exception):
 
 
 class Tokenizer:
-    """Safe to use from several threads."""
+    """A model's tokenizer, chat template and tool-call dialect. Safe from several threads."""
 
     def __init__(self, tokenizer: Any, tool_parser: str = "auto") -> None:
-        """`tokenizer` is one of `transformers`. Raises ConfigError for an unknown `tool_parser`."""
+        """`tokenizer`: one of `transformers`. Raises ConfigError for an unknown `tool_parser`."""
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._lock: contextlib.AbstractContextManager[object] = (
             threading.Lock() if self._backend is None else contextlib.nullcontext()
         )
-        """Held while `_tokenizer` is used: only those with a backend may be shared by threads."""
+        """Held while `_tokenizer` is used: only tokenizers with a backend are safe from several
+        threads."""
         self._bound = None
         self.template_fault = ""
-        """Why the chat template is not used; empty: it is."""
+        """Reason why the chat template is not used; empty where it is."""
         special = {int(i) for i in tokenizer.all_special_ids}
         self._token_bytes = self._all_bytes = self._marked_bytes = None
         self.dialect = ToolDialect.of(self._tools_template, tool_parser, self.token_id)
-        """How the model calls functions; None if it does not."""
+        """Syntax of the model's tool calls; None if it has none."""
         markers = self.dialect.marker_tokens.values() if self.dialect is not None else ()
         self._hidden = special.difference(markers)
-        """Special tokens without those that stand around calls."""
+        """Special tokens except the markers of tool calls."""
         if self._backend is not None:
             added = self._backend.get_added_tokens_decoder()
             special.update(i for i, token in added.items() if token.special)
@@ -77,17 +80,18 @@ class Tokenizer:
             self._bound = text_bound(self._backend)
         self.special_ids = frozenset(special)
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
-        """What a template cannot be given by the name: it means something else."""
+        """Names that variables of a template cannot have: they are parameters of
+        `apply_chat_template`."""
 
     @staticmethod
     def prepare() -> None:
-        """Import what loading takes, which is seconds."""
+        """Import `transformers` ahead of `load`, which takes seconds."""
         from transformers import AutoTokenizer  # noqa: F401
 
     @classmethod
     def load(cls, path: str | Path, tool_parser: str = "auto") -> Tokenizer:
-        """From a checkpoint's directory; code in it is not run. Raises CheckpointError, and
-        ConfigError for an unknown `tool_parser`."""
+        """Load from a checkpoint's directory, without running code in it. Raises CheckpointError,
+        and ConfigError for an unknown `tool_parser`."""
         from transformers import AutoTokenizer
 
         try:
@@ -99,10 +103,10 @@ class Tokenizer:
         return cls(loaded, tool_parser)
 
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
-        """Token ids; `special`: with what the tokenizer puts around a text (say, its BOS).
+        """Encode a text as token ids; `special`: add the tokenizer's special tokens (say, its BOS).
 
-        Raises TooManyTokens where there are more than `most`, before tokenizing if the text is so
-        long that there must be. With a backend, other threads run meanwhile.
+        Raises TooManyTokens where there are more than `most`, before tokenizing if the text's
+        length alone proves it. With a backend, other threads run meanwhile.
         """
         if most is not None and self._bound is not None and self._bound.exceeds(text, most):
             raise TooManyTokens(len(text), None)
@@ -127,13 +131,13 @@ class Tokenizer:
     def template(self) -> str:
         """The chat template; empty if there is none."""
         template = self._tokenizer.chat_template
-        if isinstance(template, Mapping):  # by name
+        if isinstance(template, Mapping):  # templates by name
             template = template.get("default")
         return str(template or "")
 
     @property
     def _tools_template(self) -> str:
-        """The chat template where there are tools."""
+        """The chat template for requests with tools."""
         template = self._tokenizer.chat_template
         if isinstance(template, Mapping) and "tool_use" in template:
             return str(template["tool_use"])
@@ -148,10 +152,11 @@ class Tokenizer:
         continued: bool = False,
         more: Mapping[str, Any] | None = None,
     ) -> TemplateJob:
-        """What the chat template is to render; `more` reaches the template.
+        """Build the job that renders a conversation by the chat template; `more`: variables of the
+        template.
 
-        With `answer` up to where the answer begins; if `continued`, up to the end of the last
-        message, which the answer goes on with. Raises InvalidRequest if there is no chat template.
+        With `answer` the text ends where the answer begins; if `continued`, at the end of the last
+        message, which the answer continues. Raises InvalidRequest if there is no chat template.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
@@ -165,7 +170,7 @@ class Tokenizer:
             )
         try:
             template = self._tokenizer.get_chat_template(None, tools or None)
-        except ValueError as error:  # several, and none of them for this
+        except ValueError as error:  # several templates, none of them a default
             raise InvalidRequest(f"this model's chat templates: {error}", "messages") from error
         return TemplateJob(
             template=template,
@@ -177,9 +182,9 @@ class Tokenizer:
         )
 
     async def try_template(self, renderer: TemplateRenderer, model: str) -> None:
-        """Render a first conversation: a chat template that does not come to an end is found here,
-        once, and not by each client. A template may refuse this one, and still be sound. `model`
-        is named in the log."""
+        """Render a sample conversation, so that an endless chat template is found once, and not by
+        each client. A template may refuse the sample, and still be sound. `model`: name for the
+        log."""
         for tools in (None, _SAMPLE_TOOLS):
             try:
                 await renderer.render(self.conversation(_SAMPLE, tools=tools))
@@ -193,8 +198,8 @@ class Tokenizer:
                 pass
 
     def detokenizer(self, *, special: bool = False, markers: bool = False) -> Detokenizer:
-        """For one output; `special`: special tokens have text, too; `markers`: those that stand
-        around calls of functions have."""
+        """Create the detokenizer of one output; `special`: special tokens have text, too;
+        `markers`: markers of tool calls have."""
         shown = self._marked_bytes if markers else self._token_bytes
         token_bytes = self._all_bytes if special else shown
         if token_bytes is not None:
@@ -203,18 +208,18 @@ class Tokenizer:
         return WindowDetokenizer(lambda tokens: self._decode(tokens, special or markers, hidden))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text, special tokens included."""
+        """Decode tokens, special ones included."""
         with self._lock:
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def spelled(self, tokens: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary spells them; one that it lacks is empty."""
+        """Return tokens as the vocabulary spells them; empty for ids that it lacks."""
         with self._lock:
             found = self._tokenizer.convert_ids_to_tokens(list(tokens))
         return [token or "" for token in found]
 
     def token_text(self, token: int) -> tuple[str, bytes]:
-        """A single token as text and as bytes, for log-probabilities."""
+        """Decode a single token as text and as bytes, for log-probabilities."""
         if self._token_bytes is not None and token not in self.special_ids:
             raw = self._token_bytes(token)
             return raw.decode(errors="replace"), raw
@@ -223,14 +228,15 @@ class Tokenizer:
         return text, text.encode()
 
     def token_id(self, text: str) -> int | None:
-        """The single token that is written so, special or not, if there is one."""
+        """Return the id of the single token, special or not, that is spelled `text`; None without
+        one."""
         with self._lock:
             token = self._tokenizer.convert_tokens_to_ids(text)
             found = token is not None and self._tokenizer.convert_ids_to_tokens(token) == text
         return int(token) if found else None
 
     def special_token(self, text: str) -> int | None:
-        """The special token that is written so, if any."""
+        """Return the id of the special token that is spelled `text`; None without one."""
         with self._lock:
             token = self._tokenizer.convert_tokens_to_ids(text)
         return token if token in self.special_ids else None

@@ -2,13 +2,13 @@
 
 `server` alone imports it.
 
-- `delta`: Parsed output: text, or the beginning or arguments of a call.
+- `delta`: Parsed output: text, or the beginning or arguments of a tool call.
 - `dialect`: The syntax of one model's calls, recognised by its chat template.
 - `enforced`: Grammars that force a call in the model's syntax.
 - `json_calls`: Calls written as JSON.
 - `parser`: Streaming parser of output into text and calls.
 - `python_calls`: Calls written as Python.
-- `reader`: Character-wise reader with undecided lookahead.
-- `request`: Tools of a request, checked.
+- `reader`: Reads characters, holding back text that may still become a call.
+- `request`: Validates a request's fields for tools.
 - `syntax`: The table of call syntaxes by model family.
 """

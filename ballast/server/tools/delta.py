@@ -1,4 +1,5 @@
-"""What an output's text turns out to be: something said, or calls of functions."""
+"""Define what parsed output consists of: text content, and beginnings and arguments of tool
+calls."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the reader."""
+    """Text of the answer, outside of tool calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """Call number `index` (from 0) is one of the function `name`."""
+    """The beginning of tool call number `index` (from 0), of the function `name`."""
 
     index: int
     id: str
@@ -23,7 +24,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of the arguments of call `index`; all its fragments together are JSON text."""
+    """A fragment of the arguments of call `index`; all its fragments together are JSON text."""
 
     index: int
     fragment: str
@@ -33,13 +34,13 @@ Delta = Content | Began | Arguments
 
 
 class Sink:
-    """Gathers deltas; neighbours of one kind become one."""
+    """Collects deltas, merging neighbours of one kind."""
 
     def __init__(self) -> None:
         self._deltas: list[Delta] = []
 
     def say(self, text: str) -> None:
-        """More content."""
+        """Add content."""
         if not text:
             return
         if self._deltas and isinstance(last := self._deltas[-1], Content):
@@ -48,17 +49,17 @@ class Sink:
             self._deltas.append(Content(text))
 
     def begin(self, index: int, call_id: str, name: str) -> None:
-        """A new call."""
+        """Begin a tool call."""
         self._deltas.append(Began(index, call_id, name))
 
     def grow(self, index: int, fragment: str) -> None:
-        """More arguments of a call."""
+        """Add a fragment to the arguments of a call."""
         if self._deltas and isinstance(last := self._deltas[-1], Arguments):
             self._deltas[-1] = Arguments(index, last.fragment + fragment)
         else:
             self._deltas.append(Arguments(index, fragment))
 
     def drain(self) -> list[Delta]:
-        """What was gathered since the last time."""
+        """Return the deltas collected since the last `drain`."""
         taken, self._deltas = self._deltas, []
         return taken

@@ -1,4 +1,7 @@
-"""How one model writes calls: chosen by its chat template, used for every request with tools."""
+"""Select how one model writes tool calls, from its chat template or the fleet file's `tool_parser`.
+
+Belongs to the model's `Tokenizer`; gives each request with tools its parser and grammar.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,24 @@ from ballast.server.tools.syntax import SYNTAXES, Syntax, recognised
 
 @dataclass(frozen=True, slots=True)
 class ToolDialect:
-    """A row of the table of dialects, with what this model's tokenizer makes of its markers."""
+    """The tool-call syntax of one model, with the markers that its tokenizer has as single
+    tokens."""
 
     name: str
     syntax: Syntax
     marker_tokens: Mapping[str, int]
-    """Markers that are tokens, with ids. The detokenizer must show those of them, too, that it
-    hides: special ones."""
+    """Ids of the markers that are single tokens. The detokenizer must show those, even special
+    ones, which it otherwise hides."""
 
     @classmethod
     def of(
         cls, template: str, parser: str, token_id: Callable[[str], int | None]
     ) -> ToolDialect | None:
-        """The dialect of a model with this chat template; None if it does not know tools.
+        """Select the dialect of a model by its chat template; None if the template does not support
+        tools.
 
-        `parser` names one, or is `auto`; raises ConfigError for other names. `token_id` gives the
-        id of the single token, special or not, that is written so, if there is one.
+        `parser` names a dialect, or is `auto`; raises ConfigError for other names. `token_id`
+        returns the id of the single token, special or not, that is spelled so, or None.
         """
         if parser not in ("auto", *SYNTAXES):
             allowed = ", ".join(SYNTAXES)
@@ -48,34 +53,35 @@ class ToolDialect:
         return cls(name, syntax, {m: i for m, i in ids.items() if i is not None})
 
     def grammar(self, tools: Tools) -> str:
-        """What an output must follow so that it is a call; empty where it need not be one.
+        """Build the grammar of outputs that must be a tool call; empty where the output need not be
+        one.
 
         Raises InvalidRequest. Waits for another process: call it in a thread.
         """
         if not tools.forced:
             return ""
         syntax, functions, parallel = self.syntax, tools.functions, tools.parallel
-        # As text: what checks it has not this model's tokens.
+        # Check it with markers as text: the checking process lacks this model's tokens.
         text = calls_grammar(syntax, functions, parallel, {})
         try:
             checked(text, "tools")
         except InvalidRequest:
             for function in functions:
-                of_schema(function.schema, function.param)  # tells which one is to blame
+                of_schema(function.schema, function.param)  # raises for the function at fault
             raise
         return calls_grammar(syntax, functions, parallel, self.marker_tokens)
 
     def parser(self, tools: Tools) -> ToolParser:
-        """For one output of a request with `tools`."""
+        """Create the parser for one output of a request with `tools`."""
         return ToolParser(self.syntax, frozenset(f.name for f in tools.functions), self._new_id)
 
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[dict[str, Any]]:
-        """Messages as the chat template wants them, given beside `tools`.
+        """Convert messages for the chat template, which gets them beside `tools`.
 
-        Templates write the arguments of earlier calls as objects, where clients send texts. Raises
-        InvalidRequest where these have too many values.
+        Most templates expect the arguments of earlier calls as objects, where clients send texts.
+        Raises InvalidRequest where the arguments have too many values.
         """
         _check_arguments(messages)
         turns = [self._turn(message) for message in messages]
@@ -107,7 +113,8 @@ def _as_text(tools: list[Any]) -> str:
 
 
 def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
-    """They are JSON within JSON: what bounds a body's values has not seen theirs."""
+    """Bound the number of values in the arguments of earlier calls: they are JSON within JSON,
+    whose values the weight of the body does not count."""
     left = MOST_WEIGHT
     for message in messages:
         calls = message.get("tool_calls")

@@ -1,4 +1,4 @@
-"""Grammars that leave a model no choice but to call a function, in the syntax of its family."""
+"""Build grammars that force the model to call a function, in the tool-call syntax of its family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ballast.server.tools.request import Function
 from ballast.server.tools.syntax import ARGUMENTS, NAME, Syntax
 
 MOST_GRAMMAR = 4 * MOST_TEXT
-"""Characters of a grammar: what a schema shares may be in it many times."""
+"""Most characters of a grammar: it may repeat shared parts of a schema many times."""
 _SHARED = ("$defs", "definitions")
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]*)")
 
@@ -22,11 +22,12 @@ _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]*)")
 def calls_grammar(
     syntax: Syntax, functions: Sequence[Function], parallel: bool, tokens: Mapping[str, int]
 ) -> str:
-    """Lark as llguidance knows it: one call of one of `functions`, or several of them.
+    """Build a grammar (llguidance's Lark) of one call of one of `functions`, or, if `parallel`, of
+    several.
 
-    Arguments follow the functions' schemas. `tokens`: markers that are tokens, with ids. They
-    have to be named by them: llguidance takes `<tool_call>` for special whether it is or not.
-    Raises InvalidRequest where it would be longer than `MOST_GRAMMAR`.
+    Arguments follow the functions' schemas. `tokens`: ids of the markers that are single tokens.
+    The grammar must name these by id: llguidance takes `<tool_call>` for special whether it is or
+    not. Raises InvalidRequest where the grammar would be longer than `MOST_GRAMMAR`.
     """
     rules, size = [], 0
     for rule in _rules(syntax, functions, parallel, tokens):
@@ -57,7 +58,7 @@ def _rules(
 
 
 def _written(text: str, tokens: Mapping[str, int]) -> str:
-    """Literal text, with markers that are tokens by their ids."""
+    """Write literal text as Lark, markers that are tokens by their ids."""
     if not tokens:
         return json.dumps(text) if text else ""
     parts = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text)
@@ -65,7 +66,7 @@ def _written(text: str, tokens: Mapping[str, int]) -> str:
 
 
 def _keywords(rule: str, function: Function) -> Iterator[str]:
-    """Rules for keyword arguments in the schema's order; those not required may be left out.
+    """Yield rules for keyword arguments in the schema's order; those not required may be left out.
     Raises InvalidRequest."""
     schema = function.schema
     required = schema.get("required", [])
@@ -99,7 +100,7 @@ def _literal(schema: object, shared: _Shared) -> str:
 
 
 class _Shared:
-    """What the parts of a schema refer to, and how all of it is to be read."""
+    """The shared definitions of a schema, and llguidance's options for it."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._always = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
@@ -113,7 +114,7 @@ class _Shared:
         self._names = {name: _references(part) for name, part in self._known.items()}
 
     def of(self, part: object) -> dict[str, Any]:
-        """Keys to be added to a part, so that it can stand alone."""
+        """Return the keys to add to a part of the schema so that it can stand alone."""
         found: dict[str, Any] = {}
         seen: set[tuple[str, str]] = set()
         left = _references(part)
@@ -127,7 +128,8 @@ class _Shared:
 
 
 def _references(schema: object) -> set[tuple[str, str]]:
-    """Group and name of what a schema refers to. Without recursion: it is not trusted with ours."""
+    """Find the group and name of each definition that a schema refers to. Without recursion: a
+    client's schema could exhaust the stack."""
     found: set[tuple[str, str]] = set()
     left = [schema]
     while left:

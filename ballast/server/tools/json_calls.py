@@ -1,7 +1,7 @@
-"""Calls written in JSON: objects with name and arguments, or arguments behind a name.
+"""Parse tool calls written in JSON: objects with name and arguments, or a name, then arguments.
 
-Read leniently: arguments are passed on as they were written, and are valid JSON if the model wrote
-that. Keys and names decide whether there is a call at all, and must be right.
+Parsing is lenient: arguments are passed on as written, and are valid JSON if the model wrote valid
+JSON. Only keys and names decide whether text is a call, and these must be right.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ _KNOWN = ("name", "type", "id", *_ARGUMENTS)
 
 
 def json_calls(reader: CallReader, header: re.Pattern[str] | None) -> Reading[None]:
-    """An object, a list of them, or, if there is a `header`, that and arguments."""
+    """Read one call, a list of calls, or, if there is a `header` pattern, a header and
+    arguments."""
     yield from reader.blank()
     first = yield from reader.peek()
     if first == "[" and header is not None:
-        # A name never begins so.
+        # A name never begins with a bracket.
         header = None
     if header is not None and first != "{":
         yield from _headed(reader, header)
@@ -54,7 +55,7 @@ def _headed(reader: CallReader, header: re.Pattern[str]) -> Reading[None]:
 
 
 def _object(reader: CallReader) -> Reading[None]:
-    """`{"name": ..., "arguments": ...}`, in any order and with keys that say nothing."""
+    """Read `{"name": ..., "arguments": ...}`, in any order and with keys that have no effect."""
     yield from reader.expect("{")
     name: str | None = None
     arguments: str | None = None
@@ -103,7 +104,7 @@ def _object(reader: CallReader) -> Reading[None]:
 
 
 def _string(reader: CallReader) -> Reading[str]:
-    """A string's text. Raises NoCall if it is none, or cannot be sent as UTF-8."""
+    """Read a string's text. Raises NoCall for any other value, or text that is no valid Unicode."""
     if (yield from reader.peek()) != '"':
         raise NoCall
     raw = yield from _value(reader)
@@ -116,7 +117,8 @@ def _string(reader: CallReader) -> Reading[str]:
 
 
 def _value(reader: CallReader, *, passed_on: bool = False) -> Reading[str]:
-    """The text of one value, whatever its brackets hold; `passed_on`: to the call that began."""
+    """Read the text of one value without parsing it; with `passed_on`, add it to the current call's
+    arguments."""
     text: list[str] = []
     depth = 0
     quoted = escaped = False
@@ -149,7 +151,7 @@ def _value(reader: CallReader, *, passed_on: bool = False) -> Reading[str]:
 
 
 def _as_object(text: str) -> str:
-    """Arguments that are no object as they stand: models write them as a text, or as null."""
+    """Convert arguments that are no object to one: models write them as a text, or as null."""
     try:
         value = json.loads(text)
         if value is None:

@@ -1,7 +1,7 @@
-"""An output's text as it comes, parted into content and calls.
+"""Divide streamed output text into content and tool calls.
 
-The reader is a coroutine that is sent one character at a time: so what it makes of a text cannot
-depend on how the text was cut.
+The reader is a coroutine that is sent one character at a time: so its result cannot depend on how
+the text is cut into tokens. `Choice` feeds it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ballast.server.tools.syntax import Syntax
 
 
 class ToolParser:
-    """For one output. Call `push` with its text and `flush` at its end."""
+    """Parses one output. Call `push` with its text and `flush` at its end."""
 
     def __init__(self, syntax: Syntax, names: frozenset[str], new_id: Callable[[], str]) -> None:
         self._syntax = syntax
@@ -27,17 +27,17 @@ class ToolParser:
 
     @property
     def calls(self) -> int:
-        """How many began so far: if any, the output's finish reason is `tool_calls`."""
+        """Number of calls so far: with any, the output's finish reason is `tool_calls`."""
         return self._reader.calls
 
     def push(self, text: str) -> list[Delta]:
-        """What more text says. What may yet become a call is held back."""
+        """Return the deltas of more text. Text that may yet become a call is held back."""
         for character in text:
             self._run.send(character)
         return self._reader.sink.drain()
 
     def flush(self) -> list[Delta]:
-        """What was held back. The output is over."""
+        """Return the deltas of the text held back, at the end of the output."""
         with suppress(StopIteration):
             self._run.send(END)
         return self._reader.sink.drain()
@@ -50,7 +50,7 @@ class ToolParser:
             if opened is None:
                 return
             before = reader.calls
-            # Without a marker, only the name tells a call from other text.
+            # Without a marker, only the name distinguishes a call from other text.
             reader.offered_only = syntax.python or not opened
             try:
                 if syntax.python:
@@ -64,15 +64,16 @@ class ToolParser:
                 fresh = not reader.give_up()
 
     def _content(self, fresh: bool) -> Reading[str | None]:
-        """Pass text on until a call may begin. Its marker; None at the end.
+        """Pass text on until a call may begin. Returns its marker (empty for a call without one);
+        None at the end.
 
-        `fresh`: nothing was said since the beginning, or since the last call.
+        `fresh`: there was no content since the beginning, or since the last call.
         """
         reader, syntax = self._reader, self._syntax
         while True:
             first = yield from reader.peek()
             if first == END:
-                # Blanks around calls are syntax; an output of nothing else is what it is.
+                # Blanks around calls are syntax; an output of blanks alone is content.
                 if not reader.calls or not fresh:
                     reader.give_up()
                 return None
@@ -92,7 +93,8 @@ class ToolParser:
             fresh = False
 
     def _marker(self, opens: tuple[str, ...], closes: tuple[str, ...]) -> Reading[str]:
-        """Take a marker, or, if what comes is none, all that looked like one, or a character."""
+        """Take and return a marker; without one, take the text that looked like one, or a
+        character, and return an empty text."""
         markers = (*opens, *closes)
         taken = ""
         while True:

@@ -1,4 +1,4 @@
-"""Calls written as in Python: `[search(query="x", limit=3), now()]`."""
+"""Parse tool calls written in Python: `[search(query="x", limit=3), now()]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_NAME = 128
 
 
 def python_calls(reader: CallReader) -> Reading[None]:
-    """A list of calls. An argument is passed on when it is complete, as JSON."""
+    """Read a list of calls. Each argument is passed on as JSON when it is complete."""
     yield from reader.blank()
     yield from reader.expect("[")
     while True:
@@ -31,7 +31,7 @@ def python_calls(reader: CallReader) -> Reading[None]:
 
 
 def _arguments(reader: CallReader, name: str) -> Reading[None]:
-    """What stands between parentheses: keyword arguments only."""
+    """Read the keyword arguments between the parentheses; positional ones are not supported."""
     begun = False
     yield from reader.blank()
     while (yield from reader.peek()) != ")":
@@ -66,7 +66,7 @@ def _word(reader: CallReader, end: str) -> Reading[str]:
 
 
 def _expression(reader: CallReader) -> Reading[str]:
-    """Text up to the comma or parenthesis that ends an argument."""
+    """Read text up to the comma or parenthesis that ends an argument."""
     text: list[str] = []
     closing: list[str] = []
     quote = ""
@@ -93,7 +93,7 @@ def _expression(reader: CallReader) -> Reading[str]:
 
 
 def _as_json(text: str) -> str:
-    """A literal of Python or of JSON as JSON; what is neither, as a string of it."""
+    """Convert a literal of Python or of JSON to JSON; any other text becomes a JSON string."""
     try:
         return json.dumps(ast.literal_eval(text), allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):

@@ -1,4 +1,7 @@
-"""Reads an output character by character, and remembers what is not decided yet."""
+"""Read output character by character, holding back text that may still become a tool call.
+
+`parser`, `json_calls` and `python_calls` read through its `CallReader`.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +12,43 @@ from typing import TypeVar
 from ballast.server.tools.delta import Sink
 
 END = ""
-"""Comes, and comes again, after the last character."""
+"""Stands for the end of the output; `peek` returns it from then on."""
 
 _T = TypeVar("_T")
 Reading = Generator[None, str, _T]
-"""A step of reading: waits for characters, and returns what it made of them."""
+"""Coroutine that waits for characters, and returns its result."""
 
 _NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 
 
 class NoCall(Exception):
-    """What looked like a call is none. What was held is content."""
+    """The text is no tool call after all: the text held back is content."""
 
 
 class CallReader:
-    """Characters, what they may turn out to be, and what they turned out to be (`sink`)."""
+    """Reads characters, holds back those that may belong to a call, and collects the result
+    (`sink`)."""
 
     def __init__(self, names: frozenset[str], new_id: Callable[[], str]) -> None:
         self.sink = Sink()
         self.calls = 0
-        """How many calls began."""
+        """Number of calls that have begun."""
         self.offered_only = False
-        """Only a function that was offered makes a call; else any name does, and the client can
-        tell the model that it made it up."""
+        """Whether only functions of the request count as calls; else any name does, and the client
+        can report to the model that the function does not exist."""
         self._names = names
         self._new_id = new_id
         self._ahead: str | None = None
         self._held: list[str] = []
 
     def peek(self) -> Reading[str]:
-        """The next character, which stays the next."""
+        """Return the next character without taking it."""
         if self._ahead is None:
             self._ahead = yield
         return self._ahead
 
     def take(self) -> Reading[str]:
-        """The next character, which is held from now on. Raises NoCall at the end."""
+        """Take the next character, and hold it back. Raises NoCall at the end."""
         character = yield from self.peek()
         if character == END:
             raise NoCall
@@ -58,31 +62,31 @@ class CallReader:
             yield from self.take()
 
     def expect(self, text: str) -> Reading[None]:
-        """Take exactly this."""
+        """Take exactly this text. Raises NoCall for any other."""
         for wanted in text:
             if (yield from self.peek()) != wanted:
                 raise NoCall
             yield from self.take()
 
     def accept(self) -> None:
-        """What is held was syntax."""
+        """Discard the text held back: it was syntax."""
         self._held.clear()
 
     def give_up(self) -> bool:
-        """What is held was content after all. Whether there was any."""
+        """Pass on the text held back as content; returns whether there was any."""
         text = "".join(self._held)
         self._held.clear()
         self.sink.say(text)
         return bool(text)
 
     def callable(self, name: str) -> bool:
-        """Whether a call of this name counts as one."""
+        """Whether a call of the function `name` counts as one."""
         if self.offered_only:
             return name in self._names
         return _NAME.fullmatch(name) is not None
 
     def begin(self, name: str) -> None:
-        """A call begins here. Raises NoCall if it cannot be one of `name`."""
+        """Begin a call of the function `name`. Raises NoCall if the name does not count."""
         if not self.callable(name):
             raise NoCall
         self.accept()
@@ -90,6 +94,6 @@ class CallReader:
         self.calls += 1
 
     def grow(self, fragment: str) -> None:
-        """More arguments of the call that began last."""
+        """Add a fragment to the arguments of the current call."""
         self.accept()
         self.sink.grow(self.calls - 1, fragment)

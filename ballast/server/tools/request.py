@@ -1,4 +1,4 @@
-"""What a request says about tools, checked."""
+"""Validate a request's fields for tools: `tools`, `tool_choice`, `parallel_tool_calls`."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class Function:
 
     name: str
     schema: Mapping[str, Any]
-    """JSON Schema of its arguments, of type object, `prepared`."""
+    """JSON schema of its arguments, of type object, as `structured.grammar.prepared` returns it."""
     param: str
-    """Where in the request the schema stands."""
+    """Path of the schema in the request, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The functions that a request offers, and how free the model is to call them."""
+    """The functions that a request offers, and whether the model must call one."""
 
     functions: tuple[Function, ...]
-    """All that may be called; with a named function as choice, that one."""
+    """Functions that may be called; with a named function as `tool_choice`, that one only."""
     forced: bool
-    """The answer has to be a call."""
+    """Whether the answer must be a call."""
     parallel: bool
-    """It may be several."""
+    """Whether the answer may have several calls."""
 
     @classmethod
     def of(cls, tools: object, tool_choice: object = None, parallel: object = None) -> Tools | None:
-        """From the fields `tools`, `tool_choice` and `parallel_tool_calls` of a request, as sent.
+        """Validate the fields `tools`, `tool_choice` and `parallel_tool_calls` of a request.
 
-        None if nothing can be called: without tools, and with the choice `none`. Raises
-        InvalidRequest. Whether the schemas compile is found out where they are needed.
+        None if nothing can be called: without tools, or with the choice `none`. Raises
+        InvalidRequest. Does not compile the schemas: that is done where they are used.
         """
         if parallel is not None and not isinstance(parallel, bool):
             raise InvalidRequest("parallel_tool_calls is true or false", "parallel_tool_calls")
@@ -116,9 +116,9 @@ def _named(tool_choice: object) -> str:
 
 
 def arguments_of(text: object) -> object:
-    """The arguments of an earlier call, which clients send as JSON text, as an object.
+    """Decode the arguments of an earlier call, which clients send as JSON text.
 
-    Text that is no JSON stays what it is: a model wrote it, and may see it again.
+    Text that is no JSON is returned unchanged: a model wrote it, and may see it again.
     """
     if not isinstance(text, str):
         return text

@@ -1,4 +1,5 @@
-"""The table of dialects: what stands around a call, and how the call itself is written."""
+"""Define the tool-call syntax of each model family: the markers around calls, and the form of a
+call."""
 
 from __future__ import annotations
 
@@ -6,42 +7,45 @@ import re
 from dataclasses import dataclass
 
 NAME, ARGUMENTS = "\0name\0", "\0arguments\0"
-"""Stand for a function's name and its arguments in `Syntax.call`."""
+"""Placeholders for a function's name and its arguments in `Syntax.call`."""
 
 _WORD = r"(?P<name>[a-zA-Z0-9_.:/-]+)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Syntax:
-    """How calls are read, and how they are written where they are enforced."""
+    """The syntax of tool calls: how to parse them, and how to write them in an enforcing
+    grammar."""
 
     opens: tuple[str, ...] = ()
-    """A call, or a list of them, follows any of these."""
+    """Markers that a call, or a list of calls, follows."""
     bare: str = ""
-    """Characters that begin calls without a marker, as the first thing that an output says."""
+    """Characters that begin calls without a marker, where they are the first of an output."""
     closes: tuple[str, ...] = ()
-    """What may stand after a call, and means nothing more."""
+    """Texts that may stand after a call, and are skipped."""
     header: re.Pattern[str] | None = None
-    """What stands between marker and arguments where calls are not JSON objects."""
+    """Pattern of the text between marker and arguments, where calls are not JSON objects."""
     python: bool = False
-    """Calls are written as in Python."""
+    """Whether calls are written in Python."""
 
     begin: str = ""
     call: str
     between: str
     end: str = ""
-    """Before all calls, one call, between two, after all."""
+    """For enforced calls: the text before all calls, one call, the text between two, and after
+    all."""
 
     call_id: str = "call_"
-    """With what ids begin; empty: the nine letters and digits that Mistral's templates want."""
+    """Prefix of call ids; empty: ids are the nine letters and digits that Mistral's templates
+    need."""
     text_arguments: bool = False
-    """The chat template wants arguments as JSON text, and not as the object."""
+    """Whether the chat template expects arguments as JSON text, not as an object."""
     tools_in_system: bool = False
-    """It finds the tools in the system message."""
+    """Whether the chat template reads the tools from the system message."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts of which the tokenizer may make special tokens."""
+        """Texts that the tokenizer may have as single tokens."""
         written = (*self.opens, *self.closes, self.begin, self.call, self.end)
         found = (m for text in written for m in MARKER.findall(text))
         return tuple(dict.fromkeys(found))
@@ -141,7 +145,7 @@ SYNTAXES: dict[str, Syntax] = {
         end=_DEEPSEEK_CALLS_END,
         text_arguments=True,
     ),
-    # Llama 4, and Llama 3.2 with a template that says so.
+    # Llama 4, and Llama 3.2 with a template that uses this syntax.
     "pythonic": Syntax(
         opens=("<|python_start|>",),
         bare="[",
@@ -156,9 +160,10 @@ SYNTAXES: dict[str, Syntax] = {
 
 
 def recognised(template: str) -> str | None:
-    """Name of the dialect that a chat template teaches; None: no tools, or none of these.
+    """Return the name of the dialect that a chat template uses; None: no tools, or an unknown
+    syntax.
 
-    Templates show how a call is written, or repeat earlier ones: by that they are told apart.
+    Templates show how a call is written, or repeat earlier ones: dialects are recognised by that.
     """
     if not re.search(r"\btools\b", template):
         return None
