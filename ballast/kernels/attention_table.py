@@ -1,4 +1,7 @@
-"""The table that paged attention's kernels read, int64 by field, and the memory that they need."""
+"""Define the fields of the int64 table that CPU attention kernels read, and their scratch sizes.
+
+Shared by `paged_attention` (which fills tables) and the compiled code (which reads them).
+"""
 
 from __future__ import annotations
 

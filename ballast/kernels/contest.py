@@ -1,9 +1,9 @@
-"""Measurement of our linear kernel against oneDNN's on one matrix, of the same bytes.
+"""Measure our linear kernel against oneDNN's on one matrix, with the same bytes.
 
-Both run as they do in a pass over a model (`ballast.models.fused.passes`): ours as an operation of
-a program; oneDNN's after its inputs were narrowed to the weights' dtype, and its product is stored,
-or gated, by the program after it. Each call takes weights that no cache has any more, as the next
-layer's are; the two take turns, so that whatever else this machine does meets both alike.
+Used by `choices` only. Both run as in a pass over a model (`ballast.models.fused.passes`): ours as
+an operation of a program; oneDNN's after narrowing of its inputs to the weights' dtype and before
+storing or gating by the program. Each call uses weights that are in no cache, like the next layer's
+weights; the two kernels alternate, so that other load on the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ballast.memory.tensor import tensor_at
 Array = np.ndarray[Any, Any]
 Call = Callable[[], object]
 Timer = Callable[[Call], float]
-"""Seconds that a call takes."""
+"""Function that runs a call and returns its seconds."""
 
 COLD_BYTES = 128 * MiB
 """Weights that the calls of a contest go through."""
@@ -103,7 +103,7 @@ def _rounds(calls: Sequence[Call], timer: Timer) -> dict[Call, list[float]]:
 
 
 def _settled(took: Sequence[float]) -> bool:
-    """Whether the least of these was no accident: others were hardly longer."""
+    """Return whether the minimum is reliable: other times were hardly longer."""
     return sorted(took)[_WITNESSES] <= _NEAR * min(took)
 
 

@@ -1,9 +1,9 @@
-"""The compiled part of mixtures of experts: routing of rows, their experts' matrices, sums.
+"""Compute mixture-of-experts layers on CPU: compiled routing, experts' matrices, and sums.
 
 Four operations of a layer, each behind a barrier: *route* chooses the experts of every row and puts
 rows of one expert together; *gate_up* and *down* run the linear kernel (`linear_code.py`), by its
-address, on each expert that has rows, on these alone; *combine* adds up what a row's experts made
-of it. A row of an expert's input is a *slot*; slots of one expert lie side by side. A *pair* is a
+address, on each expert that has rows, on these alone; *combine* adds up the outputs of a row's
+experts. A row of an expert's input is a *slot*; slots of one expert are adjacent. A *pair* is a
 row and one of its experts: pair `row * TOP_K + rank`, the expert with the largest share first.
 
 Kernels take the address of a table of int64 whose fields are the constants below; threads share

@@ -1,5 +1,4 @@
-"""Intrinsics that Numba lacks, for all kernels: addresses as arrays, atomics, bfloat16, calls by
-address.
+"""Define Numba intrinsics for all CPU kernels: addresses as arrays, atomics, bfloat16, calls.
 
 A bfloat16 number is handled as its bits, uint16. Numba's cache does not see that a kernel depends
 on this file: touch the modules that import it when it changes, or let their kernels close over its

@@ -1,4 +1,6 @@
-"""Linear layers on CPU: weights packed in panels, and the tables that their kernel runs from.
+"""Compute linear layers on CPU: pack weights in panels, and build the tables of their kernel.
+
+Used by `models` to run matrices and by `weights` to pack them.
 
 y = x W^T for W (n outputs, k inputs). A panel holds 64 outputs, input by input: what one thread
 reads from front to back. float32 panels are (k, 64); bfloat16 ones (k / 2, 64, 2), so that two

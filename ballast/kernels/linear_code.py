@@ -1,4 +1,4 @@
-"""The compiled part of linear layers on panel-packed weights: what one thread does.
+"""Multiply panel-packed weights on CPU: the compiled kernels that each thread of a team runs.
 
 All compiled code is in this one file, because Numba's cache looks for changes in the file of the
 function that it compiles, and not in those that it calls: hence also a twin of the exponential of

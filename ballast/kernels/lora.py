@@ -1,9 +1,9 @@
-"""LoRA on CPU: y[row] += scale * (x[row] A^T) B^T, with an adapter of its own for each row.
+"""Compute batched LoRA on CPU: y[row] += scale * (x[row] A^T) B^T, with one adapter per row.
 
-A `LoraGroup` is what adapters add to some linear modules that share their input, such as queries,
-keys and values: made once for a model, as its matrices never move. `AdapterRows` says for one job
-which rows go through which adapter. `LoraGroup.add` runs both kernels; `LoraGroup.tables`
-and `AdapterRows.place` make what a program of kernels needs to run them itself.
+Used by `models.adapters` and `models.fused.adapters`. A `LoraGroup` holds the adapters' matrices
+for linear modules that share their input, such as queries, keys and values: built once per model,
+as its matrices never move. `AdapterRows` maps one job's rows to adapters. `LoraGroup.add` runs both
+kernels; `LoraGroup.tables` and `AdapterRows.place` build their tables for a program of kernels.
 
 Matrices are those of `weights/adapter.py`: A (rank, inputs), B transposed (rank, outputs), float32
 or bfloat16. Activations have their dtype, or float32. Sums are float32.

@@ -1,6 +1,6 @@
-"""The compiled part of meetings: a barrier of processes that share memory.
+"""Wait at a barrier of processes that share memory: the compiled part of `meeting`.
 
-Every rank, with one thread, counts the meetings it has come to, in memory that all of them map.
+Every rank, with one thread, counts the barriers it has reached, in memory that all ranks map.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"

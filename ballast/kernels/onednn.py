@@ -1,11 +1,12 @@
-"""Linear layers by oneDNN on weights that it packed, in memory of the pool.
+"""Compute linear layers by oneDNN on weights in its packed layout, in the pool's memory.
 
-oneDNN lays a matrix out as its kernels for this CPU want it and describes that in a *descriptor*.
-`describe` says what it would do; bytes copied from a packed tensor, with its descriptor, are such a
-tensor again (`view`), through the C interface that PyTorch keeps for compiled models.
+Used by models, for the numbers of rows where oneDNN is faster (`choices.py`). oneDNN packs a matrix
+for its kernels on this CPU and describes the layout in a *descriptor* (`describe`). Bytes copied
+from a packed tensor, together with its descriptor, can be used as such a tensor (`view`), through
+the C interface that PyTorch keeps for compiled models.
 
-On AVX-512 its layout is often that of our own panels (`linear.py`): then the same bytes serve both,
-ours where a matrix meets few rows, oneDNN's where it meets many (`choices.py`).
+On AVX-512 the layout is often that of our own panels (`linear.py`): then the same bytes serve our
+kernel for few rows and oneDNN's for many.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The compiled part of programs: all threads run each operation, with barriers between.
+"""Run a program of CPU kernels: all threads run each operation, with barriers between.
 
+Compiled part of `team.Program`, also used by `models.fused.experts`.
 A *program* is a list of operations, each the address of a kernel and that of its table (see
 `attention_code.py`). All threads of a team call every kernel in order; a barrier stands behind
 each, so that an operation may read what the one before it wrote.

@@ -1,4 +1,6 @@
-"""Work items of paged attention on a GPU for one job, as plain arrays made on the host.
+"""Plan the work items of paged attention on a GPU for one job, as arrays made on the host.
+
+Used by `GpuBatch`; also defines the buckets of jobs that one CUDA graph serves.
 
 A *tile* is some rows of one sequence that go through its KV cache together. Sequences with few new
 tokens (decodes) have one tile each, cut at multiples of `SPLIT` keys into *items* that run side by
@@ -22,16 +24,17 @@ Array = np.ndarray[Any, Any]
 SPLIT = 256
 """Keys of an item of a tile that is cut; a multiple of every number of keys loaded at once."""
 FEW_ROWS = 16
-"""Rows (new tokens times heads sharing a KV head) up to which a tile is cut by its keys: what a
-matrix instruction takes at least."""
+"""Rows (new tokens times heads sharing a KV head) up to which a tile is cut by its keys: the
+minimum of a matrix instruction."""
 MANY_ROWS = 64
 """Rows of a tile of a longer chunk."""
 
 ITEM_FIELDS = 7
-"""Where its table begins, first row of the batch, tokens, position of the first, first key, end of
-the keys, slot for a partial result (-1: none, it is the result)."""
+"""Fields of an item: start of its block table, first row of the batch, tokens, position of the
+first, first key, end of the keys, slot for a partial result (-1: the result is final)."""
 MERGE_FIELDS = 4
-"""First row of the batch, tokens, first slot, slots; of a tile cut into at least two items."""
+"""Fields of a merge, for a tile cut into several items: first row of the batch, tokens, first slot,
+number of slots."""
 
 
 @dataclass(frozen=True, slots=True)

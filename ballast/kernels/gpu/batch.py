@@ -1,9 +1,9 @@
-"""The sequences of one job as tensors on a GPU, at stable addresses: the twin of `PagedBatch`.
+"""Hold the sequences of one job as GPU tensors at stable addresses: the twin of `PagedBatch`.
 
-All that layers share is written once per job: on the host into pinned memory, then by one copy that
-the host does not wait for. The tensors are views of one buffer that belongs to a bucket, so that a
-CUDA graph captured over them is good for every job of the bucket; what a job does not fill does
-nothing. How much there is to do (`counts`) is read by the kernels, on the device.
+Used by the GPU executor and its CUDA graphs. Inputs that all layers share are written once per job:
+into pinned host memory, then by one asynchronous copy. The tensors are views of one buffer of a
+bucket, so that a CUDA graph captured over them serves every job of the bucket; unused entries are
+padding without effect. Kernels read the amount of work (`counts`) on the device.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ballast.kernels.gpu.staging import Sizes, Staged, put
 Array = np.ndarray[Any, Any]
 
 NOWHERE = -1
-"""The slot of a row that is padding."""
+"""Slot of a padding row."""
 
 
 class GpuAttention(Attention, Protocol):
-    """An implementation of attention, for the jobs of one bucket; `GpuBatch` has checked what it is
-    given."""
+    """An implementation of attention for the jobs of one bucket; `GpuBatch` checks its arguments.
+    """
 
     replayable: ClassVar[bool]
     """Whether `write` and `attend` of a bucket of decodes launch the same work for every job."""
@@ -46,7 +46,7 @@ class GpuAttention(Attention, Protocol):
 class Scratch:
     """Memory that all batches of a model share, since it runs one job at a time.
 
-    Grow-only, with stable addresses: a request for no more than the most so far gets the same.
+    Grow-only buffers with stable addresses: requests up to the largest so far reuse one.
     """
 
     def __init__(self, device: torch.device, common: Scratch | None = None) -> None:

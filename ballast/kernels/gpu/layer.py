@@ -1,8 +1,8 @@
-"""Operations of a Llama-shaped layer between its matrices on a GPU: three, a launch each.
+"""Define the operations of a Llama-shaped layer between its GEMMs on a GPU, and choose kernels.
 
-`triton_layer.py` has them as kernels, `plain_layer.py` in PyTorch's own operations, which is their
-reference. Both round where `transformers`' modules do: in bfloat16, too, only the order of sums
-is another.
+Used by `models.gpu.fused`. `triton/layer.py` implements them as kernels of one launch each,
+`plain/layer.py` as plain PyTorch, the reference. Both round where `transformers`' modules do, so
+that also in bfloat16 only the order of sums differs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""LoRA on a GPU: tables of a job's rows by adapter, and of the adapters' matrices.
+"""Build the tables of batched LoRA on a GPU: a job's rows by adapter, and the adapters' matrices.
 
-As `kernels/lora.py` on a CPU: y[row] += scale * (x[row] A^T) B^T. Rows are sorted by their adapter
-and cut into tiles of one adapter each, on the host; tiles, and where matrices are, lie in tensors
-whose addresses stay, so that a CUDA graph is good for any rows and any adapters. A job in which no
-row has an adapter has a bucket without tiles, and launches nothing of this.
+Used by `GpuBatch` and `models.gpu`. Computes as `kernels/lora.py` on a CPU: y[row] += scale *
+(x[row] A^T) B^T. The host sorts rows by adapter and cuts them into tiles of one adapter each; tiles
+and addresses of matrices are in tensors at stable addresses, so that one CUDA graph serves any rows
+and any adapters. A job without adapters has a bucket without tiles, and launches no LoRA kernel.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from ballast.kernels.lora import LoraMatrices, LoraTarget, tiled
 Array = np.ndarray[Any, Any]
 
 TILE_FIELDS = 3
-"""First row among those sorted by adapter, how many, adapter; a tile of no rows does nothing."""
+"""Fields of a tile: first of the rows sorted by adapter, number of rows, adapter. A tile without
+rows has no effect."""
 SPLIT = 512
-"""Inputs of a decode's row that are summed by one program: few rows would leave most
-multiprocessors without work. A guess, until it is measured."""
+"""Inputs of a decode's row that one program sums: with few rows, unsplit inputs would leave most
+multiprocessors idle. A guess, not measured yet."""
 CHUNK_SPLITS, CHUNK_FLOATS = 4, 256
-"""Most parts into which the inputs of longer chunks are cut, and most sums of a row in them all."""
+"""Bounds, for longer chunks: parts into which inputs are cut, and sums of a row in all parts."""
 _NAMES = ("adapted", "adapted_wanted")
 _TILES = "_tiles"
 

@@ -1,7 +1,8 @@
-"""Sampling from logits on a GPU: the tokens of `sampling.sample`, with few rows copied.
+"""Sample from logits on a GPU, with the same tokens as `sampling.sample` and few rows copied.
 
-A token is a function of logits, parameters, seed and position alone, and `sampling.py`, on the
-host, is that function. What a device decides is what the host would have decided for sure:
+Used by the GPU executor. A token is a function of logits, parameters, seed and position alone, and
+`sampling.py`, on the host, defines it. The device decides only tokens that provably equal the
+host's:
 
 - Greedy: the first of the largest logits, exact on either.
 - Temperature alone: Gumbel-max in float32 with a bound of each score's error. Where the best score
@@ -10,8 +11,8 @@ host, is that function. What a device decides is what the host would have decide
   decides among them, if all that these leave are surely there. For top-p alone the sum over the
   whole row is the device's, with a bound of its error.
 
-All other rows are moved to the host whole, and decided there: those that are too close, those that
-want log-probabilities, and those that penalties, biases or grammars shape.
+All other rows are copied to the host whole and decided there: rows that are too close, rows with
+log-probabilities, and rows that penalties, biases or grammars modify.
 """
 
 from __future__ import annotations
