@@ -310,8 +310,8 @@ _SOURCES = digest_of(
 
 
 def _entry_points(sources: int) -> dict[str, Any]:
-    """Kernels by name. They close over `sources`, the digest of all that they are made of: Numba's
-    cache knows a function by what it closes over, and looks for changes in its own file alone."""
+    """Return the kernels by name. They close over `sources`, a digest of all source files involved:
+    Numba's cache keys a function by its closure, and checks only its own file for changes."""
 
     def attend_float32(table):
         _ = sources

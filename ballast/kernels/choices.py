@@ -70,17 +70,17 @@ class Choices:
     """Choices of one process; used by any thread."""
 
     def __init__(self, file: ChoiceFile | None, timer: Timer = contest.seconds) -> None:
-        """Without a file nothing is measured, and `UNMEASURED` holds."""
+        """`file`: None: nothing is measured, and `UNMEASURED` applies."""
         self._file, self._timer = file, timer
         self._made: dict[MatrixShape, int | None] = {}
         self._spent = 0.0
-        """Seconds of measuring, by the wall clock."""
+        """Wall seconds spent on measuring."""
         self._lock = threading.Lock()
 
     def from_rows(self, shape: MatrixShape) -> int | None:
-        """Rows from which oneDNN multiplies such a matrix; None: our kernel always does.
+        """Return the rows from which oneDNN multiplies such a matrix; None: our kernel always does.
 
-        Measures what is not known yet, with as many threads as the calling one may use, which takes
+        Measures an unknown shape, with as many threads as the calling thread may use, which takes
         some tenths of a second.
         """
         with self._lock:
@@ -130,9 +130,8 @@ def name_of(shape: MatrixShape) -> str:
 
 
 def from_rows(n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> int:
-    """Rows from which oneDNN multiplies (n, k) panels in this process; see `Choices.from_rows`.
-
-    `NEVER` where our kernel always does.
+    """Return the rows from which oneDNN multiplies (n, k) panels in this process, as
+    `Choices.from_rows`; `NEVER` if our kernel always does.
     """
     found = _choices().from_rows(MatrixShape(n, k, dtype, gated))
     return NEVER if found is None else found
@@ -149,5 +148,5 @@ def _choices() -> Choices:
 
 
 def _allowed(choice: KernelChoice, shape: MatrixShape) -> bool:
-    """Whether it may have been made for such a matrix: files can be edited."""
+    """Return whether a choice is valid for such a matrix: files can be edited."""
     return choice.from_rows is None or choice.from_rows in ROWS[shape.dtype]

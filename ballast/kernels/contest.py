@@ -29,24 +29,25 @@ Timer = Callable[[Call], float]
 """Function that runs a call and returns its seconds."""
 
 COLD_BYTES = 128 * MiB
-"""Weights that the calls of a contest go through."""
+"""Bytes of weights over which the calls of a contest cycle."""
 _LAYERS = 64
-"""Matrices they go through at most: a model that has no more bytes than caches finds them there."""
+"""Bound of the matrices over which they cycle: a model smaller than the caches stays in them."""
 _MOST_PRODUCTS = 1 << 27
-"""Multiplications of a call: of more outputs, a part stands for all."""
+"""Bound of the multiplications of a call: of a larger matrix only a part is measured."""
 _PANELS_PER_THREAD = 4
-"""Panels of such a part at least: fewer would not keep all threads busy."""
+"""Minimum of panels per thread in such a part, to keep all threads busy."""
 _ROUNDS = 5, 40
 _SECONDS = 2.0
-"""Seconds to measure a shape for, unless the least rounds take longer."""
+"""Time for measuring a shape, unless the minimum number of rounds takes longer."""
 _WITNESSES, _NEAR = 2, 1.2
-"""A least time counts where so many others of the same call are within this factor of it; until
-then there are more rounds."""
+"""A minimum time is accepted when _WITNESSES other times of the same call are within the factor
+_NEAR of it; until then more rounds are run."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """A matrix: n outputs as stored, k inputs. `gated`: gates and ups, half a panel in turns."""
+    """Shape of a matrix: n outputs as stored, k inputs. `gated`: gate and up rows interleaved by
+    half panels."""
 
     n: int
     k: int
@@ -62,13 +63,12 @@ def seconds(call: Call) -> float:
 
 
 def ratios(shape: MatrixShape, rows: Sequence[int], timer: Timer = seconds) -> dict[int, float]:
-    """oneDNN's time over ours, for each of these numbers of rows: each the least of its rounds, as
-    whatever else a machine does can only add to it.
+    """Return oneDNN's time over ours for each number of rows, by the minimum over rounds, since
+    other load on the machine can only add time.
 
-    All numbers of rows take turns, so that a moment in which the machine is busy with something
-    else is one round of each. A number is left out where no least time had witnesses (`_settled`).
-    Takes up to `COLD_BYTES` of memory meanwhile. Raises BrokenPromise where oneDNN does not take
-    our panels of this shape, and RuntimeError where it fails.
+    Numbers of rows alternate, so that a disturbance affects one round of each. Numbers without a
+    reliable minimum (`_settled`) are left out. Uses up to `COLD_BYTES` of memory. Raises
+    BrokenPromise if oneDNN does not accept our panels of this shape, and RuntimeError if it fails.
     """
     one = max(linear.packed_bytes(_part(shape, n)[0], shape.k, shape.dtype) for n in rows)
     memory = Workspace(max(one, min(COLD_BYTES, _LAYERS * one)))
@@ -87,7 +87,7 @@ def ratios(shape: MatrixShape, rows: Sequence[int], timer: Timer = seconds) -> d
 
 
 def _rounds(calls: Sequence[Call], timer: Timer) -> dict[Call, list[float]]:
-    """Seconds of each call, in every round: in turns, and in every other round backwards."""
+    """Return the seconds of each call in every round; every other round runs in reverse order."""
     for call in calls:
         call()  # compiles, and fills what is filled once
     took: dict[Call, list[float]] = {call: [] for call in calls}
@@ -108,7 +108,7 @@ def _settled(took: Sequence[float]) -> bool:
 
 
 class _Sides:
-    """Both ways to multiply `rows` rows by the next of many equal matrices, into `out`."""
+    """Both kernels, which multiply `rows` rows by the next of many equal matrices, into `out`."""
 
     def __init__(self, shape: MatrixShape, rows: int, memory: Workspace) -> None:
         dtype, k = shape.dtype, shape.k

@@ -115,7 +115,7 @@ def _softmax(scores, at, n):
 
 @njit(error_model="numpy")
 def _choose(table, row):
-    """The experts of a row by their probabilities, and its shares. Of equals the first is taken."""
+    """Choose a row's experts by probability (of equals the first), and compute their shares."""
     scores, chosen = float32_at(table[SCORES]), int64_at(table[CHOSEN])
     shares = float32_at(table[SHARES])
     n, k = table[EXPERTS], table[TOP_K]
@@ -175,7 +175,7 @@ def _route(table, weight):
                 scores[row * n + e] = _router_logit(x, row * width, weight, e, width)
             _softmax(scores, row * n, n)
             _choose(table, row)
-        # The counter orders what threads wrote before they added to it: the last one sees it all.
+        # The atomic counter orders earlier writes: the thread that adds last sees all of them.
         if fetch_add(table, DONE, end - first) + end - first == table[ROWS]:
             _group(table)
         first, end = _next_rows(table, ROUTED)
@@ -183,9 +183,9 @@ def _route(table, weight):
 
 @njit(error_model="numpy")
 def _run_experts(table, tables):
-    """The linear kernel on each expert that has rows, from the first to the last.
+    """Run the linear kernel on each expert that has rows, in order.
 
-    No barrier is between them: a thread that finds no item left of one goes on with the next.
+    There is no barrier between experts: a thread without further items goes on with the next one.
     """
     for e in range(table[EXPERTS]):
         address = tables + e * _TABLE_BYTES

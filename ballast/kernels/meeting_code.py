@@ -28,7 +28,7 @@ N_FIELDS = 4
 COUNTER_BYTES = 128
 """From a counter to the next: no two share a cache line, or a pair of lines fetched together."""
 SPINS = 2000
-"""Looks at a counter before the core is offered to others."""
+"""Polls of a counter before the core is yielded to others."""
 
 
 def _meet(address):

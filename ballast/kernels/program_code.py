@@ -33,8 +33,8 @@ YIELD = 11
 N_FIELDS = 16
 
 SPINS = 2000
-"""Looks at a barrier before the core is offered to others: some 20 to 100 us, longer than most
-operations of a decode step take, shorter than the scheduler would take the core away for."""
+"""Polls of a barrier before the core is yielded to others: 20 to 100 us, longer than most
+operations of a decode step, shorter than the scheduler would take the core away for."""
 
 
 def _run(address):

@@ -36,8 +36,7 @@ NOWHERE = -1
 
 
 class GpuAttention(Attention, Protocol):
-    """An implementation of attention for the jobs of one bucket; `GpuBatch` checks its arguments.
-    """
+    """An implementation of attention for one bucket's jobs; `GpuBatch` checks its arguments."""
 
     replayable: ClassVar[bool]
     """Whether `write` and `attend` of a bucket of decodes launch the same work for every job."""
@@ -89,7 +88,7 @@ class GpuBatch:
         self.kv, self.heads, self.bucket = kv, heads, bucket
         self.shape = AttentionShape(heads, kv.kv_heads, kv.block_tokens)
         self.few_tokens = 1 if bucket.decodes else self.shape.few
-        """Most new tokens of a sequence that is cut by its keys."""
+        """Bound of the new tokens of a sequence that is cut by its keys."""
         self._staged = Staged(_sizes(bucket, self.shape), kv.device)
         views = self._staged.tensors
         self.tokens, self.positions = views["tokens"], views["positions"]
@@ -97,9 +96,9 @@ class GpuBatch:
         self.tables, self.counts = views["tables"], views["counts"]
         self.few, self.many, self.merges = views["few"], views["many"], views["merges"]
         self.adapted = GpuAdaptedRows.both(views, bucket)
-        """Which rows go through adapters, and which of `wanted`; None: none does."""
+        """Tables of the rows, and of the `wanted` rows, that use adapters; None: none does."""
         self.plan: AttentionPlan
-        """The job's; there is none before the first."""
+        """Plan of the present job; unset before the first."""
         self.n_wanted = 0
         self.scratch = scratch or Scratch(kv.device)
         self.out = self.scratch.tensor("out", (bucket.tokens, heads, kv.head_dim), kv.dtype)
@@ -113,7 +112,7 @@ class GpuBatch:
 
     @property
     def replayable(self) -> bool:
-        """Whether a CUDA graph may be recorded over it."""
+        """Whether a CUDA graph may be recorded over the batch."""
         return self.bucket.decodes and self._attention.replayable
 
     @property
@@ -130,7 +129,7 @@ class GpuBatch:
         wanted: Sequence[int] | Array,
         adapters: Sequence[int] = (),
     ) -> None:
-        """The next job: `counts[i]` new tokens of sequence i, from position `starts[i]`.
+        """Set the next job: `counts[i]` new tokens of sequence i, from position `starts[i]`.
 
         `tokens` (T,): those of all sequences in order; `tables[i]`: blocks of sequence i; `wanted`:
         rows; `adapters[i]`: of sequence i, -1: none. Does not wait for the device, unless it is
