@@ -99,7 +99,7 @@ def _scores_of(prefetch):
     dot_2, dot_1 = make_dot(1, 2, prefetch), make_dot(1, 1, prefetch)
 
     def scores(query, heads, rows, width, kv, offsets, n, shift, values, score):
-        """Of all rows of some heads against n tokens; those of the last LANES may be too many.
+        """Compute scores of all rows of some heads against n tokens, rounded up to whole LANES.
 
         `shift` leads from K of a token to that of the first head, and `values` from K to V.
         """
@@ -159,7 +159,7 @@ def _add_values_of(prefetch):
     much = wide * LANES
 
     def add_values(weight, heads, rows, width, kv, offsets, n, step, shift, back, sums):
-        """Sums of all rows of some heads over n tokens, `step` at a time.
+        """Add weighted values of n tokens to the sums of all rows of some heads, `step` at a time.
 
         `shift` leads from K of a token to V of the first head, and `back` from V to K.
         """

@@ -101,7 +101,7 @@ def _router_logit(x, at, weight, expert, width):
 
 @njit(error_model="numpy")
 def _softmax(scores, at, n):
-    """Of n logits, in place."""
+    """Compute the softmax of n logits in place."""
     most = scores[at]
     for e in range(1, n):
         most = max(most, scores[at + e])

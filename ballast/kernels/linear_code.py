@@ -459,7 +459,7 @@ def _linear(table, weights, itemsize):
             w = panel * panel_size + start * PANEL
             after = w + _SLICE * PANEL
             if start + _SLICE >= k:
-                # Not sooner, as nobody else can do it then, and not later, for the fetching.
+                # Not sooner: the item would be lost to idle threads. Not later: it is prefetched.
                 item = fetch_add(table, NEXT, 1)
                 after = item % panels * panel_size if item < panels * chunks else w
             after = table[WEIGHTS] + after * itemsize

@@ -86,7 +86,7 @@ def tiled(adapters: Sequence[int] | Array, most: int) -> tuple[Array, list[tuple
 
 
 class AdapterRows:
-    """Which rows of a batch go through which adapter, for one job."""
+    """Mapping of one job's rows to adapters, in tiles of one adapter each."""
 
     def __init__(self, adapters: Sequence[int], x_rows: Array | None = None) -> None:
         """`adapters[i]`: index of the adapter of row i of y; -1: none.
