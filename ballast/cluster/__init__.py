@@ -1,15 +1,15 @@
 """Run one worker process per device, and route requests to them.
 
-Three rooms have what only some of its readers need: `worker` the process of a device, `lending`
-what workers do with each other's pages, `tensor_parallel` a device of several processes. What is
-here beside them is the controller's side, in the server's process, and what both sides use.
+Three subpackages hold the details: `worker` (the process of one device), `lending` (pages lent
+between workers), `tensor_parallel` (one device served by several processes). The other modules are
+the controller, which runs in the server's process, and code that server and workers share.
 
-Packages from `server` and `sim` up may import it. It imports `engine`, `transport` and what is
+Packages from `server` and `sim` up may import it. It imports `engine`, `transport` and packages
 below them.
 
 - `combined_report`: Sum of several devices' reports.
 - `controller`: The parts that serve one fleet on its devices, and their start and end.
-- `device_record`: What is known of one device for routing.
+- `device_record`: The controller's state of one device, for routing.
 - `device`: One device as the controller sees it: a worker that is replaced when it dies.
 - `device_set`: The devices of one server, and which serve which model.
 - `fairness`: Fair order of requests between API keys.

@@ -1,4 +1,7 @@
-"""Combine the reports of several devices into one."""
+"""Combine the `DeviceReport`s of several devices into one, for metrics and state of the server.
+
+Used by `DeviceSet.report`. Counts are summed, pages in units of the smallest page size.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ _NEAREST = (
     Residency.ABSENT,
     Residency.FAILED,
 )
-"""Order of precedence: a model on several devices has the first of these that it has on any."""
+"""Order of precedence: the residency reported for a model on several devices is the first of these
+that it has on any of them."""
 
 
 def combined(reports: Sequence[DeviceReport]) -> DeviceReport:
-    """Combine the reports of at least one device; pages are of the smallest size of all.
+    """Combine the reports of at least one device, counting pages in the smallest page size.
 
-    The numbers of a model that several devices serve are sums.
+    The numbers of a model that several devices serve are summed.
     """
     if len(reports) == 1:
         return reports[0]
@@ -53,7 +57,7 @@ def combined(reports: Sequence[DeviceReport]) -> DeviceReport:
 
 
 def _in_pages(report: DeviceReport, page_bytes: int) -> DeviceReport:
-    """Return the report in smaller pages; all sizes are powers of two."""
+    """Return the report counted in smaller pages; all page sizes are powers of two."""
     times = report.page_bytes // page_bytes
     if times == 1:
         return report

@@ -1,4 +1,8 @@
-"""The parts that serve one fleet on its devices, and their start and end."""
+"""Start the devices of one fleet, and compose the parts that route requests and change the fleet.
+
+Used by the server's process (`server.service`, `server.serve`). The controller holds no state of
+its own: devices, routing, commands and lending are in the modules that it composes.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,9 @@ from ballast.core.settings import FleetSettings, ServerSettings
 
 
 class Controller:
-    """Composes the devices of one server with what routes requests to them and changes them.
+    """Composes one server's devices, request router, lending pairs, migrations and fleet commands.
 
-    Nothing calls back through it: the parts that follow the devices observe them themselves.
+    These parts observe the devices directly (`DeviceObserver`); none calls back to the controller.
     """
 
     def __init__(self, make_worker: Callable[[], WorkerLink]) -> None:
@@ -35,20 +39,20 @@ class Controller:
         self.devices = DeviceSet()
         """The devices, their fleet, and what they report."""
         self.router = RequestRouter(self.devices)
-        """Where requests are submitted."""
+        """Sends requests to devices."""
         self._lending_pairs = LendingPairs(self.devices)
         self._migrations = Migrations()
         self.relocation = Relocation(self.devices, self.router, self._migrations)
-        """What moves running requests between devices."""
+        """Moves running requests between devices."""
         self.commands = FleetCommands(
             self.devices, self.router, self.relocation, self._lending_pairs
         )
-        """What carries out operators' commands."""
+        """Carries out operators' commands."""
         self._policy_task: asyncio.Task[None] | None = None
 
     async def start(self, fleet: FleetSettings) -> None:
-        """Start all devices; returns when they serve. Raises Unavailable if one cannot, and
-        ConfigError where there is no place for a model."""
+        """Start all devices; returns when they serve. Raises Unavailable if one cannot start, and
+        ConfigError where no device has room for a model."""
         self.devices.fleet = fleet
         homes = await asyncio.to_thread(homes_of, fleet)
         cores = len(os.sched_getaffinity(0))
@@ -81,13 +85,13 @@ class Controller:
             self._policy_task = asyncio.create_task(runner.run())
 
     def configure(self, server: ServerSettings) -> None:
-        """Use other limits of the server; the next workers are watched by the new ones."""
+        """Replace the server's settings; their limits apply to workers that are started later."""
         self.devices.fleet = replace(self.devices.fleet, server=server)
         for device in self.devices.values():
             device.fleet = replace(device.fleet, server=server)
 
     async def close(self, patience: float) -> None:
-        """End the workers: what is open is finished within `patience` seconds, or fails."""
+        """End all workers: open requests finish within `patience` seconds, or fail."""
         if self._policy_task is not None:
             self._policy_task.cancel()
             await asyncio.wait({self._policy_task})

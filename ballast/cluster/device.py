@@ -1,6 +1,8 @@
-"""One device as its controller sees it: a worker that is replaced when it dies, and its commands.
+"""Supervise one device's worker process from the server: start it, replace it when it dies.
 
-The requests that a dead worker had go on in the next one after the tokens that their clients have.
+Used by the controller, the router and the other parts of `ballast.cluster` that run in the server.
+Open requests survive a crash: the next worker continues each after the tokens that its client has.
+Runs on the server's event loop and never touches device memory.
 """
 
 from __future__ import annotations
@@ -37,22 +39,26 @@ log = logging.getLogger(__name__)
 WORKER_LOST = "worker_lost"
 """Code of `FailedOutput` for requests whose worker died and could not be replaced."""
 LOST_AFTER = 3
-"""Starts that fail one after another before requests fail instead of waiting."""
+"""Consecutive failed starts after which requests fail instead of waiting."""
 BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
 STEADY_SECONDS = 60.0
-"""A worker that lived so long died of something new: the next is started at once."""
+"""Lifetime of a worker after which its death starts a new count of failures: the next worker is
+started without delay."""
 
 
 class DeviceObserver:
-    """Follows the workers of devices. Observers override what concerns them; each is called in the
-    order in which the device was given them."""
+    """Base class for parts of the controller that react to events of workers.
+
+    Observers override the methods that they need, and are called in the order in which the device
+    was given them.
+    """
 
     def worker_ready(self, device: RemoteDevice) -> None:
         """A worker of the device serves now."""
 
     def worker_died(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
-        """The device's worker has died while it ran the requests `in_flight`, or no further worker
-        is to be expected."""
+        """The device's worker has died while it ran the requests `in_flight`; or restarts have
+        failed LOST_AFTER times (`device.lost`), with `in_flight` empty."""
 
     async def worker_reaped(self, device: RemoteDevice) -> None:
         """The device's worker has been reaped; returns when another may take its place."""
@@ -61,20 +67,21 @@ class DeviceObserver:
         """The device has carried out an operator's command."""
 
     def lending_message(self, device: RemoteDevice, message: LeaseMsg | PeerReportMsg) -> None:
-        """The worker has sent a message about pages that are lent."""
+        """The worker has sent a message about lent pages."""
 
     def migration_message(self, device: RemoteDevice, word: MigrationAnswer) -> None:
         """The worker has sent a message about a request that moves from it or to it."""
 
     def first_token(self, device: RemoteDevice, request_id: str) -> None:
-        """A request has its first token of this device, and a block of its KV here."""
+        """A request has been given its first token by this device, which has a full block of its
+        KV."""
 
     def decision_made(self, device: RemoteDevice, moment: float, decision: dict[str, Any]) -> None:
         """The device's policy has decided something, at `moment` on the event loop's clock."""
 
 
 class RemoteDevice(DeviceRecord):
-    """A device's worker, and what the next one is started with."""
+    """One device: its present worker, and the settings with which the next one is started."""
 
     def __init__(
         self,
@@ -95,7 +102,7 @@ class RemoteDevice(DeviceRecord):
         self._drained = asyncio.Event()
 
     async def start(self, fleet: FleetSettings) -> None:
-        """Returns when the device serves. Raises Unavailable if it cannot."""
+        """Start the worker; returns when the device serves. Raises Unavailable if it cannot."""
         self.fleet = fleet
         self._serve(await self.worker.start(fleet))
         self._supervisor = asyncio.create_task(self._supervise())
@@ -109,10 +116,10 @@ class RemoteDevice(DeviceRecord):
         self.worker.kill(why)
 
     async def command(self, command: DeviceCommand) -> CommandOutcome:
-        """Carry out an operator's command; the next worker serves what came of it.
+        """Have the worker carry out an operator's command; later workers start with its result.
 
-        Raises Unavailable where no worker serves, or it dies before it has answered: the next one
-        then serves the fleet as it was.
+        Raises Unavailable where no worker serves, or it dies before it has answered: the next
+        worker then starts with the fleet as it was.
         """
         if self.down is not None:
             raise Unavailable(self.down)
@@ -126,7 +133,7 @@ class RemoteDevice(DeviceRecord):
         return await self._commands.send(command)
 
     async def join(self, settings: ModelSettings) -> CommandOutcome:
-        """Serve one more model; one that was about to leave stays. Raises as `command`."""
+        """Serve one more model, or keep one that was leaving. Raises as `command`."""
         if settings.name in self.leaving:
             self.leaving.discard(settings.name)
             return CommandOutcome(specs=dict(self.specs))
@@ -152,7 +159,7 @@ class RemoteDevice(DeviceRecord):
             observer.command_done(self, command)
 
     async def close(self, patience: float) -> None:
-        """End the worker: what is open is finished within `patience` seconds, or fails."""
+        """End the worker: open requests finish within `patience` seconds, or fail."""
         self._ending = True
         self.requests.pause()
         if self._supervisor is None:
@@ -181,7 +188,7 @@ class RemoteDevice(DeviceRecord):
     # -- workers --------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        """Listens to the worker; replaces it when it dies."""
+        """Handle the worker's messages; replace the worker when it dies."""
         clock = asyncio.get_running_loop().time
         failures = 0
         try:
@@ -195,17 +202,17 @@ class RemoteDevice(DeviceRecord):
                 await self.worker.close()
                 for observer in self._observers:
                     await observer.worker_reaped(self)
-                # Requests can kill only so many workers each; whatever else does may go on.
+                # Requests are convicted after a few crashes; other causes may recur without end.
                 fresh = had_work or clock() - began > STEADY_SECONDS
                 failures = 0 if fresh else failures + 1
                 await self._replace(failures)
-        except Exception as error:  # whatever it is: no request may wait for ever
+        except Exception as error:  # of any kind: no request may wait for ever
             log.exception("workers cannot be supervised")
             self._give_up(f"{type(error).__name__}: {error}")
             self._commands.fail(f"{self.lost}")
 
     async def _listen(self) -> str:
-        """Handle what the worker says until it has ended; how it did."""
+        """Handle the worker's messages until it has ended; return how it ended."""
         try:
             while (message := await self.worker.receive()) is not None:
                 self._handle(message)
@@ -239,7 +246,10 @@ class RemoteDevice(DeviceRecord):
                 log.warning("unexpected message %s", type(message).__name__)
 
     def _remember(self, status: StatusMsg) -> None:
-        """Decisions outlive the worker, and with it the clock that they were dated by."""
+        """Report the worker's decisions to the observers, with times on the event loop's clock.
+
+        Decisions are kept for longer than the worker lives, whose clock dated them.
+        """
         since = asyncio.get_running_loop().time() - status.report.now
         for decision in status.decisions:
             fields = {key: value for key, value in decision.items() if key != "at"}
@@ -256,7 +266,7 @@ class RemoteDevice(DeviceRecord):
             observer.worker_ready(self)
 
     def _mourn(self, why: str) -> None:
-        """The worker has died: its requests wait for the next, or go elsewhere."""
+        """Note the worker's death: its requests wait for the next worker, or move elsewhere."""
         self.down = f"the worker is gone ({why})"
         self._commands.fail(self.down)
         if not self._ending:
@@ -293,7 +303,7 @@ class RemoteDevice(DeviceRecord):
             return
 
     def _give_up(self, why: str) -> None:
-        """No worker is to be expected: what no other device can do fails."""
+        """Declare the device lost: requests fail that no other device can take."""
         self.down = self.lost = why
         self._notify_death(())
         self.requests.fail_all(WORKER_LOST, why)

@@ -1,4 +1,8 @@
-"""The controller's knowledge of one device: what it serves, what it was sent, what it can take."""
+"""Record the server's state of one device: its models, open requests, last report, cached prefixes.
+
+Base class of `RemoteDevice`. Read by the router to choose among the devices of a model, without a
+message to the worker.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +30,26 @@ class DeviceRecord:
         self.requests = OpenRequests(suspicions, self._queue_of, self._began)
         self.specs: Mapping[str, ModelSpec] = {}
         self.failed: Mapping[str, str] = {}
-        """Models of its fleet that it does not serve, with the reason."""
+        """Models of its fleet that it could not load, with the reason."""
         self.report: DeviceReport | None = None
         self.pages = ""
-        """Address at which other workers get its worker's memory; empty: it gives none."""
+        """Address at which other workers get descriptors of its memory; empty: it lends none."""
         self.reach: GpuReach | None = None
-        """Which other GPUs it can reach, as its last worker reported; None: no GPU."""
+        """Other GPUs that it can reach, as its last worker reported; None: no GPU."""
         self.leaving: set[str] = set()
         """Models that it serves until their open requests have ended."""
         self.cordoned = False
-        """An operator keeps requests away from it: it has been drained."""
+        """Whether an operator has drained it: it gets no new requests."""
         self._prefixes: dict[str, RoutedPrefixes] = {}
-        """By model, the prompts that the present worker was sent where several devices could be."""
+        """By model, prefixes of the prompts that the router sent to the present worker."""
         self.restarts = 0
         """Workers that were started in place of one that died."""
         self.moved_in = 0
-        """Requests that have come from other devices with their KV."""
+        """Number of requests that have come from other devices with their KV."""
         self.down: str | None = "the worker starts"
-        """Why no worker serves, if none does."""
+        """Why no worker serves; None if one does."""
         self.lost: str | None = None
-        """Why requests fail instead of waiting for a worker, if they do."""
+        """Why requests fail instead of waiting for the next worker; None if they wait."""
 
     def _began(self, request_id: str) -> None:
         """Called when a request has its first token."""
@@ -56,7 +60,7 @@ class DeviceRecord:
         return None if found is None else found[1]
 
     def serves(self, name: str) -> bool:
-        """Return whether it has a model, or an adapter of one."""
+        """Return whether it serves `name`, a model or an adapter of one."""
         return any(name in _names(base) for base in self.specs.values())
 
     def takes(self, name: str) -> bool:
@@ -65,10 +69,10 @@ class DeviceRecord:
         return not self.cordoned and any(base not in self.leaving for base in found)
 
     def full(self, base: ModelSpec) -> bool:
-        """Return whether it would refuse another request of a model, as far as is known here.
+        """Return whether the device would refuse another request of a model, by its last report.
 
-        The server then refuses it instead, which keeps load off the device. The report is a tenth
-        of a second old: the queue may have moved meanwhile.
+        The server then refuses the request itself, which keeps load off the device. The report may
+        be a tenth of a second old, so the queue may have moved meanwhile.
         """
         silent = self.requests.count_silent(base)
         if self.down is not None or not 0 < base.max_waiting <= silent:
@@ -79,7 +83,8 @@ class DeviceRecord:
         return any(m.name == base.name and m.waiting >= base.max_waiting for m in models)
 
     def has_weights(self, name: str) -> bool:
-        """Return whether the weights of a model, or an adapter's base, were last reported there."""
+        """Return whether the last report shows the weights of a model, or of an adapter's base, as
+        resident."""
         if self.report is None:
             return False
         bases = {base.name for base in self.specs.values() if name in _names(base)}
@@ -87,7 +92,8 @@ class DeviceRecord:
         return any(m.residency == Residency.RESIDENT.value for m in here)
 
     def held_tokens(self, submission: Submission) -> int:
-        """Estimate how many tokens of a prompt it has cached: sent before, while it holds KV."""
+        """Estimate how many tokens of a prompt are in the device's prefix cache: those that were
+        routed to it before; 0 if it holds no KV of the model."""
         found = self._given(submission)
         if found is None or self.report is None:
             return 0
@@ -97,14 +103,15 @@ class DeviceRecord:
         return prefixes.tokens(submission.prompt, salt) if holds else 0
 
     def remember(self, submission: Submission) -> None:
-        """Note that it is sent a prompt that could have gone to another device."""
+        """Note that a prompt is routed to this device, for `held_tokens`."""
         found = self._given(submission)
         if found is not None:
             _, prefixes, salt = found
             prefixes.add(submission.prompt, salt)
 
     def _given(self, submission: Submission) -> tuple[ModelSpec, RoutedPrefixes, str] | None:
-        """Return the base of a request's model, the prompts it was sent, and the request's salt."""
+        """Return the base of a request's model, the prefixes routed for it, and the request's
+        salt."""
         base = next((b for b in self.specs.values() if submission.model in _names(b)), None)
         if base is None:
             return None

@@ -1,4 +1,7 @@
-"""The devices of one server: what they have in all, and which of them serve which model."""
+"""Hold the devices of one server, their combined state, and which of them serve which model.
+
+Used by the controller's parts to look up devices and by the server's routes for state and metrics.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
     """The devices by name, in the fleet's order, and the fleet that they serve."""
 
     fleet: FleetSettings
-    """All that is served, and on what; from the controller's start on."""
+    """Settings of all models and devices; set by the controller's `start`."""
 
     def __init__(self) -> None:
         self._devices: dict[str, RemoteDevice] = {}
@@ -36,7 +39,8 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
         self.unreadable: Mapping[str, str] = {}
         """Models whose tokenizer the server could not load, with the reason."""
         self.decisions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=DECISIONS_KEPT)
-        """The last of all workers, oldest first, each with its time on the event loop's clock."""
+        """Recent policy decisions of all devices, oldest first, each with its time on the event
+        loop's clock."""
 
     def __getitem__(self, name: str) -> RemoteDevice:
         return self._devices[name]
@@ -55,7 +59,7 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
 
     @property
     def specs(self) -> Mapping[str, ModelSpec]:
-        """The models that serve, in the fleet's order."""
+        """Models that some device serves, by name, in the fleet's order."""
         devices = list(self._devices.values())
         if len(devices) == 1:
             return devices[0].specs
@@ -64,14 +68,15 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
 
     @property
     def failed(self) -> dict[str, str]:
-        """Models of the fleet that no device serves, or no tokenizer can read, with the reason."""
+        """Models of the fleet that no device could load, or whose tokenizer could not be loaded,
+        with the reason."""
         found = {n: why for d in self._devices.values() for n, why in d.failed.items()}
         served = {s.name for base in self.specs.values() for s in base.served}
         return {**self.unreadable, **{n: why for n, why in found.items() if n not in served}}
 
     @property
     def report(self) -> DeviceReport | None:
-        """What all devices have together, as they last said; None before they have."""
+        """Sum of the devices' last reports; None before the first one."""
         reports = [d.report for d in self._devices.values() if d.report is not None]
         if not reports:
             return None
@@ -86,13 +91,14 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
 
     @property
     def lending(self) -> tuple[Capability, ...]:
-        """Which devices can lend pages to which, as far as their workers have told."""
+        """Pairs of devices, each with whether the first can lend pages to the second, by their
+        workers' reports."""
         swapping = preset_of(self.fleet).requires.kv_swapping
         return self.fleet.lending({name: d.reach for name, d in self._devices.items()}, swapping)
 
     @property
     def open_requests(self) -> int:
-        """Requests that were submitted and have not ended."""
+        """Number of requests that were submitted and have not ended."""
         return sum(len(d.requests) for d in self._devices.values())
 
     @property
@@ -107,7 +113,7 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
 
     @property
     def down(self) -> str | None:
-        """Why no device serves, if none does."""
+        """Why no device serves; None if one does."""
         missing = self.missing
         if len(missing) < len(self._devices):
             return None
@@ -115,7 +121,7 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
 
     @property
     def lost(self) -> str | None:
-        """Why requests fail instead of waiting for a worker, if all do."""
+        """Why requests fail instead of waiting for a worker; None unless all devices are lost."""
         reasons = [d.lost for d in self._devices.values()]
         return reasons[0] if reasons and None not in reasons else None
 
@@ -125,17 +131,18 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
         return any(d.down is not None and d.lost is None for d in self._devices.values())
 
     def full(self, base: ModelSpec) -> bool:
-        """Whether every device of a model would refuse another request, as far as is known here."""
+        """Return whether all devices of a model would refuse another request, by their reports."""
         return all(device.full(base) for device in self.serving(base.name))
 
     # -- where models are -------------------------------------------------------------------------
 
     def homes(self, model: str) -> list[str]:
-        """Name the devices that are to serve a model, but for those that it leaves."""
+        """Return the names of a model's assigned devices, without those that it is leaving."""
         return [d.name for d in self.assigned(model) if model not in d.leaving]
 
     def serving(self, model: str) -> list[RemoteDevice]:
-        """List the devices that serve a model or an adapter; all where none does: they know why."""
+        """Return the devices that accept requests of a model or adapter; else those that serve it;
+        else all devices, which report why they do not."""
         devices = list(self._devices.values())
         if len(devices) == 1:
             return devices
@@ -143,24 +150,25 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
         return [d for d in here if d.takes(model)] or here or devices
 
     def assigned(self, model: str) -> list[RemoteDevice]:
-        """List the devices that are to serve a model, whether they can or not."""
+        """Return the devices whose settings include a model, whether or not they could load it."""
         return [d for d in self._devices.values() if any(m.name == model for m in d.fleet.models)]
 
     def others(self, device: RemoteDevice, model: str) -> list[RemoteDevice]:
-        """List further devices that take requests of a model now."""
+        """Return the other devices to which requests of a model can be sent now."""
         return [d for d in self.serving(model) if d is not device and d.down is None]
 
     # -- changes of the fleet ---------------------------------------------------------------------
 
     def set_homes(self, model: str, devices: Sequence[str]) -> None:
-        """Fix the devices of a model, as if the fleet file named them."""
+        """Pin a model to `devices`, as if the fleet file named them."""
         models = (
             replace(m, devices=tuple(devices)) if m.name == model else m for m in self.fleet.models
         )
         self.fleet = replace(self.fleet, models=tuple(models))
 
     def set_aliases(self, aliases: Mapping[str, tuple[str, ...]]) -> None:
-        """Replace the aliases of all models and adapters, by own name; none where it has none."""
+        """Replace the aliases of all models and adapters. `aliases`: by own name; models that are
+        missing there have none."""
         models = (
             replace(
                 m,
@@ -172,7 +180,7 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
         self.fleet = replace(self.fleet, models=tuple(models))
 
     def command_done(self, device: RemoteDevice, command: DeviceCommand) -> None:
-        """Change the fleet as a device has changed."""
+        """Apply a command that a device has carried out to the fleet's settings."""
         if isinstance(command, Remove) and self.assigned(command.model):
             return
         if isinstance(command, Add) and command.settings in self.fleet.models:
@@ -183,6 +191,6 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
         self.unreadable = {n: why for n, why in self.unreadable.items() if n not in left}
 
     def decision_made(self, device: RemoteDevice, moment: float, decision: dict[str, Any]) -> None:
-        """Keep a device's decision among the last."""
+        """Append a device's policy decision to `decisions`."""
         named = {**decision, "device": device.name} if len(self) > 1 else decision
         self.decisions.append((moment, named))

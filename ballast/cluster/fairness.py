@@ -1,8 +1,9 @@
-"""Choose the requests that a worker gets next, so that each API key has a fair share of a model.
+"""Choose the requests to send to a worker next, so that each API key has a fair share of a model.
 
-A worker admits requests in order of arrival. It gets as many of a model as can run, and AHEAD more;
-the others wait in the server. The next one is chosen whenever there is room: among the keys with
-the most important requests, of the key that has the fewest at the worker.
+Used by `OpenRequests.dispatch`. A worker admits requests in order of arrival, so fairness is
+decided before they are sent: the server sends a model's `max_running` requests and AHEAD more, and
+keeps the others. Whenever there is room, the request of highest priority is sent; among equals,
+that of the key with the fewest requests at the worker.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Protocol, TypeVar
 from ballast.core.request import Submission
 
 AHEAD = 8
-"""Requests of a model that a worker has beyond those that can run: enough that the next one starts
-at once when one ends, and few, as a new request of another key waits for these."""
+"""Requests of a model sent to a worker beyond those that can run: enough that the next one starts
+at once when one ends, and few, since a new request of another key waits for all of them."""
 
 
 class Keyed(Protocol):

@@ -1,4 +1,8 @@
-"""Which devices serve which models, and the fleet policy's decisions; live and in virtual time."""
+"""Track which devices serve which models, and call the fleet policy for placement and routing.
+
+Used by `FleetPolicyRunner` in the server and by the simulator's controller. Carries nothing out:
+the caller executes the returned actions and reports them by `settle`.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,14 @@ from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.fleet.replica_choice import Replica, for_prefill
 
 LookAt = Callable[[str], Replica]
-"""Returns the state of a device, by its name, for the request at hand."""
+"""Function from a device's name to its state for the request that is being routed."""
 _STAY = FixedPlacement()
 
 
 class FleetBook:
-    """The homes of models; asks the fleet policy for a request's device and for actions.
+    """Keeps the homes of models (the devices that serve each) and the fleet policy's memo.
 
-    `epoch` counts changes of homes. An action that was carried out is reported by `settle`.
+    `epoch` counts changes of homes. The caller reports an executed action by `settle`.
     """
 
     def __init__(
@@ -36,16 +40,16 @@ class FleetBook:
         rooms: Sequence[Room] = (),
         policy: FleetPolicy = _STAY,
     ) -> None:
-        """`homes`: by model, the devices that serve it; `needs`, `rooms`: what models take of a
-        device, and what devices have."""
+        """`homes`: by model, the devices that serve it; `needs`: memory that models need of a
+        device; `rooms`: budgets of the devices."""
         self.homes = {model: tuple(on) for model, on in homes.items()}
         self.epoch = 0
         self.wake_at = 0.0 if policy.moves else None
-        """When the policy is to be asked next, seconds; None: never."""
+        """Time of the next call of the policy, seconds; None: never."""
         self.policy, self._needs, self._rooms = policy, tuple(needs), tuple(rooms)
         self._memo: object = None
         self._seen: dict[tuple[str, str], float] = {}
-        """By device and model, lane seconds in the last view."""
+        """By (device, model): lane seconds up to the last view."""
         self._seen_at = 0.0
 
     def choose(self, model: str, look_at: LookAt) -> str:
@@ -64,7 +68,8 @@ class FleetBook:
         return decision.actions
 
     def follow(self, homes: Mapping[str, Sequence[str]], needs: Sequence[Need]) -> None:
-        """Take over the actual homes; a difference, such as an operator's order, is a new epoch."""
+        """Replace the homes by the actual ones. A difference, as after an operator's command,
+        begins a new epoch."""
         found = {model: tuple(on) for model, on in homes.items()}
         if {m: set(on) for m, on in found.items()} != {m: set(on) for m, on in self.homes.items()}:
             self.homes = found
@@ -92,7 +97,7 @@ class FleetBook:
             self.homes[action.model] = tuple(name for name in homes if name != action.device)
 
     def _view(self, now: float, reports: Mapping[str, DeviceReport]) -> FleetView:
-        """Build the policy's view; work is counted since the last one."""
+        """Build the policy's view; each model's work is averaged since the last view."""
         seconds = max(now - self._seen_at, 1e-9)
         loads = tuple(
             DeviceLoad(room, tuple(self._hosting(reports[room.device], room.device, seconds)))

@@ -1,4 +1,8 @@
-"""Operators' commands, carried out over the devices that they concern."""
+"""Carry out operators' commands (add, remove, place, drain, lend, recall) over several devices.
+
+Used by the controller (for the server's admin API) and by `FleetPolicyRunner`. A command about a
+model that one device refuses is undone on the devices that have carried it out.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +27,17 @@ from ballast.core.settings import ModelSettings
 log = logging.getLogger(__name__)
 
 UNDO_SECONDS = 30.0
-"""For requests that have come to a device meanwhile, where a drain is given up."""
+"""Time given to requests that came to a device during a drain, when the drain is undone."""
 
 
 class _Refused(Exception):
-    """No device takes a model; says why."""
+    """No device accepts a model; the text is the reason."""
 
 
 class FleetCommands:
-    """Changes what the devices serve, and what they lend, by operators' commands.
+    """Changes which models devices serve, and which pages they lend, by operators' commands.
 
-    Every method returns the outcome, and raises Unavailable where a device that it needs does not
+    Each command returns its outcome, and raises Unavailable where a device that it needs does not
     serve, or dies before it has answered.
     """
 
@@ -49,14 +53,15 @@ class FleetCommands:
         self._relocation = relocation
         self._lending_pairs = lending_pairs
         self.changing = asyncio.Lock()
-        """Held while a model is added, removed or moved: the next change is judged by what came of
-        it."""
+        """Held while a model is added, removed or moved; the next change sees the result."""
 
     # -- models -----------------------------------------------------------------------------------
 
     async def execute(self, command: ModelCommand, device: str | None = None) -> CommandOutcome:
-        """Carry out a command about a model on all devices that it concerns, or on none of them; or
-        on the one `device` of the model."""
+        """Carry out a command about a model on all devices that it concerns, or on none of them.
+
+        `device`: the only device to carry it out; ignored when adding or removing a model.
+        """
         if isinstance(command, Add | Remove):
             async with self.changing:
                 return await self._execute(command)
@@ -82,8 +87,8 @@ class FleetCommands:
             return await found.join(settings)
 
     async def withdraw(self, model: str, device: str, patience: float) -> CommandOutcome:
-        """Take a model from one of its devices. Requests that run there go on at others that have
-        its weights; what stays has `patience` seconds to end."""
+        """Take a model from one of its devices. Its running requests move to other devices that
+        have its weights; requests that stay have `patience` seconds to end."""
         async with self.changing:
             here = [d for d in self._devices.values() if d.takes(model)]
             found = self._devices.get(device)
@@ -99,11 +104,11 @@ class FleetCommands:
     async def drain(self, device: str) -> CommandOutcome:
         """Empty a device for maintenance, until it is `uncordon`ed.
 
-        Models that no other device serves are placed on others first, those with the least weights
-        for their budget; where none takes one, nothing changes. Then requests open there go on
-        elsewhere: running ones with their KV, once their model's weights are there, others, and
-        those whose KV cannot be had or finds no room, after the tokens that their clients have.
-        Its weights are evicted.
+        Models that no other device serves are placed on others first, on the least filled that
+        accepts each; if none does, nothing changes. Then the device's open requests move to other
+        devices: running ones with their KV, once their model's weights are resident there; waiting
+        ones, and those whose KV cannot be moved, continue after the tokens that their clients have.
+        Finally the device's weights are evicted.
         """
         async with self.changing:
             found = self._devices.get(device)
@@ -118,7 +123,7 @@ class FleetCommands:
             return CommandOutcome()
 
     async def uncordon(self, device: str) -> CommandOutcome:
-        """Send requests again to a device that was drained, of the models that it has."""
+        """Allow requests again on a drained device, for the models that it still serves."""
         found = self._devices.get(device)
         if found is None:
             return self._unknown(device)
@@ -133,7 +138,7 @@ class FleetCommands:
     # -- lending ----------------------------------------------------------------------------------
 
     async def lend(self, lender: str, borrower: str, n_bytes: int) -> CommandOutcome:
-        """Have a device lend so many bytes of free pages."""
+        """Have a device lend `n_bytes` of free pages, rounded down to whole pages."""
         device = self._devices.get(lender)
         pairs = self._devices.lending
         way = next((c for c in pairs if (c.lender, c.borrower) == (lender, borrower)), None)
@@ -157,8 +162,8 @@ class FleetCommands:
     async def recall(
         self, lender: str, borrower: str, n_bytes: int | None, seconds: float
     ) -> CommandOutcome:
-        """Have a device recall what it has lent, or so many bytes of it; returns when they are
-        back, or the borrower has been killed, as it is after so many seconds."""
+        """Have a device recall `n_bytes` of the pages that it has lent (None: all). Returns when
+        they are back; a borrower that keeps them for longer than `seconds` is killed."""
         device = self._devices.get(lender)
         report = None if device is None else device.report
         if device is None or report is None:
@@ -169,7 +174,7 @@ class FleetCommands:
     # -- steps of a command about a model ---------------------------------------------------------
 
     async def _execute(self, command: ModelCommand) -> CommandOutcome:
-        """Carry out a command on all devices that it concerns; undone where one refuses."""
+        """Carry out a command on all devices that it concerns; undo it if one refuses."""
         fleet, specs = self._devices.fleet, self._devices.specs
         refused = refusal(fleet, specs, command)
         if refused is not None:
@@ -199,7 +204,7 @@ class FleetCommands:
         return outcome
 
     async def _concerned(self, command: ModelCommand) -> list[RemoteDevice]:
-        """List the devices that have to carry out a command. Raises ConfigError."""
+        """Return the devices that have to carry out a command. Raises ConfigError."""
         match command:
             case Add(settings):
                 return await self._homes_for(settings)
@@ -235,8 +240,8 @@ class FleetCommands:
     # -- steps of a drain -------------------------------------------------------------------------
 
     async def _place_elsewhere(self, device: RemoteDevice) -> str | None:
-        """Place each model that only this device serves on another one; returns why that failed,
-        after undoing it, if it did."""
+        """Place each model that only this device serves on another one. On failure undo the
+        placements and return the reason; else return None."""
         others = [
             d
             for d in self._devices.values()
@@ -257,8 +262,8 @@ class FleetCommands:
         return None
 
     async def _place_on_any(self, model: str, devices: Sequence[RemoteDevice]) -> RemoteDevice:
-        """Serve a model on one of some devices, the least filled first. Raises _Refused where none
-        takes it."""
+        """Serve a model on one of `devices`, trying the least filled first. Raises _Refused where
+        none accepts it."""
         settings = next(m for m in self._devices.fleet.models if m.name == model)
         refused = "there is no other device"
         for d in sorted(devices, key=_filled):
@@ -280,7 +285,7 @@ class FleetCommands:
 
     async def _evict_all(self, device: RemoteDevice) -> None:
         """Evict the weights of all models of a device."""
-        with suppress(Unavailable):  # of a worker that dies no weights are left
+        with suppress(Unavailable):  # a worker that dies leaves no weights behind
             for model in list(device.specs):
                 outcome = await device.command(Evict(model, "its device is drained"))
                 if outcome.code is not None:
@@ -289,13 +294,13 @@ class FleetCommands:
 
 
 def _filled(device: RemoteDevice) -> float:
-    """Bytes of weights that a device serves, over its budget."""
+    """Return the bytes of weights that a device serves, as a fraction of its budget."""
     weights = sum(sum(spec.segment_bytes) for spec in device.specs.values())
     return weights / device.fleet.device.budget_bytes
 
 
 async def _undo(done: Iterable[tuple[RemoteDevice, ModelCommand | None]]) -> None:
-    """Carry out the commands that undo what devices did and a later device did not."""
+    """Undo a command on the devices that have carried it out, after a later device refused it."""
     for device, command in done:
         if command is None:
             continue

@@ -1,4 +1,8 @@
-"""Have the fleet policy decide, while the server runs, which devices serve which models."""
+"""Run the fleet policy in the server: place models on further devices and withdraw them.
+
+Started by the controller for presets whose fleet policy moves models, on fleets of several devices.
+Never moves a model whose devices the operator has named.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +30,10 @@ LEAVING_SECONDS = 30.0
 
 
 class FleetPolicyRunner:
-    """One task; `run` it. Models whose devices the operator has named stay.
+    """Calls the fleet policy when it is due and carries out its actions; `run` is its only task.
 
-    Actions carry the epoch in which they were decided, and are refused in another: meanwhile an
-    operator's order has changed who serves what.
+    An action is refused if the epoch has changed since it was decided: an operator's command has
+    then changed which devices serve which models.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class FleetPolicyRunner:
         self._book = FleetBook(self._homes(), self._needs(), rooms, policy)
 
     async def run(self) -> None:
-        """Ask and obey the policy until cancelled."""
+        """Call the policy and carry out its actions until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             try:
@@ -59,7 +63,7 @@ class FleetPolicyRunner:
             await asyncio.sleep(min(POLL_SECONDS, max(0.01, due)))
 
     async def decide(self, now: float) -> None:
-        """Ask the policy, and carry out its actions."""
+        """Call the policy once, and carry out its actions."""
         self._book.follow(self._homes(), self._needs())
         epoch = self._book.epoch
         devices = [d for d in self._devices.values() if d.down is None and not d.cordoned]
@@ -73,7 +77,8 @@ class FleetPolicyRunner:
                 epoch += 1
 
     def _homes(self) -> dict[str, list[str]]:
-        """Return the devices that take requests, by model whose devices no operator has named."""
+        """Return the devices that accept requests, by model; without models whose devices the
+        operator has named."""
         named = {m.name for m in self._devices.fleet.models if m.devices}
         return {
             model: [d.name for d in self._devices.values() if d.takes(model)]
@@ -82,12 +87,12 @@ class FleetPolicyRunner:
         }
 
     def _needs(self) -> list[Need]:
-        """Return what each model of `_homes` needs of a device."""
+        """Return the memory that each model of `_homes` needs of a device."""
         devices = [device for device, _ in self._devices.fleet.devices.values()]
         return [need_of(self._devices.specs[model], devices, {}) for model in self._homes()]
 
     async def _do(self, action: FleetAction, epoch: int) -> str | None:
-        """Carry an action out; returns why not, if it was refused."""
+        """Carry out an action; return the reason if it was refused, else None."""
         self._book.follow(self._homes(), self._needs())
         if epoch != self._book.epoch:
             return f"it was decided in epoch {epoch}, and this is {self._book.epoch}"
@@ -108,14 +113,14 @@ class FleetPolicyRunner:
         return None if outcome.code is None else outcome.reason
 
     async def _leave(self) -> None:
-        """Take models from devices that get no more of their requests: those that run go on at
-        others with their KV, and what cannot be moved ends where it is."""
+        """Remove leaving models from their devices. Running requests move to other devices with
+        their KV; those that cannot move end where they are, and the model leaves after them."""
         async with self._commands.changing:
             for device in self._devices.values():
                 for model in sorted(device.leaving & device.specs.keys()):
                     others = [d for d in self._devices.values() if d is not device]
                     if not any(d.takes(model) and d.lost is None for d in others):
-                        device.leaving.discard(model)  # nobody else can serve it by now
+                        device.leaving.discard(model)  # no other device can serve it by now
                         continue
                     await self._relocation.move_requests(device, model)
                     here = device.specs.get(model)

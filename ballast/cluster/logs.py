@@ -1,4 +1,7 @@
-"""Write the logs of all processes in one format, by a thread: a full pipe or disk blocks nobody."""
+"""Write the logs of all processes in one format, on a thread: a full pipe or disk blocks no caller.
+
+Set up by the command line, the server, each worker and each further rank.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from ballast.core.errors import ConfigError
 
 FORMATS = ("text", "json")
 FORMAT_VARIABLE = "BALLAST_LOG_FORMAT"
-"""Environment variable by which workers get the format."""
+"""Environment variable that passes the format to worker processes."""
 _LEVELS = ("debug", "info", "warning", "error")
 MOST_LINES = 10_000
-"""Most lines that wait to be written; further ones are dropped, and counted."""
+"""Bound of the lines that wait to be written; further ones are dropped, and counted."""
 LAST_SECONDS = 2.0
 """Time to write the waiting lines when the process ends."""
 

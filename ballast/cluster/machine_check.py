@@ -1,4 +1,7 @@
-"""Check that this machine has the devices and the memory of a fleet, before anything is loaded."""
+"""Check that this machine has the GPUs and the memory of a fleet, before anything is loaded.
+
+Used by `ballast serve`, `ballast bench` and `ballast doctor`. Allocates nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Choose the kind of machine of a device: CPU, GPU, or a tensor-parallel group."""
+"""Choose and build the machine (memory, link, models) of a device: CPU, GPU, or a group of ranks.
+
+Used by the worker's process, in-process benchmarks and the simulator's calibration.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ def machine_of(
 ) -> Machine:
     """Build the machine of the fleet's only device; a `MakeMachine`.
 
-    `ranks`: the further ranks, where `start_ranks` has been called before, so that they start while
-    the caller does.
+    `ranks`: the further ranks, if the caller has started them already by `start_ranks`; empty: they
+    are started here.
     """
     whole = fleet.of_one_device("this command")
     if whole.tensor_parallel == 1:
         machine = CpuMachine if whole.gpu is None else CudaMachine
         return machine(fleet, clock, post)
-    # Imported here: a device of one process needs none of it.
+    # Imported here: a device of one process does not need these modules.
     from ballast.cluster.tensor_parallel.group_machine import GroupMachine
     from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
     from ballast.cluster.tensor_parallel.remote_rank import start_ranks

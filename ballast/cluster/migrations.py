@@ -1,7 +1,8 @@
 """Move running requests to another device, with their KV (`ballast.core.migration`).
 
-Until a request has departed its source goes on with it, whatever becomes of the target; from then
-on it is the target's, which computes again what it has no KV of.
+Used by `Relocation`. Runs in the server and sends orders to both workers; the target's worker reads
+the KV from the source's memory. Until a request has departed, its source keeps running it, even if
+the target fails; afterwards the target runs it and recomputes tokens whose KV it does not have.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ballast.transport.worker_messages.migration_messages import MigrationOrderM
 from ballast.transport.worker_messages.request_messages import WithdrawMsg
 
 PATIENCE = 10.0
-"""Seconds for a device to answer: it may be amid a long job, and have a GiB to read."""
+"""Seconds for a device to answer: it may be in a long job, or have a GiB of KV to read."""
 
 W = TypeVar("W", KvExportedAnswer, KvImportedAnswer, DepartedAnswer)
 
@@ -39,14 +40,14 @@ class Migrations(DeviceObserver):
 
     def __init__(self) -> None:
         self._awaited: dict[tuple[str, type, str], asyncio.Future[MigrationAnswer | None]] = {}
-        """By device, kind of word and request."""
+        """Answers that are awaited, by (device, type of answer, request id)."""
 
     def migration_message(self, device: RemoteDevice, word: MigrationAnswer) -> None:
         """Hand a worker's answer to the migration that waits for it."""
         self._answer((device.name, type(word), word.request_id), word)
 
     def worker_died(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
-        """End the waiting for answers of a dead worker."""
+        """Resolve the awaited answers of a dead worker with None."""
         for key in [key for key in self._awaited if key[0] == device.name]:
             self._answer(key, None)
 
@@ -56,8 +57,10 @@ class Migrations(DeviceObserver):
         source: RemoteDevice,
         choose: Callable[[Submission], RemoteDevice | None],
     ) -> int:
-        """Move requests, a few at a time, to the devices that are chosen (None: it stays); how many
-        of them `source` has no more."""
+        """Move requests, AT_ONCE at a time; return how many of them have left `source`.
+
+        `choose`: returns the target of a request; None: the request stays.
+        """
         turns = asyncio.Semaphore(AT_ONCE)
 
         async def one(request_id: str) -> bool:
@@ -69,10 +72,10 @@ class Migrations(DeviceObserver):
         return sum(await asyncio.gather(*map(one, request_ids)))
 
     async def move(self, request_id: str, source: RemoteDevice, target: RemoteDevice) -> bool:
-        """Move one; False: it stays at its source, which goes on with it.
+        """Move one request; return False if it stays at its source, which goes on with it.
 
-        It departs when a block of its KV has just filled, so that nothing has to be computed again:
-        the stream stands still while a block or two, and the request, are handed to the target.
+        The request departs when a block of its KV has just filled, so that no token is recomputed.
+        Its stream pauses while the last block or two, and the request, are handed to the target.
         """
         imported = await self._import(request_id, source, target)
         request = source.requests.get(request_id)
@@ -95,7 +98,8 @@ class Migrations(DeviceObserver):
         return request_id not in source.requests
 
     async def _import(self, request_id: str, source: RemoteDevice, target: RemoteDevice) -> bool:
-        """Have the target read what is there of a request's KV; whether it has."""
+        """Have the target read the KV of a request that the source has so far; return whether it
+        has read any."""
         exported = await self._ask(source, ExportKvEvent(request_id), KvExportedAnswer)
         request = source.requests.get(request_id)
         if exported is None or not exported.tokens or request is None or target.down is not None:
@@ -111,7 +115,7 @@ class Migrations(DeviceObserver):
         order: ExportKvEvent | ImportKvEvent | DepartEvent,
         kind: type[W],
     ) -> W | None:
-        """None: its worker has died, or does not answer."""
+        """Send an order and return the answer; None: the worker has died, or does not answer."""
         if device.down is not None:
             return None
         request_id = order.wanted.id if isinstance(order, ImportKvEvent) else order.request_id

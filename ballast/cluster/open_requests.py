@@ -1,6 +1,8 @@
-"""The open requests of one device: sent to its worker or waiting for one, and told on.
+"""Queue the open requests of one device, send them to its worker, and deliver their outputs.
 
-Those that may have killed workers twice are sent alone (`suspicion`).
+Used by `DeviceRecord`, the server's state of a device; admission to the batch is the worker's. A
+request is kept until it ends, so that the next worker can continue it after a crash. Requests that
+were in flight at two crashes are sent alone (`suspicion`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ballast.transport.worker_messages.request_messages import (
 log = logging.getLogger(__name__)
 
 POISON = "poison"
-"""Code of `FailedOutput` for a request that killed workers, the last of them alone."""
+"""Code of `FailedOutput` for a request that killed workers, the last one while it ran alone."""
 
 
 class OpenRequests:
@@ -38,8 +40,8 @@ class OpenRequests:
         queue_of: Callable[[str], tuple[ModelSpec, ModelSpec] | None],
         began: Callable[[str], object] = lambda request_id: None,
     ) -> None:
-        """`queue_of` finds a model or adapter by its name, and its base; None: it is not known.
-        `began` is called for each request once this device has generated a token of it, and has a
+        """`queue_of`: returns a model or adapter and its base by the former's name; None: unknown.
+        `began`: called once per request when this device has generated a token of it and has a full
         block of its KV."""
         self._suspicions = suspicions
         self._queue_of = queue_of
@@ -48,12 +50,12 @@ class OpenRequests:
         self._silent: Counter[str] = Counter()
         """Number of requests without a token yet, by model."""
         self._alone: str | None = None
-        """Id of the suspect that has the worker to itself."""
+        """Id of the suspect that runs alone at the worker."""
         self._send: Callable[[ToWorker], None] | None = None
-        """Sends a message to the worker, while there is one."""
+        """Sends a message to the worker; None while no worker serves."""
         self._paused = False
         self._changed = False
-        """Whether there may be something to send since the last `dispatch`."""
+        """Whether a request may have become sendable since the last `dispatch`."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -66,7 +68,7 @@ class OpenRequests:
 
     @property
     def holding(self) -> bool:
-        """Whether a new request has to wait here."""
+        """Whether new requests wait here: no worker serves, or a suspect runs alone."""
         return self._send is None or self._alone is not None
 
     @property
@@ -87,7 +89,7 @@ class OpenRequests:
         return sum(self._silent[s.name] for s in base.served)
 
     def add(self, requests: Iterable[OpenRequest]) -> None:
-        """Add requests: new ones, or those of another device."""
+        """Add requests, new or from another device, and send those that may be sent."""
         for request in requests:
             request.sent = request.begun = request.departing = False
             self._changed = True
@@ -106,8 +108,8 @@ class OpenRequests:
         return gone
 
     def hand_over(self, base: ModelSpec) -> list[OpenRequest]:
-        """Remove a model's requests, but suspects, for another device to add: the worker ends those
-        that it has, and further outputs of them are dropped."""
+        """Remove a model's requests, except suspects, for another device to add. The worker ends
+        those that it has; further outputs of them are dropped."""
         names = {s.name for s in base.served}
         ids = [
             i
@@ -123,7 +125,7 @@ class OpenRequests:
         return gone
 
     def running(self, base: ModelSpec) -> list[str]:
-        """Return the ids of a model's requests that the worker may be running, but suspects."""
+        """Return the ids of a model's requests that the worker may be running, except suspects."""
         names = {s.name for s in base.served}
         return [
             i
@@ -135,7 +137,8 @@ class OpenRequests:
         ]
 
     def movable(self, in_flight: Iterable[str]) -> list[OpenRequest]:
-        """Return the requests that another device may have: none that may kill workers."""
+        """Return the requests that may move to another device: not sent, not suspect, and not
+        `in_flight` when the worker died."""
         kept = set(in_flight)
         return [
             r
@@ -181,15 +184,15 @@ class OpenRequests:
     def worker_died(self, recorded: Iterable[str]) -> list[str]:
         """Keep the requests of a worker that has died for the next one.
 
-        `recorded`: the ids in its job, where they are known. Returns those in flight, which become
-        suspects; one that ran alone fails.
+        `recorded`: ids of the requests in its job; empty: unknown, and all that it was sent count
+        as in flight. Returns the ids in flight. A suspect that ran alone fails.
         """
         self._send = None
         in_flight = [i for i in (list(recorded) or self.sent) if i in self._open]
         for request in self._open.values():
             request.sent = request.begun = request.departing = False
         self._judge(in_flight)
-        for id, request in self._open.items():  # who is a suspect may have changed
+        for id, request in self._open.items():  # the set of suspects may have changed
             request.paused = request.stream.paused and not self._suspicions.suspect(id)
         return in_flight
 
@@ -198,8 +201,8 @@ class OpenRequests:
         self._paused = True
 
     def dispatch(self) -> None:
-        """Send the requests that may be sent: one suspect alone, else all that keys have a share
-        for."""
+        """Send the requests that may be sent: the latest suspect alone, else those within their
+        keys' fair shares."""
         if self._send is None or self._paused or not self._changed:
             return
         if self._alone is not None and self._alone in self._open:
@@ -221,7 +224,7 @@ class OpenRequests:
         """Put a worker's output into its client's stream, unless the client has it already."""
         request = self._open.get(output.request_id)
         if request is None or (request.departing and isinstance(output, CancelledOutput)):
-            return  # withdrawn meanwhile, or about to go on elsewhere
+            return  # withdrawn meanwhile, or about to move to another device
         try:
             undelivered = request.undelivered_part(output)
         except BrokenPromise as error:
@@ -241,14 +244,14 @@ class OpenRequests:
             self._began(output.request_id)
 
     def _has_block(self, request: OpenRequest) -> bool:
-        """Whether the KV of all tokens but the last is a block or more."""
+        """Return whether the KV of all tokens but the last fills a block."""
         queue = self._queue_of(request.submission.model)
         tokens = len(request.submission.prompt) + len(request.output_tokens) - 1
         return queue is None or tokens >= queue[1].block_tokens
 
     def _fair(self, waiting: Sequence[OpenRequest]) -> list[OpenRequest]:
-        """Choose among requests that wait to be sent: all without a key, and those that their keys
-        have a share for. The rest waits for no longer than its model allows."""
+        """Return the waiting requests to send now: all without a key, and those within their keys'
+        fair shares. The others fail after their model's `queue_seconds`."""
         bases: dict[str, ModelSpec] = {}
         by_base: defaultdict[str, list[OpenRequest]] = defaultdict(list)
         found = []
@@ -269,10 +272,10 @@ class OpenRequests:
         return found
 
     def _at_worker(self, base: ModelSpec) -> Counter[str]:
-        """Count the requests of each key that take a place of a model at the worker.
+        """Count, by key, the requests of a model that count against the key's share of the worker.
 
-        Paused ones take none, up to as many as can run: a key that had any number of them could
-        have all resumed at once, before what others ask meanwhile.
+        The first `max_running` paused requests of a key do not count. Further ones do: they could
+        all resume at once, ahead of other keys' requests.
         """
         served = {s.name for s in base.served}
         active: Counter[str] = Counter()
@@ -285,14 +288,14 @@ class OpenRequests:
         return active
 
     def _expire(self, request_id: str) -> None:
-        """Fail a request that has waited here for as long as its model allows."""
+        """Fail a request that has waited here for its model's `queue_seconds`."""
         request = self._open.get(request_id)
         if request is not None and request.fresh:
             reason = "it was not admitted in the time that its model gives requests to wait"
             self._fail(request, "queue_timeout", reason)
 
     def _hold(self, request: OpenRequest) -> None:
-        """Accept a request that cannot be sent now, within its model's limit of waiting ones."""
+        """Accept a request that cannot be sent now; fail it beyond its model's `max_waiting`."""
         model = request.submission.model
         queue = self._queue_of(model)
         most = None if queue is None else queue[0].max_waiting
@@ -312,7 +315,7 @@ class OpenRequests:
         self._fail(self._open[alone], POISON, reason)
 
     def _fail(self, request: OpenRequest, code: str, reason: str) -> None:
-        """End a request that no worker has with an error."""
+        """End a request with an error, without a message to the worker."""
         self._close(request.submission.id)
         request.stream.put(FailedOutput(request.submission.id, code, reason))
 

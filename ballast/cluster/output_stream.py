@@ -1,7 +1,8 @@
-"""The outputs of one client's requests, and the record of each request until it has ended.
+"""Buffer the outputs of one client's requests, with backpressure, and record each open request.
 
-What a client does not read is bounded: a stream that holds too much has its requests paused, and
-resumed when it has been read.
+Written by `OpenRequests`, read by the server's generation and embedding code. A slow client bounds
+its own memory: a stream that holds too many unread outputs has its requests paused, and resumed
+when they have been read.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from ballast.core.event import EmbeddingOutput, Output, PromptScoresOutput, Toke
 from ballast.core.request import Submission
 
 MOST_UNREAD, MOST_UNREAD_EACH = 1024, 64
-"""Units (`size`) that a stream holds before its requests are paused: so many, and for each of them
-so many more. A unit takes some 150 bytes here, and as JSON."""
+"""Units (`size`) that a stream holds before its requests are paused: a fixed number, and a further
+number for each request. A unit takes about 150 bytes, both here and as JSON."""
 UNITS_PER_TAKE = 256
-"""Units that are read at a time; the last output may go beyond."""
+"""Units returned by one `take`; the last output may exceed it."""
 
 
 def size(output: Output) -> int:
-    """Return the units of an output: one for a token, one for each likely alternative."""
+    """Return the units of an output: one for a token and one for each of its alternatives."""
     match output:
         case TokenOutput():
             return 1 + len(output.top)
@@ -37,10 +38,9 @@ def size(output: Output) -> int:
 
 
 class OutputStream:
-    """The outputs of one client's requests, in order. One reader.
+    """The outputs of one client's requests, in order, for one reader.
 
-    It holds at most `most` units, and what its requests bring before they are paused: the outputs
-    of the steps in flight, and of messages under way.
+    Beyond `most` units its requests are paused; outputs of steps in flight may still be added.
     """
 
     def __init__(
@@ -49,28 +49,32 @@ class OutputStream:
         withdraw: Callable[[Sequence[str]], None],
         pace: Callable[[Sequence[str], bool], None],
     ) -> None:
-        """`pace(ids, paused)` has requests paused, or resumed."""
+        """`withdraw(ids)`: ends requests; `pace(ids, paused)`: pauses or resumes them."""
         self._withdraw = withdraw
         self._pace = pace
         self.open = set(request_ids)
-        """Requests that have not ended."""
+        """Ids of the requests that have not ended."""
         self.most = MOST_UNREAD + MOST_UNREAD_EACH * len(self.open)
         self.unread = 0
-        """Units that it holds."""
+        """Units (`size`) of the outputs that it holds."""
         self.paused = False
-        """From the moment that it holds more than `most`, until it holds less than a quarter."""
+        """Whether its requests are paused: from more than `most` units until less than a quarter of
+        them."""
         self._outputs: deque[Output] = deque()
         self._reader: asyncio.Future[None] | None = None
-        """Resolved when there is an output; None while nobody waits."""
+        """Resolved when there is an output; None while no reader waits."""
 
     @property
     def more(self) -> bool:
-        """Whether `take` will return something."""
+        """Whether further outputs will come or are held."""
         return bool(self.open or self._outputs)
 
     async def take(self, patience: float | None = None) -> list[Output]:
-        """Return the next outputs, of `UNITS_PER_TAKE` units at most. Waits for one (for ever,
-        where there is no `more`), but at most `patience` seconds: then there are none."""
+        """Return the next outputs, of about UNITS_PER_TAKE units at most.
+
+        Waits for one for up to `patience` seconds (None: without limit), after which the list is
+        empty. Must not be called without `patience` when there is no `more`.
+        """
         if not self._outputs:
             await self._one(patience)
         if self.unread <= UNITS_PER_TAKE:
@@ -88,7 +92,7 @@ class OutputStream:
         return outputs
 
     async def _one(self, patience: float | None) -> None:
-        # For every token of a stream: `asyncio.timeout` would take longer than all the rest.
+        # Runs for every token: `asyncio.timeout` would take longer than everything else here.
         loop = asyncio.get_running_loop()
         reader = self._reader = loop.create_future()
         timer = None if patience is None else loop.call_later(patience, _wake, reader)
@@ -100,7 +104,7 @@ class OutputStream:
                 timer.cancel()
 
     def put(self, output: Output) -> None:
-        """Append an output; called by the request's device."""
+        """Append an output and wake the reader; called by the device's `OpenRequests`."""
         self._outputs.append(output)
         self.unread += size(output)
         if self.unread > self.most and not self.paused:
@@ -126,7 +130,7 @@ def _wake(reader: asyncio.Future[None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request until its end, with what it takes to start it again in another worker."""
+    """A request until its end, with the state needed to continue it in another worker."""
 
     submission: Submission
     stream: OutputStream
@@ -135,15 +139,16 @@ class OpenRequest:
     sent: bool = False
     """Whether the present worker has it."""
     begun: bool = False
-    """Whether the present device has generated a token of it, and has a block of its KV."""
+    """Whether the present device has generated a token of it and has a full block of its KV."""
     departing: bool = False
-    """Whether the present worker ends it as it goes on elsewhere; its client does not notice."""
+    """Whether it is moving to another device: its end at the present worker is not delivered."""
     paused: bool = False
-    """Its client does not read: no worker gets it, and one that has it sets it aside."""
+    """Whether it is paused because its client does not read: it is not sent, or its worker has
+    paused it."""
     fresh: bool = True
-    """Whether no worker has had it."""
+    """Whether it has never been sent to a worker."""
     accepted: bool = False
-    """Whether no queue limit may refuse it any more."""
+    """Whether it has been accepted: no queue limit may refuse it any more."""
     arrived: float = field(default_factory=time.monotonic)
     """When it arrived, on this process's clock."""
     first_token: float | None = None
@@ -151,19 +156,20 @@ class OpenRequest:
     output_tokens: list[int] = field(default_factory=list)
     """Output tokens that the client has."""
     expiry: asyncio.TimerHandle | None = None
-    """When it fails, if it has not been sent."""
+    """Timer that fails it, if it has not been sent by then."""
     scored: int = 0
-    """Positions of the prompt whose scores the client has, or that have none."""
+    """Leading prompt positions whose scores the client has; position 0, which has none, counts."""
     embedded: bool = False
 
     def cancel_expiry(self) -> None:
-        """Cancel the timer that fails it for having waited too long."""
+        """Cancel the timer that fails the request for waiting too long."""
         if self.expiry is not None:
             self.expiry.cancel()
             self.expiry = None
 
     def next_submission(self) -> Submission:
-        """Build the submission for the present worker, which goes on after what the client has."""
+        """Build the submission for the present worker, which continues after the tokens that the
+        client has; mark the request as sent."""
         submission = self.submission
         if self.accepted:
             now = time.monotonic()
@@ -178,8 +184,10 @@ class OpenRequest:
         return submission
 
     def undelivered_part(self, output: Output) -> Output | None:
-        """Return the part of an output that the client does not have yet; None: it has all. Raises
-        BrokenPromise for a gap."""
+        """Return the part of an output that the client does not have yet; None: it has all of it.
+
+        Raises BrokenPromise for a gap in the tokens.
+        """
         match output:
             case TokenOutput():
                 if output.index < len(self.output_tokens):

@@ -1,4 +1,8 @@
-"""Commands that a worker has not answered yet, and the fleet that they lead to."""
+"""Track operators' commands that a worker has not answered, and apply commands to fleet settings.
+
+`RemoteDevice` keeps one `PendingCommands`; `FleetCommands`, `DeviceSet` and the admin service use
+the functions, which never change a fleet in place.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,8 @@ class PendingCommands:
         self._pending: dict[int, tuple[DeviceCommand, asyncio.Future[CommandOutcome]]] = {}
 
     def send(self, command: DeviceCommand) -> asyncio.Future[CommandOutcome]:
-        """Send a command; returns its outcome to come, or Unavailable."""
+        """Send a command; return a future of its outcome, which raises Unavailable if the worker
+        dies first."""
         outcome: asyncio.Future[CommandOutcome] = asyncio.get_running_loop().create_future()
         id = next(self._numbers)
         self._pending[id] = command, outcome
@@ -54,8 +59,8 @@ def names_of(fleet: FleetSettings) -> set[str]:
 
 
 def refusal(fleet: FleetSettings, served: Collection[str], command: ModelCommand) -> str | None:
-    """Return why a command cannot be carried out on a fleet, as far as the fleet tells; the device
-    judges the rest."""
+    """Return why a command cannot be carried out, judged by the fleet's settings alone; None: the
+    device decides."""
     if isinstance(command, Remove) and set(served) == {command.model}:
         return f"{command.model!r} is the only model that is served; add another one first"
     if isinstance(command, Add):
@@ -68,7 +73,7 @@ def refusal(fleet: FleetSettings, served: Collection[str], command: ModelCommand
 
 
 def undoing(command: ModelCommand, fleet: FleetSettings) -> ModelCommand | None:
-    """Return the command that restores `fleet` after another one; None where none can."""
+    """Return the command that restores `fleet` after `command`; None if there is none."""
     match command:
         case Add(settings):
             return Remove(settings.name, 0.0)
@@ -82,11 +87,11 @@ def undoing(command: ModelCommand, fleet: FleetSettings) -> ModelCommand | None:
 
 
 def changed(fleet: FleetSettings, command: DeviceCommand) -> FleetSettings:
-    """Return the fleet that a worker has to be started with after a command."""
+    """Return the settings with which the next worker is started after a command."""
     models = list(fleet.models)
     match command:
         case Add(settings):
-            # One that could not be loaded may have the name.
+            # A model that could not be loaded may have the same name.
             models = [m for m in models if m.name != settings.name] + [settings]
         case Remove(name):
             models = [m for m in models if m.name != name]

@@ -1,4 +1,8 @@
-"""Place models on devices at the start, and derive the settings of each device's worker."""
+"""Place models on devices at the start, and derive the settings of each device's worker.
+
+Used by the controller, `FleetCommands`, `FleetPolicyRunner`, the doctor and the simulator. The
+preset's fleet policy chooses; only the headers of checkpoints are read, never weights.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from ballast.policy.presets import preset_of
 from ballast.weights.stored import served_bytes
 
 Homes = Mapping[str, Sequence[str]]
-"""By model, its devices."""
+"""Names of the devices of each model."""
 
 
 def homes_of(fleet: FleetSettings) -> dict[str, list[str]]:
@@ -41,10 +45,10 @@ def named(model: ModelSettings, fleet: FleetSettings) -> list[str]:
 def placed(
     models: Sequence[ModelSettings], fleet: FleetSettings, homes: Homes
 ) -> dict[str, list[str]]:
-    """Return devices for `models`, besides those that have `homes` already.
+    """Choose devices for `models`, given the models that have `homes` already.
 
-    Judged by the sizes of weights in the checkpoints' headers; whether KV and activations fit, only
-    a device knows that has loaded them. Raises ConfigError where a model fits nowhere.
+    Judges by the sizes of weights in the checkpoints' headers; whether KV and activations fit is
+    known only after a device has loaded them. Raises ConfigError where a model fits nowhere.
     """
     devices = fleet.devices
     if len(devices) == 1:
@@ -74,8 +78,8 @@ def placed(
 def placed_by_role(
     policy: FleetPolicy, needs: Sequence[Need], rooms: Sequence[Room], roles: Mapping[str, Role]
 ) -> dict[str, list[str]]:
-    """Return the devices of each model, as the policy places it, of both roles: some that prefill
-    and some that decode, which may be the same. `roles`: by device. Raises ConfigError."""
+    """Have the policy choose devices of both roles for each model: some that prefill and some that
+    decode, which may be the same. `roles`: by device. Raises ConfigError."""
     if all(role is Role.BOTH for role in roles.values()):
         return policy.place(needs, rooms)
     found: dict[str, list[str]] = {}
@@ -92,10 +96,10 @@ def need_of(
     work: Mapping[str, float],
     peak: Mapping[str, float] | None = None,
 ) -> Need:
-    """Return what a model needs of a device, with KV for one request of `step_tokens`; the most
-    over `devices`.
+    """Return the memory that a model needs of a device: weights, activations, and KV for one
+    request of `step_tokens`; the maximum over `devices`.
 
-    `work`, `peak`: as in `Need`; a `peak` of None: only the mean is known.
+    `work`, `peak`: as in `Need`; `peak=None`: only the mean is known.
     """
     most = weights = 0
     for served in devices:
@@ -109,10 +113,8 @@ def need_of(
 
 
 def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int) -> FleetSettings:
-    """Return the settings with which the worker of device `name` is started.
-
-    It has `models` of the fleet, and its share of `cores`.
-    """
+    """Return the settings with which the worker of device `name` is started: `models` of the fleet,
+    and the device's share of `cores`."""
     device, link = fleet.devices[name]
     if not fleet.others:
         return fleet
@@ -129,7 +131,8 @@ def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int
 
 
 def _share_of(own: DeviceSettings, fleet: FleetSettings, cores: int) -> int:
-    """Return the threads of a device: those it names, or its share of what the others leave."""
+    """Return the threads of a CPU device: its setting, or an equal share of the cores that the
+    other devices' settings leave."""
     if own.threads is not None:
         return own.threads
     devices = [device for device, _ in fleet.devices.values() if device.gpu is None]
@@ -138,7 +141,8 @@ def _share_of(own: DeviceSettings, fleet: FleetSettings, cores: int) -> int:
 
 
 def _bytes(model: ModelSettings) -> int:
-    """Return about the bytes of a model's weights; 1 if unreadable: its load reports why."""
+    """Return the approximate bytes of a model's weights; 1 if the checkpoint is unreadable, which
+    its load reports."""
     try:
         return max(1, served_bytes(Path(model.path), model.dtype))
     except (CheckpointError, OSError):

@@ -1,4 +1,8 @@
-"""Move running requests off a device: bring their weights elsewhere first, then take their KV."""
+"""Move running requests off a device: activate their weights elsewhere, then migrate their KV.
+
+Used by drains and withdrawals (`FleetCommands`, `FleetPolicyRunner`), and after the first token of
+requests on prefill devices. Chooses targets by the router; `Migrations` moves each request.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +20,26 @@ from ballast.core.request import Submission
 from ballast.core.settings import Role
 
 ACTIVATION_SECONDS = 30.0
-"""For weights to come to a device, before requests of their model do."""
+"""Time for weights to arrive at a device, before requests of their model are moved there."""
 REFUSED_SECONDS = 2.0
-"""The same where activating them was refused, as it is while they are on their way."""
+"""The same where their activation was refused, as it is while they are being loaded already."""
 POLL_SECONDS = 0.05
-"""Interval at which reports are read for whether they have come."""
+"""Interval at which reports are checked for their arrival."""
 
 
 class Relocation(DeviceObserver):
-    """Moves requests between devices by their KV; also those that a prefill device has begun."""
+    """Moves running requests between devices with their KV, also from prefill to decode devices."""
 
     def __init__(self, devices: DeviceSet, router: RequestRouter, migrations: Migrations) -> None:
         self._devices = devices
         self._router = router
         self._migrations = migrations
         self._tasks: set[asyncio.Future[None]] = set()
-        """Moves of requests from prefill devices."""
+        """Moves from prefill devices that are in progress."""
 
     async def move_requests(self, device: RemoteDevice, model: str) -> int:
-        """Move the requests of a model that run on a device, with their KV, to others that serve it
-        and have its weights; returns how many went."""
+        """Move a model's running requests, with their KV, to other devices that have its weights;
+        return how many moved."""
         base = device.specs.get(model)
         running = [] if base is None else device.requests.running(base)
 
@@ -46,13 +50,15 @@ class Relocation(DeviceObserver):
         return await self._migrations.move_all(running, device, choose) if running else 0
 
     async def activate_elsewhere(self, base: ModelSpec, device: RemoteDevice) -> None:
-        """Bring a model's weights to another device while requests of it run on this one."""
+        """Activate a model on another device while its requests run on this one, unless some other
+        device has its weights."""
         others = self._devices.others(device, base.name)
         if others and not any(d.has_weights(base.name) for d in others):
             await self._activate(base, others[0], device)
 
     def first_token(self, device: RemoteDevice, request_id: str) -> None:
-        """Move a request that a prefill device has begun to one that decodes."""
+        """Start to move a request from a prefill device, after its first token, to one that
+        decodes."""
         if device.fleet.device.role is not Role.PREFILL:
             return
         task = asyncio.ensure_future(self._decode_elsewhere(device, request_id))
@@ -65,8 +71,8 @@ class Relocation(DeviceObserver):
             task.cancel()
 
     async def _decode_elsewhere(self, device: RemoteDevice, request_id: str) -> None:
-        """Move a request to a device that decodes. It stays where none does, and where its weights
-        or KV find no room there."""
+        """Move a request to a device that decodes. It stays if there is none, or if its weights or
+        KV do not fit there."""
         request = device.requests.get(request_id)
         base = None if request is None else device.base_of(request.submission.model)
         if request is None or base is None:
@@ -80,14 +86,14 @@ class Relocation(DeviceObserver):
             await self._migrations.move_all([request_id], device, lambda submission: target)
 
     async def _activate(self, base: ModelSpec, target: RemoteDevice, source: RemoteDevice) -> None:
-        """Have `target` bring a model's weights; returns when they are there, no request of it runs
-        at `source` any more, or they do not come."""
+        """Have `target` activate a model. Returns when its weights are resident, when no request of
+        it runs at `source` any more, or after a timeout."""
         if target.has_weights(base.name):
             return
         with suppress(Unavailable, TimeoutError):
             why = f"its requests come from {source.name}"
             outcome = await target.command(Activate(base.name, why))
-            # Where it is refused they may be on their way.
+            # If it is refused, they may be being loaded already.
             seconds = ACTIVATION_SECONDS if outcome.code is None else REFUSED_SECONDS
             async with asyncio.timeout(seconds):
                 while source.requests.running(base) and not target.has_weights(base.name):

@@ -1,4 +1,8 @@
-"""Which device gets a request, and which other one when that device's worker dies."""
+"""Route each request to a device of its model, and reroute it when that device's worker dies.
+
+Used by the server's `Service` through the controller. Among several devices the fleet policy
+chooses, by load, cached prefixes and residency of weights; the router keeps no queue of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,17 @@ log = logging.getLogger(__name__)
 
 
 class RequestRouter(DeviceObserver):
-    """Sends requests to devices, and their outputs to streams."""
+    """Routes new requests to devices, and moves open ones from devices that die or are drained."""
 
     def __init__(self, devices: DeviceSet) -> None:
         self._devices = devices
 
     def submit(self, submissions: Sequence[Submission], key: str = "") -> OutputStream:
-        """Send requests, whose ids must be new, to devices that serve their models, or keep them
-        until there is one. Requests of several keys have fair shares; those of none are sent as
-        they come.
+        """Route requests, whose ids must be new, to devices that serve their models; return the
+        stream of their outputs. They wait while no worker serves.
 
-        Raises Unavailable where none is to be expected.
+        `key`: API key under which they have a fair share; empty: they are sent as they come.
+        Raises Unavailable where all devices of a model are lost.
         """
         homes = [self._route(submission) for submission in submissions]
         stream = OutputStream((s.id for s in submissions), self.withdraw, self.pace)
@@ -67,7 +71,7 @@ class RequestRouter(DeviceObserver):
         return self.choose(submission, [d for d in alive if not d.requests.holding] or alive)
 
     def choose(self, submission: Submission, devices: Sequence[RemoteDevice]) -> RemoteDevice:
-        """Choose the device that gets a request among several that can take it."""
+        """Choose the device of a request among several that accept it; note its prompt there."""
         replicas = for_prefill([_replica(d, submission) for d in devices])
         chosen = self._devices[self._devices.fleet_policy.route(replicas)]
         chosen.remember(submission)
@@ -76,14 +80,14 @@ class RequestRouter(DeviceObserver):
     def choose_for_decode(
         self, submission: Submission, devices: Sequence[RemoteDevice]
     ) -> RemoteDevice | None:
-        """Choose the device at which a request that has its first token goes on, among those that
-        serve its model; None: none of them decodes."""
+        """Choose the device that decodes a request after its first token, among `devices` of its
+        model; None: none of them decodes."""
         replicas = for_decode([_replica(d, submission) for d in devices])
         return self._devices[self._devices.fleet_policy.decodes(replicas)] if replicas else None
 
     def hand_over(self, device: RemoteDevice) -> int:
-        """Move the open requests of a device to others that serve its models; returns how many.
-        Their KV is computed anew: `Migrations` moves those that run with it."""
+        """Move the open requests of a device to others that serve its models, without their KV,
+        which is recomputed (`Migrations` moves requests with it); return how many moved."""
         moved = 0
         for base in device.specs.values():
             others = self._devices.others(device, base.name)
@@ -94,8 +98,8 @@ class RequestRouter(DeviceObserver):
         return moved
 
     def worker_died(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
-        """Move the requests of a dead worker to other devices that serve their models; not those
-        that may have been the reason of its death."""
+        """Move the requests of a dead worker to other devices that serve their models, except those
+        that may have caused its death."""
         moved = 0
         for request in device.requests.movable(in_flight):
             wanted = request.submission
@@ -110,6 +114,6 @@ class RequestRouter(DeviceObserver):
 
 
 def _replica(d: RemoteDevice, submission: Submission) -> Replica:
-    """A device as it is for a request."""
+    """Return the state of a device that the fleet policy sees for a request."""
     held, resident = d.held_tokens(submission), d.has_weights(submission.model)
     return Replica(d.name, len(d.requests), held, resident, d.fleet.device.role)

@@ -1,4 +1,8 @@
-"""Prefixes of prompts that were routed to a device: an estimate of what its cache holds."""
+"""Remember prefixes of prompts routed to a device, to estimate which of them its cache holds.
+
+Used by `DeviceRecord` for prefix-aware routing. An estimate in the server: it holds no KV, and the
+device may have evicted blocks that are remembered here.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +16,22 @@ from ballast.kv.prefix import PrefixIndex
 class RoutedPrefixes:
     """The prefixes of one model on one device; the least recently routed is forgotten first.
 
-    Its blocks are numbers without memory; the device may have evicted some of them.
+    Blocks here are numbers without memory.
     """
 
     def __init__(self, fingerprint: str, block_tokens: int, most: int) -> None:
-        """`most`: number of blocks that are remembered."""
+        """`most`: bound of the blocks that are remembered."""
         self._index = PrefixIndex(fingerprint, block_tokens)
         self._most = most
         self._numbers = itertools.count()
         self._recent: OrderedDict[int, None] = OrderedDict()
-        """Blocks, the most recently routed last; of one prompt, its first block last."""
+        """Blocks, the most recently routed last; within a prompt, the first block last."""
 
     def __len__(self) -> int:
         return len(self._recent)
 
     def tokens(self, prompt: Sequence[int], salt: str) -> int:
-        """Return how many tokens at a prompt's beginning were routed before, in whole blocks."""
+        """Return how many leading tokens of a prompt were routed before, in whole blocks."""
         return len(self._index.find(prompt, salt)) * self._index.block_tokens
 
     def add(self, prompt: Sequence[int], salt: str) -> None:

@@ -1,14 +1,15 @@
-"""Share segments of weights between the workers of a host, each distinct one once.
+"""Share host-memory segments of weights between the workers of a host, each distinct one once.
 
 ::
 
-    worker ── its origin ──────────> broker ── unknown, or: its digest, its memfd ──> worker
-    worker ── digest, its memfd ──> broker ── keep yours, or: one that is there already ──> worker
+    worker ── origin of a segment ─> broker ── unknown, or: its digest and memfd ──────────> worker
+    worker ── digest and memfd ────> broker ── keep yours, or: memfd of an equal segment ──> worker
 
-The broker, in the server's process, maps nothing: it has a descriptor of each segment for as long
-as a worker holds it. The files are sealed, so that no worker can change what others compute with;
-where some device is a GPU, against a change of size alone (`HostTier.writable`), and all workers
-agree on that by asking the broker.
+`SegmentBroker` runs in the server's process, `SegmentClient` in each worker, for its host tier. The
+broker maps no segment: it keeps a descriptor of each while a worker holds it. Segments are sealed,
+so that no worker can change weights that others compute with; if some device is a GPU, they are
+sealed against changes of size only (`HostTier.writable`). Workers query the broker for which of the
+two applies.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ log = logging.getLogger(__name__)
 
 _FIND, _SHARE, _RELEASE = b"f", b"s", b"r"
 _SEALS = b"w"
-"""Request: may segments be written once they are filled?"""
+"""Request: are segments writable once they are filled?"""
 _KEEP, _TAKE = b"k", b"t"
 _SEALED, _WRITABLE = b"s", b"w"
 _DIGEST = 64
-"""Characters of a digest, in hex; an origin has as many."""
+"""Characters of a digest in hex, and of an origin."""
 _LONGEST = 256
-"""Most bytes of a message."""
+"""Bound of a message, bytes."""
 
 
 @dataclass(slots=True)
@@ -42,14 +43,14 @@ class _Held:
 
 
 class SegmentBroker:
-    """Knows which worker holds which segment, and has a descriptor of each; on the event loop."""
+    """Tracks which worker holds which segment, with a descriptor of each, on the event loop."""
 
     def __init__(self, writable: bool = False) -> None:
-        """`writable`: whether all segments are writable, as `HostTier.writable`."""
+        """`writable`: whether workers leave segments writable, as `HostTier.writable`."""
         self._writable = writable
         self._held: dict[str, _Held] = {}
         self._digests: dict[str, str] = {}
-        """By origin, the digest of a segment that is held."""
+        """Digest of each held segment, by origin."""
 
     def __len__(self) -> int:
         """Return the number of distinct segments that workers hold."""
@@ -168,7 +169,7 @@ class SegmentClient:
         return fds[0] if fds else None
 
     def release(self, digest: str) -> None:
-        """Tell the broker that this process does not hold the segment any more."""
+        """Report to the broker that this process does not hold the segment any more."""
         with contextlib.suppress(OSError):
             self._connection.send(_RELEASE + digest.encode())
 

@@ -1,4 +1,7 @@
-"""Find the request that kills workers: one in flight at two crashes is suspect, and runs alone."""
+"""Find the request that crashes workers: one in flight at two crashes is suspect and runs alone.
+
+One object for all devices of a server, owned by the controller and used by each `OpenRequests`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ CRASHES = 2
 
 
 class Suspicions:
-    """The crashes that are not explained yet, each as the open requests that were in flight."""
+    """Tracks unexplained crashes, each as the set of open requests that were in flight."""
 
     def __init__(self) -> None:
         self._crashes: list[set[str]] = []
@@ -30,7 +33,8 @@ class Suspicions:
         self._prune()
 
     def convict(self, request_id: str) -> None:
-        """Note that a request alone has killed a worker: others are cleared of its crashes."""
+        """Note that a request has killed a worker while it ran alone: other requests are cleared of
+        the crashes at which it was in flight."""
         self._crashes = [c for c in self._crashes if request_id not in c]
 
     def _prune(self) -> None:

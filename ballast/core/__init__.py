@@ -6,7 +6,7 @@ clock.
 - `actions`: Actions that a policy may ask for, `Decision`, and `Short`, the result of a shortage.
 - `capability`: Which devices can lend pages to which, and by what means.
 - `chains`: Keyed digests of prompt blocks, which show shared prefixes without their tokens.
-- `change_counter`: A counter of changes, by which a cached snapshot knows that it is stale.
+- `change_counter`: A counter of changes, by which a cached snapshot is recognised as stale.
 - `clock`: The `Clock` protocol and a virtual clock.
 - `command`: Operators' commands to a device (add or remove a model), and their outcomes.
 - `compute`: The view and the decision of a compute policy: which model's job runs next on a lane.
@@ -16,7 +16,7 @@ clock.
 - `event`: Events that change a device's state, and outputs that it sends to clients.
 - `fairqueue`: A bounded queue in which owners take turns.
 - `fleet`: The view and the decision of a fleet policy: placement of models over devices.
-- `job`: Jobs: prefill chunks and decode steps of one model, and what came of them.
+- `job`: Jobs: prefill chunks and decode steps of one model, and their results.
 - `kv_swap`: Which layers' KV is swapped, and what that adds to a forward pass (MIRAGE, 3.2, 7.4).
 - `lease`: Leases of pages that one device lends to another, and their messages.
 - `link`: Directions and rates of the link between host and device.
@@ -29,6 +29,6 @@ clock.
 - `spacing`: Layers evenly spaced on a circle (MIRAGE, 5.4).
 - `story`: The recorded events and decisions of a device, in order, with their times.
 - `traffic`: Arrival rates and token counts of one model's recent requests.
-- `units`: Bytes and seconds, as configuration files and reports spell them.
+- `units`: Sizes in bytes: constants, parsing and formatting.
 - `view`: `DeviceView` and its parts: the frozen snapshot that memory policies decide on.
 """

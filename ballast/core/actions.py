@@ -1,4 +1,8 @@
-"""What a policy may ask for, and how shortage is said."""
+"""Define the actions that policies and operators may request, `Decision`, and the result `Short`.
+
+Policies return actions; the engine (`engine.apply`) carries them out or refuses them with a reason.
+Nothing here acts: all are frozen data. `why` is the reason that the story records.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,18 @@ from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
 
 OMITTED: Mapping[str, Any] = {"omitted": True}
-"""Metadata of a field that stories leave out while it has its default: stories recorded before the
-field existed compare equal."""
+"""Metadata of a field that stories omit while it has its default, so that stories recorded before
+the field existed compare equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """Not enough pages: a result, never an exception. `pages` are missing."""
+    """Result (never an exception) of an allocation that lacks pages: `pages` are missing."""
 
     pages: int
     blocks: int = 0
-    """Of a KV cache: the blocks for which it needs those pages. Any that its own requests give
-    back will do as well."""
+    """KV blocks for which the pages are missing; blocks that the model's own requests free serve
+    as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +55,18 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class DropCache:
-    """Forget cached prefixes of a model, least recently used first, until `pages` are free."""
+    """Drop cached prefixes of a model, least recently used first, until `pages` are free."""
 
     model: str
     pages: int
     why: str = ""
     spare: str = field(default="", metadata=OMITTED)
-    """Id of a waiting request of the model, whose cached prefix stays."""
+    """Id of a waiting request of the model whose cached prefix is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Move a model's blocks together so that whole pages become free."""
+    """Move a model's KV blocks together so that `pages` whole pages become free."""
 
     model: str
     pages: int
@@ -71,7 +75,7 @@ class Compact:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Bound a model's KV to `pages` (None: no bound). Growth beyond it is `Short`."""
+    """Bound a model's KV cache to `pages` (None: no bound); growth beyond it is `Short`."""
 
     model: str
     pages: int | None
@@ -80,10 +84,11 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """While `held`, a model's waiting requests are not admitted; its running ones go on.
+    """Stop or resume the admission of a model's requests.
 
-    While `frozen`, no job of the model starts: running requests stand still and keep their KV.
-    Only a job that moves KV between device and host still runs.
+    While `held`, waiting requests are not admitted; running ones go on. While `frozen`, no job of
+    the model starts, except one that moves KV between device and host; running requests keep their
+    KV.
     """
 
     model: str
@@ -94,15 +99,15 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Reorder:
-    """Give waiting requests of a model another place in its queue: among requests of one priority
-    those with a lower `place` are admitted first, and of one place those that arrived first.
+    """Give waiting requests of a model another `place` in its queue.
 
-    A place is 0 unless given. Who may undo whose work does not depend on it.
+    Requests are admitted by priority, then by lower place (default 0), then by arrival. Precedence
+    in preemption does not depend on the place.
     """
 
     model: str
     requests: tuple[str, ...]
-    """Their ids."""
+    """Ids of the requests."""
     place: int
     why: str = ""
 
@@ -118,9 +123,9 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Remap:
-    """Let layers of a resident model rotate from now on, and no others (`WHOLE`: none).
+    """Change which layers of a resident model rotate to those of `rotation` (`WHOLE`: none).
 
-    A job in flight ends first. What it takes more of memory than before is set aside at once.
+    A job in flight ends first. If this needs more pages than before, they are set aside at once.
     """
 
     model: str
@@ -130,10 +135,10 @@ class Remap:
 
 @dataclass(frozen=True, slots=True)
 class SwapKv:
-    """Let the KV of these layers rotate from now on, and that of no others (`WHOLE`: none).
+    """Change whose layers' KV rotates to those of `rotation` (`WHOLE`: none).
 
-    It is on the host but for the layer that is run, and those beside it. A job in flight ends
-    first; either more layers rotate than before, or fewer.
+    Their KV is on the host except for layers in a slot: the one that runs and its neighbours. A job
+    in flight ends first. The new set contains the old one, or is contained in it.
     """
 
     model: str
@@ -142,25 +147,24 @@ class SwapKv:
 
 
 RECALL_SECONDS = 30.0
-"""For a borrower to return pages, where nobody says otherwise."""
+"""Default time for a borrower to return recalled pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Ask pages back that were lent to another device, the last ones first."""
+    """Recall pages lent to another device, the most recently lent first."""
 
     to: str
     pages: int | None
-    """None: all."""
+    """Number of pages; None: all."""
     seconds: float
-    """After which the other device's process is killed if it has not returned them."""
+    """Time after which the borrower's process is killed if it has not returned them."""
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Return pages that were borrowed from another device, of those that nothing lies on, before
-    they are asked back."""
+    """Return unused pages borrowed from another device, before they are recalled."""
 
     to: str
     pages: int
@@ -185,22 +189,22 @@ Action = ModelAction | Recall | GiveBack
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Free pages set aside for a model, so that no other one takes what was freed for its claim.
+    """Reserve free pages for a model, so that no other takes the pages freed for its claim.
 
-    Pages that are not free yet are set aside as they become free. Promises hold until the policy's
-    next decision, which states them anew; earlier ones are filled first.
+    Pages that are not free yet are reserved as they become free. Promises hold until the policy's
+    next decision, which restates them; earlier ones in its list are filled first.
     """
 
     model: str
     weights: int
-    """Pages for its weights; void once these are on the device."""
+    """Pages for the model's weights; void once these are on the device."""
     kv: int
-    """Pages for its KV cache."""
+    """Pages for the model's KV cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """New service levels and bounds of a model, or of an adapter; they count from now on."""
+    """Replace the service levels and bounds of a model or adapter, from now on."""
 
     model: str
     slo: Slo
@@ -208,17 +212,17 @@ class Change:
     max_waiting: int
     queue_seconds: float | None
     share: float = 1.0
-    """This and what follows: of a model only, an adapter has its base's."""
+    """This field and the following ones apply to models only; adapters use their base's."""
     max_running: int = 64
     pinned: bool = False
     ttl: float | None = field(default=None, metadata=OMITTED)
-    """Seconds; None, 0: idle, it stays."""
+    """Idle seconds after which the model is evicted; None, 0: never."""
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A model that has been made ready is of the device from now on."""
+    """Add a model that has been loaded into host memory to the device's served models."""
 
     model: str
     why: str = ""
@@ -226,11 +230,11 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """No new requests for a model; when those open have ended it goes, for good."""
+    """Refuse new requests of a model, and remove it for good when its open requests have ended."""
 
     model: str
     at_once: bool = False
-    """What is open fails instead of ending."""
+    """Whether open requests fail now instead of running to their end."""
     why: str = ""
 
 
@@ -244,18 +248,18 @@ class Lend:
 
 
 LoopCommand = Activate | Evict | Change | Join | Leave | Lend | Recall
-"""What only operators may ask for, and what they may beside policies."""
+"""Commands that operators may give the loop; some of them are also actions of policies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A policy's answer: what to do, what to remember, when to ask again (None: on events)."""
+    """A memory policy's result: actions, its memo, and when to call it again (None: on events)."""
 
     actions: tuple[Action, ...] = ()
     memo: object = None
     wake_at: float | None = None
     promises: tuple[Promise, ...] = ()
-    """Pages set aside from now on, in order of precedence; none of those before."""
+    """Pages to reserve from now on, in order of precedence; replaces all earlier promises."""
     while_short: bool = False
-    """It holds only as long as requests lack the pages that they lack now: the policy is asked
-    again when one of them has found some."""
+    """Whether the decision depends on the present shortages: the policy is called again when a
+    request that lacks pages has found some."""

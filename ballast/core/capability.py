@@ -1,4 +1,8 @@
-"""Which devices can lend pages to which, and by what means."""
+"""Decide which devices can lend pages to which, and by what means.
+
+Pure rules on settings and on what workers report of their GPUs. Used by `FleetSettings.lending` for
+the controller, and by the doctor; nothing is lent or mapped here.
+"""
 
 from __future__ import annotations
 
@@ -9,55 +13,56 @@ from ballast.core.units import format_bytes
 
 CPU, GROUP, CUDA = "cpu", "tensor-parallel", "cuda"
 MAP = "map"
-"""The borrower maps the lender's memfd."""
+"""Means: the borrower maps the lender's memfd."""
 IMPORT = "import"
-"""The borrower imports each page of a lease, and uses it where it is."""
+"""Means: the borrower imports each page of a lease, and accesses it in the lender's memory."""
 
 _MEANS = {(CPU, CPU): MAP, (CUDA, CUDA): IMPORT}
-"""By the kinds of lender and borrower."""
+"""Means of lending, by (kind of lender, kind of borrower)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuReach:
-    """What a process that has a GPU says of it, by names that are the same in all processes:
-    ordinals are not."""
+    """A process's report on its GPU, by UUIDs: these are the same in all processes, ordinals are
+    not."""
 
     gpu: str
-    """Its UUID, or that of the MIG slice."""
+    """UUID of the GPU, or of the MIG slice."""
     peers: tuple[str, ...]
-    """GPUs whose memory it can use in place, of those that the process may use; no MIG slice can,
-    nor can its memory be used."""
+    """GPUs visible to the process whose memory this GPU can access in place; MIG slices neither
+    have such peers nor are ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lendable:
-    """What decides whether a device can lend or borrow."""
+    """The facts of a device that decide whether it can lend or borrow."""
 
     device: str
     page_bytes: int
     kind: str = CPU
     host: str = ""
-    """The same for all devices of one host."""
+    """Name of its host; equal for all devices of one host."""
     reach: GpuReach | None = None
-    """Of a GPU; None: nobody has said so far."""
+    """Report of a GPU's process; None: not reported yet."""
     layered: bool = False
-    """Its KV lies layer by layer: only slabs of whole blocks can lie on borrowed pages."""
+    """Whether its KV is in layer-major order: then none can be on borrowed pages, which hold slabs
+    of whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Of one pair, in one direction."""
+    """Whether and how one device can lend to another."""
 
     lender: str
     borrower: str
     means: str | None
-    """None: it cannot lend to the other."""
+    """`MAP` or `IMPORT`; None: it cannot lend to the other."""
     why: str = ""
-    """Why it cannot, if so."""
+    """Reason if it cannot; else empty."""
 
 
 def capabilities(devices: Sequence[Lendable]) -> tuple[Capability, ...]:
-    """Of every device to every other, in their order."""
+    """Return the capability of every device to lend to every other, in the devices' order."""
     return tuple(_capability(a, b) for a in devices for b in devices if a is not b)
 
 
@@ -78,7 +83,7 @@ def _capability(lender: Lendable, borrower: Lendable) -> Capability:
 
 
 def _beyond(lender: Lendable, borrower: Lendable) -> str:
-    """Why one GPU cannot use the memory of the other; empty where it can."""
+    """Return why the borrower's GPU cannot access the lender's memory; empty if it can."""
     source, target = lender.reach, borrower.reach
     if source is None or target is None:
         silent = [d.device for d in (lender, borrower) if d.reach is None]

@@ -1,7 +1,8 @@
-"""Which prefixes requests share, told without their tokens: keyed digests of the blocks they fill.
+"""Compute keyed digests of prompt blocks, which show shared prefixes without revealing tokens.
 
-Two chains of one key are equal up to the same block as the sequences are, if model and salt are
-equal too. Who does not have the key cannot try tokens out.
+Used by the story, so that a replay has the same prefix-cache hits, and by the simulator's stand-in
+tokens. Two chains with one key and one root agree in as many leading blocks as the sequences do.
+Without the key, guesses of tokens cannot be checked against a digest.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ DIGEST_BYTES = 8
 
 
 class Chain:
-    """The blocks of one sequence, which only grows."""
+    """Chain of block digests of one sequence, which only grows."""
 
     __slots__ = ("_key", "_last", "_size", "_tail", "tokens")
 
     def __init__(self, key: bytes, root: str, block_tokens: int) -> None:
-        """`key`: up to 64 bytes; `root`: what keeps sequences apart, whatever their tokens."""
+        """`key`: up to 64 bytes; `root`: separates chains of different models or salts."""
         self._key = key
         self._last = digest(key, root.encode())
         self._size = block_tokens
         self._tail: list[int] = []
-        """Tokens of the block that is not full."""
+        """Tokens of the last block, which is not full."""
         self.tokens = 0
-        """In all."""
+        """Number of tokens so far."""
 
     def add(self, token: int) -> bytes:
-        """One more; the digest of the block that it fills, if any."""
+        """Append a token; return the digest of the block that it fills, or empty bytes."""
         if len(self._tail) + 1 == self._size:
             return self.push((token,))
         self._tail.append(token)
@@ -37,7 +38,7 @@ class Chain:
         return b""
 
     def push(self, tokens: Sequence[int]) -> bytes:
-        """More tokens; the digests of the blocks that they fill, one after the other."""
+        """Append tokens; return the concatenated digests of the blocks that they fill."""
         tail, size = self._tail, self._size
         tail += tokens
         self.tokens += len(tokens)
@@ -54,5 +55,5 @@ class Chain:
 
 
 def digest(key: bytes, what: bytes) -> bytes:
-    """`DIGEST_BYTES` that nobody can make without the key."""
+    """Return a keyed digest of DIGEST_BYTES bytes."""
     return hashlib.blake2b(what, key=key, digest_size=DIGEST_BYTES).digest()

@@ -1,10 +1,13 @@
-"""A counter by which a snapshot knows whether what it shows has changed since."""
+"""Count changes, so that a cached snapshot is known to be stale when its count differs.
+
+Used by the parts of the engine, KV cache, pool and weights whose state a policy's view shows.
+"""
 
 from __future__ import annotations
 
 
 class ChangeCounter:
-    """Grows with every change. Whatever holds facts that one snapshot shows has one in common."""
+    """Counter of changes, shared by all objects whose state one snapshot shows."""
 
     __slots__ = ("n",)
 

@@ -1,4 +1,7 @@
-"""Time is passed in. Nothing below `cli` asks what time it is in any other way."""
+"""Define the `Clock` protocol, and a virtual clock for the simulator and tests.
+
+Every component below `cli` is given its clock; none reads the system's time by itself.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ class Clock(Protocol):
 
 
 class VirtualClock:
-    """A clock that stands still until told otherwise."""
+    """A clock that only moves by `advance_to`."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -1,4 +1,7 @@
-"""Operators' commands to a device that serves, and their outcomes."""
+"""Define operators' commands to a serving device (add, remove, ...), and their outcomes.
+
+Sent by the server's admin service through the controller to a worker, as plain data.
+"""
 
 from __future__ import annotations
 

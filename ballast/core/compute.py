@@ -1,4 +1,7 @@
-"""What a compute policy sees, and what it answers: which model's job runs next on an idle lane."""
+"""Define the view and the decision of a compute policy: which model's job runs next on a lane.
+
+Built by the engine's dispatcher when a lane is idle; policies (`policy.compute`) only read it.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ class DecodeView(NamedTuple):
 
     order: Precedence
     due: float
-    """When its first token was, or is, due, in seconds on the device's clock."""
+    """Deadline of its first token by its service level, in seconds on the device's clock."""
     first: float | None
-    """When that came; None: it has not."""
+    """Time of its first token; None: there is none yet."""
     last: float
-    """When its last token came; before the first: when it arrived."""
+    """Time of its last token; before the first: its arrival."""
     generated: int
     """Tokens of its output so far."""
     outputs: int
@@ -32,33 +35,34 @@ class DecodeView(NamedTuple):
 
 
 class PromptView(NamedTuple):
-    """A request of whose prompt (after a preemption: and output so far) some is not computed."""
+    """A request that needs prefill: part of its prompt (after a preemption also of its output) is
+    not computed."""
 
     order: Precedence
     tokens: int
-    """Left to compute."""
+    """Tokens left to compute."""
     start: int
-    """Computed, or cached, before these."""
+    """Tokens before these, computed or cached."""
     due: float
-    """When its next token is due, the first or, after a preemption, another: -inf where it cannot
-    keep its service level any more."""
+    """Deadline of its next token (the first, or after a preemption a later one); -inf if it can no
+    longer keep its service level."""
     last: float
-    """As of `DecodeView`, like what follows."""
+    """This field and the following ones are as in `DecodeView`."""
     outputs: int
     pace: float
 
 
 @dataclass(frozen=True, slots=True)
 class WorkView:
-    """What one model could run now."""
+    """The decodes and prompts that one model could run now."""
 
     model: str
     costs: StepCosts
-    """As its jobs take, the engine's own time included."""
+    """Costs of its jobs, the engine's own time included."""
     decodes: tuple[DecodeView, ...]
     prompts: tuple[PromptView, ...]
-    """In the order in which they are computed: admitted ones, then those that wait, up to a bound;
-    none of those that wait where the first of them finds no memory."""
+    """Prompts in the order in which they are computed: admitted ones, then waiting ones up to a
+    bound; no waiting ones if the first of them finds no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +71,11 @@ class Runnable:
 
     model: str
     last_run: float
-    """When its last job ended; -inf: it has never run."""
+    """Time at which its last job ended; -inf: it has never run."""
     first_prompt: Precedence | None
-    """Order of the first request whose prompt is not computed, if any."""
+    """Precedence of the first request whose prompt is not computed; None: there is none."""
     moves_kv: bool = False
-    """Its next job moves KV between device and host, and nothing else."""
+    """Whether its next job only moves KV between device and host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,59 +86,59 @@ class InFlight:
     prefills: bool
     """Whether prompts are in it."""
     parts: int
-    """Of the device's compute (`DeviceSettings.parts`)."""
+    """Parts of the device's compute that it uses (`DeviceSettings.parts`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeView:
-    """One device when a lane is idle."""
+    """One device when a lane is idle: the models that could run a job on it."""
 
     now: float
     step_tokens: int
-    """Most tokens of a job."""
+    """Bound of the tokens in a job."""
     runnable: tuple[Runnable, ...]
-    """At least one; in the fleet's order."""
+    """Models that could run a job, at least one, in the fleet's order."""
     work_of: Callable[[str], WorkView]
-    """What a runnable model could run: made when asked for, the same for the same moment."""
+    """Returns the work of a runnable model by its name; computed on the first call."""
     lanes: int = 1
     parts: int = 1
-    """Of the device's compute (`DeviceSettings.parts`)."""
+    """Parts of the device's compute (`DeviceSettings.parts`)."""
     in_flight: tuple[InFlight, ...] = ()
     """Jobs on the other lanes; their models are not runnable."""
 
     @property
     def free_parts(self) -> int:
-        """Parts that no job in flight has."""
+        """Parts of the device's compute that no job in flight uses."""
         return self.parts - sum(job.parts for job in self.in_flight)
 
 
 class Phase(enum.Enum):
-    """What a job of a model computes."""
+    """Kind of work in a job: prefill, decode, or both."""
 
     MIXED = "mixed"
-    """A decode step of all that decode, and chunks of prompts beside it."""
+    """A decode step of all decoding requests, together with prefill chunks."""
     PREFILL = "prefill"
-    """Prompts alone, as long as there are any that find memory; else a decode step."""
+    """Prefill alone if some prompt finds memory; else a decode step."""
     DECODE = "decode"
     """A decode step alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeDecision:
-    """Which model runs a job, and what is in it."""
+    """A compute policy's result: the model that runs the next job, and the work in the job."""
 
     model: str
     prompt_tokens: int | None = None
-    """Most tokens of prompts in it, beside the decodes; None: as many as a job may have."""
+    """Bound of prefill tokens in the job, beside the decodes; None: `step_tokens` alone bounds."""
     until: float = float("-inf")
-    """It decodes on until then, and is not asked again, unless something else happens: a request
-    arrives or ends, weights come or go, pages are short."""
+    """Time until which the model keeps decoding without another call of the policy, unless a
+    request arrives or ends, weights come or go, or pages are short."""
     memo: object = None
-    """What the policy remembers."""
+    """The policy's memo, given to its next call."""
     phase: Phase = Phase.MIXED
     parts: int | None = None
-    """Most parts of the device's compute (`DeviceSettings.parts`) that the job takes, where there
-    are several lanes; None: as many as are free, divided among the models that could run."""
+    """Bound of the parts of the device's compute (`DeviceSettings.parts`) that the job uses, with
+    several lanes; None: the free parts, divided among the runnable models."""
 
     @property
     def computes_prompts(self) -> bool:

@@ -1,4 +1,6 @@
-"""Formulas of cost, in seconds. Coefficients are measured or come from a profile.
+"""Estimate seconds of jobs and copies, and bytes of activations, by formulas with coefficients.
+
+Used by policies, the engine and the simulator. Coefficients are measured or come from a profile.
 
 The job formula follows the forms that fit measured GPUs best (a floor for reading the weights,
 linear terms in tokens and in KV read, a step for each tile of sequences), extended to jobs that
@@ -16,22 +18,23 @@ from ballast.core.model import JobMemory, ModelSpec
 from ballast.core.units import MiB, ceil_div
 
 TILE = 64
-"""Rows of a tile of a GPU's matrix products: that many decoding sequences cost little more than
-one, and the next tile's worth costs a step."""
+"""Rows of a tile of a GPU's matrix products: up to TILE decoding sequences cost little more than
+one; each further tile adds a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a model is expected to be asked."""
+    """Expected request traffic of a model."""
 
     rate: float = 0.0
     """Requests per second."""
     prompt_tokens: float = 0.0
-    """Per request, on average."""
+    """Mean per request."""
     output_tokens: float = 0.0
+    """Mean per request."""
 
     def __add__(self, other: Traffic) -> Traffic:
-        """Both together, requests of either counting by their rate."""
+        """Return the combined traffic; mean lengths are weighted by the rates."""
         rate = self.rate + other.rate
         share = self.rate / rate if rate else 0.5
         return Traffic(
@@ -43,7 +46,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of one job: a pass over the weights, and what its work adds to that.
+    """Coefficients of the seconds of one job: a pass over the weights, plus terms of its work.
 
     ::
 
@@ -53,12 +56,11 @@ class StepCosts:
         decode            B*per_sequence + C*per_context + (ceil(B / 64) - 1)*per_tile
 
     T: prefill tokens; B: decoding sequences; C: KV tokens these read; S: query-key pairs of
-    prefill attention; P: prefill chunks. `base` holds the pass over the weights and the host's own
-    work, `hidden` the part of it that a prefill's arithmetic covers (negative where a prefill's
-    pass costs more), `floor` the least a prefill takes however short it is; `per_chunk` what a
-    prefill costs for beginning where something else ran before. With `floor`, `hidden` and
-    `per_tile` 0 the form is linear. A job that decodes beside a prefill makes one pass over the
-    weights for both, never shorter than `base`.
+    prefill attention; P: prefill chunks. `base`: the pass over the weights and the host's own work;
+    `hidden`: the part of it that overlaps with a prefill's arithmetic (negative if a prefill's pass
+    costs more); `floor`: minimum of a prefill, however short; `per_chunk`: fixed cost of starting a
+    prefill chunk. With `floor`, `hidden` and `per_tile` 0 the form is linear. A job that decodes
+    beside a prefill makes one pass over the weights for both, never shorter than `base`.
     """
 
     base: float
@@ -83,17 +85,17 @@ class StepCosts:
         return seconds
 
     def decoding(self, sequences: int) -> Callable[[int], float]:
-        """Return what takes the context of a job that only decodes so many sequences, at least 1,
-        and returns its seconds: those of `of`, to the last bit."""
+        """Return a function from `decode_context` to the seconds of a job that only decodes
+        `sequences` (at least 1) sequences; equal to `of`, bit for bit."""
         base, each, reads = self.base, sequences * self.per_sequence, self.per_context
         tiles = (sequences - 1) // TILE * self.per_tile
         return lambda context: base + (each + context * reads) + tiles
 
     def split(self, load: JobLoad) -> tuple[float, float]:
-        """Of the seconds of a job, those of arithmetic and those of reading weights and KV.
+        """Split the seconds of a job into (arithmetic, reading of weights and KV).
 
-        The pass over the weights and what decodes read of KV count as reading; what tokens and
-        sequences add, as arithmetic.
+        The pass over the weights and the KV that decodes read count as reading; the terms of tokens
+        and sequences count as arithmetic.
         """
         seconds = self.of(load)
         reading = self.base + load.decode_context * self.per_context
@@ -106,14 +108,15 @@ class StepCosts:
         return self.of(job.load)
 
     def prefill_seconds(self, tokens: int, start: int = 0) -> float:
-        """To compute `tokens` more positions of one sequence that has `start` of them."""
+        """Return the seconds to prefill `tokens` positions of a sequence from position `start`."""
         return self.of(JobLoad(tokens, 1, chunk_pairs(tokens, start), 0, 0))
 
     def work(self, traffic: Traffic, tpot: float, most: int) -> float:
-        """Share of a device that `traffic` takes, roughly, if nothing else is served there.
+        """Estimate the load of `traffic` on a device that serves nothing else, in compute seconds
+        per second.
 
-        Of its time, in seconds per second, when as many requests decode together as `most` and a
-        step of 0.8 `tpot` seconds allow: prefills have the rest.
+        Assumes the largest decode batch, up to `most`, whose step takes 0.8 `tpot` seconds at most:
+        prefills have the rest of the time.
         """
         context = round(traffic.prompt_tokens + traffic.output_tokens / 2)
 
@@ -125,27 +128,29 @@ class StepCosts:
         return traffic.rate * (prefill + traffic.output_tokens * step(batch) / batch)
 
     def after(self, seconds: float) -> StepCosts:
-        """Every job takes so much longer."""
+        """Return the costs with every job longer by `seconds`."""
         return replace(self, base=self.base + seconds, floor=self.floor + seconds)
 
     def scaled(self, factor: float) -> StepCosts:
-        """Everything takes `factor` times as long."""
+        """Return the costs with all times multiplied by `factor`."""
         return StepCosts(*(factor * a for a in astuple(self)))
 
 
 UNMEASURED = StepCosts(2e-3, 2e-4, 2e-4, 1e-8, 1e-9)
-"""Stands in until a model has been measured; right to an order of magnitude on a small CPU."""
+"""Default until a model has been measured; the order of magnitude is that of a small CPU."""
 
 
 def copy_seconds(n_bytes: int, bytes_per_second: float) -> float:
-    """Time of a copy alone on its link; `core/link.py` says what it has beside others."""
+    """Return the seconds of a copy that has its link to itself (beside others: `core/link.py`)."""
     return n_bytes / bytes_per_second
 
 
 def lane_bytes(specs: Iterable[ModelSpec], step_tokens: int, step_logits: int) -> int:
-    """Bytes of activations to set aside for a lane that runs jobs of these models in turns.
+    """Return the bytes of activations to set aside for a lane that runs jobs of these models in
+    turns.
 
-    What one model's jobs keep stays while another's job runs, so the largest of each is added up.
+    Memory kept between jobs remains while another model's job runs, so the maxima of kept and of
+    freed memory are added.
     """
     needs = [job_memory(spec, step_tokens, step_logits) for spec in specs]
     kept = max((need.kept for need in needs), default=0)
@@ -153,14 +158,13 @@ def lane_bytes(specs: Iterable[ModelSpec], step_tokens: int, step_logits: int) -
 
 
 def activation_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int:
-    """Bytes of activations to set aside for a lane that runs jobs of this model alone."""
+    """Return the bytes of activations to set aside for a lane that runs jobs of one model only."""
     return job_memory(spec, step_tokens, step_logits).n_bytes
 
 
 def job_memory(spec: ModelSpec, step_tokens: int, step_logits: int) -> JobMemory:
-    """What jobs of up to `step_tokens` tokens and `step_logits` samples allocate.
-
-    As measured, if that was done for jobs of that size; else an estimate from above.
+    """Return the memory that jobs of up to `step_tokens` tokens and `step_logits` samples allocate:
+    as measured, if jobs of that size were measured; else an upper estimate.
     """
     measured = spec.job_memory
     if measured is not None and (
@@ -176,12 +180,12 @@ def job_memory(spec: ModelSpec, step_tokens: int, step_logits: int) -> JobMemory
 
 
 def _estimated_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int:
-    """Upper bound of what a largest job allocates, on whichever path and CPU it runs.
+    """Return an upper bound of the bytes that a job of this size allocates, on any path and CPU.
 
-    Stands in where no job can be run: for models that are planned or simulated, on GPUs, and in
-    groups of ranks. The phases of a decoder run as separate operations: what lives through all of
-    a job, and the most that any one phase holds beside it. It is generous where a CPU multiplies
-    bfloat16 natively, and where a family's activation is one operation: several times the peak.
+    Used where no job can be measured: for planned or simulated models, on GPUs, in groups of ranks.
+    Sums the memory that lives through a whole job and the maximum over a decoder's phases, which
+    run as separate operations. Several times the peak where a CPU multiplies bfloat16 natively or
+    an activation is one operation.
     """
     t, e, f = step_tokens, spec.dtype_bytes, 4
     hidden, q, k = (
@@ -195,8 +199,8 @@ def _estimated_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int
     norm = 3 * f * hidden + 2 * e * hidden
     # Projections, and while one of q and k is rotated: halves swapped, two products, their sum.
     attention = e * (hidden + 2 * q + 2 * k + 4 * q) + e * hidden
-    # Gate and up, in one matrix or two; then what activations written in Python hold on to, or what
-    # oneDNN accumulates bfloat16 products in: families need 3 to 7.7 times the intermediate size.
+    # Gate and up, in one matrix or two; then temporaries of activations written in Python, or
+    # oneDNN's sums of bfloat16 products: families need 3 to 7.7 times the intermediate size.
     mlp = e * (3 * hidden + 8 * t * spec.intermediate)
     # A row for each of a token's experts: its input and the same; later input, output, weighted,
     # back in the tokens' order. Routing sorts indices of these rows.
@@ -206,7 +210,7 @@ def _estimated_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int
     experts = 2 * e * hidden + rows * (max(gated, weighted) + 8 * 8)
     # Logits in the model's dtype and in float32; a copy and its log-softmax where asked for.
     head = step_logits * spec.vocab * ((e if e != f else 0) + 3 * f) + 8 * 8 * spec.vocab
-    # What is between an adapter's two matrices; which rows go through which.
+    # The product between an adapter's two matrices; indices of the rows of each adapter.
     if spec.adapters:
         through += t * (f * max(a.rank for a in spec.adapters) + 8 * 8)
     bound = through + max(rotary, norm, attention, mlp, experts, head)
@@ -216,7 +220,7 @@ def _estimated_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int
 
 
 def _fused_bytes(spec: ModelSpec, t: int, step_logits: int) -> int:
-    """The same on the fast path: its workspace, float32, and what a library's matrices take."""
+    """Return this bound for the fast path: its float32 workspace and a library's temporaries."""
     q, k, inner = spec.n_heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.intermediate
     workspace = 4 * t * (2 * spec.hidden + 2 * q + 2 * k + spec.head_dim + 3 * inner + 6)
     library = t * 2 * inner * (4 if spec.dtype_bytes == 4 else 6)

@@ -1,6 +1,7 @@
-"""Entries of stories: plain dictionaries without token ids, described in docs/story.md.
+"""Convert events, actions and snapshots into story entries: dictionaries without token ids.
 
-A story that can be replayed begins with a snapshot.
+Used by the story of a device, story files, and replay. The format is described in docs/story.md. A
+story that can be replayed begins with a `Snapshot`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ FORMAT = 1
 
 StoryEntry = dict[str, Any]
 Sink = Callable[[Sequence[StoryEntry]], None]
-"""Receives the entries of a turn."""
+"""Function that receives the entries of one turn."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +62,9 @@ class ModelEntry:
 
     spec: ModelSpec
     costs: StepCosts
-    """The costs that policies know."""
+    """Costs that policies see at this time."""
     learned: bool = False
-    """Whether its costs are learned from its jobs from here on."""
+    """Whether its costs are learned from its jobs from now on."""
 
     @property
     def measured(self) -> StepCosts | None:
@@ -77,20 +78,20 @@ class Snapshot:
 
     format: int = FORMAT
     version: str
-    """Of Ballast."""
+    """Version of Ballast."""
     device: DeviceSettings
     preset: str
     options: dict[str, float]
     link_bytes_per_second: float
     models: tuple[ModelEntry, ...]
     began: float
-    """Unix time when its clock showed 0, in seconds; 0 in virtual time."""
+    """Unix time of the clock's zero, in seconds; 0 in virtual time."""
     overhead: float | None
-    """The engine's own seconds per job, in virtual time; None: it was live."""
+    """The engine's own seconds per job in virtual time; None: a live device."""
     rotates: bool = False
-    """Whether layers can rotate there."""
+    """Whether layers can rotate on the device."""
     order: str = "round-robin"
-    """The order of compute; stories of before there were several say nothing of it."""
+    """Name of the order of compute; the default stands for older stories, which lack it."""
 
 
 EVENT_TAGS: Mapping[type[Event], str] = {

@@ -1,4 +1,4 @@
-"""All exceptions, named by fault and remedy.
+"""Define all exceptions of Ballast in one tree, named by fault and remedy.
 
 ::
 
@@ -19,7 +19,7 @@
     |  `- DeviceLost        a GPU answers nothing any more: its worker ends and is replaced
     `- BrokenPromise        an invariant of Ballast does not hold: a bug, never a user's fault
 
-Running out of pages is not here: it is a result (`ballast.core.actions.Short`).
+Running out of pages raises nothing: it is a result (`ballast.core.actions.Short`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 
 class BallastError(Exception):
-    """Root of everything Ballast raises on purpose. It can be pickled, whatever it is made of."""
+    """Root of all exceptions that Ballast raises on purpose. Picklable, whatever its arguments."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exception would call the class with `args`, which is the finished message alone.
@@ -49,9 +49,9 @@ def brief(error: BaseException) -> str:
 
 
 class ConfigError(BallastError):
-    """A bad setting. Says which key, what it was, and what would be right.
+    """A bad setting: its key, its value, and the allowed values.
 
-    `value`: None where there is none to show: a key that is missing, or that there is not.
+    `value`: None if the key is missing or unknown.
     """
 
     def __init__(self, key: str, value: object, allowed: str) -> None:
@@ -60,7 +60,7 @@ class ConfigError(BallastError):
 
 
 class CheckpointError(BallastError):
-    """A checkpoint that cannot be used. Names the file and, where one is at fault, the tensor."""
+    """An unusable checkpoint: the file, the tensor if one is at fault, and the reason."""
 
     def __init__(self, file: str, tensor: str | None, reason: str) -> None:
         where = file if tensor is None else f"{file}, tensor {tensor!r}"
@@ -125,14 +125,14 @@ class DeviceError(BallastError):
 
 
 class OutOfMemory(DeviceError):
-    """A GPU's driver found no memory left. What asked for pages tells it as `Short`."""
+    """A GPU's driver found no memory left; allocators of pages turn it into `Short`."""
 
 
 class DeviceLost(DeviceError):
     """A GPU cannot be used by this process any more; every later call of its driver fails too.
 
-    A kernel has broken the context (an illegal address, say), or pages are mapped in a way that the
-    books do not know. Only a new process helps.
+    A kernel has broken the context (for example by an illegal address), or actual mappings differ
+    from the mapping table. Only a new process recovers.
     """
 
 

@@ -1,6 +1,7 @@
-"""Events that change the state of a device's engine, and outputs that it sends to clients.
+"""Define the events that change a device's engine state, and the outputs that it sends to clients.
 
-The state changes through events and through actions, by nothing else.
+The loop takes events from its inbox; lanes, links, the worker and policies' timers post them. The
+engine's state changes by events and actions only.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class CancelEvent:
 
 @dataclass(frozen=True, slots=True)
 class PauseEvent:
-    """The client of a request does not read; no job has it until a `ResumeEvent`."""
+    """The client of a request does not read: no job includes it until a `ResumeEvent`."""
 
     request_id: str
 
@@ -57,23 +58,23 @@ class ResumeEvent:
 
 @dataclass(frozen=True, slots=True)
 class GrammarReadyEvent:
-    """Compilation of a request's grammar has ended, well or with an error."""
+    """Compilation of a request's grammar has ended, with success or with an error."""
 
     request_id: str
     code: str | None = None
-    """As in `FailedOutput`, where it cannot; None: it is ready."""
+    """Code of the error, as in `FailedOutput`; None: the grammar is ready."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class JobDoneEvent:
-    """A job has ended well. `seconds` is its time on the lane."""
+    """A job has ended with success. `seconds`: its time on the lane."""
 
     job: Job
     results: tuple[JobResult, ...]
     seconds: float
     stall: float = 0.0
-    """Part of `seconds` in which it waited for layers."""
+    """Part of `seconds` in which it waited for rotating or arriving layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class JobFailedEvent:
 
 @dataclass(frozen=True, slots=True)
 class TransferDoneEvent:
-    """All copies of one transfer (a model's activation) have ended, well or with an error."""
+    """All copies of one transfer (a model's activation) have ended, with success or an error."""
 
     transfer_id: int
     n_bytes: int
@@ -97,8 +98,8 @@ class TransferDoneEvent:
 
 @dataclass(frozen=True, slots=True)
 class FirstJobReadyEvent:
-    """Enough of a transfer's weights has landed for the model's first job to begin: it waits for
-    each layer that is still in transfer."""
+    """Enough of a transfer's weights has arrived for the model's first job to begin; the job waits
+    for each layer that is still in transfer."""
 
     transfer_id: int
 
@@ -112,7 +113,7 @@ class RotationSettledEvent:
 
 @dataclass(frozen=True, slots=True)
 class TimerEvent:
-    """A time has come at which a policy asked to be woken, or a deadline has passed."""
+    """A policy's wake-up time has come, or a deadline has passed."""
 
 
 @dataclass(frozen=True, slots=True)

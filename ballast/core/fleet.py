@@ -1,4 +1,8 @@
-"""What a policy for several devices sees, and what it may ask for."""
+"""Define the view and the decision of a fleet policy: placement of models over devices.
+
+Built by `FleetBook` from the devices' reports; fleet policies (`policy.fleet`) only read it and
+return `Place` and `Withdraw` actions.
+"""
 
 from __future__ import annotations
 
@@ -10,63 +14,62 @@ from ballast.core.cost import Traffic
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a model asks of a device that serves it."""
+    """Memory and compute that a model needs of a device that serves it."""
 
     model: str
     least: int
-    """Bytes without which a device cannot serve it at all: weights, activations, one request."""
+    """Minimum bytes to serve the model: weights, activations, KV of one request."""
     weights: int
-    """Bytes."""
+    """Bytes of its weights."""
     work: Mapping[str, float] = field(default_factory=dict)
-    """By kind of device, expected seconds of its compute per second; none where nothing is known.
-    """
+    """Expected compute seconds per second, by kind of device; empty: unknown."""
     pinned: bool = False
-    """Its weights make way for nobody."""
+    """Whether its weights are never evicted."""
     peak: Mapping[str, float] = field(default_factory=dict)
-    """`work` while it is asked most; none where nothing is known but the mean."""
+    """`work` at the peak of its traffic; empty: only the mean is known."""
     kv_bytes_per_token: int = 0
     tpot: float = float("inf")
     """Service level: seconds per output token."""
 
     @property
     def busiest(self) -> Mapping[str, float]:
-        """What its devices have to keep up with: the peak, where that is known."""
+        """Compute that its devices must provide: the peak if known, else the mean."""
         return self.peak or self.work
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A device that may serve models."""
+    """A device that may serve models, with its `bytes` of budget."""
 
     device: str
     bytes: int
     kind: str = ""
-    """Devices of one kind are equally fast."""
+    """Kind of device; devices of one kind are equally fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hosting:
-    """A model on a device, since the view before."""
+    """Load of a model on a device since the previous view."""
 
     model: str
     work: float
-    """Seconds of the device's compute that its jobs took, per second."""
+    """Compute seconds of its jobs, per second."""
     open_requests: int
     late: int
-    """Of these, waiting ones that have used up half of the time in which their first token is due,
-    and running ones whose tokens come more slowly than they should."""
+    """Open requests that are late: waiting for more than half of their TTFT target, or running with
+    tokens slower than their TPOT target."""
     weights: int = 0
-    """Bytes of its weights that are there now."""
+    """Bytes of its weights on the device now."""
     homed: bool = True
-    """Whether it gets new requests there by the policy's word: not where it is about to leave, and
-    not where operators have the say."""
+    """Whether the policy has placed it there: False if it is leaving, or if operators have named
+    its devices."""
     traffic: Traffic = field(default_factory=Traffic)
-    """Of the requests that the device got for it lately."""
+    """Recent traffic of its requests on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoad:
-    """A device, and the models that it serves."""
+    """Load of a device: the models that it serves."""
 
     room: Room
     hosting: tuple[Hosting, ...]
@@ -77,7 +80,7 @@ class DeviceLoad:
 
     @property
     def work(self) -> float:
-        """Of all its models."""
+        """Compute seconds per second of all its models."""
         return sum(h.work for h in self.hosting)
 
     @property
@@ -94,12 +97,12 @@ class DeviceLoad:
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """All devices of a server, as they were at `now`, and what the models need."""
+    """All devices of a server as of `now`, and the needs of the models."""
 
     now: float
     devices: tuple[DeviceLoad, ...]
     needs: tuple[Need, ...]
-    """In the fleet's order."""
+    """Needs of the models, in the fleet's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +113,13 @@ class Place:
     device: str
     why: str = ""
     activate: bool = False
-    """Bring its weights there at once, before it is asked."""
+    """Whether to activate it there at once, before a request arrives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """No new requests for a model on a device; when those open have ended it leaves it."""
+    """Send no new requests of a model to a device, and remove it there when its open requests have
+    ended or moved."""
 
     model: str
     device: str
@@ -127,7 +131,7 @@ FleetAction = Place | Withdraw
 
 @dataclass(frozen=True, slots=True)
 class FleetDecision:
-    """A fleet policy's answer: what to do, what to remember, when to ask again (None: never)."""
+    """A fleet policy's result: actions, its memo, and when to call it again (None: never)."""
 
     actions: tuple[FleetAction, ...] = ()
     memo: object = None

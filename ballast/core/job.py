@@ -1,4 +1,7 @@
-"""Jobs: prefill chunks and a decode step of one model, run at once, and their results."""
+"""Define jobs (prefill chunks and a decode step of one model, run at once) and their results.
+
+Formed by the engine's plan, run by a lane's executor; a job is frozen and does not own its blocks.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from ballast.core.request import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Prompt tokens whose log-probabilities are asked for: `targets`, from position `start` on.
+    """Prompt tokens whose log-probabilities are requested: `targets`, from position `start` on.
 
-    Their logits are those of the positions before them, `start - 1 ..`, all within one job's work.
+    Their logits are outputs of the positions before them, `start - 1 ..`, all within one job's
+    work.
     """
 
     start: int
@@ -39,13 +43,13 @@ class SequenceWork:
     adapter: int | None = None
     """Index into `ModelSpec.adapters`; None: the model as it is."""
     history: Sequence[int] | None = None
-    """The request's tokens so far, prompt and output, where `sample` depends on them. They do not
-    change while the job runs."""
+    """The request's tokens so far, prompt and output, if `sample` depends on them; unchanged while
+    the job runs."""
     prompt_tokens: int = 0
-    """How many of `history` are the prompt's."""
+    """Number of prompt tokens in `history`."""
     scoring: Scoring | None = None
     embed: bool = False
-    """The embedding of the last of `tokens` is wanted."""
+    """Whether the embedding of the last of `tokens` is requested."""
 
     @property
     def end(self) -> int:
@@ -53,8 +57,8 @@ class SequenceWork:
 
     @property
     def wanted(self) -> list[int]:
-        """Indices into `tokens` of the positions whose output is needed: those whose logits score
-        the prompt, and the last one where it is sampled or embedded."""
+        """Indices into `tokens` of positions whose output is needed: those whose logits score the
+        prompt, and the last one if it is sampled or embedded."""
         rows: list[int] = []
         if self.scoring is not None:
             first = self.scoring.start - 1 - self.start
@@ -65,7 +69,7 @@ class SequenceWork:
 
 
 class JobLoad(NamedTuple):
-    """What a job's cost depends on."""
+    """Sizes that determine a job's cost (`StepCosts.of`)."""
 
     prefill_tokens: int
     prefill_chunks: int
@@ -77,29 +81,30 @@ class JobLoad(NamedTuple):
 
 
 def chunk_pairs(tokens: int, start: int) -> int:
-    """Query-key pairs, under a causal mask, of a chunk that comes after `start` tokens."""
+    """Return the query-key pairs, under a causal mask, of a chunk after `start` tokens."""
     return tokens * start + tokens * (tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Work for one lane."""
+    """One batch of work of one model for one lane."""
 
     id: int
     lane: int
     model: str
     work: tuple[SequenceWork, ...]
     parts: int | None = None
-    """Of the device's compute (`DeviceSettings.parts`); None: all, on a device of one lane."""
+    """Parts of the device's compute that it uses (`DeviceSettings.parts`); None: all, on a device
+    of one lane."""
 
     @property
     def prefills(self) -> bool:
-        """Whether prompts are in it, as `load` counts them."""
+        """Whether it has prefill chunks, as `load` counts them."""
         return any(len(w.tokens) > 1 for w in self.work)
 
     @property
     def load(self) -> JobLoad:
-        """A sequence that computes more than one token is a prefill chunk, else it decodes."""
+        """Sizes of the job; a sequence with several tokens is a prefill chunk, else a decode."""
         tokens = chunks = pairs = sequences = context = 0
         for w in self.work:
             n = len(w.tokens)
@@ -121,6 +126,6 @@ class SampledToken:
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens and their log-probabilities, likeliest first, as many as asked for."""
+    """The likeliest tokens and their log-probabilities, likeliest first, as many as requested."""
     ends: bool = False
-    """The output's grammar is complete with it: nothing may follow."""
+    """Whether the output's grammar is complete with it: no token may follow."""

@@ -1,9 +1,9 @@
-"""KV that is swapped layer by layer: which layers, and what a pass then takes (MIRAGE, 3.2, 7.4).
+"""Choose layers whose KV is swapped, and compute the time of a pass then (MIRAGE, 3.2, 7.4).
 
-As with weights, the layers of a `Rotation` share slots. What a layer's slot is loaded with has been
-changed when the layer is done with it, so it goes back to the host before the slot is another's:
-traffic both ways. And what is to be loaded depends on the batch, which is not known before a pass
-begins: passes are no circle here, each one's loads begin, and its stores end, within it.
+Used by the KV-swap policy (`policy.memory.kvswap`); pure formulas. As with weights, the layers of a
+`Rotation` share slots. Unlike weights, a layer's KV changes when the layer runs, so it is stored to
+the host before the slot is reused: traffic goes both ways. The batch decides which KV is loaded and
+is not known before a pass begins, so each pass's loads and stores happen within that pass.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from ballast.core.link import Direction, LinkRates
 from ballast.core.rotation import Rotation
 
 SLOTS = (1, 2, 3)
-"""Numbers of slots worth trying: one is used, one loaded, one stored."""
+"""Numbers of slots to try: with three, one is in use, one is loaded and one is stored."""
 
 
 @lru_cache(maxsize=256)
 def spread(n: int, m: int) -> tuple[int, ...]:
-    """`m` of `n` layers, spread over a pass, ascending.
+    """Return `m` of `n` layers, spread over a pass, ascending.
 
-    All of `spread(n, k)` for k < m are among them, as what is added or taken away is copied. Even
-    for m = 1, 3, 7, ...; between these some gaps are twice as wide as others.
+    Contains `spread(n, k)` for all k < m, since each added or removed layer costs a copy. Evenly
+    spaced for m = 1, 3, 7, ...; between these some gaps are twice as wide as others.
     """
     return tuple(sorted(_order(n)[:m]))
 
 
 @lru_cache(maxsize=256)
 def _order(n: int) -> tuple[int, ...]:
-    """All layers: the middle one, those in the middle of the halves, ..."""
+    """Return all layers in order of bisection: the middle one, the middles of the halves, ..."""
     found: dict[int, None] = {}
     parts = 2
     while parts <= 2 * n:
@@ -45,12 +45,12 @@ def _order(n: int) -> tuple[int, ...]:
 def swapped_seconds(
     n: int, rotation: Rotation, seconds: float, loaded: int, stored: int, rates: LinkRates
 ) -> float:
-    """Of a pass over `n` layers that takes `seconds` if it waits for nothing; exact.
+    """Return the seconds of a pass over `n` layers that takes `seconds` without waits; exact.
 
-    `loaded`, `stored`: bytes of each rotating layer. Each layer takes an equal part of the seconds.
-    A layer begins when it is loaded; it is stored when it is done; its slot is the next one's when
-    that has ended. Loads are served in the order of layers, and so are stores, both at the link's
-    rates; the pass ends with the last of them.
+    `loaded`, `stored`: bytes of each rotating layer. Each layer computes for an equal part of the
+    seconds. A layer begins when its KV is loaded; its KV is stored when it is done; then its slot
+    is free for the next layer. Loads are served in the order of layers, and so are stores, both at
+    the link's rates; the pass ends with the last store.
     """
     layers, slots = rotation.layers, rotation.slots
     if not layers:
@@ -61,12 +61,12 @@ def swapped_seconds(
     starts = [*layers, n]
     now = 0.0
     loads = stores = computed = 0
-    """That have ended."""
+    """Numbers of loads, stores and layers that have ended."""
     load_left, store_left = float(loaded), float(stored)
     until: float | None = layers[0] * each
-    """When what computes ends; None: it waits for a layer."""
+    """Time at which the present computation ends; None: it waits for a layer."""
     within = False
-    """Whether that is a rotating layer."""
+    """Whether the present computation is that of a rotating layer."""
     while stores < len(layers) or until is not None:
         loading = loads < len(layers) and loads < stores + slots
         storing = stores < computed

@@ -1,4 +1,7 @@
-"""Leases of pages that one device lends to another, and the events and reports about them."""
+"""Define leases of pages that one device lends to another, and their events and reports.
+
+Sent between the loops of lender and borrower through the controller (`cluster.lending`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ class Lease:
     """
 
     id: int
-    """Chosen by the lender; never used twice."""
+    """Number chosen by the lender; never reused."""
     epoch: int
     """Generation of the pair of processes: the controller increments it whenever one of the two is
     replaced. Messages of an earlier epoch are void."""
@@ -24,7 +27,7 @@ class Lease:
     """Page numbers of the lender's pool."""
 
     def part(self, pages: Sequence[int]) -> Lease:
-        """Return the same lease of fewer pages."""
+        """Return the same lease with only `pages`."""
         return replace(self, pages=tuple(pages))
 
 
@@ -60,8 +63,8 @@ class PeerMetEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerGoneEvent:
-    """Another device's process has ended: pages lent to it are free; pages borrowed from it have to
-    be given up."""
+    """Another device's process has ended: pages lent to it are free; pages borrowed from it must be
+    released."""
 
     peer: str
     epoch: int
@@ -99,4 +102,5 @@ LendingMessage = (
     | PeerOverdueReport
     | PeerReleasedReport
 )
-"""What a device sends about leases; the first three are for another device."""
+"""Messages that a device sends about leases: the first three to another device, the others to the
+controller."""

@@ -1,4 +1,7 @@
-"""Links between host and device: which way bytes go, and how quickly beside others."""
+"""Describe links between host and device: directions, and rates alone and with traffic both ways.
+
+Used by live links, the simulator and the policies' estimates.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from enum import Enum
 
 
 class Direction(Enum):
-    """Which way bytes go over a link between host and device."""
+    """Direction of a transfer over a link between host and device."""
 
     TO_DEVICE = "to_device"
     TO_HOST = "to_host"
@@ -19,37 +22,39 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """What a link carries, in bytes per second; all positive, and less beside others than alone."""
+    """Rates of a link in bytes per second, per direction, alone and mixed; all positive."""
 
     to_device: float
-    """While nothing goes the other way."""
+    """Rate to the device while there is no traffic to the host."""
     to_host: float
-    """The same, to the host."""
+    """Rate to the host while there is no traffic to the device."""
     to_device_mixed: float
-    """While both directions carry."""
+    """Rate to the device while both directions have traffic."""
     to_host_mixed: float
-    """The same, to the host."""
+    """Rate to the host while both directions have traffic."""
 
     @classmethod
     def even(cls, alone: float, mixed: float | None = None) -> LinkRates:
-        """Either direction carries `alone`, both together `mixed`: if None, no more than one."""
+        """Return equal rates for both directions: `alone` for one, `mixed` for the sum of both
+        (None: the same as one alone)."""
         beside = min(alone, (alone if mixed is None else mixed) / 2)
         return cls(alone, alone, beside, beside)
 
     def of(self, direction: Direction, mixed: bool) -> float:
-        """Of all transfers of `direction`; `mixed`: there are some of the other, too."""
+        """Return the total rate of transfers in `direction`; `mixed`: the other direction has
+        traffic too."""
         if direction is Direction.TO_DEVICE:
             return self.to_device_mixed if mixed else self.to_device
         return self.to_host_mixed if mixed else self.to_host
 
     def times(self, n: int) -> LinkRates:
-        """The rates of `n` such links together."""
+        """Return the rates of `n` such links together."""
         rates = (self.to_device, self.to_host, self.to_device_mixed, self.to_host_mixed)
         return LinkRates(*(n * rate for rate in rates))
 
     @property
     def mixed(self) -> float:
-        """Both directions together, while both carry."""
+        """Sum of both directions' rates while both have traffic."""
         return self.to_device_mixed + self.to_host_mixed
 
     @property

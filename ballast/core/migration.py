@@ -1,4 +1,6 @@
-"""Steps by which a running request moves to another device with its KV, and their answers.
+"""Define the steps that move a running request to another device with its KV, and their answers.
+
+Sent by `cluster.migrations` and handled by the engine of source and target.
 
 ::
 
@@ -11,10 +13,10 @@
         <─ DepartedAnswer ────── (with the blocks that have filled meanwhile)
         ─ KvTailEvent, or DropKvEvent; ArrivalEvent ───────────> goes on
 
-Blocks that are full do not change any more, so that they can be read while the request runs: live
-migration by copying ahead, as Llumnix has it (Sun et al., OSDI 2024, section 4.2). Nothing holds
-the blocks for the reader: `DepartedAnswer` says whether they stayed, and if they did not what was
-read is dropped. What is missing for whatever reason is computed again by the target.
+Full blocks do not change any more, so they can be read while the request runs: live migration by
+copying ahead, as in Llumnix (Sun et al., OSDI 2024, section 4.2). The source does not pin the
+blocks for the reader: `DepartedAnswer.intact` is False if they changed, and the copy is dropped.
+The target recomputes all KV that is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from dataclasses import dataclass, replace
 from ballast.core.request import Sampling, Submission
 
 AT_ONCE = 4
-"""Most requests of one device that move at the same time."""
+"""Bound of the requests of one device that move at the same time."""
 Piece = tuple[int, int]
 """(offset in the device's memory, bytes)."""
 
@@ -39,7 +41,7 @@ class ExportKvEvent:
 
 @dataclass(frozen=True, slots=True)
 class DepartEvent:
-    """To the source: end a request, which goes on elsewhere, as soon as its KV is whole blocks."""
+    """To the source: end a request as soon as its KV is whole blocks; the target continues it."""
 
     request_id: str
 
@@ -67,7 +69,7 @@ class KvReadEvent:
 
 @dataclass(frozen=True, slots=True)
 class KvTailEvent:
-    """To the target: the KV after that which was read, whole blocks."""
+    """To the target: the KV that follows the imported one, in whole blocks."""
 
     request_id: str
     tokens: int
@@ -76,7 +78,7 @@ class KvTailEvent:
 
 @dataclass(frozen=True, slots=True)
 class DropKvEvent:
-    """To the target: drop what was imported; the request does not come, or its KV has changed."""
+    """To the target: drop the imported KV; the request does not come, or its KV has changed."""
 
     request_id: str
 
@@ -87,7 +89,7 @@ MigrationStep = ExportKvEvent | DepartEvent | ImportKvEvent | KvTailEvent | Drop
 
 @dataclass(frozen=True, slots=True)
 class KvExportedAnswer:
-    """From the source: where the KV of a request lies."""
+    """From the source: where the KV of a request is in its memory."""
 
     request_id: str
     tokens: int
@@ -95,7 +97,7 @@ class KvExportedAnswer:
     form: str = ""
     """Format of the KV; the target has to use the same one."""
     pieces: tuple[Piece, ...] = ()
-    """Where it lies, block after block."""
+    """Location of the KV, block after block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""ModelSpec: the sizes of a model that scheduling and memory need; no weights, no framework."""
+"""Define `ModelSpec`: the sizes of a model that scheduling and memory management need.
+
+Built when a checkpoint is loaded (or by the simulator) and read everywhere. No weights, no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ class AdapterSpec:
 
     name: str
     fingerprint: str
-    """Hex digest over its base, its scales and its tensors; keeps cached prefixes apart."""
+    """Hex digest over its base, its scales and its tensors; salts its cached prefixes."""
     rank: int
-    """The largest of its matrices."""
+    """Largest rank of its matrices."""
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
     max_waiting: int = 10_000
     queue_seconds: float | None = None
-    """None: the base's."""
+    """As `ModelSpec.queue_seconds`; None: the base's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +38,9 @@ class JobMemory:
     step_tokens: int
     step_logits: int
     kept: int
-    """Bytes that stay with a lane between jobs: a workspace that models use in turns."""
+    """Bytes that a lane keeps between jobs: a workspace that models use in turns."""
     freed: int
-    """Bytes at the peak of a job that are free again when it ends."""
+    """Further bytes at the peak of a job, freed when it ends."""
 
     @property
     def n_bytes(self) -> int:
@@ -66,8 +69,8 @@ class ModelSpec:
     fingerprint: str
     """Hex digest over config, dtype and tensors; salts the prefix cache."""
     segment_digests: tuple[str, ...] = ()
-    """Hex digest of each segment's layout and bytes: segments with equal ones, of this model or of
-    several, share memory. Empty: every segment is unlike all others."""
+    """Hex digest of each segment's layout and bytes: segments with equal digests, in one model or
+    in several, share memory. Empty: no segment is shared."""
     eos_token_ids: tuple[int, ...] = ()
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
@@ -75,32 +78,31 @@ class ModelSpec:
     max_running: int = 64
     max_waiting: int = 10_000
     queue_seconds: float | None = None
-    """A request that waited so long without being admitted fails; None: it waits."""
+    """Time after which a request that was not admitted fails; None: never."""
     embeds: bool = False
-    """The checkpoint is of an embedding model: the last token's hidden state stands for a text."""
+    """Whether it is an embedding model: the last token's hidden state is a text's embedding."""
     pinned: bool = False
     ttl: float | None = None
-    """Idle time to live, in seconds; None, 0: idle, it stays until others need its memory."""
+    """Idle seconds after which it is evicted; None, 0: never, until others need its memory."""
     ranks: int = 1
-    """Ranks of a tensor-parallel group that share it. Heads, intermediate, segments and what
-    follows from them are then one rank's part; `hidden` and `vocab` are whole."""
+    """Ranks of a tensor-parallel group that share it. Heads, intermediate and segments, and sizes
+    derived from them, are then one rank's part; `hidden` and `vocab` are whole."""
     experts_per_token: int = 0
-    """How many experts a token goes through in a layer; 0: there are none."""
+    """Experts that a token goes through in a layer; 0: the model has no experts."""
     expert_intermediate: int = 0
     adapters: tuple[AdapterSpec, ...] = ()
     job_memory: JobMemory | None = None
-    """None: not measured; `ballast.core.cost.job_memory` estimates it."""
+    """Memory of its jobs; None: not measured, `ballast.core.cost.job_memory` estimates it."""
     base: str | None = None
-    """Of an adapter in the eyes of a client (`served`): the model it stands on."""
+    """Name of the base model, in the spec of an adapter as a client sees it (`served`)."""
 
     def slo_of(self, adapter: int | None) -> Slo:
-        """Return the service level of its requests; `adapter`: of those for this one of its
-        adapters."""
+        """Return the service level of requests for the model, or for its adapter of that index."""
         return self.slo if adapter is None else self.adapters[adapter].slo
 
     @property
     def served(self) -> tuple[ModelSpec, ...]:
-        """This model and each of its adapters, as clients see them: by name, level and limit."""
+        """This model and each of its adapters as models of their own, as clients see them."""
         adapted = (
             replace(
                 self,
@@ -123,12 +125,12 @@ class ModelSpec:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of all layers for one token."""
+        """Bytes of K and V of all layers for one token."""
         return self.n_layers * 2 * self.kv_heads * self.head_dim * self.dtype_bytes
 
     @property
     def block_bytes(self) -> int:
-        """One block of `block_tokens` tokens, all layers (block-major layout)."""
+        """Bytes of one block of `block_tokens` tokens, all layers (block-major layout)."""
         return self.kv_bytes_per_token * self.block_tokens
 
     @property
@@ -136,23 +138,23 @@ class ModelSpec:
         return weight_bytes([self])
 
     def weight_pages(self, page_bytes: int) -> int:
-        """Pages of its distinct segments, each page aligned."""
+        """Return the pages of its distinct segments, each aligned to a page."""
         return weight_pages([self], page_bytes)
 
 
 def weight_bytes(specs: Iterable[ModelSpec]) -> int:
-    """Packed bytes of all segments of the models together, equal ones counted once."""
+    """Return the packed bytes of all segments of the models, equal segments counted once."""
     return sum(_distinct(specs))
 
 
 def weight_pages(specs: Iterable[ModelSpec], page_bytes: int) -> int:
-    """Pages of all segments of the models together, each page aligned, equal ones counted once."""
+    """Return the pages of all segments of the models, each aligned to a page, equal ones once."""
     return sum(ceil_div(n, page_bytes) for n in _distinct(specs))
 
 
 def kv_room(pages: int, specs: Iterable[ModelSpec], page_bytes: int, limit: int | None) -> int:
-    """Of `pages`, those that weights of the models leave for KV cache, within `limit`; negative
-    where weights alone do not fit."""
+    """Return the pages, of `pages`, that the models' weights leave for KV cache, up to `limit`;
+    negative if the weights alone do not fit."""
     room = pages - weight_pages(specs, page_bytes)
     return room if limit is None else min(room, limit)
 

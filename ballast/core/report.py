@@ -1,4 +1,8 @@
-"""What a device tells the controller about itself, for routing, metrics and display."""
+"""Define `DeviceReport`: a device's state for routing, metrics and display, as plain data.
+
+Built by the engine (`engine.report`), sent by the worker to the controller. Policies of the device
+do not read it: they read `core.view`.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,17 @@ from dataclasses import dataclass, field
 from ballast.core.cost import Traffic
 
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens of a job: upper bounds of the buckets in which jobs are counted, vLLM's."""
+"""Upper bounds of the histogram buckets of tokens per job; the same as vLLM's."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Jobs of a model since start, by the number of tokens that each computed."""
+    """Histogram of the jobs of a model since start, by the number of tokens computed."""
 
     counts: tuple[int, ...] = (0,) * (len(STEP_BOUNDS) + 1)
-    """By bucket: of jobs within each of `STEP_BOUNDS` and above the one before; last, above all."""
+    """Jobs in each bucket: up to each of `STEP_BOUNDS`; the last counts those above all bounds."""
     total: int = 0
-    """Tokens of all of them."""
+    """Tokens of all jobs."""
 
     def __add__(self, other: StepTokens) -> StepTokens:
         counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
@@ -32,48 +36,48 @@ class ModelReport:
     residency: str
     """A value of `ballast.core.view.Residency`."""
     weight_pages: int
-    """Pages its weights take now, slots and those that it shares with other models included."""
+    """Pages of its weights now, including slots and segments shared with other models."""
     kv_pages: int
-    """Of the device itself."""
+    """Pages of its KV cache, without borrowed ones."""
     cached_pages: int
     waiting: int
     running: int
     late: int
-    """Of those waiting, they that have used up half of the time in which their first token is due;
-    of those running, they whose tokens come more slowly than they should."""
+    """Late requests: waiting for more than half of their TTFT target, or running with tokens slower
+    than their TPOT target."""
     lane_seconds: float
-    """That its jobs have taken, since start; likewise what follows."""
+    """Lane seconds of its jobs since start; the counts that follow are since start, too."""
     activations: int
     evictions: int
     preemptions: int
     prompt_tokens: int
-    """Of all finished requests."""
+    """Prompt tokens of all finished requests."""
     cached_tokens: int
     output_tokens: int
     paused: int = 0
-    """Requests whose client does not read, or whose grammar is being compiled."""
+    """Paused requests: the client does not read, or the grammar is being compiled."""
     borrowed_pages: int = 0
     """Pages of other devices that back its KV."""
     layers: int = 0
-    """Of a decoder, or of an encoder."""
+    """Number of layers."""
     resident_layers: int = 0
-    """With memory of their own, on the device."""
+    """Layers with memory of their own on the device."""
     rotating_layers: int = 0
-    """That share slots (MIRAGE, 5.4)."""
+    """Layers that share slots (MIRAGE, 5.4)."""
     absent_layers: int = 0
-    """Not on the device now: of those that rotate, as many as slots cannot hold."""
+    """Layers that are not on the device now: the rotating ones that the slots cannot hold."""
     lent_pages: int = 0
-    """That its layers have given up, for others to have."""
+    """Pages that its rotating layers have freed for other use."""
     loads: int = 0
-    """Layers brought since start, one by one, because they rotate or did; likewise below."""
+    """Loads of single layers since start because of rotation; so are the three that follow."""
     loaded_bytes: int = 0
     copy_seconds: float = 0.0
-    """Of these loads on the link."""
+    """Seconds of these loads on the link."""
     stall_seconds: float = 0.0
-    """In which its jobs waited for them."""
+    """Seconds in which its jobs waited for these loads."""
     steps: StepTokens = StepTokens()
     traffic: Traffic = field(default_factory=Traffic)
-    """Of the requests accepted, and of those that have ended, lately."""
+    """Recent traffic: rate of accepted requests, mean lengths of ended ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,40 +86,40 @@ class GraphReport:
 
     graphs: int
     pieces: int
-    """That they consist of."""
+    """Pieces of which the graphs consist."""
     n_bytes: int
-    """That they take, of `cap_bytes` set aside."""
+    """Bytes of the graphs, of `cap_bytes` set aside."""
     cap_bytes: int
     replays: int
-    """Jobs that ran by one, since start; likewise what follows."""
+    """Jobs that ran by a graph, since start; so are the two that follow."""
     eager: int
-    """Decode jobs that found none."""
+    """Decode jobs without a matching graph."""
     dropped: int
-    """Graphs given up, for others or with their models."""
+    """Graphs dropped to make room for others, or with their models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """One device at one moment."""
+    """State of one device at one moment."""
 
     device: str
     now: float
     """Seconds on the device's clock."""
     page_bytes: int
-    """Of all ranks together, where the device has several."""
+    """Bytes of a page; of all ranks together, if the device has several."""
     total: int
     """Pages of the pool."""
     free: int
     reclaiming: int
     owners: dict[str, int]
-    """Pages by owner, `weights:NAME`, `slots:NAME` (of layers that rotate), `kv:NAME`,
-    `shared:DIGEST` (weights of several models), `arena:lanes`, `arena:graphs`,
-    `lent:DEVICE`; in all total - free - reclaiming."""
+    """Pages by owner: `weights:NAME`, `slots:NAME` (of rotating layers), `kv:NAME`,
+    `shared:DIGEST` (weights of several models), `arena:lanes`, `arena:graphs`, `lent:DEVICE`. The
+    sum is total - free - reclaiming."""
     models: tuple[ModelReport, ...]
     jobs: int
     """Jobs run since start."""
     draining: bool
     borrowed: dict[str, int] = field(default_factory=dict)
-    """Pages of other devices that it may use, by device; of no account above."""
+    """Pages borrowed from other devices, by device; not counted above."""
     graphs: GraphReport | None = None
-    """None: it has none."""
+    """CUDA graphs; None: the device has none."""

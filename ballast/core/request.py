@@ -1,4 +1,8 @@
-"""Requests: what a client asked for, and the life of it inside one device's engine."""
+"""Define requests: sampling parameters, submissions to a worker, and the engine's request state.
+
+`Submission` crosses from server to worker; `Request` is the engine's record, which only
+`ballast.engine` changes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from ballast.core.model import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen: a function of (logits, these, seed, position) alone."""
+    """Sampling parameters. The next token is a function of them, the logits and the position."""
 
     temperature: float = 0.0
     """0: greedy."""
@@ -22,30 +26,31 @@ class Sampling:
     top_k: int = 0
     """0: all."""
     min_p: float = 0.0
-    """Drop tokens whose probability is below this times that of the likeliest."""
+    """Minimum probability of a token, relative to that of the likeliest."""
     presence_penalty: float = 0.0
-    """Taken off the logit of every token that the output has."""
+    """Subtracted from the logit of every token in the output."""
     frequency_penalty: float = 0.0
-    """The same, once for each time that it has it."""
+    """Subtracted from the logit of every token in the output, once per occurrence."""
     repetition_penalty: float = 1.0
     """Divides positive logits, and multiplies negative ones, of tokens in prompt or output."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
+    """(token, bias added to its logit)."""
     banned: tuple[int, ...] = ()
-    """Tokens that cannot be chosen before `min_tokens` are there: those that end the output."""
+    """Tokens that end the output; they cannot be chosen before `min_tokens` output tokens."""
     min_tokens: int = 0
     grammar: str = ""
-    """What the output must follow, as llguidance writes grammars; empty: nothing."""
+    """Grammar of the output in llguidance's format; empty: unconstrained."""
     seed: int = 0
-    """Always set: the server draws one where the client gave none, and keeps it."""
+    """Always set: the server draws one if the client gave none, and keeps it."""
     choice: int = 0
     """Index among the `n` choices of one request."""
     logprobs: int | None = None
-    """Log-probabilities of the chosen token and of so many of the likeliest; None: of none."""
+    """Number of likeliest tokens to report log-probabilities of, beside the chosen one's; None:
+    report none."""
 
     @property
     def shaped(self) -> bool:
-        """Whether the logits are changed first, by the tokens so far or by the client's wishes."""
+        """Whether logits are modified before sampling: by penalties, biases, bans or a grammar."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty
@@ -62,40 +67,41 @@ class Submission:
 
     id: str
     model: str
-    """Of a model, or of an adapter."""
+    """Name of a model or adapter."""
     prompt: tuple[int, ...]
     max_tokens: int
-    """0: nothing is generated; it ends when the prompt has been computed."""
+    """Bound of the output; 0: the request ends when its prompt has been computed."""
     open_ended: bool = False
-    """The client named no `max_tokens`: it is the context's, lowered to what memory can hold."""
+    """Whether the client gave no `max_tokens`: it is then the rest of the context, lowered to what
+    memory can hold."""
     sampling: Sampling = field(default_factory=Sampling)
     arrival: float = 0.0
     """Seconds on the device's clock; set by the inbox on receipt."""
     priority: int = 0
-    """Higher comes first: the model's and the request's own together."""
+    """Sum of the model's and the request's own priority; higher comes first."""
     stop_token_ids: tuple[int, ...] = ()
-    """Beside the model's own end-of-sequence tokens."""
+    """Tokens that end the output, beside the model's end-of-sequence tokens."""
     ignore_eos: bool = False
     salt: str = ""
     """Isolates prefix caches between tenants."""
     tenant: str = ""
-    """The API key that it came with, by name: what is scarce is divided between tenants."""
+    """Name of the API key that it came with; scarce resources are divided between tenants."""
     prompt_logprobs: int | None = None
-    """Also tell the prompt's tokens' log-probabilities (`PromptScoresOutput`), with so many of the
-    likeliest at each position; None: no."""
+    """Number of likeliest tokens to report at each prompt position, beside the log-probability of
+    the prompt's token (`PromptScoresOutput`); None: report none."""
     embed: bool = False
-    """The model's embedding of the prompt (`EmbeddingOutput`) is wanted: nothing is generated."""
+    """Whether it requests the embedding of the prompt (`EmbeddingOutput`); nothing is generated."""
     resumed: tuple[int, ...] | None = None
-    """Not None: it was accepted before, by a worker that died or another device. The output goes on
-    after these tokens, which the client has already, token for token as it would have."""
+    """Output tokens that the client has already, from an earlier worker or another device; the
+    output continues after them as it would have there. None: a new request."""
     age: float = 0.0
-    """Seconds since it arrived there; its place and its service level go by that."""
+    """Seconds since its first arrival; its queue position and service level count from then."""
     first_token_age: float | None = None
-    """Seconds since its client got the first of them; None: it has none."""
+    """Seconds since its client got its first token; None: it has none."""
 
 
 class WaitsFor(enum.Flag):
-    """What a request needs, beside memory and its turn, before it can go on."""
+    """Conditions, beside memory and a lane, for which a paused request waits."""
 
     NOTHING = 0
     GRAMMAR = enum.auto()
@@ -105,7 +111,7 @@ class WaitsFor(enum.Flag):
 
 
 class RequestState(enum.Enum):
-    """Where a request is."""
+    """State of a request in the engine."""
 
     WAITING = "waiting"
     """Queued, holding no blocks: new, preempted, or resumed."""
@@ -140,25 +146,26 @@ _LEGAL = {
 
 
 class Precedence(NamedTuple):
-    """Who comes first where not all can: a total order of all requests of a device.
+    """Total order of the requests of a device, for admission and preemption: lower comes first.
 
-    The more important, then the earlier. Whoever is first of all is never undone for another.
+    By priority, then by arrival. The first request of all is never preempted for another.
     """
 
     rank: int
-    """The negative of its priority."""
+    """Negative priority."""
     arrival: float
     """Seconds on the device's clock."""
     sequence: int
-    """Breaks ties, in the order in which the device heard of them."""
+    """Order in which the device received the requests; breaks ties."""
 
 
 def next_due(due: float, first: float | None, generated: int, pace: float) -> float:
-    """Return when a request's next token is due, in seconds on the device's clock: -inf where it
-    cannot keep its service level any more.
+    """Return the deadline of a request's next token, in seconds on the device's clock; -inf if the
+    request can no longer keep its service level.
 
-    `due`: when its first token was due; `first`: when that came, None if it has not; `generated`:
-    tokens so far; `pace`: seconds per token after the first that its service level allows.
+    `due`: deadline of its first token; `first`: time of its first token, None if there is none;
+    `generated`: tokens so far; `pace`: seconds per token after the first that its service level
+    allows.
     """
     if first is None:
         return due
@@ -167,7 +174,7 @@ def next_due(due: float, first: float | None, generated: int, pace: float) -> fl
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The engine's book of one request. Only `ballast.engine` writes it.
+    """The engine's record of one request. Only `ballast.engine` writes it.
 
     `tokens` is prompt + output; KV exists for `tokens[:computed]`, in `blocks`. While a request
     decodes, exactly one token (the last) is not yet computed.
@@ -177,13 +184,13 @@ class Request:
     tokens: list[int]
     order: Precedence
     model: str
-    """The model that runs it: of an adapter, the base."""
+    """Name of the model that runs it; for an adapter, the base."""
     adapter: int | None = None
-    """Index into the model's adapters."""
+    """Index into the model's adapters; None: the model itself."""
     salt: str = ""
-    """What keeps its cached prefixes apart from those of other adapters and tenants."""
+    """Separates its cached prefixes from those of other adapters and tenants."""
     place: int = 0
-    """In its model's queue (`ballast.core.actions.Reorder`)."""
+    """Place in its model's queue (`ballast.core.actions.Reorder`)."""
     state: RequestState = RequestState.WAITING
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -191,20 +198,20 @@ class Request:
     """Prompt tokens found in the prefix cache at first admission."""
     preemptions: int = 0
     in_flight: bool = False
-    """Part of a job that has been started and has not ended."""
+    """Whether it is part of a job that has been started and has not ended."""
     cancelled: bool = False
-    """Cancel arrived while in flight; takes effect when the job ends."""
+    """Whether a cancellation arrived while in flight; it takes effect when the job ends."""
     waits_for: WaitsFor = WaitsFor.NOTHING
-    """Where not nothing, it is paused, or will be when the job in flight ends."""
+    """Conditions it waits for; if any, it is paused, or will be when the job in flight ends."""
     isolated: bool = False
-    """Its last job failed with others in it: its next one has nobody else."""
+    """Whether its last job failed with other requests in it; its next job has no others."""
     first_token_at: float | None = None
     last_token_at: float | None = None
     shaped: bool = False
-    """Its next token depends on its tokens so far (`Sampling.shaped`)."""
+    """Whether its logits are modified before sampling (`Sampling.shaped`)."""
     unscored: int = 0
-    """First position of the prompt whose score is asked for and not told; at the prompt's end, and
-    where none is asked for: the number of the prompt's tokens."""
+    """First prompt position whose score is requested and not reported yet; the number of prompt
+    tokens if there is none."""
     admitted_at: float | None = None
 
     @staticmethod
@@ -217,7 +224,10 @@ class Request:
     def of(
         cls, submission: Submission, sequence: int, spec: ModelSpec, adapter: int | None = None
     ) -> Request:
-        """For the model of `spec`, or for one of its adapters."""
+        """Build the record of a submission to the model of `spec`, or to one of its adapters.
+
+        `sequence`: number of the request in the order of receipt.
+        """
         now = submission.arrival + submission.age
         since = submission.first_token_age
         return cls(
@@ -243,7 +253,7 @@ class Request:
 
     @property
     def last_at(self) -> float:
-        """When its last token came; before the first: when it arrived."""
+        """Time of its last token; before the first: its arrival."""
         return self.submission.arrival if self.last_token_at is None else self.last_token_at
 
     @property
@@ -256,29 +266,29 @@ class Request:
 
     @property
     def seconds_per_token(self) -> float:
-        """Between the tokens of its output so far, on average; 0 before the second."""
+        """Mean seconds between its output tokens so far; 0 before the second."""
         first, last, n = self.first_token_at, self.last_token_at, self.generated
         return 0.0 if first is None or last is None or n < 2 else (last - first) / (n - 1)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens whose KV it may ever need: the last generated token's is never computed."""
+        """Bound of the tokens whose KV it needs; the last output token's is never computed."""
         return self.prompt_tokens + max(0, self.submission.max_tokens - 1)
 
     @property
     def prefix(self) -> tuple[Sequence[int], str]:
-        """Tokens whose KV may come from the prefix cache, and their salt: what is still to be
-        scored needs logits, which no cache has."""
+        """Tokens whose KV may come from the prefix cache, and their salt. Positions that are still
+        to be scored are excluded: they need logits, which are not cached."""
         return self.tokens if self.scored else self.tokens[: self.unscored], self.salt
 
     @property
     def read_only(self) -> bool:
-        """It generates nothing: its prompt is only scored, embedded or cached."""
+        """Whether it generates nothing: its prompt is only scored, embedded or cached."""
         return self.submission.max_tokens == 0
 
     @property
     def scored(self) -> bool:
-        """Whether every score that it asks for has been told."""
+        """Whether all requested prompt scores have been reported."""
         return self.unscored >= self.prompt_tokens
 
     @property

@@ -1,13 +1,16 @@
-"""Which layers of a model share slots, so that it gives up the memory of the others (MIRAGE, 5.4).
+"""Choose which layers of a model rotate through shared slots, and compute stalls (MIRAGE, 5.4).
 
-The layers of a decoder are run in a circle: after the last of one token comes the first of the
+Used by remapping policies and, as plain data (`Rotation`), by the engine, the rotors and slots.
+Pure formulas: nothing is copied here.
+
+The layers of a decoder run in a circle: after the last layer of one token comes the first of the
 next. Of `n` layers, `m = alpha + beta` *rotate* through `beta` *slots*, each as large as a layer:
-every one is brought to its slot before it is needed, in the place of the one used there before it.
-The memory of `alpha` layers is free for something else.
+each is loaded into its slot before it runs and replaces the layer that used the slot before. This
+frees the memory of `alpha` layers.
 
-Times are seconds throughout, but only their ratios count: `transfer` is the copy of one layer,
-`compute` the work of one layer, `outside` what a pass does beside its layers (embeddings, head,
-sampling, the loop).
+Times are seconds, but only their ratios count: `transfer` is the copy of one layer, `compute` the
+work of one layer, `outside` the part of a pass beside its layers (embeddings, head, sampling, the
+loop).
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.spacing import even, grown
 
 NEGLIGIBLE = 1e-9
-"""Of a pass: a stall as short is rounding."""
+"""Fraction of a pass below which a stall is rounding error."""
 MOST_SLOTS = 3
-"""Worth trying: a third helps where more than about half of the layers rotate. Beyond alpha slots,
-the layers of some share with no other, and might as well not rotate."""
+"""Largest number of slots to try: a third helps if more than about half of the layers rotate. With
+more than alpha slots, some slots have a single layer, which need not rotate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,38 +35,39 @@ class Rotation:
     """Rotating layers and their slots: the i-th of `layers` has slot `i % slots`."""
 
     layers: tuple[int, ...] = ()
-    """Ascending, counted from 0; more than `slots`, or none."""
+    """Rotating layers, ascending, counted from 0; more than `slots`, or none."""
     slots: int = 0
-    """beta; 0 where nothing rotates."""
+    """Number of slots (beta); 0: no layer rotates."""
 
     @property
     def n_freed(self) -> int:
-        """Layers whose memory is given up: alpha."""
+        """Number of layers whose memory is freed (alpha)."""
         return len(self.layers) - self.slots
 
     @property
     def loads(self) -> int:
-        """Layers brought per pass: those that share their slot with another."""
+        """Loads per pass: layers that share their slot with another."""
         shared = (len(self.of_slot(slot)) for slot in range(self.slots))
         return sum(n for n in shared if n > 1)
 
     def of_slot(self, slot: int) -> tuple[int, ...]:
-        """Layers that share a slot, in the order they are run."""
+        """Return the layers that share a slot, in the order in which they run."""
         return self.layers[slot :: self.slots]
 
     @property
     def slot_of(self) -> dict[int, int]:
-        """By rotating layer, its slot."""
+        """Slot of each rotating layer."""
         return {layer: i % self.slots for i, layer in enumerate(self.layers)}
 
     @property
     def next_of(self) -> dict[int, int]:
-        """By rotating layer, which its slot holds after it: itself where it shares with none."""
+        """For each rotating layer, the next layer in its slot; itself if the slot has no other."""
         circles = map(self.of_slot, range(self.slots))
         return {a: b for c in circles for a, b in zip(c, (*c[1:], *c[:1]), strict=True)}
 
     def refusal(self, rotatable: Collection[int]) -> str | None:
-        """Why these layers cannot rotate in a model of which the `rotatable` can."""
+        """Return why these layers cannot rotate in a model of which only `rotatable` layers can;
+        None: they can."""
         if self == WHOLE:
             return None
         if not 0 < self.slots < len(self.layers):
@@ -80,12 +84,12 @@ WHOLE = Rotation()
 
 
 def single(n: int, alpha: int, transfer: float, compute: float) -> bool:
-    """Whether one slot hides its loads, on average over the gaps (MIRAGE, equation 4)."""
+    """Return whether one slot hides its loads, on average over the gaps (MIRAGE, equation 4)."""
     return transfer * (alpha + 1) <= compute * (n - alpha - 1)
 
 
 def double(n: int, alpha: int, transfer: float, compute: float) -> bool:
-    """Whether two slots hide their loads, on average over the gaps (MIRAGE, equation 5)."""
+    """Return whether two slots hide their loads, on average over the gaps (MIRAGE, equation 5)."""
     return transfer * (alpha + 2) <= compute * n
 
 
@@ -96,10 +100,10 @@ def most(
     pass_seconds: float,
     slots: int | None = None,
 ) -> int:
-    """The most layers to lend so that a pass brings no more than it can hide (MIRAGE, 5.3).
+    """Return the largest number of layers to free whose loads a pass can hide (MIRAGE, 5.3).
 
-    The paper bounds what it calls the number of remapped layers; what takes the link is all m
-    rotating ones: m <= floor(pass_seconds / transfer). `slots`: instead of what equation 4 says.
+    The paper bounds the number of remapped layers; here all m rotating layers use the link, so
+    m <= floor(pass_seconds / transfer). `slots`: overrides the choice by equation 4.
     """
     loads = pass_seconds / transfer * (1 + NEGLIGIBLE) if transfer else inf
     m = floor(min(len(rotatable), loads))
@@ -111,9 +115,9 @@ def most(
 def spread(
     n: int, rotatable: Collection[int], m: int, near: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """`m` of the `rotatable` layers, evenly spaced on the circle of `n` (MIRAGE, 5.4).
+    """Return `m` of the `rotatable` layers, evenly spaced on the circle of `n` (MIRAGE, 5.4).
 
-    The smallest gap is as large as can be. Of choices as even, the one with most layers of `near`.
+    Maximises the smallest gap; among equally even choices, the number of layers in `near`.
     """
     wanted = set(near)
     choices = even(n, tuple(sorted(rotatable)), m)
@@ -126,16 +130,16 @@ def spread(
 def stall(
     n: int, rotation: Rotation, transfer: float, compute: float, outside: float = 0.0
 ) -> float:
-    """Seconds that a pass waits for layers, in the steady state; exact, not by averages.
+    """Return the seconds that a pass waits for layers, in the steady state; exact, not an average.
 
-    Layers run in order, each when the one before it is done and, if it rotates, its bytes are
-    there. A slot's next layer, in the order they are run, is asked for as soon as the last one is
-    done, never before, so that none is overwritten unused; one link serves in the order asked.
+    Layers run in order, each when the one before it is done and, if it rotates, it is loaded. The
+    load of a slot's next layer is issued as soon as the slot's present layer is done, never before,
+    so that none is overwritten unused; one link serves loads in the order of issue.
 
     Starts and ends are maxima of sums, so a pass maps the state at its beginning (the delay, and
-    per slot when its layer will be there) to that at the next one linearly in the (max, +)
-    algebra. What a pass takes in the long run is the greatest mean weight of a cycle of that map
-    (Karp, Discrete Mathematics 23, 1978), also where waits alternate from pass to pass.
+    per slot when its layer will be loaded) to that of the next pass linearly in the (max, +)
+    algebra. The long-run time of a pass is the greatest mean weight of a cycle of that map (Karp,
+    Discrete Mathematics 23, 1978), also where waits alternate from pass to pass.
     """
     shared = [slot for slot in range(rotation.slots) if len(rotation.of_slot(slot)) > 1]
     uses = [
@@ -175,13 +179,13 @@ def best(
     now: Rotation = WHOLE,
     slots: int | None = None,
 ) -> Rotation | None:
-    """The plan that lends `alpha` layers: least stall, then fewest loads, then fewest changes.
+    """Return the rotation that frees `alpha` layers with the least stall, then the fewest loads,
+    then the fewest changes; None: too few layers can rotate.
 
-    Equations 4 and 5 speak of averages, and of two slots used in turn, which an odd m breaks where
-    the circle closes. So the timeline decides: between one slot, two, and three, and between sets
-    of layers: even ones, those that leave more room where the circle closes, and those made from
-    the layers that rotate `now` by adding or removing a few. `slots`: so many, whatever they cost,
-    but no more than alpha. None: too few layers can rotate.
+    Equations 4 and 5 are averages, and assume two slots used in turn, which fails for odd m where
+    the circle closes. So exact stalls are compared, of one to three slots and of several sets of
+    layers: evenly spaced ones, ones with a wider gap where the circle closes, and the layers that
+    rotate `now` with a few added or removed. `slots`: fixes their number, at most alpha.
     """
     if alpha <= 0:
         return WHOLE
@@ -191,8 +195,8 @@ def best(
     found: tuple[tuple[float, int, int], Rotation] | None = None
     tries = []
     for beta in (min(slots, alpha),) if slots else range(1, min(alpha, MOST_SLOTS) + 1):
-        # No order of loads takes less: one link carries them all, and a lone slot's layers run
-        # while it stands still.
+        # Lower bound for any order of loads: one link carries them all, and with a single slot it
+        # is idle while the slot's layer runs.
         a_load = transfer + (compute if beta == 1 else 0.0)
         if alpha + beta <= len(rotatable):
             tries.append((max(0.0, (alpha + beta) * a_load - period), beta))
@@ -221,10 +225,10 @@ def _candidates(
     outside: float,
     now: tuple[int, ...],
 ) -> set[tuple[int, ...]]:
-    """Sets of `m` layers of which one may be the best; `outside` in layers."""
+    """Return candidate sets of `m` layers for `best`; `outside` is in units of layers."""
     rounds = {n + min(n, floor(outside)), n + min(n, ceil(outside))}
     if m % beta:
-        # Where the circle closes two layers in turn have one slot, and one is lost.
+        # Where the circle closes, two consecutive layers have the same slot, which loses one.
         rounds |= {around - 1 for around in rounds}
     found = {grown(n, rotatable, m, now)} if set(now).intersection(rotatable) else set()
     for around in rounds:

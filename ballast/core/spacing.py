@@ -1,4 +1,7 @@
-"""Layers evenly spaced on a circle (MIRAGE, 5.4): all ways to do it, and ways to keep it up."""
+"""Choose layers evenly spaced on a circle (MIRAGE, 5.4), from scratch or by changing a choice.
+
+Used only by `core.rotation`. Pure combinatorics on layer numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from math import gcd
 
 
 def grown(n: int, rotatable: tuple[int, ...], m: int, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """`layers` with some added where there is most room, or removed where there is least."""
+    """Return `m` layers: `layers`, with some added in wide gaps or removed from narrow ones."""
     chosen = sorted(set(layers).intersection(rotatable))
 
     def room(x: int) -> tuple[int, int]:
@@ -25,17 +28,17 @@ def grown(n: int, rotatable: tuple[int, ...], m: int, layers: tuple[int, ...]) -
 
 
 def _gaps(around: int, layers: Collection[int]) -> list[int]:
-    """From each layer to the next on a circle of `around`."""
+    """Return the gaps from each layer to the next on a circle of `around`."""
     ordered = sorted(layers)
     return [b - a for a, b in zip(ordered, [*ordered[1:], ordered[0] + around], strict=True)]
 
 
 @lru_cache(maxsize=1024)
 def even(around: int, rotatable: tuple[int, ...], m: int) -> tuple[tuple[int, ...], ...]:
-    """All choices of `m` layers with the largest smallest gap, of these the most even.
+    """Return the choices of `m` layers with the largest smallest gap, of these the most even.
 
-    Where every layer can rotate these are the turns of one pattern; otherwise each begins at one
-    layer and takes the ones closest to where they would be then.
+    If every layer can rotate these are the shifts of one pattern. Otherwise each choice begins at
+    one layer and takes the layers closest to even spacing from there.
     """
     if len(rotatable) == around and 0 < m <= around:
         turns = range(around // gcd(around, m))
@@ -51,7 +54,8 @@ def even(around: int, rotatable: tuple[int, ...], m: int) -> tuple[tuple[int, ..
 def _from(
     first: int, around: int, rotatable: tuple[int, ...], m: int, gap: int
 ) -> tuple[int, ...] | None:
-    """`m` layers no two of which are closer than `gap`; evenly, beginning at `first`."""
+    """Return `m` layers at least `gap` apart, as even as possible, beginning at `first`; None if
+    there are none."""
     at = sorted({(layer - first) % around for layer in rotatable})
     latest = [0] * m
     limit = around - gap

@@ -1,7 +1,8 @@
-"""The story of a device: every event and every decision, in order, with its time.
+"""Record the story of a device: every event, decision and job, in order, with its time.
 
-A ring for display, and, where a `sink` is given, all that a replay needs, a turn at a time: how it
-began, each event and what it brought to an end, each decision, each job.
+Written by the loop, live and in virtual time. Recent entries are kept in a ring for display. With a
+`sink`, everything that a replay needs is passed to it turn by turn: the initial snapshot, events
+with the requests that they ended, decisions and jobs. Never records token ids.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _End = FinishedOutput | FailedOutput | CancelledOutput
 
 
 class Story:
-    """Keeps the last `keep` entries for display; hands `sink` each turn's, with all a replay needs.
+    """Keeps the last `keep` entries for display, and passes each turn's entries to `sink`.
 
-    Used by the loop's thread, but for `take_decisions`.
+    Used by the loop's thread only, except `take_decisions`.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Story:
         began: float = 0.0,
         overhead: float | None = None,
     ) -> None:
-        """`key`: of the digests that stand for tokens; `began` and `overhead` as in `Snapshot`."""
+        """`key`: of the digests that replace tokens; `began` and `overhead`: as in `Snapshot`."""
         self.entries: deque[StoryEntry] = deque(maxlen=keep)
         self._new_decisions: deque[StoryEntry] = deque(maxlen=keep)
         """Decisions that `take_decisions` has not returned yet."""
@@ -70,19 +71,19 @@ class Story:
         self._link = 0.0
         self._arrivals = 0
         self._open: dict[str, tuple[int, Chain | None]] = {}
-        """By id, of open requests: number, and the blocks filled where prefixes are cached."""
+        """For each open request by id: its number, and its digest chain if prefixes are cached."""
         self._named: dict[str, tuple[str, int]] = {}
-        """By what requests may ask for: whose prefixes it shares, and the tokens in a block."""
+        """For each model and adapter by name: its fingerprint, and the tokens in a block."""
         self._prefixes = False
-        """Whether any are cached."""
+        """Whether the device has a prefix cache."""
 
     @property
     def whole(self) -> bool:
-        """Whether a sink receives all that a replay needs."""
+        """Whether the story can be replayed: a sink receives all entries."""
         return self._sink is not None
 
     def record_snapshot(self, at: float, snapshot: Snapshot) -> None:
-        """Record the state that the device begins with."""
+        """Record the initial state of the device."""
         self._link = snapshot.link_bytes_per_second
         self._prefixes = snapshot.device.prefix_cache
         for m in snapshot.models:
@@ -102,7 +103,7 @@ class Story:
         self._append(entry)
 
     def record_join(self, joining: ModelEntry) -> None:
-        """Add to the last event the model that joins by it."""
+        """Add to the last event the model that joins the device by it."""
         if self._sink is not None:
             self._last["joining"] = joining
             self._names(joining.spec)
@@ -169,11 +170,12 @@ class Story:
         moved: Iterable[Request],
         jobs: Sequence[Job] = (),
     ) -> None:
-        """Steps that only decode have ended without turns of their own: `job`, and after it others
-        like it. `lasts`: of each model's last one, in order, when it ended, and its seconds without
-        those in which it waited for layers. They were of the requests `moved`.
+        """Record a leap: `steps` decode-only jobs that ended without turns of their own, `job` and
+        others like it, of the requests `moved`.
 
-        `jobs`: all of them, where their order does not follow from that; `lasts` is of each then.
+        `lasts`: for each model's last job, in order, the time of its end and its seconds without
+        stalls. `jobs`: all jobs, if their order does not follow from that; `lasts` then has an
+        entry for each.
         """
         entry = {"event": "Leap", "job": job.id, "model": job.model, "steps": steps}
         entry["decode_sequences"] = job.load.decode_sequences
@@ -194,7 +196,7 @@ class Story:
         self._append({"at": at, **entry})
 
     def record_link_rate(self, at: float, bytes_per_second: float) -> None:
-        """Record the rate of the link that policies see from now on, where it has changed."""
+        """Record the link rate that policies see from now on, if it has changed."""
         if self._sink is not None and bytes_per_second != self._link:
             self._link = bytes_per_second
             entry = {"at": at, "turn": self._turns, "link_bytes_per_second": bytes_per_second}
@@ -203,8 +205,8 @@ class Story:
     def record_decision(
         self, at: float, action: Action | LoopCommand, refused: str | None, by: str | None = None
     ) -> None:
-        """Record an action or command, with the reason if it was refused. `by`: who asked for it,
-        if not the memory policy."""
+        """Record an action or command, with the reason if it was refused. `by`: its origin, if not
+        the memory policy."""
         entry = {"at": at, "action": type(action).__name__, **describe_action(action)}
         if by is not None:
             entry["by"] = by
@@ -218,11 +220,11 @@ class Story:
         self._append({"at": at, "promises": [dataclasses.asdict(p) for p in stated]})
 
     def record_stray(self, at: float, why: str) -> None:
-        """Record what no replay can repeat."""
+        """Record an occurrence that no replay can repeat."""
         self._append({"at": at, "stray": why})
 
     def end_turn(self) -> None:
-        """End a turn: hand its entries to the sink."""
+        """End a turn: pass its entries to the sink."""
         self._turns += 1
         if self._turn and self._sink is not None:
             self._sink(self._turn)
@@ -241,8 +243,8 @@ class Story:
         self.end_turn()
 
     def take_decisions(self) -> tuple[StoryEntry, ...]:
-        """Return the decisions since the last call; the oldest may be missing. From one thread,
-        which may be another than the loop's."""
+        """Return the decisions since the last call; the oldest may be missing. Call from one thread
+        only, which need not be the loop's."""
         decisions = []
         with suppress(IndexError):
             while True:
@@ -261,7 +263,7 @@ class Story:
             self._named[served.name] = served.fingerprint, spec.block_tokens
 
     def _arrives(self, entry: StoryEntry, s: Submission) -> None:
-        """All else that the engine goes by."""
+        """Add to an arrival's entry all other fields of the submission that affect the engine."""
         chain = self._numbers(entry, s)
         if s.id in self._open:
             entry["open_already"] = True
@@ -283,7 +285,8 @@ class Story:
                 entry["first_token_age"] = s.first_token_age
 
     def _numbers(self, entry: StoryEntry, s: Submission) -> Chain | None:
-        """Number a sequence of tokens; the blocks that it fills, where prefixes are cached."""
+        """Number a sequence and add its block digests to the entry; return its digest chain, None
+        if prefixes are not cached."""
         entry["n"] = self._arrivals
         self._arrivals += 1
         if s.salt:
@@ -305,7 +308,8 @@ class Story:
         ]
 
     def _ends(self, output: _End, refused: bool) -> StoryEntry:
-        """`refused`: it was the second of its name, and the first stays open."""
+        """Return the entry of a request's end. `refused`: its id was in use by an open request,
+        which stays open."""
         entry: StoryEntry = {"request": output.request_id}
         if not refused:
             entry["n"] = self._open.pop(output.request_id)[0]

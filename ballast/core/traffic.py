@@ -1,8 +1,7 @@
-"""How often requests of one model arrive, and how long those that have ended were.
+"""Track arrival rates and lengths of one model's recent requests, as immutable values.
 
-Values that never change: a snapshot shows the one that was true when it was made, and what decays
-with time is computed for the moment of reading, so that no snapshot goes stale while nothing
-happens.
+Updated by the engine, read by policies through the view. Decay with time is computed at the moment
+of reading, so that a snapshot does not become stale while nothing happens.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from ballast.core.cost import Traffic
 
 WINDOW = 60.0
-"""Seconds after which an arrival weighs 1/e of a new one."""
+"""Time constant of the decay: seconds after which an arrival weighs 1/e of a new one."""
 LEAST_SECONDS = 1.0
-"""Seconds that arrivals are divided by at least: the first one alone is no rate."""
+"""Minimum seconds by which arrivals are divided, so that the first one alone gives no high rate."""
 LENGTHS_WEIGHT = 0.05
-"""Weight of the request that ended last in the averages of lengths."""
+"""Weight of the latest ended request in the averages of lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +26,12 @@ class Arrivals:
     weight: float = 0.0
     """Sum of all weights at the time `at`."""
     at: float = 0.0
-    """When the latest request arrived."""
+    """Time of the latest arrival."""
     since: float = 0.0
-    """When counting began."""
+    """Time at which counting began."""
 
     def and_one(self, at: float) -> Arrivals:
-        """These and one at the time `at`, which may lie before the latest."""
+        """Return these with one more arrival at the time `at`, which may be before the latest."""
         if at < self.at:
             return replace(self, weight=self.weight + math.exp((at - self.at) / WINDOW))
         return Arrivals(self.weight * math.exp((self.at - at) / WINDOW) + 1, at, self.since)
@@ -54,8 +53,8 @@ class Lengths:
     variance: float = 0.0
 
     def and_one(self, tokens: int) -> Lengths:
-        """These and one more request of so many tokens, weighing `LENGTHS_WEIGHT`; the first one
-        weighs 1."""
+        """Return these with one more request of `tokens` tokens, weighted by LENGTHS_WEIGHT; the
+        first request has weight 1."""
         before = self.mean if self.n else float(tokens)
         off = tokens - before
         variance = (1 - LENGTHS_WEIGHT) * (self.variance + LENGTHS_WEIGHT * off * off)
@@ -72,33 +71,35 @@ class TrafficStats:
     """Arrivals and lengths of the requests of one model, its adapters' included."""
 
     arrivals: Arrivals = field(default_factory=Arrivals)
-    """Requests that were accepted, in the order in which the device took them in. One that another
-    worker had accepted before is no arrival."""
+    """Accepted requests, in the order of receipt; those that another worker had accepted before do
+    not count."""
     prompts: Lengths = field(default_factory=Lengths)
-    """Prompts of requests that have ended with all of their output, like what follows."""
+    """Prompt lengths of requests that have ended with their whole output; `outputs` likewise."""
     outputs: Lengths = field(default_factory=Lengths)
 
     @classmethod
     def since(cls, now: float) -> TrafficStats:
-        """Nothing has been seen yet; counting begins."""
+        """Return empty statistics whose counting begins at `now`."""
         return cls(Arrivals(0.0, now, now))
 
     def arrived(self, at: float) -> TrafficStats:
-        """One more request arrived."""
+        """Return these with one more arrival."""
         return TrafficStats(self.arrivals.and_one(at), self.prompts, self.outputs)
 
     def ended(self, prompt: int, output: int) -> TrafficStats:
-        """One more request has ended, of so many tokens."""
+        """Return these with one more ended request of `prompt` and `output` tokens."""
         return TrafficStats(
             self.arrivals, self.prompts.and_one(prompt), self.outputs.and_one(output)
         )
 
     def expected(self, now: float) -> Traffic:
-        """Return what the model may be expected to be asked: as lately before `now`."""
+        """Return the expected traffic: the recent rate as of `now`, and the mean lengths."""
         return Traffic(self.arrivals.per_second(now), self.prompts.mean, self.outputs.mean)
 
     def expected_outputs(self, left: int) -> int:
-        """Return how many tokens a request is expected to generate from now on, at least 1, where
-        `left` are allowed: the mean output, however many it has generated, and before any request
-        has ended all that are allowed."""
+        """Return the expected number of tokens that a request will still generate, at least 1.
+
+        That is the mean output, however many it has generated, up to the `left` allowed ones; all
+        of these before any request has ended.
+        """
         return max(1, min(left, round(self.outputs.mean)) if self.outputs.n else left)

@@ -1,4 +1,4 @@
-"""Bytes, seconds and their spellings in configuration files and reports."""
+"""Define byte units, parse sizes of configuration files, and format sizes for reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIZE = re.compile(r"^\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-zA-Z]*?)(/s)?\s*$
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes from ``"512MiB"``, ``"2 GB"`` or an integer. Raises ValueError for anything else.
+    """Return the bytes of ``"512MiB"``, ``"2 GB"`` or an integer; else raise ValueError.
 
     A trailing ``/s`` is accepted, so that bandwidths read ``"4GB/s"``.
     """
@@ -41,7 +41,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(n: float) -> str:
-    """``1536 -> '1.5KiB'``, for people; never parsed back."""
+    """Format bytes for people, ``1536 -> '1.5KiB'``; never parsed back."""
     for unit, size in (("TiB", 1024 * GiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if abs(n) >= size:
             return f"{n / size:.4g}{unit}"
@@ -49,5 +49,5 @@ def format_bytes(n: float) -> str:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Smallest integer >= a / b, for b > 0."""
+    """Return the smallest integer >= a / b, for b > 0."""
     return -(-a // b)

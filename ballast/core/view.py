@@ -1,4 +1,8 @@
-"""What a policy sees: frozen, complete, cheap to renew (only what changed is rebuilt)."""
+"""Define `DeviceView` and its parts: the frozen snapshot of a device that memory policies read.
+
+Built by the engine before each decision; only views of models that changed are rebuilt. Policies
+never change it: they return actions.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +22,17 @@ T = TypeVar("T")
 
 
 class Residency(enum.Enum):
-    """Where a model's weights are."""
+    """State of a model's weights on the device."""
 
     ABSENT = "absent"
-    """On the host only."""
+    """Weights are on the host only."""
     ACTIVATING = "activating"
-    """Pages are leased or promised; copies are on their way."""
+    """Pages are allocated or promised; copies are in progress."""
     RESIDENT = "resident"
     EVICTING = "evicting"
-    """Waits for a job in flight, then goes."""
+    """Eviction waits for a job in flight."""
     FAILED = "failed"
-    """Its weights could not be brought in; it serves nothing."""
+    """Weights could not be loaded onto the device; the model serves nothing."""
 
 
 class RequestView(NamedTuple):
@@ -37,48 +41,48 @@ class RequestView(NamedTuple):
     id: str
     order: Precedence
     tokens: int
-    """Prompt and output so far."""
+    """Tokens of prompt and output so far."""
     computed: int
     pages: int
     """Pages that preempting it would free now (0 while waiting)."""
     in_flight: bool
     blocks: int
-    """Blocks that preempting it would leave to its own model, on pages that others use too."""
+    """Blocks that preempting it would free on pages that also hold other requests' blocks: these
+    pages stay with its model."""
     generated: int
     """Tokens of its output so far."""
     max_tokens: int
-    """Most tokens that its output may have."""
+    """Bound of the tokens of its output."""
     due: float
-    """When its first token was, or is, due, by its service level: its adapter's, if it asks for
-    one."""
+    """Deadline of its first token by the service level of its model or adapter."""
     pace: float
     """Seconds per output token after the first, on average, that its service level allows."""
     first: float | None
-    """When its first token came; None: it has not."""
+    """Time of its first token; None: there is none yet."""
     last: float
-    """When its last token came; before the first: when it arrived."""
+    """Time of its last token; before the first: its arrival."""
     place: int = 0
-    """In its model's queue (`ballast.core.actions.Reorder`)."""
+    """Place in its model's queue (`ballast.core.actions.Reorder`)."""
 
     @property
     def left(self) -> int:
-        """Most tokens that it may still generate."""
+        """Bound of the tokens that it may still generate."""
         return self.max_tokens - self.generated
 
     @property
     def next_due(self) -> float:
-        """When its next token is due: -inf where it cannot keep its service level any more."""
+        """Deadline of its next token; -inf if it can no longer keep its service level."""
         return next_due(self.due, self.first, self.generated, self.pace)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedView:
-    """A segment that several models contain, and the device holds once for all of them."""
+    """A segment of weights that several models contain and the device holds once."""
 
     owner: str
     pages: int
     holders: tuple[str, ...]
-    """Models on the device that use it, those being evicted left out."""
+    """Models on the device that use it, without those being evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,67 +96,67 @@ class ModelView:
     kv_pages: int
     """Pages that back its KV now, cached prefixes included."""
     cached_pages: int
-    """Of these, pages that dropping cached prefixes alone would free."""
+    """Part of `kv_pages` that dropping cached prefixes would free."""
     loose_pages: int
-    """Of these, pages that moving blocks together would free, if none is in flight."""
+    """Part of `kv_pages` that compaction would free, if no job is in flight."""
     limit: int | None
-    """Bound on kv_pages, if any."""
+    """Bound of `kv_pages`; None: no bound."""
     held: bool
-    """Waiting requests are not admitted."""
+    """Whether admission of waiting requests is stopped."""
     busy: bool
-    """A job of this model is in flight."""
+    """Whether a job of this model is in flight."""
     waiting: tuple[RequestView, ...]
-    """In the order in which they are admitted: by priority, place, arrival."""
+    """Waiting requests in order of admission: by priority, place, arrival."""
     running: tuple[RequestView, ...]
-    """First come first."""
+    """Running requests, first come first."""
     slab_pages: int
-    """Pages that its KV cache takes and gives back at a time."""
+    """Pages of a slab, the unit in which its KV cache grows and shrinks."""
     slab_blocks: int
-    """Blocks that lie on so many pages."""
+    """Blocks of a slab."""
     first_pages: int
     """Pages the first waiting request needs to be admitted (0 if none waits)."""
     last_used: float
-    """When it last had a request, in seconds."""
+    """Time at which it last had a request, in seconds."""
     costs: StepCosts
     shared: tuple[SharedView, ...] = ()
-    """Of its weights, what other models contain as well."""
+    """Segments of its weights that other models contain as well."""
     cached_borrowed: int = 0
-    """Borrowed pages, of no account above, that dropping cached prefixes would free."""
+    """Borrowed pages, not counted above, that dropping cached prefixes would free."""
     rotatable: tuple[int, ...] = ()
-    """Layers that may rotate: of one size, and no other model's."""
+    """Layers that may rotate: of equal size, and not shared with other models."""
     layer_pages: int = 0
-    """Pages of each of these."""
+    """Pages of each rotatable layer."""
     layer_bytes: int = 0
-    """Bytes of each, which a load copies."""
+    """Bytes of each rotatable layer, which a load copies."""
     rotation: Rotation = WHOLE
-    """In force, or to be as soon as no job stands in the way."""
+    """Rotation in force, or ordered and waiting for a job to end."""
     decode_seconds: float | None = None
-    """Of its last job that only decoded, without waiting for layers; None: there was none."""
+    """Seconds of its last decode-only job, without stalls; None: there was none."""
     prefill_seconds: float | None = None
-    """The same of its last job with a prefill."""
+    """Seconds of its last job with a prefill, without stalls; None: there was none."""
 
     kv_rotation: Rotation | None = None
-    """Layers whose KV rotates, or is to; None: none can."""
+    """Layers whose KV rotates, or will by an order; None: KV cannot be swapped."""
     kv_turning: bool = False
-    """That is about to change: its requests go on after."""
+    """Whether `kv_rotation` is about to change; its requests continue afterwards."""
     kv_layer_pages: int = 0
-    """Pages of its KV in each layer that shares none."""
+    """Pages of its KV in each layer that does not share a slot."""
     first_cached_pages: int = 0
-    """Of `cached_pages`, those that hold the cached prefix of its first waiting request, which
-    lacks pages: dropping them makes it lack as many more."""
+    """Part of `cached_pages` that holds the cached prefix of its first waiting request, if that
+    lacks pages: dropping them increases its shortage by as many."""
     frozen: bool = False
-    """No job of the model starts; running requests keep their KV."""
+    """Whether jobs of the model are stopped; running requests keep their KV."""
     idle_since: float | None = None
-    """When its last request ended, or it became resident if that was later, in seconds; None: it
-    is not resident, or has requests, paused ones included."""
+    """Time since when it is resident without any request, in seconds; None: it is not resident, or
+    has requests, paused ones included."""
     traffic: TrafficStats = field(default_factory=TrafficStats)
     _derived: dict[Callable[[ModelView], Any], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
     def derived(self, fact: Callable[[ModelView], T]) -> T:
-        """Return `fact(self)`, a pure function of the view, computed once. An unchanged model has
-        the same view in the next decision, and so needs no computing then either."""
+        """Return `fact(self)`, a pure function of the view, computed once. An unchanged model keeps
+        its view, and the result, in the next decision."""
         if fact not in self._derived:
             self._derived[fact] = fact(self)
         found: T = self._derived[fact]
@@ -163,13 +167,12 @@ class ModelView:
         return self.spec.name
 
     def arrival_rate(self, now: float) -> float:
-        """Return its requests per second, on average over about the last minute before `now`, a
-        time on the device's clock: `DeviceView.now`."""
+        """Return its mean requests per second over about the last minute before `now` (pass
+        `DeviceView.now`)."""
         return self.traffic.arrivals.per_second(now)
 
     def expected_outputs(self, request: RequestView) -> int:
-        """Return how many tokens one of its requests is expected to generate from now on, at least
-        1."""
+        """Return the expected number of tokens that a request will still generate, at least 1."""
         return self.traffic.expected_outputs(request.left)
 
     @property
@@ -178,84 +181,84 @@ class ModelView:
 
     @property
     def own_pages(self) -> int:
-        """Of `weight_pages`, those of segments that no other model contains."""
+        """Part of `weight_pages` in segments that no other model contains."""
         return self.weight_pages - sum(s.pages for s in self.shared)
 
     @property
     def freed_pages(self) -> int:
-        """Of `own_pages`, those that layers have given up, or will."""
+        """Part of `own_pages` that rotating layers have freed, or will."""
         return self.rotation.n_freed * self.layer_pages
 
     @property
     def missing_pages(self) -> int:
-        """Pages its activation, if absent, needs now: not what other models have brought."""
+        """Pages that its activation needs now, without shared segments already on the device."""
         return self.own_pages + sum(s.pages for s in self.shared if not s.holders)
 
     @property
     def evictable_pages(self) -> int:
-        """Pages its eviction, if resident, frees now, KV included: not what other models use."""
+        """Pages that its eviction frees now, KV included, without segments that others use."""
         alone = sum(s.pages for s in self.shared if s.holders == (self.name,))
         return self.own_pages - self.freed_pages + alone + self.kv_pages
 
     @property
     def fair_pages(self) -> float:
-        """Pages of its weights, each shared one divided by the models that use it now."""
+        """Pages of its weights, each shared segment divided by the number of models that use it."""
         return self.own_pages + sum(s.pages / max(1, len(s.holders)) for s in self.shared)
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A request that could not go on for want of pages."""
+    """A request that cannot go on because pages are missing."""
 
     model: str
     request_id: str
     pages: int
-    """Pages it asked for."""
+    """Pages that it requested."""
     limited: bool
-    """The model's own limit stood in the way, not the pool."""
+    """Whether its model's own limit is the cause, not the pool."""
     blocks: int = 0
-    """Blocks for which it needs those pages; any that its model gets back will do as well."""
+    """Blocks for which it needs those pages; blocks that its model gets back serve as well."""
     wanted: int = 0
-    """Blocks that it asked for, those included for which there was room."""
+    """Blocks that it requested, including those for which there was room."""
 
 
 @dataclass(frozen=True)
 class DeviceView:
-    """One device. It does not change, so what follows from it is worked out once (`derived`)."""
+    """Snapshot of one device. Immutable, so derived values are computed once (`derived`)."""
 
     now: float
     page_bytes: int
     total: int
     """Pages of the pool."""
     arena: int
-    """Of these, kept for activations."""
+    """Part of `total` kept for activations."""
     free: int
     reclaiming: int
-    """Pages given back that wait for a job in flight."""
+    """Freed pages that are allocatable when a job in flight ends."""
     promised: int
-    """Pages set aside for layers that stop rotating. Those set aside by the policy's own promises
-    are not among them: it states these anew."""
+    """Pages reserved for layers that stop rotating; without those reserved by the policy's own
+    promises, which it restates."""
     link_bytes_per_second: float
-    """To the device, of a copy that has the link to itself: as the link is paced, else as measured
-    on copies so far. Beside others a copy gets a part of that (`ballast.core.link`)."""
+    """Rate to the device of a copy that has the link to itself: the link's pace, else as measured.
+    Beside other copies it gets a share (`ballast.core.link`)."""
     models: tuple[ModelView, ...]
-    """In the fleet's order."""
+    """Models of the device, in the fleet's order."""
     shortages: tuple[Shortage, ...] = ()
     borrowed: int = 0
-    """Pages of other devices that KV may take where free ones are short, and has not."""
+    """Unused pages borrowed from other devices, for KV when free pages are short."""
     lent: tuple[tuple[str, int], ...] = ()
     """(device, pages) lent to other devices and not recalled."""
     recalled: int = 0
     """Pages recalled from other devices that have not been returned."""
     activation_bytes_per_second: float | None = None
-    """At which the last activations brought weights, from their order to the moment when they were
-    there, waits for other activations left out; None: none has ended."""
+    """Rate of recent activations from order to arrival, without waits for other activations; None:
+    none has ended."""
     lenders: tuple[tuple[str, int], ...] = ()
-    """(device, pages) of `borrowed`, those of each device; devices of none left out."""
+    """(device, pages) of `borrowed`, by lending device; devices without any are absent."""
 
     @property
     def weights_bytes_per_second(self) -> float:
-        """At which an activation may be expected to bring weights."""
+        """Expected rate of an activation: as of recent ones, else that of the link."""
         return self.activation_bytes_per_second or self.link_bytes_per_second
 
     @property
@@ -264,7 +267,7 @@ class DeviceView:
         return self.free + self.reclaiming + self.recalled - self.promised
 
     def model(self, name: str) -> ModelView:
-        """Raises KeyError where the device has no such model."""
+        """Return the view of a model. Raises KeyError if the device has no such model."""
         return self.by_name[name]
 
     @cached_property
@@ -273,7 +276,7 @@ class DeviceView:
         return {m.name: m for m in self.models}
 
     def derived(self, fact: Callable[[DeviceView], T]) -> T:
-        """`fact(self)`, a pure function of the view, worked out once."""
+        """Return `fact(self)`, a pure function of the view, computed once."""
         if fact not in self._derived:
             self._derived[fact] = fact(self)
         found: T = self._derived[fact]

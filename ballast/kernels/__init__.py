@@ -3,14 +3,14 @@
 Packages from `weights` up may import it; `weights`, `models`, `engine` and `cluster` do. It imports
 `memory` and `core`. A module `X_code` has the compiled part of module `X`.
 
-- `attention`: The protocol of paged attention, and the parameters of a layer's.
-- `attention_code`: Compiled part of paged attention: what one thread computes.
-- `attention_intrinsics`: Loops over vectors held in registers, for these steps.
+- `attention`: The protocol of paged attention, and the parameters of one layer's attention.
+- `attention_code`: Compiled part of paged attention: the work of one thread.
+- `attention_intrinsics`: Loops over vectors in registers, for the steps of attention.
 - `attention_steps_code`: Compiled steps of attention: scores, softmax, values, merging.
 - `attention_table`: Fields of the table that attention's kernels read; sizes of their memory.
 - `binding_code`: Compiled part of `team.bind`: pins a thread to one CPU.
-- `choice_file`: The file in which these choices are kept.
-- `choices`: From how many rows oneDNN multiplies a matrix: measured once per machine.
+- `choice_file`: The cache file of the choices between linear kernels.
+- `choices`: Number of rows from which oneDNN multiplies a matrix: measured once per machine.
 - `contest`: Time our linear kernel against oneDNN's on one matrix.
 - `experts`: A mixture's router and experts: tables of the kernels in `experts_code`.
 - `experts_code`: Compiled router, and the sum of a row's experts.
@@ -24,21 +24,21 @@ Packages from `weights` up may import it; `weights`, `models`, `engine` and `clu
 - `lora_code`: Compiled part of LoRA.
 - `meeting`: All-reduce and barrier of processes over shared memory.
 - `meeting_code`: Compiled part of the barrier.
-- `onednn`: Linear layers by oneDNN on packed weights in memory of the pool.
+- `onednn`: Linear layers by oneDNN on packed weights in the pool's memory.
 - `paged_attention`: Paged attention on CPU for decodes and prefill chunks together.
-- `plain`: Package: operations in PyTorch's own, as a reference on any device.
+- `plain`: Package: operations as plain PyTorch, a reference on any device.
 - `program_code`: Compiled part of programs: operations separated by barriers.
 - `sampling`: The next token as a function of logits, parameters, seed and position.
-- `stream_copy`: Copies of weights that pass the caches by.
+- `stream_copy`: Copies of weights that bypass the CPU's caches.
 - `stream_copy_code`: Compiled part of such copies: non-temporal stores.
 - `team`: Compiled kernels on PyTorch's OpenMP threads.
-- `triton`: Package: our Triton kernels.
+- `triton`: Package: Triton kernels for GPUs.
 - `vector_code`: LLVM code for vectors of float32.
 - `workspace`: A grow-only activation buffer of a lane with stable addresses.
 """
 
 import os
 
-# Triton up to 3.9 fuses multiplications with additions by default, 3.10 no more: results of the
-# same kernels would differ between versions. Must be set before Triton compiles anything.
+# Triton up to 3.9 fuses multiplications with additions by default, 3.10 does not: results of one
+# kernel would differ between versions. Must be set before Triton compiles any kernel.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -1,4 +1,7 @@
-"""The protocol of paged attention: what a job's batch does for each layer, on any device."""
+"""Define the protocol of paged attention over one job's batch, and its parameters per layer.
+
+Implemented on CPU by `PagedBatch`, on GPU by `GpuBatch`; used by models' attention layers.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,31 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
-    """How a layer's scores become weights: softmax(`scale` * query K^T), but for what it adds."""
+    """Parameters of a layer's attention: softmax(`scale` * query K^T), with the options below."""
 
     scale: float
     window: int | None = None
-    """A token at position p sees positions above p - `window`: blocks before them are not read, and
-    need not be there. None: all."""
+    """Sliding window: a token at position p attends to positions above p - `window`; earlier blocks
+    are not read and need not exist. None: all positions."""
     softcap: float | None = None
-    """A score becomes softcap * tanh(score / softcap)."""
+    """If set, a score becomes softcap * tanh(score / softcap)."""
     sinks: Tensor | None = None
-    """(heads,): a head's rows have one score more, that one, which takes its share of the weights
-    and adds nothing."""
+    """(heads,): attention sinks: an additional score per head, which takes its share of the softmax
+    and contributes no value. None: no sinks."""
 
 
 class Attention(Protocol):
-    """Attends for the sequences of one job, over their blocks of the KV cache."""
+    """Computes attention of one job's sequences over their blocks of the KV cache."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Put new keys and values, each (T, kv_heads, head_dim), into the blocks of `layer`.
+        """Write new keys and values, each (T, kv_heads, head_dim), into the blocks of `layer`.
 
-        Of the KV's dtype; any strides, except that a head's elements lie side by side.
+        Both have the KV's dtype; any strides, except that a head's elements are contiguous.
         """
 
     def attend(self, layer: int, query: Tensor, out: Tensor, params: AttentionParams) -> None:
-        """Write attention's result for query (T, heads, head_dim) into `out`.
+        """Write the attention output of `query` (T, heads, head_dim) into `out`.
 
-        `out` has that shape and is contiguous. The new tokens' keys and values have been written.
-        Rows that are padding (on a GPU) stay as they were, or are anything.
+        `out` has the same shape and is contiguous. The new tokens' keys and values must have been
+        written before. Padding rows (on a GPU) have undefined contents.
         """

@@ -1,8 +1,8 @@
-"""The compiled part of paged attention: what one thread does. `paged_attention.py` calls it.
+"""Compute paged attention on CPU: the compiled kernels that each thread of a team runs.
 
-Kernels take one argument, the address of a table of int64 (`attention_table.py`). Threads share
-work through an atomic counter in it, so any number of them may call one kernel on one table at the
-same time.
+Used by `paged_attention.py` only. Kernels take one argument, the address of a table of int64
+(`attention_table.py`). Threads share work through an atomic counter in it, so any number of them
+may call one kernel on one table at the same time.
 
 *Attend*: a tile is some query tokens of one sequence; its rows, for each KV head, are these tokens
 times the query heads that share it. An item is a tile, some KV heads, and the whole context of the
@@ -310,8 +310,8 @@ _SOURCES = digest_of(
 
 
 def _entry_points(sources: int) -> dict[str, Any]:
-    """Kernels by name. They close over `sources`, the digest of all that they are made of: Numba's
-    cache knows a function by what it closes over, and looks for changes in its own file alone."""
+    """Return the kernels by name. They close over `sources`, a digest of all source files involved:
+    Numba's cache keys a function by its closure, and checks only its own file for changes."""
 
     def attend_float32(table):
         _ = sources

@@ -1,5 +1,6 @@
-"""Numba intrinsics of paged attention: loops over vectors held in registers.
+"""Define Numba intrinsics of paged attention on CPU: loops over vectors held in registers.
 
+Used by `attention_code` and `attention_steps_code`.
 Offsets and numbers of elements are int64; K, V, queries, scores and sums are pointers.
 """
 

@@ -1,7 +1,7 @@
-"""Compiled steps of attention within a chunk: scores, softmax, sums of values, and their merging.
+"""Compute the steps of attention within a chunk: scores, softmax, sums of values, merging.
 
-A step's inner loops are there twice: for K and V that are read in place, and for K and V that were
-widened into a buffer first (*staged*). Results are the same to the bit.
+Compiled functions for `attention_code`. Each step has two versions of its inner loops: for K and V
+read in place, and for K and V widened into a buffer first (*staged*). Results are bitwise equal.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -33,7 +33,7 @@ from ballast.kernels.vector_code import LANES
 is_staged_code = njit(is_staged)
 
 MASKED = np.float32(-1e30)
-"""The score of a token that a row does not see."""
+"""Score of a token outside of a row's causal mask or window."""
 _NONE = np.float32(-5e29)
 """The running maximum before the first token: below any score, but so far above `MASKED` that the
 weight of a masked token is 0 even where all are masked."""
@@ -45,8 +45,8 @@ ONE = np.float32(1.0)
 def token_offsets(table, blocks, chunk, first, n, offsets):
     """Offsets of K of the tokens at positions from chunk on, head 0; CHUNK + LANES of them.
 
-    Tokens before `first`, and from `n` on, stand where the nearest other one does: they are
-    computed with, and masked. Nothing else is read.
+    Tokens before `first`, and from `n` on, get the offset of the nearest valid token: they are
+    computed and then masked, so that no other memory is read.
     """
     step = table[KV_HEADS] * table[HEAD_DIM]
     block_tokens, stride = table[BLOCK_TOKENS], table[BLOCK_STRIDE]
@@ -99,7 +99,7 @@ def _scores_of(prefetch):
     dot_2, dot_1 = make_dot(1, 2, prefetch), make_dot(1, 1, prefetch)
 
     def scores(query, heads, rows, width, kv, offsets, n, shift, values, score):
-        """Of all rows of some heads against n tokens; those of the last LANES may be too many.
+        """Compute scores of all rows of some heads against n tokens, rounded up to whole LANES.
 
         `shift` leads from K of a token to that of the first head, and `values` from K to V.
         """
@@ -159,7 +159,7 @@ def _add_values_of(prefetch):
     much = wide * LANES
 
     def add_values(weight, heads, rows, width, kv, offsets, n, step, shift, back, sums):
-        """Sums of all rows of some heads over n tokens, `step` at a time.
+        """Add weighted values of n tokens to the sums of all rows of some heads, `step` at a time.
 
         `shift` leads from K of a token to V of the first head, and `back` from V to K.
         """

@@ -1,4 +1,7 @@
-"""The table that paged attention's kernels read, int64 by field, and the memory that they need."""
+"""Define the fields of the int64 table that CPU attention kernels read, and their scratch sizes.
+
+Shared by `paged_attention` (which fills tables) and the compiled code (which reads them).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ from ballast.kernels.vector_code import LANES
 
 # Fields of the table.
 NEXT = 0
-"""Next item to be taken; 0 before each run."""
+"""Next item to be processed; 0 before each run."""
 ITEMS = 1
-"""Items in all."""
+"""Total number of items."""
 TILES = 2
 """Address of int64 (tiles, 4): first row of the batch, tokens, position of the first, table at."""
 TABLES = 3
@@ -37,7 +40,7 @@ VALUE = 15
 VALUE_TOKEN = 16
 VALUE_HEAD = 17
 MAX_ROWS = 18
-"""Attend: most rows of a tile."""
+"""Attend: bound of the rows of a tile."""
 WORKERS = 19
 """Attend: threads so far; 0 before each run."""
 SCRATCH = 20
@@ -62,14 +65,14 @@ value belongs to; 0: there are none."""
 N_FIELDS = 29
 
 NO_WINDOW = 1 << 62
-"""A window that no context fills."""
+"""Window larger than any context: no window."""
 CHUNK = 64
-"""Tokens whose scores are there at once."""
+"""Tokens whose scores are computed at once."""
 SPLIT = 256
-"""Tokens from whose sums on new sums begin, to be merged later; a multiple of CHUNK."""
+"""Tokens of a split, whose sums are merged with those of other splits; a multiple of CHUNK."""
 ALIGNMENT = 64
 MOST_ROWS_IN_PLACE = 8
-"""Rows of a tile up to which K and V are widened in registers, at each row anew."""
+"""Bound of the rows of a tile for which K and V are widened in registers, once per row."""
 VALUE_STEP = 8
 """Tokens whose values go through all heads before the next ones."""
 
@@ -89,9 +92,9 @@ def scratch_bytes(max_rows: int, item_heads: int, head_dim: int) -> int:
 
 
 def is_staged(rows: int, head_dim: int) -> bool:
-    """Whether K and V are widened into a buffer first, and not read in place.
+    """Return whether K and V are widened into a buffer first instead of read in place.
 
-    Many rows read them many times, and heads that are no whole vectors need padding.
+    With many rows they are read many times; heads that are not whole vectors need padding.
     """
     return rows > MOST_ROWS_IN_PLACE or head_dim % LANES != 0
 

@@ -1,4 +1,4 @@
-"""The compiled part of `team.bind`: each thread of a team allows itself one CPU."""
+"""Pin each thread of a team to one CPU: the compiled part of `team.bind`."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 

@@ -1,8 +1,8 @@
-"""The file in which a machine's choices of kernels are kept, in the user's cache directory.
+"""Cache measured choices between linear kernels in a file of the user's cache directory.
 
-Measurements of one kind of CPU, one PyTorch and one number of threads are kept apart from those of
-others, so several machines may have the file in common. Whatever is wrong with it, it is a cache:
-what cannot be read is measured anew, and what cannot be written is not kept.
+Used by `choices` and by the doctor. Entries are separate for each kind of CPU, PyTorch version and
+number of threads, so several machines may share the file. It is only a cache: choices that cannot
+be read are measured again, and choices that cannot be written are not kept.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ VARIABLE = "BALLAST_CHOICES"
 """Environment variable: the file's path; empty: nothing is measured or kept."""
 FILE_NAME = "kernel-choices.json"
 KERNELS = 1
-"""Raised where our kernels change so much that what was measured says nothing any more."""
+"""Version of our kernels, raised when a change invalidates earlier measurements."""
 _MOST_BYTES = MiB
 _MOST_MACHINES = 32
-"""Kept at a time; those that were measured first go."""
+"""Bound of the machines in the file; the oldest ones are dropped first."""
 _LIMITS = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"
 """Environment variables that hide instructions from oneDNN, or from our compiler."""
 
@@ -45,7 +45,7 @@ class KernelChoice(_Part):
     from_rows: Annotated[int, Field(ge=1)] | None
     """Rows from which oneDNN's kernel is used; None: never."""
     ratios: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
-    """By number of rows: oneDNN's time over that of our kernel."""
+    """oneDNN's time over our kernel's, by number of rows."""
 
 
 class MachineChoices(_Part):
@@ -86,10 +86,10 @@ class ChoiceFile:
     def keep(
         self, shape: str, choice: KernelChoice, instead_of: KernelChoice | None = None
     ) -> KernelChoice:
-        """Keep it, unless another process has kept one meanwhile: what is kept, or `choice` where
-        that fails. After a failure nothing more is written.
+        """Store a choice unless another process has stored one meanwhile; return the stored one, or
+        `choice` if writing fails. After a failure nothing more is written.
 
-        `instead_of`: what `find` has found, if it is of no use.
+        `instead_of`: an unusable choice that `find` returned, to be replaced.
         """
         if self._path is None:
             return choice

@@ -1,9 +1,9 @@
-"""Choice between our linear kernel and oneDNN's, by rows: measured once per machine, and kept.
+"""Choose between our linear kernel and oneDNN's, by number of rows: measured once per machine.
 
-A choice is made when a model with such a matrix is first loaded, and holds as long as the process
-lives, so that a job's result never depends on when it runs; kept in a file (`choice_file.py`) it
-holds for other processes and later ones, too. A machine that is busy meanwhile may get the slower
-kernel, never a wrong result.
+Used when models are built (`models.linears`, `models.fused.library`). A shape's choice is made when
+a model with such a matrix is first loaded and is fixed for the life of the process, so that a job's
+result never depends on when it runs; `choice_file` keeps it for other processes. Load on the
+machine during measurement may lead to the slower kernel, never to a wrong result.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ ROWS = {
     torch.float32: (64, 128, 256, 512),
     torch.bfloat16: (2, 4, 8, 16, 32, 64, 128, 256, 512),
 }
-"""Numbers of rows from which oneDNN may take over; what is measured at the last goes for more.
+"""Numbers of rows from which oneDNN may take over; the last measurement stands for more rows.
 
 In float32, below 64 rows, a row's result does not depend on the rows around it: oneDNN would bring
 little there, and rounds differently for different numbers of rows. In bfloat16, whose products it
 rounds once more, it begins where a stream is not alone.
 """
 UNMEASURED = {torch.float32: 64, torch.bfloat16: 8}
-"""Where nothing is measured, or nothing could be."""
+"""Rows from which oneDNN is used if nothing is measured, or nothing could be."""
 MARGIN = 1.05
-"""How much slower oneDNN counts as than it was: what is as good as equal stays with our kernel,
-whose results do not depend on the number of rows."""
+"""Factor applied to oneDNN's time: near ties go to our kernel, whose results do not depend on the
+number of rows."""
 MOST_SECONDS = 6.0
-"""Most time of a process for measuring, in all: a fleet of many shapes starts with `UNMEASURED` for
-the rest, which later starts measure."""
+"""Bound of a process's total time for measuring: a fleet of many shapes starts with `UNMEASURED`
+for the rest, which later starts measure."""
 MOST_RATIO = 2.0
-"""Beyond this a ratio says no more than that one kernel is much faster."""
+"""Bound to which ratios are clipped."""
 
 
 def decide(ratios: Mapping[int, float]) -> int | None:
-    """Decide from how many rows oneDNN is used, by its time over ours for some numbers of rows.
+    """Return the number of rows from which oneDNN is used, given its time over ours by rows.
 
-    That with the least product of ratios from there on, or the greatest of equals; None: never. No
-    ratio counts for more than `MOST_RATIO`, so that one that was disturbed does not decide.
+    Minimises the product of the ratios from there on (of equals the greatest); None: never. Ratios
+    are clipped to `MOST_RATIO`, so that one disturbed measurement does not decide.
     """
     best, least = None, 0.0
     total = 0.0
@@ -70,17 +70,17 @@ class Choices:
     """Choices of one process; used by any thread."""
 
     def __init__(self, file: ChoiceFile | None, timer: Timer = contest.seconds) -> None:
-        """Without a file nothing is measured, and `UNMEASURED` holds."""
+        """`file`: None: nothing is measured, and `UNMEASURED` applies."""
         self._file, self._timer = file, timer
         self._made: dict[MatrixShape, int | None] = {}
         self._spent = 0.0
-        """Seconds of measuring, by the wall clock."""
+        """Wall seconds spent on measuring."""
         self._lock = threading.Lock()
 
     def from_rows(self, shape: MatrixShape) -> int | None:
-        """Rows from which oneDNN multiplies such a matrix; None: our kernel always does.
+        """Return the rows from which oneDNN multiplies such a matrix; None: our kernel always does.
 
-        Measures what is not known yet, with as many threads as the calling one may use, which takes
+        Measures an unknown shape, with as many threads as the calling thread may use, which takes
         some tenths of a second.
         """
         with self._lock:
@@ -130,9 +130,8 @@ def name_of(shape: MatrixShape) -> str:
 
 
 def from_rows(n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> int:
-    """Rows from which oneDNN multiplies (n, k) panels in this process; see `Choices.from_rows`.
-
-    `NEVER` where our kernel always does.
+    """Return the rows from which oneDNN multiplies (n, k) panels in this process, as
+    `Choices.from_rows`; `NEVER` if our kernel always does.
     """
     found = _choices().from_rows(MatrixShape(n, k, dtype, gated))
     return NEVER if found is None else found
@@ -149,5 +148,5 @@ def _choices() -> Choices:
 
 
 def _allowed(choice: KernelChoice, shape: MatrixShape) -> bool:
-    """Whether it may have been made for such a matrix: files can be edited."""
+    """Return whether a choice is valid for such a matrix: files can be edited."""
     return choice.from_rows is None or choice.from_rows in ROWS[shape.dtype]

@@ -1,9 +1,9 @@
-"""Measurement of our linear kernel against oneDNN's on one matrix, of the same bytes.
+"""Measure our linear kernel against oneDNN's on one matrix, with the same bytes.
 
-Both run as they do in a pass over a model (`ballast.models.fused.passes`): ours as an operation of
-a program; oneDNN's after its inputs were narrowed to the weights' dtype, and its product is stored,
-or gated, by the program after it. Each call takes weights that no cache has any more, as the next
-layer's are; the two take turns, so that whatever else this machine does meets both alike.
+Used by `choices` only. Both run as in a pass over a model (`ballast.models.fused.passes`): ours as
+an operation of a program; oneDNN's after narrowing of its inputs to the weights' dtype and before
+storing or gating by the program. Each call uses weights that are in no cache, like the next layer's
+weights; the two kernels alternate, so that other load on the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from ballast.memory.tensor import tensor_at
 Array = np.ndarray[Any, Any]
 Call = Callable[[], object]
 Timer = Callable[[Call], float]
-"""Seconds that a call takes."""
+"""Function that runs a call and returns its seconds."""
 
 COLD_BYTES = 128 * MiB
-"""Weights that the calls of a contest go through."""
+"""Bytes of weights over which the calls of a contest cycle."""
 _LAYERS = 64
-"""Matrices they go through at most: a model that has no more bytes than caches finds them there."""
+"""Bound of the matrices over which they cycle: a model smaller than the caches stays in them."""
 _MOST_PRODUCTS = 1 << 27
-"""Multiplications of a call: of more outputs, a part stands for all."""
+"""Bound of the multiplications of a call: of a larger matrix only a part is measured."""
 _PANELS_PER_THREAD = 4
-"""Panels of such a part at least: fewer would not keep all threads busy."""
+"""Minimum of panels per thread in such a part, to keep all threads busy."""
 _ROUNDS = 5, 40
 _SECONDS = 2.0
-"""Seconds to measure a shape for, unless the least rounds take longer."""
+"""Time for measuring a shape, unless the minimum number of rounds takes longer."""
 _WITNESSES, _NEAR = 2, 1.2
-"""A least time counts where so many others of the same call are within this factor of it; until
-then there are more rounds."""
+"""A minimum time is accepted when _WITNESSES other times of the same call are within the factor
+_NEAR of it; until then more rounds are run."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """A matrix: n outputs as stored, k inputs. `gated`: gates and ups, half a panel in turns."""
+    """Shape of a matrix: n outputs as stored, k inputs. `gated`: gate and up rows interleaved by
+    half panels."""
 
     n: int
     k: int
@@ -62,13 +63,12 @@ def seconds(call: Call) -> float:
 
 
 def ratios(shape: MatrixShape, rows: Sequence[int], timer: Timer = seconds) -> dict[int, float]:
-    """oneDNN's time over ours, for each of these numbers of rows: each the least of its rounds, as
-    whatever else a machine does can only add to it.
+    """Return oneDNN's time over ours for each number of rows, by the minimum over rounds, since
+    other load on the machine can only add time.
 
-    All numbers of rows take turns, so that a moment in which the machine is busy with something
-    else is one round of each. A number is left out where no least time had witnesses (`_settled`).
-    Takes up to `COLD_BYTES` of memory meanwhile. Raises BrokenPromise where oneDNN does not take
-    our panels of this shape, and RuntimeError where it fails.
+    Numbers of rows alternate, so that a disturbance affects one round of each. Numbers without a
+    reliable minimum (`_settled`) are left out. Uses up to `COLD_BYTES` of memory. Raises
+    BrokenPromise if oneDNN does not accept our panels of this shape, and RuntimeError if it fails.
     """
     one = max(linear.packed_bytes(_part(shape, n)[0], shape.k, shape.dtype) for n in rows)
     memory = Workspace(max(one, min(COLD_BYTES, _LAYERS * one)))
@@ -87,7 +87,7 @@ def ratios(shape: MatrixShape, rows: Sequence[int], timer: Timer = seconds) -> d
 
 
 def _rounds(calls: Sequence[Call], timer: Timer) -> dict[Call, list[float]]:
-    """Seconds of each call, in every round: in turns, and in every other round backwards."""
+    """Return the seconds of each call in every round; every other round runs in reverse order."""
     for call in calls:
         call()  # compiles, and fills what is filled once
     took: dict[Call, list[float]] = {call: [] for call in calls}
@@ -103,12 +103,12 @@ def _rounds(calls: Sequence[Call], timer: Timer) -> dict[Call, list[float]]:
 
 
 def _settled(took: Sequence[float]) -> bool:
-    """Whether the least of these was no accident: others were hardly longer."""
+    """Return whether the minimum is reliable: other times were hardly longer."""
     return sorted(took)[_WITNESSES] <= _NEAR * min(took)
 
 
 class _Sides:
-    """Both ways to multiply `rows` rows by the next of many equal matrices, into `out`."""
+    """Both kernels, which multiply `rows` rows by the next of many equal matrices, into `out`."""
 
     def __init__(self, shape: MatrixShape, rows: int, memory: Workspace) -> None:
         dtype, k = shape.dtype, shape.k

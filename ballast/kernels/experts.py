@@ -1,8 +1,8 @@
-"""Mixtures of experts on CPU: the tables of a layer's experts, and a layer as one call.
+"""Build the operation tables of mixture-of-experts layers on CPU.
 
-A layer's experts are the linear kernel's tables, two for each expert (`Experts`), and a table of
-their own, whose fields are those of `experts_code`. `routes` says what of a row's result depends on
-the model: how many experts it goes to and whether their shares are divided by their sum.
+Used by `models.fused.experts` and for packing of weights. A layer has two tables of the linear
+kernel for each expert (`Experts`), and one of its own, whose fields are those of `experts_code`.
+`Routing` holds the model's parameters: experts per row, and whether their shares are normalised.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _compiling = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Choice of a row's experts: the `top_k` largest of a softmax over all experts."""
+    """Parameters of routing: a row's experts are the `top_k` largest of a softmax over all."""
 
     top_k: int
     normalised: bool
-    """Whether the shares of these are divided by their sum."""
+    """Whether the shares of a row's experts are divided by their sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertBuffers:
-    """Addresses of buffers for a job's rows, `pairs` = rows * top_k; all layers use the same."""
+    """Addresses of buffers for a job's rows, shared by all layers; `pairs` = rows * top_k."""
 
     x: int
-    """float32 (rows, width): what router and experts get."""
+    """float32 (rows, width): input of router and experts."""
     out: int
-    """float32 (rows, width): is added to."""
+    """float32 (rows, width): output, to which results are added."""
     gated: int
     """float32 (pairs, inner)"""
     made: int
@@ -129,7 +129,7 @@ class Experts:
             self.tables[:, field] = value
 
     def fill(self, rows: int, item_rows: int) -> None:
-        """Before each job: how many rows it has, and how many of these are one item."""
+        """Set the number of rows, and of rows per item, before each job."""
         self.tables[:, (code.ROUTED, code.COMBINED, code.DONE)] = 0
         self.tables[:, code.ROWS] = rows
         self.tables[:, code.ITEM_ROWS] = item_rows

@@ -1,9 +1,9 @@
-"""The compiled part of mixtures of experts: routing of rows, their experts' matrices, sums.
+"""Compute mixture-of-experts layers on CPU: compiled routing, experts' matrices, and sums.
 
 Four operations of a layer, each behind a barrier: *route* chooses the experts of every row and puts
 rows of one expert together; *gate_up* and *down* run the linear kernel (`linear_code.py`), by its
-address, on each expert that has rows, on these alone; *combine* adds up what a row's experts made
-of it. A row of an expert's input is a *slot*; slots of one expert lie side by side. A *pair* is a
+address, on each expert that has rows, on these alone; *combine* adds up the outputs of a row's
+experts. A row of an expert's input is a *slot*; slots of one expert are adjacent. A *pair* is a
 row and one of its experts: pair `row * TOP_K + rank`, the expert with the largest share first.
 
 Kernels take the address of a table of int64 whose fields are the constants below; threads share
@@ -101,7 +101,7 @@ def _router_logit(x, at, weight, expert, width):
 
 @njit(error_model="numpy")
 def _softmax(scores, at, n):
-    """Of n logits, in place."""
+    """Compute the softmax of n logits in place."""
     most = scores[at]
     for e in range(1, n):
         most = max(most, scores[at + e])
@@ -115,7 +115,7 @@ def _softmax(scores, at, n):
 
 @njit(error_model="numpy")
 def _choose(table, row):
-    """The experts of a row by their probabilities, and its shares. Of equals the first is taken."""
+    """Choose a row's experts by probability (of equals the first), and compute their shares."""
     scores, chosen = float32_at(table[SCORES]), int64_at(table[CHOSEN])
     shares = float32_at(table[SHARES])
     n, k = table[EXPERTS], table[TOP_K]
@@ -175,7 +175,7 @@ def _route(table, weight):
                 scores[row * n + e] = _router_logit(x, row * width, weight, e, width)
             _softmax(scores, row * n, n)
             _choose(table, row)
-        # The counter orders what threads wrote before they added to it: the last one sees it all.
+        # The atomic counter orders earlier writes: the thread that adds last sees all of them.
         if fetch_add(table, DONE, end - first) + end - first == table[ROWS]:
             _group(table)
         first, end = _next_rows(table, ROUTED)
@@ -183,9 +183,9 @@ def _route(table, weight):
 
 @njit(error_model="numpy")
 def _run_experts(table, tables):
-    """The linear kernel on each expert that has rows, from the first to the last.
+    """Run the linear kernel on each expert that has rows, in order.
 
-    No barrier is between them: a thread that finds no item left of one goes on with the next.
+    There is no barrier between experts: a thread without further items goes on with the next one.
     """
     for e in range(table[EXPERTS]):
         address = tables + e * _TABLE_BYTES

@@ -1,5 +1,4 @@
-"""Intrinsics that Numba lacks, for all kernels: addresses as arrays, atomics, bfloat16, calls by
-address.
+"""Define Numba intrinsics for all CPU kernels: addresses as arrays, atomics, bfloat16, calls.
 
 A bfloat16 number is handled as its bits, uint16. Numba's cache does not see that a kernel depends
 on this file: touch the modules that import it when it changes, or let their kernels close over its
@@ -74,7 +73,7 @@ int32_at = intrinsic(_pointer_to(types.int32))
 
 @intrinsic
 def fetch_add(context, table, field, amount):
-    """Add to a field of a table of int64 as one atomic step; its value before."""
+    """Atomically add to a field of a table of int64; return its previous value."""
 
     def generate(ctx, builder, signature, arguments):
         pointer = builder.gep(arguments[0], [arguments[1]])
@@ -85,7 +84,7 @@ def fetch_add(context, table, field, amount):
 
 @intrinsic
 def load_acquire(context, table):
-    """The first field of a table, with all that was written before it was."""
+    """Load the first field of a table with acquire semantics."""
 
     def generate(ctx, builder, signature, arguments):
         return builder.load_atomic(arguments[0], "acquire", 8)
@@ -134,7 +133,7 @@ def call_on_mask(context, function, mask, words):
 
 @intrinsic
 def pause(context):
-    """Tell the core that this is a spinning loop, where it has an instruction for that."""
+    """Execute the CPU's pause instruction for spinning loops, if it has one."""
 
     def generate(ctx, builder, signature, arguments):
         if platform.machine() in ("x86_64", "AMD64"):

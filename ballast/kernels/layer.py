@@ -1,4 +1,7 @@
-"""Tables for the kernels of `layer_code.py`, one row of each array for one operation."""
+"""Build the operation tables of the CPU kernels in `layer_code.py`, one row per operation.
+
+Used by `models.fused` to compose programs: norms, embedding, rotary position, KV writes.
+"""
 
 from __future__ import annotations
 

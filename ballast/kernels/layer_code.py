@@ -1,5 +1,6 @@
-"""The compiled operations between a decoder's matrices: embedding, norms, rotary, KV, and
-what hands rows to a library's kernels and takes them back.
+"""Compute the operations between a decoder's matrices on CPU: embedding, norms, rotary, KV writes.
+
+Also converts rows for a library's kernels (narrow) and takes their results back (store, add).
 
 Kernels take the address of a table of int64 whose fields are the constants below; threads share
 work through the counter NEXT (see `attention_table.py`). Activations are float32; weights and KV

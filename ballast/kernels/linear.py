@@ -1,4 +1,6 @@
-"""Linear layers on CPU: weights packed in panels, and the tables that their kernel runs from.
+"""Compute linear layers on CPU: pack weights in panels, and build the tables of their kernel.
+
+Used by `models` to run matrices and by `weights` to pack them.
 
 y = x W^T for W (n outputs, k inputs). A panel holds 64 outputs, input by input: what one thread
 reads from front to back. float32 panels are (k, 64); bfloat16 ones (k / 2, 64, 2), so that two
@@ -54,7 +56,7 @@ _compiling = threading.Lock()
 
 
 def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Shape of the panels of n outputs and k inputs; k is padded to a multiple of 16 or 32."""
+    """Return the shape of panels of n outputs, k inputs; k is padded to a multiple of 16 or 32."""
     panels = -(-n // PANEL)
     if dtype == torch.float32:
         return panels, -(-k // 16) * 16, PANEL
@@ -64,12 +66,12 @@ def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def packed_bytes(n: int, k: int, dtype: torch.dtype) -> int:
-    """Bytes of the panels of n outputs and k inputs."""
+    """Return the bytes of panels of n outputs and k inputs."""
     return torch.Size(packed_shape(n, k, dtype)).numel() * dtype.itemsize
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Panels of `weight` (n, k), of its dtype, padded with zeros: see `packed_shape`."""
+    """Pack `weight` (n, k) into panels of its dtype, padded with zeros: see `packed_shape`."""
     n, k = weight.shape
     panels, steps, _, *pair = packed_shape(n, k, weight.dtype)
     width = pair[0] if pair else 1
@@ -79,7 +81,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, n: int, k: int) -> Tensor:
-    """The inverse of `pack`: (n, k)."""
+    """Return the matrix (n, k) that `pack` has packed."""
     return rows(packed, n, k, torch.arange(n))
 
 
@@ -106,7 +108,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def tables(weights: Array, n: int, k: int, *, mode: int = STORE, bias: Array | int = 0) -> Array:
-    """int64 (layers, fields) of layers alike, whose panels are at the addresses `weights`.
+    """Build int64 (layers, fields) for layers of one shape with panels at addresses `weights`.
 
     `n` counts the rows of the matrices: in gated modes twice the outputs. `bias` are addresses of
     n float32 each (in gated modes of whole panels, in their order); 0: none.
@@ -171,7 +173,7 @@ def linear(
     out_index: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """One layer on the team of threads: x (rows, k) float32 -> (rows, n), or n / 2 if gated.
+    """Run one layer on the team of threads: x (rows, k) float32 -> (rows, n), or n / 2 if gated.
 
     Writes into `out` if given, which mode ADD needs. Indices and scale are those of `place`.
     Raises BrokenPromise for what the kernel would misread.

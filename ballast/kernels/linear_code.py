@@ -1,4 +1,4 @@
-"""The compiled part of linear layers on panel-packed weights: what one thread does.
+"""Multiply panel-packed weights on CPU: the compiled kernels that each thread of a team runs.
 
 All compiled code is in this one file, because Numba's cache looks for changes in the file of the
 function that it compiles, and not in those that it calls: hence also a twin of the exponential of
@@ -371,7 +371,7 @@ def _gate_all(mode, x, gates, ups, out, to, n):
 
 @njit(error_model="numpy")
 def _chunks(rows, k):
-    """Into how many parts the rows are cut."""
+    """Return the number of parts into which the rows are cut."""
     most = min(_CHUNK, max(ROWS_MAX, _CHUNK_FLOATS // k))
     return (rows + most - 1) // most
 
@@ -406,7 +406,7 @@ def _begin(table, panel, rows, sums):
 
 @njit(error_model="numpy")
 def _finish(table, panel, first, rows, sums):
-    """Put the sums of an item where the mode wants them."""
+    """Write the sums of an item as the mode says: store, add or gate."""
     mode = table[MODE]
     width = _HALF if mode >= GATED else PANEL
     n = min(width, table[N] * width // PANEL - panel * width)
@@ -459,7 +459,7 @@ def _linear(table, weights, itemsize):
             w = panel * panel_size + start * PANEL
             after = w + _SLICE * PANEL
             if start + _SLICE >= k:
-                # Not sooner, as nobody else can do it then, and not later, for the fetching.
+                # Not sooner: the item would be lost to idle threads. Not later: it is prefetched.
                 item = fetch_add(table, NEXT, 1)
                 after = item % panels * panel_size if item < panels * chunks else w
             after = table[WEIGHTS] + after * itemsize
@@ -485,8 +485,8 @@ def _linear_bfloat16(table):
 
 @njit(error_model="numpy")
 def _gate(table, x):
-    """What the gated MODE does, of gates and ups that were stored: rows of N outputs from X, where
-    K gates, then their K ups, and so on, lie side by side."""
+    """Apply the gated MODE to stored gates and ups: rows of N outputs from X, where K gates, then
+    their K ups, and so on, are adjacent."""
     out = float32_at(table[OUT])
     n, k, mode = table[N], table[K], table[MODE]
     row = fetch_add(table, NEXT, 1)

@@ -1,9 +1,9 @@
-"""LoRA on CPU: y[row] += scale * (x[row] A^T) B^T, with an adapter of its own for each row.
+"""Compute batched LoRA on CPU: y[row] += scale * (x[row] A^T) B^T, with one adapter per row.
 
-A `LoraGroup` is what adapters add to some linear modules that share their input, such as queries,
-keys and values: made once for a model, as its matrices never move. `AdapterRows` says for one job
-which rows go through which adapter. `LoraGroup.add` runs both kernels; `LoraGroup.tables`
-and `AdapterRows.place` make what a program of kernels needs to run them itself.
+Used by `models.adapters` and `models.fused.adapters`. A `LoraGroup` holds the adapters' matrices
+for linear modules that share their input, such as queries, keys and values: built once per model,
+as its matrices never move. `AdapterRows` maps one job's rows to adapters. `LoraGroup.add` runs both
+kernels; `LoraGroup.tables` and `AdapterRows.place` build their tables for a program of kernels.
 
 Matrices are those of `weights/adapter.py`: A (rank, inputs), B transposed (rank, outputs), float32
 or bfloat16. Activations have their dtype, or float32. Sums are float32.
@@ -28,9 +28,9 @@ from ballast.kernels import team
 Array = np.ndarray[Any, Any]
 
 TILE_ROWS = 32
-"""Rows of one adapter that are worked on together."""
+"""Rows of one adapter in a tile."""
 ALONE = 1 << 17
-"""Multiplications up to which the calling thread does it all: waking others costs more."""
+"""Multiplications up to which the calling thread computes alone: waking others would cost more."""
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _compiling = threading.Lock()
@@ -48,7 +48,7 @@ class LoraMatrices:
 
 @dataclass(frozen=True, slots=True)
 class LoraTarget:
-    """One linear module, and what each adapter adds to it, if anything.
+    """One linear module with the matrices of each adapter that changes it.
 
     Its outputs are columns `column ..` of y: all side by side, or `block` of them every
     `block_step` columns, for a multiple of 32.
@@ -62,7 +62,7 @@ class LoraTarget:
 
     @property
     def end(self) -> int:
-        """One past its last column of y."""
+        """Column of y after its last one."""
         last = self.outputs - 1
         if self.block is not None:
             last = last // self.block * self.block_step + last % self.block
@@ -86,7 +86,7 @@ def tiled(adapters: Sequence[int] | Array, most: int) -> tuple[Array, list[tuple
 
 
 class AdapterRows:
-    """Which rows of a batch go through which adapter, for one job."""
+    """Mapping of one job's rows to adapters, in tiles of one adapter each."""
 
     def __init__(self, adapters: Sequence[int], x_rows: Array | None = None) -> None:
         """`adapters[i]`: index of the adapter of row i of y; -1: none.
@@ -99,7 +99,7 @@ class AdapterRows:
         self._x_rows = order if x_rows is None else np.asarray(x_rows, np.int64)[order]
         self._tiles = np.array(tiles, np.int64).reshape(-1, 3)
         self.adapters = list(dict.fromkeys(adapter for _, _, adapter in tiles))
-        """Adapters of any rows."""
+        """Adapters that the rows use, each once."""
         self._fields = np.zeros(code.JOB_FIELDS, np.int64)
         self._fields[code.TILES] = len(tiles)
         self._fields[code.TILES_AT] = self._tiles.ctypes.data
@@ -110,7 +110,7 @@ class AdapterRows:
 
     @property
     def positions(self) -> int:
-        """Rows that have an adapter."""
+        """Number of rows that have an adapter."""
         return len(self._y_rows)
 
     def place(self, made: Array, x: tuple[int, int], y: tuple[int, int], t: int) -> None:
@@ -164,7 +164,7 @@ class LoraGroup:
         )
         ranks = np.array([adapters[:, 2] for adapters in self._adapters])
         self._ranks: list[int] = ranks.max(0).tolist()
-        """By adapter: the most of any target."""
+        """Largest rank over the targets, by adapter."""
         self.rank: int = max(self._ranks)
         self.outputs = max(target.outputs for target in targets)
         self._tables = self.tables()

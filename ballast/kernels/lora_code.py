@@ -1,4 +1,4 @@
-"""The compiled part of LoRA: what one thread does. `lora.py` makes the tables.
+"""Compute LoRA on CPU: the compiled kernels that each thread of a team runs (tables: `lora.py`).
 
 All compiled code but `intrinsics.py` is in this one file, because Numba's cache looks for changes
 in the file of the function that it compiles, and not in those that it calls. Intrinsics that are
@@ -6,8 +6,8 @@ arguments (`float32_at`, `uint16_at`) have names of their own for the same cache
 
 Kernels take one argument, the address of a table of int64 whose fields are the constants below.
 Threads share work through an atomic counter in it, so any number of them may call one kernel on
-one table at the same time. *Shrink* computes t = scale * x A^T, *expand* adds t B^T to y; whoever
-calls both lets the first end before the second begins.
+one table at the same time. *Shrink* computes t = scale * x A^T, *expand* adds t B^T to y; shrink
+must end before expand begins.
 
 Rows of a batch are taken in an order that puts those of one adapter together; a row's place in it
 is its *position*. A tile is some positions of one adapter. An item of either kernel is a tile of

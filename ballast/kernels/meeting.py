@@ -1,11 +1,13 @@
-"""All-gather and barrier of processes of one host, through memory that all of them map.
+"""All-gather tensors of a tensor-parallel group's CPU ranks, through memory that all of them map.
+
+Used by `models.parallel.exchanges` (`SharedExchange`).
 
 ::
 
     counters | slots 0: rank 0, rank 1, .. | slots 1: rank 0, rank 1, ..
 
-A rank writes its part into its slot, and reads the others' when all have come. The two sets of
-slots are used in turns: whoever writes into one again has met all others after they read it.
+A rank writes its part into its slot, and reads the others' parts after a barrier. The two sets of
+slots alternate: before a rank overwrites a slot it has passed a barrier after all others read it.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class Meeting:
     """One rank's end of an all-gather, for one thread. Parts have at most `capacity` bytes."""
 
     def __init__(self, fd: int, rank: int, ranks: int, capacity: int) -> None:
-        """`fd`: an empty memfd, the same on all ranks; it may be closed then. Memory comes where
-        a part is first written."""
+        """`fd`: an empty memfd, the same on all ranks; the caller may close it afterwards. Memory
+        is allocated where a part is first written."""
         head = ceil_div(ranks * code.COUNTER_BYTES, mmap.PAGESIZE) * mmap.PAGESIZE
         self._capacity = ceil_div(capacity, mmap.PAGESIZE) * mmap.PAGESIZE
         size = head + 2 * ranks * self._capacity
@@ -52,14 +54,14 @@ class Meeting:
         self._address = self._table.ctypes.data
 
     def close(self) -> None:
-        """Let go of the memory. Nothing may meet, nor read what was gathered, any more."""
+        """Unmap the memory. No further call, and no use of gathered tensors, is allowed."""
         self._memory.close()
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """(ranks, ...) of every rank's float32 part (...), valid until the next call.
+        """Return (ranks, ...), every rank's float32 part (...), valid until the next call.
 
-        Returns when all have come. A rank that never comes is waited for without end: whoever
-        started this process has to end it.
+        Blocks until all ranks have called it, without a timeout: if a rank dies, the parent must
+        end this process.
         """
         n = part.numel()
         if 4 * n > self._capacity or part.dtype != torch.float32:

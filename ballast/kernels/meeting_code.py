@@ -1,6 +1,6 @@
-"""The compiled part of meetings: a barrier of processes that share memory.
+"""Wait at a barrier of processes that share memory: the compiled part of `meeting`.
 
-Every rank, with one thread, counts the meetings it has come to, in memory that all of them map.
+Every rank, with one thread, counts the barriers it has reached, in memory that all ranks map.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -28,7 +28,7 @@ N_FIELDS = 4
 COUNTER_BYTES = 128
 """From a counter to the next: no two share a cache line, or a pair of lines fetched together."""
 SPINS = 2000
-"""Looks at a counter before the core is offered to others."""
+"""Polls of a counter before the core is yielded to others."""
 
 
 def _meet(address):

@@ -1,11 +1,12 @@
-"""Linear layers by oneDNN on weights that it packed, in memory of the pool.
+"""Compute linear layers by oneDNN on weights in its packed layout, in the pool's memory.
 
-oneDNN lays a matrix out as its kernels for this CPU want it and describes that in a *descriptor*.
-`describe` says what it would do; bytes copied from a packed tensor, with its descriptor, are such a
-tensor again (`view`), through the C interface that PyTorch keeps for compiled models.
+Used by models, for the numbers of rows where oneDNN is faster (`choices.py`). oneDNN packs a matrix
+for its kernels on this CPU and describes the layout in a *descriptor* (`describe`). Bytes copied
+from a packed tensor, together with its descriptor, can be used as such a tensor (`view`), through
+the C interface that PyTorch keeps for compiled models.
 
-On AVX-512 its layout is often that of our own panels (`linear.py`): then the same bytes serve both,
-ours where a matrix meets few rows, oneDNN's where it meets many (`choices.py`).
+On AVX-512 the layout is often that of our own panels (`linear.py`): then the same bytes serve our
+kernel for few rows and oneDNN's for many.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ballast.kernels.linear_code import PANEL
 
 MOST_DIMS = 12
 _HINT = 16
-"""Rows for which oneDNN is asked to pack: for one it keeps rows as they are."""
+"""Number of rows for which oneDNN packs: for a single row it does not pack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,15 @@ class Descriptor:
     raw: bytes
     n_bytes: int
     panels: bool
-    """Whether that is how `linear.pack` lays it out."""
+    """Whether the layout equals that of `linear.pack`."""
 
 
 @functools.cache
 def describe(n: int, k: int, dtype: torch.dtype) -> Descriptor | None:
-    """Describe oneDNN's packing of an (n, k) matrix; None where oneDNN does not pack such here, or
-    PyTorch lacks it.
+    """Describe oneDNN's packing of an (n, k) matrix; None if oneDNN does not pack it here, or
+    PyTorch lacks oneDNN.
 
-    bfloat16 is left alone on CPUs without instructions for it: oneDNN then converts as it goes, at
+    Also None for bfloat16 on CPUs without instructions for it: oneDNN then converts on the fly, at
     a quarter of the speed of float32.
     """
     if dtype is torch.bfloat16 and not _native_bfloat16():
@@ -63,7 +64,7 @@ def describe(n: int, k: int, dtype: torch.dtype) -> Descriptor | None:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The bytes of (n, k) `weight` as `describe` says, uint8."""
+    """Return `weight` (n, k) in the layout of `describe`, as uint8."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _HINT)
     n_bytes = int(torch.ops.mkldnn._nbytes(packed))
     out = torch.empty(n_bytes, dtype=torch.uint8)
@@ -72,7 +73,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def view(address: int, n: int, k: int, dtype: torch.dtype, descriptor: Descriptor) -> Tensor:
-    """The packed matrix at `address`, which may have no memory yet, as oneDNN's kernels take it."""
+    """Return the packed matrix at `address`, which may have no memory yet, for oneDNN's kernels."""
     library = _interface()
     sizes, strides = (ctypes.c_int64 * 2)(n, k), (ctypes.c_int64 * 2)(k, 1)
     raw = ctypes.create_string_buffer(descriptor.raw, len(descriptor.raw))
@@ -104,7 +105,7 @@ def view(address: int, n: int, k: int, dtype: torch.dtype, descriptor: Descripto
 
 
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias for x (rows, k) of the weights' dtype, W a `view`."""
+    """Compute x W^T + bias for x (rows, k) of the weights' dtype, W a `view`."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
 

@@ -1,7 +1,8 @@
-"""Attention over a paged KV cache on CPU: decodes and prefill chunks of many sequences at once.
+"""Compute attention over a paged KV cache on CPU, for decodes and prefill chunks together.
 
-One `PagedBatch` per job prepares what all layers share; per layer, `write` puts the new keys and
-values into their blocks and `attend` reads the blocks in place. Queries of a chunk see the cached
+Used by the CPU models. One `PagedBatch` per job prepares tables that all layers share; per layer,
+`write` stores the new keys and values in their blocks and `attend` reads the blocks in place. It
+neither allocates nor moves blocks: tables come with the job. Queries of a chunk see the cached
 prefix and, causally, the chunk itself, as far back as a window reaches. float32 and bfloat16,
 grouped-query attention, soft-capped scores, float32 accumulation. `attend_tables` prepares all
 layers at once, for a caller that runs the kernel as one operation among others.
@@ -32,21 +33,21 @@ Array = np.ndarray[Any, Any]
 TILE_ROWS = 32
 """Rows (query tokens times heads sharing a KV head) that go through the KV cache together."""
 ITEM_ROWS = 64
-"""Rows of an item over all its heads; more would not stay in the first cache."""
+"""Rows of an item over all its heads; more would not fit in the L1 cache."""
 ITEMS_PER_THREAD = 2
-"""Items to have for each thread, if there can be so many."""
+"""Target number of items per thread."""
 WRITE_TOKENS = 32
 """Tokens written per item."""
 ALONE = 1 << 15
-"""Elements up to which a write is done by the calling thread: waking others costs more."""
+"""Elements up to which the calling thread writes alone: waking others would cost more."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvArray:
-    """Address and layout of a model's KV cache; its memory is not touched here.
+    """Address and layout of a model's KV cache; never touches its memory.
 
-    `base`: its address; `block_stride`: elements from a block to the next; `apart`: bytes from a
-    layer to the next in one block, None: they lie side by side.
+    `base`: address; `block_stride`: elements from a block to the next; `apart`: bytes from a layer
+    to the next in one block, None: layers of a block are contiguous.
     """
 
     base: int
@@ -65,7 +66,7 @@ class KvArray:
 
     @property
     def layer_bytes(self) -> int:
-        """K and V of one layer in one block."""
+        """Bytes of K and V of one layer in one block."""
         return 2 * self.block_tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
@@ -174,7 +175,7 @@ class PagedBatch:
         window: int | Array = NO_WINDOW,
         softcap: float | Array = 0.0,
     ) -> tuple[int, Array]:
-        """`attend` of every layer, to be run later: kernel address, and int64 (layers, N_FIELDS).
+        """Return (kernel address, int64 (layers, N_FIELDS)), to `attend` in every layer later.
 
         Row l is the kernel's argument for layer l; up to `torch.get_num_threads()` (as of when the
         batch was made) threads may call the kernel with it at the same time, one layer after the
@@ -229,16 +230,16 @@ def warm_up(dtype: torch.dtype | None = None) -> None:
 
 
 def scratch_bytes(heads: int, kv_heads: int, head_dim: int) -> int:
-    """Most bytes of scratch memory that one thread needs to attend."""
+    """Return an upper bound of the scratch bytes that one thread needs to attend."""
     rows = max(TILE_ROWS, heads // kv_heads)
     return fields.scratch_bytes(rows, max(1, ITEM_ROWS // rows), head_dim)
 
 
 def _order(tiles: Array, threads: int) -> tuple[Array, int]:
-    """int64 (n, 3): tile, split or -1, first slot of the tile; and how many slots there are.
+    """Return int64 (n, 3), (tile, split or -1, first slot of the tile), and the number of slots.
 
-    Those with the most to do come first. A tile is cut into its splits if else it could keep one
-    thread busy after the others have ended.
+    The largest come first. A tile is cut into its splits if otherwise one thread might still work
+    on it after the others have ended.
     """
     contexts = tiles[:, 1] + tiles[:, 2]
     splits = (contexts + fields.SPLIT - 1) // fields.SPLIT
@@ -257,7 +258,8 @@ def _order(tiles: Array, threads: int) -> tuple[Array, int]:
 
 
 def _item_heads(entries: int, kv_heads: int, rows: int, threads: int) -> int:
-    """KV heads per item: all, unless that leaves too few items for the threads or is too much."""
+    """Return the KV heads per item: all, unless items would be too few for the threads or too
+    large."""
     for heads in range(min(kv_heads, ITEM_ROWS // rows), 1, -1):
         enough = entries * kv_heads // heads >= ITEMS_PER_THREAD * threads
         if kv_heads % heads == 0 and (enough or threads == 1):
@@ -270,7 +272,7 @@ _compiling = threading.Lock()
 
 
 def _attend_kernel(rows: torch.dtype, kv: torch.dtype) -> int:
-    """Address of the kernel for queries and output of dtype `rows`."""
+    """Return the address of the kernel for queries and output of dtype `rows`."""
     return _kernel(f"attend_{_NAMES[rows]}_over_{_NAMES[kv]}")
 
 
@@ -282,7 +284,7 @@ def _kernel(name: str) -> int:
 def _tiles(
     starts: Sequence[int], counts: Sequence[int], sizes: Sequence[int], per_tile: int
 ) -> Array:
-    """int64 (tiles, 4): first row of the batch, rows, position of the first, where its table is."""
+    """Return int64 (tiles, 4): first row of the batch, rows, position of the first, table start."""
     tiles: list[tuple[int, int, int, int]] = []
     row = table = 0
     for start, count, size in zip(starts, counts, sizes, strict=True):

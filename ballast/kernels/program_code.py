@@ -1,5 +1,6 @@
-"""The compiled part of programs: all threads run each operation, with barriers between.
+"""Run a program of CPU kernels: all threads run each operation, with barriers between.
 
+Compiled part of `team.Program`, also used by `models.fused.experts`.
 A *program* is a list of operations, each the address of a kernel and that of its table (see
 `attention_code.py`). All threads of a team call every kernel in order; a barrier stands behind
 each, so that an operation may read what the one before it wrote.
@@ -32,8 +33,8 @@ YIELD = 11
 N_FIELDS = 16
 
 SPINS = 2000
-"""Looks at a barrier before the core is offered to others: some 20 to 100 us, longer than most
-operations of a decode step take, shorter than the scheduler would take the core away for."""
+"""Polls of a barrier before the core is yielded to others: 20 to 100 us, longer than most
+operations of a decode step, shorter than the scheduler would take the core away for."""
 
 
 def _run(address):

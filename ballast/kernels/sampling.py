@@ -1,12 +1,12 @@
-"""The next token: a function of (logits, tokens so far, parameters, seed, choice, position) alone.
+"""Sample the next token as a function of logits, tokens so far, parameters, seed, choice, position.
 
-Where a request asks for that, its logits are shaped first, in vLLM's order: bias, penalties, what
-is banned, what its grammar allows. Then the choice is greedy at temperature 0, else Gumbel-max: the
-token with the largest `logit / temperature + g`, where g is Gumbel noise from a counter-based
-generator (Philox 4x32-10; Salmon et al., SC'11) with the seed as key and (token, position, choice)
-as counter. There is no state to carry along: a request that was preempted, moved or resumed after a
-crash continues with the tokens it would have had, whatever runs beside it. Log-probabilities are
-always those of the raw logits.
+Used by the executors on CPU and GPU. If the request's parameters require it, logits are modified
+first, in vLLM's order: bias, penalties, bans, grammar. Then the choice is greedy at temperature 0,
+else Gumbel-max: the token with the largest `logit / temperature + g`, where g is Gumbel noise from
+a counter-based generator (Philox 4x32-10; Salmon et al., SC'11) with the seed as key and (token,
+position, choice) as counter. There is no state: a request that was preempted, moved or resumed
+after a crash continues with the tokens it would have had, whatever else is in its batch.
+Log-probabilities are always those of the raw logits.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Array = np.ndarray[Any, Any]
 
 
 Scores = tuple[float, tuple[tuple[int, float], ...]]
-"""A token's log-probability; the likeliest tokens with theirs, likeliest first."""
+"""(log-probability of a token; the likeliest tokens with theirs, likeliest first)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingContext:
-    """Context that the next token depends on beside its logits."""
+    """Inputs of the next token beside its logits: tokens so far, and the grammar's mask."""
 
     history: Sequence[int]
-    """Prompt and output so far."""
+    """Tokens of prompt and output so far."""
     prompt_tokens: int
     allowed: Array | None = None
-    """(vocab,) bool: what the output's grammar allows, at least one; None: there is no grammar."""
+    """(vocab,) bool: tokens that the output's grammar allows, at least one; None: no grammar."""
 
 
 _NO_SHAPES: Mapping[int, SamplingContext] = MappingProxyType({})
@@ -52,11 +52,11 @@ def sample(
 ) -> tuple[list[int], dict[int, Scores]]:
     """Choose one token for each row of `logits` (n, vocab), float32 and contiguous.
 
-    `positions[i]` is the index that the new token will have in its whole sequence; `shapes` has the
-    rows for which `Sampling.shaped` is true. Beside the tokens, by row, log-probabilities where
-    `params` ask for them. Min-p keeps what is no rarer than that share of the likeliest; of that,
-    top-k what is not below the k-th largest logit; of that, top-p the fewest most probable tokens
-    that have at least that probability together. Equal logits: the smaller index first.
+    `positions[i]`: index of the new token in its whole sequence; `shapes`: by row, for rows with
+    `Sampling.shaped`. Returns the tokens, and by row the log-probabilities that `params` request.
+    Min-p keeps tokens of at least that share of the likeliest's probability; of these, top-k keeps
+    those not below the k-th largest logit; of these, top-p keeps the fewest most probable ones with
+    at least that total probability. Equal logits: the smaller index first.
     """
     n = logits.shape[0]
     tokens = [0] * n
@@ -106,7 +106,7 @@ def _likeliest(row: torch.Tensor, k: int) -> tuple[tuple[int, float], ...]:
 
 
 def shaped(row: Array, p: Sampling, shape: SamplingContext) -> Array:
-    """The logits (vocab,) after bias, penalties, bans and grammar; `row` stays as it is."""
+    """Return the logits (vocab,) after bias, penalties, bans and grammar; `row` is not changed."""
     row = row.copy()
     output = shape.history[shape.prompt_tokens :]
     if p.logit_bias:
@@ -143,8 +143,8 @@ def _drawn(row: Array, p: Sampling, position: int) -> int:
 
 
 def draw(values: Array, tokens: Array, p: Sampling, position: int) -> int:
-    """Gumbel-max at this temperature over `tokens` (n,) int64, whose logits are `values` (n,)
-    float32; no tokens: over all, values[i] being token i's."""
+    """Draw by Gumbel-max at the temperature of `p` over `tokens` (n,) int64 with logits `values`
+    (n,) float32; empty `tokens`: over all tokens, values[i] being token i's."""
     seed = p.seed & 0xFFFFFFFFFFFFFFFF
     return int(
         _gumbel_max(
@@ -160,7 +160,7 @@ def draw(values: Array, tokens: Array, p: Sampling, position: int) -> int:
 
 
 def limited(row: Array, p: Sampling) -> Array:
-    """Indices of `row` float32 that min-p and top-k leave, ascending int64; empty: all."""
+    """Return the indices of `row` float32 kept by min-p and top-k, ascending int64; empty: all."""
     kept = np.empty(0, np.int64)
     if p.min_p > 0.0:
         least = row.max() + p.temperature * np.log(min(p.min_p, 1.0))
@@ -174,15 +174,18 @@ def limited(row: Array, p: Sampling) -> Array:
 
 
 def weights_of(values: Array, p: Sampling) -> Array:
-    """Probabilities of logits at this temperature, as parts of the likeliest's, float64."""
+    """Return the probabilities of logits at the temperature of `p`, relative to the largest one,
+    float64."""
     logits = values.astype(np.float64) / p.temperature
     weights: Array = np.exp(logits - logits.max())
     return weights
 
 
 def nucleus(values: Array, p: Sampling) -> Array:
-    """Indices of `values` float32, what min-p and top-k have left of a row in order of tokens, that
-    top-p leaves, int64; the likeliest first."""
+    """Return the indices of `values` float32 that top-p keeps, int64, the likeliest first.
+
+    `values`: logits of a row that min-p and top-k have kept, in the order of tokens.
+    """
     weights = weights_of(values, p)
     # Tokens rarer than this have less than 1 - top_p together: they need not be sorted.
     likely = np.flatnonzero(weights >= (1.0 - p.top_p) * weights.sum() / len(weights))
@@ -202,7 +205,7 @@ _UNIT = 2.0**-52
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """Philox 4x32-10: four random 32-bit numbers of a counter and a key, all in uint64."""
+    """Compute Philox 4x32-10: four random 32-bit numbers of a counter and a key, all in uint64."""
     for _ in range(10):
         a, b = _M0 * c0, _M1 * c2
         c0, c1, c2, c3 = (b >> _SHIFT) ^ c1 ^ k0, b & _MASK, (a >> _SHIFT) ^ c3 ^ k1, a & _MASK
@@ -214,7 +217,8 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
 def _gumbel_max(
     values: Any, tokens: Any, inverse: Any, k0: Any, k1: Any, position: Any, choice: Any
 ) -> Any:
-    """Token with the largest values[i] * inverse + Gumbel noise; no `tokens`: token i is i."""
+    """Return the token with the largest values[i] * inverse + Gumbel noise; empty `tokens`: token i
+    is i."""
     n = len(tokens)
     best, best_at = -np.inf, np.int64(-1)
     for i in range(len(values)):

@@ -1,8 +1,9 @@
-"""Copies of weights that bypass the CPU's caches.
+"""Copy weights with stores that bypass the CPU's caches.
 
-An ordinary store reads the line that it is about to overwrite. The C library leaves that out, but
-for copies of tens of MiB alone, and a link copies in chunks, so that it can be paced and stopped.
-On two cores of an EPYC two threads copy 9 GB/s in chunks of 4 MiB by `memmove`, and 14 like this.
+Used by the links of CPU devices. An ordinary store first reads the cache line that it overwrites.
+The C library avoids that only for copies of tens of MiB, but a link copies in smaller chunks, so
+that it can be paced and stopped. On two cores of an EPYC, two threads copy 9 GB/s in chunks of
+4 MiB by `memmove`, and 14 GB/s by this.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ballast.kernels import stream_copy_code as code
 from ballast.memory.copies import CopyBytes
 
 LEAST_BYTES = 2 * MiB
-"""Less than that may be read again before it has left the caches."""
+"""Minimum of a copy that bypasses the caches: a smaller one may be read again while cached."""
 
 
 @functools.cache

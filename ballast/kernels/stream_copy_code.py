@@ -1,4 +1,4 @@
-"""The compiled part of `stream_copy`: non-temporal stores, which bypass the caches."""
+"""Copy memory by non-temporal stores, which bypass the caches: compiled part of `stream_copy`."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 

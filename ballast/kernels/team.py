@@ -1,5 +1,7 @@
 """Run compiled kernels, one or a program of many, on PyTorch's own OpenMP threads.
 
+Used by all CPU kernels and by the fused model's passes.
+
 PyTorch's GEMMs leave their worker threads spinning for milliseconds, waiting for the next region.
 A second pool of threads (Numba's `omp`, `workqueue` or `tbb` layer) would have to fight them for
 the cores at every layer. So kernels run as one more region of the pool that PyTorch uses already:
@@ -64,9 +66,9 @@ class Program:
         self._address = self._table.ctypes.data
 
     def run(self, workers: int) -> None:
-        """All operations, by up to `workers` threads; a program may run many times.
+        """Run all operations with up to `workers` threads; a program may run many times.
 
-        The counters in the operations' own tables are the caller's to reset.
+        The caller must reset the counters in the operations' own tables before each run.
         """
         self._table[program_code.ARRIVED] = 0
         run(self._kernel, self._address, workers)
@@ -130,13 +132,13 @@ def bind(cpus: Sequence[int]) -> None:
 
 @functools.cache
 def _openmp() -> ctypes.CDLL:
-    """The library that PyTorch's own calls of OpenMP go to."""
+    """Return the library to which PyTorch's own OpenMP calls go."""
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
 
 @functools.cache
 def _region() -> Region | None:
-    """`GOMP_parallel` as PyTorch resolves it; None where its OpenMP is of another kind."""
+    """Return `GOMP_parallel` as PyTorch resolves it; None if its OpenMP is of another kind."""
     try:
         found = _openmp().GOMP_parallel
     except (OSError, AttributeError):
@@ -148,7 +150,7 @@ def _region() -> Region | None:
 
 @functools.cache
 def address_in_openmp(name: str) -> int:
-    """Address of a C function `int (void)`: of PyTorch's OpenMP, or of the C library."""
+    """Return the address of a C function `int (void)` of PyTorch's OpenMP, or of the C library."""
     if _region() is None and name == "omp_get_num_threads":
         _alone.append(_Question(lambda: 1))
         return ctypes.cast(_alone[-1], ctypes.c_void_p).value or 0

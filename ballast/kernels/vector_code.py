@@ -1,4 +1,4 @@
-"""LLVM code for vectors of float32, which intrinsics of kernels are made of.
+"""Generate LLVM code for vectors of float32, of which the intrinsics of attention consist.
 
 Each function adds instructions at an LLVM builder. Sums across a vector are taken as a fixed tree,
 and nothing is reordered: results are the same to the bit wherever this code is used.

@@ -1,4 +1,8 @@
-"""A lane's buffer of activations: stable addresses, memory as far as it was ever used."""
+"""Reserve a lane's activation buffer at stable addresses, with memory only as far as it was used.
+
+Built by devices (one per lane) and further ranks, and for profile runs. Models that run in turns on
+a lane use the same one.
+"""
 
 from __future__ import annotations
 
@@ -21,5 +25,6 @@ class Workspace:
         self.address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
 
     def forget(self) -> None:
-        """Give its memory back; addresses stay, contents do not. No job may be running."""
+        """Return the memory to the operating system; addresses stay, contents are lost. No job may
+        be running."""
         self._memory.madvise(mmap.MADV_DONTNEED)

@@ -1,4 +1,7 @@
-"""Decode MessagePack by a schema, with one error for whatever does not follow it."""
+"""Decode MessagePack by a schema, and raise `MalformedMessage` for data that does not follow it.
+
+Used by both codecs: server and worker, first and further ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class MalformedMessage(BallastError):
 
 
 def decode(decoder: msgspec.msgpack.Decoder[M], data: bytes, name: str = "message") -> M:
-    """Decode one message; `name` stands for it in errors. Raises MalformedMessage."""
+    """Decode one message; errors call it `name`. Raises MalformedMessage."""
     try:
         return decoder.decode(data)
     except msgspec.DecodeError as error:

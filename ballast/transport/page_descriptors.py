@@ -1,18 +1,19 @@
-"""Hand the right to map a device's memory from its process to another one.
+"""Send file descriptors of a device's memory to another worker, so that it can map lent pages.
 
-The right is a file descriptor. Messages go through the server, which cannot carry descriptors; so
-these go over a Unix socket that serves this user alone (`PagesSocket`): a CPU's once per pair of
-processes (`fetch_pages`), those of a GPU's pages with each lease (`fetch_lease`). The socket's
-address is abstract, so that no file is left behind. Descriptors are sent (SCM_RIGHTS):
-`pidfd_getfd` needs the permission to trace, which many systems deny between two children of one
-parent, and /proc/PID/fd finds any process that has that number now.
+Used by `LendingPeers` on both ends, and to read KV for migrations. Messages pass through the
+server, which cannot carry descriptors, so these go from worker to worker over a Unix socket that
+serves only this user (`PagesSocket`): a CPU's once per pair of processes (`fetch_pages`), those of
+a GPU's pages with each lease (`fetch_lease`). The socket's address is abstract, so that no file is
+left behind. Descriptors are sent by SCM_RIGHTS: `pidfd_getfd` needs the permission to trace, which
+many systems deny between two children of one parent, and /proc/PID/fd may find another process that
+has reused the number.
 
 ::
 
-    borrower ─────── which pages: [] or [borrower, epoch, lease] ──────> lender
-             <─ all of a CPU; of a lease the first, with descriptors ───
-             ─────────── of a lease: these are imported ───────────────>
-             <──────────────────── the next ─ ...
+    borrower ──── request: [] (a CPU) or [borrower, epoch, lease] ─────> lender
+             <─ descriptors: all of a CPU; the first ones of a lease ───
+             ────────── lease: these are imported ─────────────────────>
+             <───────── lease: the next descriptors ─ ...
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from ballast.memory.vm import Exported
 PATIENCE_SECONDS = 2.0
 """Time for the other end of a connection to send or receive."""
 PAGES_AT_ONCE = 32
-"""Descriptors of a lease that each side has open at most, however large the lease."""
+"""Bound of the descriptors of a lease that each side has open at a time."""
 _LONGEST_REQUEST = 4096
 
 Export = Callable[[tuple[int, ...]], Exported]
-"""Returns descriptors of pages. Raises DeviceError."""
+"""Function from pages to their descriptors. Raises DeviceError."""
 Offered = Callable[[str, int, int], tuple[int, ...]]
-"""Returns the pages of the lease with this borrower, epoch and id; empty: there is none."""
+"""Function from (borrower, epoch, lease id) to the pages of that lease; empty: no such lease."""
 
 
 class PagesSocket:
-    """The socket at which other processes ask for a lender's pages."""
+    """Listening socket at which other processes request a lender's pages."""
 
     def __init__(self) -> None:
         """Listen at a new address. Raises DeviceError."""
@@ -91,14 +92,14 @@ def serve_pages(connection: socket.socket, export: Export, offered: Offered) -> 
                     return False
             return bool(pages)
         except (DeviceError, BrokenPromise, OSError):
-            return False  # a lease may end meanwhile, and its pages be without memory
+            return False  # a lease may have ended meanwhile, and its pages have no memory any more
 
 
 def fetch_pages(address: str) -> Exported:
-    """Fetch the memory of the device whose process serves `address`, for `Borrower.meet`.
+    """Fetch descriptors of the memory of the device whose process serves `address`.
 
-    Blocks for PATIENCE_SECONDS at most. Raises DeviceError; a lender in the midst of a long job may
-    have to be asked again.
+    Each step blocks for PATIENCE_SECONDS at most. Raises DeviceError; callers retry, since the
+    lender may be in a long job.
     """
     with _request_pages(address, []) as connection:
         return receive_pages(connection)
@@ -148,7 +149,8 @@ def _request_pages(address: str, wanted: list[object]) -> socket.socket:
 
 
 def _receive_request(connection: socket.socket) -> tuple[str, int, int] | None:
-    """Return borrower, epoch and lease; None: the device. Raises OSError and DeviceError."""
+    """Return (borrower, epoch, lease); None: the whole device is requested. Raises OSError and
+    DeviceError."""
     request = b""
     while not request.endswith(b"\n") and len(request) < _LONGEST_REQUEST:
         part = connection.recv(_LONGEST_REQUEST)
@@ -173,7 +175,7 @@ def _send(connection: socket.socket, exported: Exported) -> None:
 
 
 def _same_user(connection: socket.socket) -> bool:
-    """Return whether the other end is of this user: a memfd lets it write to the whole device."""
+    """Return whether the other end runs as this user: a memfd gives write access to the device."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     _, user, _ = struct.unpack("3i", credentials)

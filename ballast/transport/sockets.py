@@ -1,7 +1,8 @@
-"""ZeroMQ over a Unix socket in a private directory: one pair of sockets per worker.
+"""Connect server and worker by ZeroMQ over a Unix socket in a private directory, one per worker.
 
-The server's socket belongs to its event loop, the worker's to its main thread. Neither drops a
-message: high-water marks are off, and messages in flight are bounded by clients' open requests.
+Used by `LocalWorker` (server's end, on the event loop) and `Worker` (worker's end, on the main
+thread). No message is dropped: high-water marks are off, and messages in flight are bounded by
+clients' open requests.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ class ServerSocket:
 
 
 class WorkerSocket:
-    """The worker's end; all calls from one thread. A context manager that sends what is queued."""
+    """The worker's end; all calls from one thread. Leaving its context sends queued messages."""
 
     def __init__(self, directory: Path) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
-        self._socket.linger = 10_000  # ms; what is queued goes out unless the server is gone
+        self._socket.linger = 10_000  # ms; queued messages are sent unless the server has ended
         self._socket.connect(address(directory))
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -101,7 +102,7 @@ class WorkerSocket:
         self._context.term()
 
     def also_wake_on(self, fd: int) -> None:
-        """Let `wait` return as well when `fd` is readable."""
+        """Make `wait` also return when `fd` is readable."""
         self._poller.register(fd, zmq.POLLIN)
 
     def send(self, message: ToServer) -> None:

@@ -1,4 +1,7 @@
-"""Pairs of workers that may lend pages to each other now, and the messages passed between them.
+"""Introduce workers that may lend pages to each other, and forward their messages about leases.
+
+Runs in the server, composed by the controller; `FleetCommands` checks by it whether two devices can
+lend now. It decides about no lease and maps no memory.
 
 ::
 
@@ -29,7 +32,8 @@ from ballast.transport.worker_messages.lending_messages import (
 log = logging.getLogger(__name__)
 
 RELEASE_SECONDS = 30.0
-"""A worker that uses a dead one's memory for longer is killed, so that a successor can start."""
+"""Time for borrowers to unmap a dead worker's memory; then they are killed, so that its successor
+can start."""
 
 
 @dataclass(slots=True)
@@ -39,7 +43,7 @@ class _Pair:
 
 
 class LendingPairs(DeviceObserver):
-    """The pairs among the devices of one server. All calls on its event loop."""
+    """Tracks the lending pairs among one server's devices. All calls on its event loop."""
 
     def __init__(self, devices: DeviceSet) -> None:
         self._devices = devices
@@ -53,13 +57,13 @@ class LendingPairs(DeviceObserver):
         """Set whenever `_users` shrinks."""
 
     def can_lend(self, a: str, b: str) -> bool:
-        """Whether pages can be lent between two devices now."""
+        """Return whether pages can be lent between two devices now."""
         pair = self._pairs.get(frozenset((a, b)))
         return pair is not None and pair.met == {a, b}
 
     def worker_ready(self, device: RemoteDevice) -> None:
-        """Introduce a worker that gives its memory to others, at `device.pages`, to all with which
-        pages can be lent."""
+        """Introduce a worker that can lend its memory, at address `device.pages`, to all workers
+        that it can lend to or borrow from."""
         if not device.pages:
             return
         self._addresses[device.name] = device.pages
@@ -69,7 +73,7 @@ class LendingPairs(DeviceObserver):
                 self._introduce(pair)
 
     def lending_message(self, device: RemoteDevice, message: LeaseMsg | PeerReportMsg) -> None:
-        """Handle what a device's worker sends to another one, or reports about it."""
+        """Handle a worker's message to a peer, or its report about a peer."""
         if isinstance(message, LeaseMsg):
             self._pass_on(device, message)
             return
@@ -84,15 +88,15 @@ class LendingPairs(DeviceObserver):
             self._devices[message.peer].kill(f"{device.name} waits in vain for pages it has lent")
 
     def worker_died(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
-        """Note that a worker has ended, and uses no memory of others any more."""
+        """Note that a worker has ended, and with it its mappings of other workers' memory."""
         self._addresses.pop(device.name, None)
         for dead in list(self._users):
             self._release(dead, device.name)
 
     async def worker_reaped(self, device: RemoteDevice) -> None:
-        """End the pairs of a worker that has been reaped: what it had borrowed is free.
+        """End the pairs of a worker that has been reaped; pages that it had borrowed are free.
 
-        Returns when nobody uses its memory any more.
+        Returns when no other worker uses its memory any more.
         """
         users = set()
         for names in [names for names in self._pairs if device.name in names]:

@@ -1,7 +1,8 @@
-"""Other workers that lend pages to this one or borrow from it, as this worker deals with them.
+"""Fetch lent pages from peers, serve this worker's pages to them, and pass lease messages on.
 
-File descriptors of their memory are fetched beside the main thread, yet the device gets what each
-lender sends in the order in which it was sent.
+Used by `Worker` on the main thread of the worker's process. File descriptors are fetched on one
+thread per peer, so that the main thread never waits for them; the device still gets each lender's
+messages in the order in which they were sent. Does not decide about leases: the device does.
 """
 
 from __future__ import annotations
@@ -31,71 +32,72 @@ from ballast.transport.worker_messages.lending_messages import MeetPeerMsg, Peer
 log = logging.getLogger(__name__)
 
 FETCHES = 3
-"""Attempts to fetch another worker's memory, after which it is considered unavailable."""
+"""Attempts to fetch descriptors of another worker's memory before giving up."""
 
 
 class LendingDevice(Protocol):
-    """A device that may lend and borrow; all calls from any thread."""
+    """A device that may lend pages and borrow them; all calls from any thread."""
 
     def post(self, event: Event) -> None: ...
 
     def export(self, pages: Sequence[int] = ()) -> Exported | None:
         """Return descriptors by which another process can map its pages; None: it lends none.
 
-        Of a GPU these are the descriptors of `pages` alone.
+        A GPU exports one descriptor for each of `pages`.
         """
 
     def offered(self, borrower: str, epoch: int, lease: int) -> tuple[int, ...]:
-        """Return the pages of a lease of which none has come back; empty: there is none."""
+        """Return the pages of a lease of which none has been returned; empty: no such lease."""
 
     def import_pages(self, exported: Exported) -> Exported:
         """Import pages of another GPU, and close their descriptors. Raises DeviceError."""
 
     def add_peer(self, peer: str, epoch: int, exported: Exported) -> None:
-        """Note that pages can be lent between this device and a peer, whose memory this is."""
+        """Allow lending between this device and a peer. `exported`: the peer's memory."""
 
     def accept_lease(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
-        """Use pages that a GPU has lent, all of which are in `opened`."""
+        """Use the pages of a lease from a GPU, which have been imported as `opened`."""
 
 
 UseDevice = Callable[[], AbstractContextManager[LendingDevice | None]]
-"""Holds the device, which stays as long as the context; None: there is none now."""
+"""Context in which the device stays alive; None: there is no device now."""
 
 
 @dataclass(slots=True)
 class _Peer:
     address: str
     thread: ThreadPoolExecutor
-    """Handles its messages as a lender one after the other."""
+    """Single thread that handles the messages of this lender in order."""
     by_page: bool = False
-    """Whether the descriptors of its pages come with each lease."""
+    """Whether descriptors are fetched per lease (GPU) instead of once for all pages (CPU)."""
 
     def submit(self, task: Callable[..., None], *arguments: object) -> None:
         self.thread.submit(task, *arguments).add_done_callback(_log_failure)
 
 
 class LendingPeers:
-    """The peers of one worker. All calls from the main thread, while the device may come and go."""
+    """Tracks the peers of one worker. All calls from the main thread; the device may not exist yet,
+    or not any more."""
 
     def __init__(self, use_device: UseDevice, send: Callable[[LendingMessage], None]) -> None:
-        """`send`: to the server, by any thread."""
+        """`send`: sends a message to the server; called by any thread."""
         self.socket = PagesSocket()
         self._use_device, self._send = use_device, send
         self._peers: dict[str, _Peer] = {}
 
     def serve_pages(self) -> None:
-        """Serve all workers that ask for pages of this device, each on a thread of its own."""
+        """Accept connections of workers that fetch this device's pages; one thread serves each."""
         for connection in self.socket.accept():
             arguments = (connection, self._export, self._offered)
             threading.Thread(target=serve_pages, args=arguments, daemon=True).start()
 
     def meet(self, message: MeetPeerMsg) -> None:
-        """Fetch a peer's memory, beside the main thread, and have the device meet it."""
+        """Fetch descriptors of a peer's memory on the peer's thread, and add it to the device."""
         known = self._peers[message.peer] = _Peer(message.address, ThreadPoolExecutor(1))
         known.submit(self._meet, known, message)
 
     def forget(self, message: PeerEndedMsg) -> None:
-        """Tell the device that a peer has ended, after all messages from it as a lender."""
+        """Post the end of a peer to the device, after all messages that the peer sent as lender."""
         event, known = (
             PeerGoneEvent(message.peer, message.epoch),
             self._peers.pop(message.peer, None),
@@ -107,7 +109,7 @@ class LendingPeers:
         known.thread.shutdown(wait=False)
 
     def handle(self, event: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent) -> None:
-        """Post a message about a lease to the device; of a lender, after those before it."""
+        """Post a message about a lease to the device, in the order of its lender's messages."""
         known = self._peers.get(event.lease.lender)
         if known is None or isinstance(event, PagesReturnedEvent):
             self._post(event)
@@ -152,8 +154,8 @@ class LendingPeers:
             self._post(event)
 
     def _fetch(self, address: str, lease: Lease) -> None:
-        """Fetch the pages of a lease for the device; return a lease that cannot be had, of which
-        the device need not know."""
+        """Fetch the pages of a lease and give them to the device. If they cannot be fetched, return
+        the lease to its lender without involving the device."""
         opened: list[Exported] = []
 
         def take(exported: Exported) -> None:

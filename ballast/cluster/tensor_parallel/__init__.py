@@ -20,6 +20,6 @@ out the first one's commands. A group that loses a rank ends as a whole.
 - `rank_machine`: The memory, link and models of one rank: protocol, and its share of the settings.
 - `rank_process`: The process of a further rank.
 - `rank_server`: A further rank's state, and the first rank's commands on it.
-- `remote_rank`: A further rank as the first one holds it: its process and its connections.
-- `remote_vm`: A further rank's memory as the first one maps it.
+- `remote_rank`: The first rank's handle of a further rank: its process and connections.
+- `remote_vm`: The first rank's proxy of a further rank's virtual memory.
 """

@@ -1,4 +1,7 @@
-"""One rank of a tensor-parallel group on cores and memory of the host."""
+"""Provide memory, link and models of one tensor-parallel rank on the host's cores and memory.
+
+Implements `RankMachine`; built by `rank_machine_choice`, in the first rank and in further ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One rank of a tensor-parallel group on a GPU."""
+"""Provide memory, link and models of one tensor-parallel rank on a GPU of its own.
+
+Implements `RankMachine`; built by `rank_machine_choice`, in the first rank and in further ones.
+Layers of such groups do not rotate yet.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A tensor-parallel group as one machine, in the process of its first rank.
+"""Present a tensor-parallel group as one machine to the device, in the process of its first rank.
 
-The death of a rank ends the group: the first rank ends its own process, the others end with it, and
-the controller starts a new worker, as after any crash.
+Built by `machine_choice`; the loop and the policies see one device. Every operation on memory,
+models and transfers is sent to all ranks. The death of a rank ends the group: the first rank ends
+its own process, the others end with it, and the controller starts a new worker.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _SAMPLED = Sampling()
 
 
 class _GroupJobs:
-    """Has further ranks run the jobs of the first one, on its lane; implements `Followers`."""
+    """Sends the first rank's jobs to the further ranks, on its lane; implements `Followers`."""
 
     def __init__(self, others: Sequence[RemoteRank], end_group: Callable[[str], NoReturn]) -> None:
         self._others, self._end_group = others, end_group
@@ -91,7 +92,7 @@ class GroupMachine:
 
     graphs: GraphReport | None = None
     copies_beside_jobs = False
-    """`GroupRotor.bring` cannot."""
+    """False: a load cannot be followed by jobs while it runs (`GroupRotor.start_load`)."""
     reach: GpuReach | None = None
     """None: a group lends no memory and borrows none."""
 
@@ -112,7 +113,7 @@ class GroupMachine:
         self.device = device = settings_of_rank(whole)
         self._closing = False
         self._cleanup = ExitStack()
-        """Done when the group ends, in whichever way."""
+        """Run when the group ends, whatever the cause."""
         ranks = whole.tensor_parallel
         pace = None if link is None else share_of(link, ranks)
         self._others = others
@@ -138,7 +139,7 @@ class GroupMachine:
         self.link = GroupLink(self._own.link, post, self._start_transfers, ranks)
         self._rotors: dict[str, GroupRotor] = {}
         self._remote_segments: dict[int, tuple[int, ...]] = {}
-        """By address of a segment in this process: its address in each of the others."""
+        """Addresses of a segment in each further rank, by its address in this process."""
 
     def _meet(self, whole: DeviceSettings) -> None:
         """Have all ranks meet, in memory that they share or at a file."""
@@ -162,7 +163,7 @@ class GroupMachine:
     # -- models -----------------------------------------------------------------------------------
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
-        """Load a model on all ranks at the same time; where one fails, none keeps it."""
+        """Load a model on all ranks at the same time; if one fails, all of them drop it."""
         host: HostModel | None = None
         failed: BallastError | None = None
         for other in self._others:
@@ -228,7 +229,7 @@ class GroupMachine:
         return self._own.runner(executors, post, clock, device, cap, record)
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
-        """Return what makes a rotor whose ranks load their parts over their own links; None for a
+        """Return a factory of rotors whose ranks load their parts over their own links; None for a
         group of GPUs, whose layers do not rotate yet."""
         if self.device.gpu is not None:
             return None
@@ -263,7 +264,7 @@ class GroupMachine:
         self._own.copy(dst, src, n_bytes)
 
     def close(self) -> None:
-        """End the other ranks, and free what this one has."""
+        """End the other ranks, and free this rank's resources."""
         self._close_others()
         self._own.close()
         self._cleanup.close()
@@ -307,6 +308,6 @@ class GroupMachine:
 
 
 def _without_sampling(work: SequenceWork) -> SequenceWork:
-    """Drop what only the first rank needs, which samples."""
+    """Drop the sampling parameters and history, which only the first rank needs: it samples."""
     sample = None if work.sample is None else _SAMPLED
     return replace(work, sample=sample, history=None, prompt_tokens=0)

@@ -1,7 +1,8 @@
-"""Rotating layers of a model of a tensor-parallel group: every rank loads its parts by itself.
+"""Rotate layers of a tensor-parallel model: the first rank's rotor, which commands the others.
 
-Ranks meet within a layer, so that one whose part is late keeps the others waiting there. Pages are
-mapped on all ranks before layers turn, and the group has settled when all ranks have.
+Built by `GroupMachine`. Every rank loads its own parts of a layer over its own link. Ranks exchange
+tensors within each layer, so a late part stalls all of them. Pages are mapped on all ranks before a
+rotation changes, and the group has settled when all ranks have.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from ballast.weights.rotor import ArrivalPlan
 
 
 class GroupRotor(LinkRotor):
-    """The first rank's rotor, which has the others do the same; counts its own loads and stalls."""
+    """The first rank's rotor, which repeats its commands on the further ranks.
+
+    Its counts of loads and stalls are those of the first rank.
+    """
 
     def __init__(
         self,
@@ -41,14 +45,14 @@ class GroupRotor(LinkRotor):
         super().__init__(model, copies, link, clock, self._count_settled)
         self._model, self._others, self._on_group_settled = model, others, on_settled
         self._held_by_others: list[tuple[int, ...]] = []
-        """By further rank that has settled: by slot, the layer that it holds."""
+        """For each further rank that has settled: the layer in each slot."""
         self._unsettled = 0
         """Ranks that have yet to settle."""
         self._settled_lock = threading.Lock()
 
     @property
     def held(self) -> tuple[int, ...]:
-        """By slot, the layer that all ranks hold there."""
+        """Layer in each slot, NOBODY where the ranks differ."""
         return tuple(
             layer if all(held[slot] == layer for held in self._held_by_others) else NOBODY
             for slot, layer in enumerate(super().held)
@@ -72,7 +76,7 @@ class GroupRotor(LinkRotor):
         super().forget()
 
     def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
-        """Return False: how far the parts of other ranks have come is not known here."""
+        """Return False: the progress of other ranks' loads is not known here."""
         return False
 
     def rank_settled(self, held: tuple[int, ...]) -> None:

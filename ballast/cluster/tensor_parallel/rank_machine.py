@@ -1,4 +1,8 @@
-"""The memory, link and models of one rank of a tensor-parallel group, on any kind of device."""
+"""Define the protocol of one tensor-parallel rank's machine: its memory, link and models.
+
+Implemented for CPU and GPU; used by `GroupMachine` (first rank) and `RankServer` (further ranks).
+Also derives one rank's equal share of a device's settings.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ from ballast.weights.link_rotor import LinkRotor
 from ballast.weights.sharding import Shard
 
 MeetingPlace = Path | int
-"""Where ranks meet: at a file that does not exist yet, or in the memory behind a descriptor."""
+"""Rendezvous of the ranks: a file that does not exist yet, or the descriptor of shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class RankMachine(Protocol):
     def link(self) -> Link: ...
 
     def meet(self, place: MeetingPlace) -> None:
-        """Join the other ranks, once, before models are built; returns when all have come."""
+        """Join the other ranks, once, before models are built; returns when all have joined."""
 
     def prepare_thread(self) -> None:
         """Prepare the calling thread, before it uses the machine for the first time."""
@@ -75,16 +79,16 @@ class RankMachine(Protocol):
         workspace: Workspace,
         followers: Followers | None = None,
     ) -> ParallelModel | GpuParallelModel:
-        """Build what runs the rank's part of a model; jobs of the first rank begin on its
-        `followers`, the further ranks."""
+        """Build the executor of the rank's part of a model. `followers`: the further ranks, on
+        which the first rank starts each of its jobs."""
 
     def rotor(
         self, model: str, copies: Sequence[Copy], clock: Clock, on_settled: Callable[[], None]
     ) -> LinkRotor | None:
-        """Build what loads the rank's parts of rotating layers; None: layers cannot rotate."""
+        """Build the rotor that loads the rank's parts of layers; None: layers cannot rotate."""
 
     def synchronized(self) -> AbstractContextManager[object]:
-        """Run a further rank's part of a job; all of it has been computed when this is left."""
+        """Return a context for a further rank's part of a job, left when it has been computed."""
 
     def cap(self, n_bytes: int) -> Cap: ...
 

@@ -1,4 +1,7 @@
-"""Choose the kind of machine of a tensor-parallel rank: CPU or GPU."""
+"""Choose and build the machine of a tensor-parallel rank: CPU or GPU.
+
+Used by `GroupMachine` for the first rank, and by each further rank's process.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The process of a further rank: `python -m ballast.cluster.tensor_parallel.rank_process`.
+"""Run the process of a further rank: `python -m ballast.cluster.tensor_parallel.rank_process`.
 
-It decides nothing. The first rank, a worker, sends commands over three connections, each with a
-thread of its own here, so that neither a job nor a load delays operations on memory. The process
-ends with the first rank.
+Started by `RemoteRank`. It only carries out commands of the first rank, the worker. These come over
+three connections, each with a thread of its own, so that neither a job nor a load delays operations
+on memory. The process ends with the first rank.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def _serve_connection(
 ) -> None:
     """Execute the commands of one connection, until the first rank ends, and this process with it.
 
-    The process ends as well after a fault that cannot be answered: after one in a job, ranks are
-    out of step; any other is a bug, or the GPU is lost. `threads`: for PyTorch; None: its default.
+    The process also ends after a fault to which there is no reply: after a fault in a job the ranks
+    are out of step; any other is a bug, or the GPU is lost. `threads`: of PyTorch; None: its
+    default.
     """
     try:
         server.prepare_thread()
@@ -113,7 +114,8 @@ def serve_first_rank(
     make: MakeRankMachine = rank_machine_of,
     isolation: Isolation | None = None,
 ) -> None:
-    """Be the rank that the first one asks for, until it ends, and this process with it."""
+    """Join the group as the rank that the first rank assigns, and serve it until it ends, and this
+    process with it."""
     server = _join(memory, events, make, isolation)
     server.when_lost(_end_process)
     for name, connection, threads in (
@@ -132,7 +134,7 @@ def _join(
     make: MakeRankMachine,
     isolation: Isolation | None,
 ) -> RankServer:
-    """Build the rank that the first one asks for, and meet the others; on a fault the process
+    """Build the rank that the first rank assigns, and join the others; on a fault the process
     ends."""
 
     def transfer_landed(done: Event) -> None:

@@ -1,4 +1,8 @@
-"""A further rank's state, and the commands of the first rank that change it."""
+"""Execute the first rank's commands on a further rank's memory, models and rotating layers.
+
+Used by `rank_process`. Decides nothing: all allocation, scheduling and sampling is the first
+rank's.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +58,11 @@ from ballast.weights.link_rotor import LinkRotor
 from ballast.weights.sharding import Shard
 
 DONE = DoneReply()
-"""The reply to a command that returns nothing else."""
+"""Reply to a command without a result."""
 
 
 class RankServer:
-    """The machine, host tier and models of one rank, as commands of the first rank change them."""
+    """Owns the machine, host tier and models of a further rank, and executes commands on them."""
 
     def __init__(
         self,
@@ -70,8 +74,8 @@ class RankServer:
     ) -> None:
         """Build the rank's machine; raises as `make`.
 
-        `transfer_landed`, `layers_settled`: called by any thread, for the first rank to know;
-        `isolation`: examines checkpoints.
+        `transfer_landed`, `layers_settled`: called by any thread, to send the event to the first
+        rank; `isolation`: examines checkpoints.
         """
         confine_allocator()
         self.device = device = group.device
@@ -88,7 +92,7 @@ class RankServer:
         self._cap: Cap | None = None
 
     def meet(self, place: MeetingPlace) -> None:
-        """Join the other ranks, before the first command; returns when all have come."""
+        """Join the other ranks, before the first command; returns when all have joined."""
         self._machine.meet(place)
 
     def prepare_thread(self) -> None:

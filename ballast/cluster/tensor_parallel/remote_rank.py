@@ -1,4 +1,7 @@
-"""A further rank of a tensor-parallel group as the first rank holds it."""
+"""Start a further rank's process, and hold the first rank's connections to it.
+
+Used by the worker's process, which starts the ranks early, and by `GroupMachine`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class RemoteRank:
         with ExitStack() as remote_ends:
             pairs = {name: socket.socketpair() for name in _CONNECTIONS}
             for _, end in pairs.values():
-                remote_ends.callback(end.close)  # so that its end is noticed
+                remote_ends.callback(end.close)  # else the process's death would go unnoticed
             options = [
                 text for n, (_, end) in pairs.items() for text in (f"--{n}", str(end.fileno()))
             ]
@@ -67,8 +70,8 @@ class RemoteRank:
         layers_settled: Callable[[LayersSettledEvent], None],
         lost: Callable[[RemoteRank], None],
     ) -> None:
-        """Start a thread that calls these on the rank's events, and `lost` once the process has
-        ended, also after `close`."""
+        """Start a thread that calls `transfer_landed` and `layers_settled` on the rank's events,
+        and `lost` once the process has ended, also after `close`."""
         self._transfer_landed, self._layers_settled = transfer_landed, layers_settled
         self._lost = lost
         self._listener.start()

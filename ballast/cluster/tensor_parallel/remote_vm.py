@@ -1,4 +1,7 @@
-"""The memory of a further rank, as the first rank maps it: by messages to its process."""
+"""Map pages in a further rank's memory from the first rank, by messages to its process.
+
+Implements `Vm`; `GroupMachine` joins one per further rank with its own into a `GroupVm`.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ process, watches it and ends it, is here as well. Which requests a worker gets i
 
 Both ends:
 
-- `flight_recorder`: Shared memory that says which requests a lane was running when it died.
+- `flight_recorder`: Shared memory that records which requests are in the job in flight.
 - `process_names`: Names of worker processes, as operators see them.
 
 In the worker:
@@ -16,11 +16,11 @@ In the worker:
 - `outgoing_queue`: Messages and outputs to be sent, from all threads, in order.
 - `process`: The entry point of the process.
 - `status_reporter`: Send the device's state and heartbeats.
-- `worker`: Join the device to the socket.
+- `worker`: Pass messages between the socket and the device.
 
 In the server:
 
-- `liveness_watch`: Notice that a worker's process hangs.
+- `liveness_watch`: Detect that a worker's process hangs.
 - `local_worker`: A worker process on this host: start it, watch it, end it.
 - `spare_worker`: A worker process prepared to take the place of one that dies.
 - `worker_link`: The protocol of a worker as its controller uses it.

@@ -1,4 +1,8 @@
-"""Build a device and run its loop, on a thread of its own in the worker's process."""
+"""Build a device and run its loop, on a thread of its own in the worker's process.
+
+Used by `Worker`, whose main thread posts events to the device's inbox. The loop never waits for the
+socket: all that the device sends goes to the outgoing queue.
+"""
 
 from __future__ import annotations
 
@@ -67,15 +71,15 @@ Outbox = Callable[[list[Output]], None]
 Record = Callable[[Iterable[str]], object]
 """Records the ids of the requests in flight, before anything runs that they could break."""
 Progress = Callable[[], object]
-"""Called by any thread whenever the device has loaded something more."""
+"""Called by any thread whenever loading the device has made progress."""
 MakeDevice = Callable[[FleetSettings, Outbox, Record, Progress, SegmentClient | None], WorkerDevice]
 
 
 class DeviceThread:
-    """The device of a worker and its thread; the main thread uses it.
+    """Owns the device of a worker and its thread; used by the main thread.
 
-    All that the device sends goes to the outgoing queue, from its first message (`ReadyMsg` or
-    `NotReadyMsg`) to its last (`DrainedMsg`).
+    The device's messages go to the outgoing queue, from the first (`ReadyMsg` or `NotReadyMsg`) to
+    the last (`DrainedMsg`).
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class DeviceThread:
         """Held while `_device` changes, or is used by any thread but its own."""
         self._has_served = False
         self._progress_at = 0.0
-        """When the device that is being built last loaded something."""
+        """Time of the last progress of loading, seconds."""
         self.exit_code = 0
         """Exit code of the process."""
         self.abandoned = False
@@ -115,7 +119,7 @@ class DeviceThread:
 
     @property
     def serves(self) -> bool:
-        """Whether there is a device."""
+        """Whether the device has been built and its loop has not returned."""
         return self._device is not None
 
     def start(self, fleet: FleetSettings, pages_address: str) -> None:
@@ -131,12 +135,13 @@ class DeviceThread:
 
     @contextmanager
     def use(self) -> Iterator[WorkerDevice | None]:
-        """Hold the device, which stays as long as the context; None: there is none now."""
+        """Return a context in which the device stays alive; None: there is no device now."""
         with self._lock:
             yield self._device
 
     def post(self, event: Event) -> None:
-        """Post an event to the device's inbox. Before it serves, an order to end abandons it."""
+        """Post an event to the device's inbox. While it loads, a `DrainEvent` or `StopEvent`
+        abandons it, and other events are dropped."""
         with self._lock:
             if self._device is not None:
                 self._device.post(event)
@@ -144,7 +149,7 @@ class DeviceThread:
                 self.abandoned = True  # still loading: nothing was accepted, nothing is lost
 
     def load_seconds(self, now: float) -> float:
-        """Time since its load last made progress; 0 from when it serves."""
+        """Return the seconds since loading last made progress; 0 once the device has served."""
         return 0.0 if self._has_served else now - self._progress_at
 
     def _run(self, fleet: FleetSettings, pages_address: str) -> None:
@@ -173,7 +178,7 @@ class DeviceThread:
             self._outgoing.wake()
 
     def _build(self, fleet: FleetSettings) -> WorkerDevice | None:
-        """Return the device; None, and a message with the reason, where it cannot be built."""
+        """Build and return the device; on failure send the reason and return None."""
         try:
             return self._make_device(
                 fleet, self._outgoing.put, self._record, self._note_progress, self._segments

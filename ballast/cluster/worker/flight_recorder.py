@@ -1,4 +1,8 @@
-"""Shared memory that says which requests a worker's lane was running when its process died."""
+"""Record in shared memory which requests are in a worker's job in flight, for the server to read.
+
+Written by the worker before each job; read by `LocalWorker` after a crash, so that the server can
+find the request that kills workers (`suspicion`).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ _N_BYTES = 64 << 10
 class FlightRecorder:
     """The ids of the requests of the job in flight, in a memfd that server and worker share.
 
-    The server makes it and reads it once the worker is dead; the worker's lane writes. The length
-    is zero while the rest changes, so that a record is whole or absent wherever its writer ended.
+    The server creates it and reads it once the worker is dead; the worker writes it. The length is
+    zero while the rest changes, so that a record is complete or absent whenever its writer dies.
     """
 
     def __init__(self, fd: int) -> None:

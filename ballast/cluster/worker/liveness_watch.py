@@ -1,4 +1,7 @@
-"""Notice, in the server, that a worker's process hangs."""
+"""Detect in the server that a worker's process hangs, and have it killed.
+
+Used by `LocalWorker`, which passes it every message and heartbeat of its process.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from ballast.core.settings import ServerSettings
 from ballast.transport.worker_messages.lifecycle_messages import HeartbeatMsg
 
 FIRST_MESSAGE_SECONDS = 30.0
-"""A process that starts may be silent for so much longer than one that runs."""
+"""Additional time without a message that is allowed while a process starts."""
 
 
 class LivenessWatch:
-    """Has a worker killed that sends nothing, or whose turn, job or load takes too long.
+    """Kills a worker that sends nothing, or whose turn, job or load takes too long.
 
-    The limits are those of the server's settings (`silent_seconds`, `stuck_seconds`,
-    `loading_seconds`). On the running event loop.
+    The limits come from the server's settings (`silent_seconds`, `stuck_seconds`,
+    `loading_seconds`). Runs on the event loop.
     """
 
     def __init__(self, kill: Callable[[str], None]) -> None:
@@ -42,7 +45,7 @@ class LivenessWatch:
         self._silence = 0.0
 
     def check(self, heartbeat: HeartbeatMsg) -> None:
-        """Have the worker killed if its heartbeat says that it hangs."""
+        """Kill the worker if its heartbeat shows that it hangs."""
         for what, seconds in (
             ("a turn of its loop", heartbeat.turn_seconds),
             ("a job", heartbeat.job_seconds),
@@ -53,7 +56,7 @@ class LivenessWatch:
             self._kill(f"nothing more was loaded for {self._loading_seconds:g} s")
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if self._task is not None:
             self._task.cancel()
 

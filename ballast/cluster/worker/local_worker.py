@@ -1,4 +1,8 @@
-"""One worker process on this host: start it, exchange messages with it, watch it, end it."""
+"""Start a worker process on this host, exchange messages with it, watch it, and end it.
+
+The server's end of a worker: implements `WorkerLink` for `RemoteDevice` and `SpareWorker`. It does
+not interpret messages beyond the start of the process and its heartbeats.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +35,11 @@ log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "ballast.cluster.worker.process")
 LAST_MESSAGE_SECONDS = 0.2
-"""After a process has ended, its messages may still arrive for so long."""
+"""Time during which messages of an ended process may still arrive."""
 
 
 class LocalWorker:
-    """Owns the process, its socket and their directory, on the running event loop.
+    """Owns a worker's process, socket and directory, on the running event loop.
 
     The thread of the event loop must live as long as the worker: the kernel ends the worker with
     the thread that started it. While the process runs, the owner must `receive`: a message that is
@@ -45,7 +49,8 @@ class LocalWorker:
     def __init__(
         self, command: Sequence[str] = COMMAND, broker: SegmentBroker | None = None
     ) -> None:
-        """`broker`: shares segments of weights between the workers of this host; None: nothing."""
+        """`broker`: shares segments of weights between the workers of this host; None: weights are
+        not shared."""
         self._command = tuple(command)
         self._broker = broker
         self._segments: socket.socket | None = None
@@ -71,7 +76,7 @@ class LocalWorker:
 
     @property
     def started(self) -> bool:
-        """Whether there is, or was, a process."""
+        """Whether the process has been started."""
         return self._exited is not None
 
     @property
@@ -82,7 +87,7 @@ class LocalWorker:
 
     @property
     def waits(self) -> bool:
-        """Whether a process waits for `start`."""
+        """Whether a prepared process runs and waits for `start`."""
         return self._connected and not self._watch.started and self._runs
 
     @property
@@ -90,17 +95,18 @@ class LocalWorker:
         return self._exited is not None and not self._exited.done()
 
     async def prepare(self) -> None:
-        """Start the process ahead of time, as a spare; returns when it has warmed up, which it does
-        at the lowest priority. Raises Unavailable.
+        """Start the process ahead of time, as a spare; returns when it has warmed up, at the lowest
+        CPU priority. Raises Unavailable.
         """
         await self._spawn("--spare")
         await self._connect()
 
     async def start(self, fleet: FleetSettings) -> ReadyMsg:
-        """Have the process build the device of `fleet`; takes as long as loading.
+        """Start the process unless it was prepared, and have it build the device of `fleet`;
+        returns when it has loaded the models.
 
-        From then on it is watched, as `fleet.server` says. Raises Unavailable, with the reason,
-        if it cannot.
+        From now on it is watched, with the limits of `fleet.server`. Raises Unavailable, with the
+        reason, if it cannot start.
         """
         if self._exited is None:
             await self._spawn()
@@ -135,14 +141,14 @@ class LocalWorker:
             )
         finally:
             if worker_end is not None:
-                worker_end.close()  # so that its end is noticed
+                worker_end.close()  # else the worker's death would go unnoticed
         self._exited = asyncio.create_task(self._process.wait())
 
     async def _connect(self) -> None:
         while not isinstance(await self._expect(), HelloMsg):
             pass
         self._connected = True
-        # Connected for good: without a path there is nothing left to clean up later.
+        # The connection outlives its path: without a path no file is left to clean up later.
         self._directory.close()
 
     async def _expect(self) -> ToServer:
@@ -153,7 +159,7 @@ class LocalWorker:
         return message
 
     def send(self, message: ToWorker) -> None:
-        """Queue a message; never waits. To a worker that is gone it is lost."""
+        """Queue a message; never waits. It is lost if the worker has ended."""
         self._socket.send(message)
 
     async def receive(self) -> ToServer | None:
@@ -175,7 +181,7 @@ class LocalWorker:
             receiving.cancel()
 
     def kill(self, why: str) -> None:
-        """End it at once; `epitaph` says why."""
+        """Kill the process at once; `epitaph` includes `why`."""
         assert self._process is not None
         if self._process.returncode is None and not self._killed_for:
             log.error("worker %d is killed: %s", self.pid, why)

@@ -1,4 +1,7 @@
-"""Messages and outputs that a worker is to send, from all its threads, in order."""
+"""Queue the messages and outputs that a worker will send, from all its threads, in order.
+
+Filled by the device's thread and the peers' threads, emptied by `Worker` on the main thread.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ballast.transport.worker_messages.request_messages import OutputsMsg
 
 
 class OutgoingQueue:
-    """Filled by any thread without waiting, emptied by the main thread."""
+    """Queue that any thread fills without waiting and the main thread empties."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[ToServer | list[Output]] = queue.SimpleQueue()
@@ -25,7 +28,7 @@ class OutgoingQueue:
         self.wake()
 
     def wake(self) -> None:
-        """Make `fd` readable, so that the main thread looks what has changed."""
+        """Make `fd` readable, so that the main thread wakes up."""
         os.eventfd_write(self.fd, 1)
 
     def drain(self) -> list[ToServer]:

@@ -1,4 +1,8 @@
-"""The entry point: `python -m ballast.cluster.worker.process --dir DIR --parent PID ...`."""
+"""Run a worker's process: `python -m ballast.cluster.worker.process --dir DIR --parent PID ...`.
+
+Started by `LocalWorker`. Heavy imports (PyTorch, models) happen when the device is built or in a
+spare's warm-up. Only the server ends the process: signals of the terminal are ignored.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +45,19 @@ def live_device(
     progress: Progress,
     segments: SegmentClient | None,
 ) -> WorkerDevice:
-    """Build a device that runs models.
+    """Build a device that runs models; a `MakeDevice`.
 
-    Imports what it needs itself: until then the process is up, and answers, without it.
+    Its imports are local, so that the process starts and answers before they are loaded.
     """
-    ranks = start_ranks(fleet)  # first: they take as long to start as what follows
+    ranks = start_ranks(fleet)  # first: they start while the rest is imported
     from ballast.cluster.machine_choice import machine_of
     from ballast.live.device import LiveDevice
     from ballast.memory.peer_reader import PeerReader
     from ballast.models.tokenizer_trial import vet_tokenizer
     from ballast.weights.manifest import fork_zygote
 
-    # Here all is imported and nothing runs yet: the other threads only wait for messages, and the
-    # zygote shares nothing with these. It ends with this process.
+    # All modules are imported and nothing runs yet: the other threads only wait for messages, and
+    # the zygote shares no state with them. It ends with this process.
     isolation = fork_zygote()
 
     def vet(settings: ModelSettings) -> None:
@@ -76,7 +80,7 @@ def live_device(
 
 
 def warm_up_live() -> None:
-    """Do ahead of time what takes longest in a start, but for the loading of large models."""
+    """Do the slow parts of a start ahead of time, except loading models."""
     from ballast.live.warmup import warm_up
 
     warm_up()
@@ -87,7 +91,7 @@ def main(
     make_device: MakeDevice = live_device,
     warm_up: Callable[[], None] = warm_up_live,
 ) -> NoReturn:
-    """Run the process, which only its server ends: by a message, or by ending itself.
+    """Run the process until its server orders its end, or ends itself.
 
     A spare warms up before it connects to the server.
     """
@@ -116,8 +120,8 @@ def main(
         worker = Worker(socket, make_device, flight.record, MonotonicClock(), segments)
         code = worker.run()
     logging.shutdown()
-    # Nothing is left to tidy up; Python's own end takes seconds of a busy processor, and a thread
-    # that was left behind, loading, cannot be made to end.
+    # Nothing is left to clean up; the interpreter's own exit takes seconds of a busy CPU, and an
+    # abandoned thread that still loads cannot be stopped.
     os._exit(code)
 
 

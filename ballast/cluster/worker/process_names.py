@@ -1,11 +1,11 @@
-"""Names of worker processes, as `ps` and `top` show them to operators."""
+"""Name worker processes for operators, as `ps` and `top` show them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 SERVING, SPARE, PREPARING = "ballast-worker", "ballast-spare", "ballast-prepare"
-"""A worker of a device; a spare that waits; a spare that is warming up."""
+"""Names of a worker of a device, of a spare that waits, and of a spare that is warming up."""
 
 
 def name_process(name: str) -> None:

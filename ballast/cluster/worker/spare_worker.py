@@ -1,4 +1,8 @@
-"""A worker process that is prepared to take the place of one that dies."""
+"""Keep one warmed-up worker process in reserve, to replace a worker that dies.
+
+One spare for all devices of a server: the controller prepares it, `RemoteDevice` takes it. It has
+no device until then.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ W = TypeVar("W", bound=Preparable)
 
 
 class SpareWorker(Generic[W]):
-    """Holds at most one prepared worker; to be used on one event loop."""
+    """Holds at most one prepared worker; used on one event loop."""
 
     def __init__(self, make_worker: Callable[[], W]) -> None:
         self._make_worker = make_worker

@@ -1,4 +1,8 @@
-"""Send the device's state and heartbeats to the server, from the worker's main thread."""
+"""Send the device's state and heartbeats to the server, from the worker's main thread.
+
+Used by `Worker`. An unchanged report is sent once a second, a changed one ten times a second at
+most; heartbeats also while the device loads.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ from ballast.transport.worker_messages.lifecycle_messages import HeartbeatMsg, S
 REPORT_SECONDS = 0.1
 """Shortest time between two reports."""
 STALE_SECONDS = 1.0
-"""An unchanged report is repeated this often, so that its age tells whether the process lives."""
+"""Interval at which an unchanged report is repeated, so that an older one shows a dead process."""
 HEARTBEAT_SECONDS = 0.5
 
 
 class StatusReporter:
-    """Knows what was sent last, and when."""
+    """Sends reports and heartbeats when they are due; remembers the last ones."""
 
     def __init__(
         self, send: Callable[[ToServer], None], device: DeviceThread, clock: Clock
@@ -30,8 +34,10 @@ class StatusReporter:
         self._beat_at = float("-inf")
 
     def report(self, *, at_once: bool = False) -> None:
-        """Send the device's report and its new decisions, if they have changed and it is time;
-        `at_once`: however soon after the last."""
+        """Send the device's report and its new decisions, if they have changed and are due.
+
+        `at_once`: send them even within REPORT_SECONDS of the last report.
+        """
         now = self._clock.now()
         with self._device.use() as device:
             soon = now - self._reported_at < REPORT_SECONDS
@@ -45,7 +51,7 @@ class StatusReporter:
         self._send(StatusMsg(report, decisions))
 
     def beat(self) -> None:
-        """Send a heartbeat, if it is time."""
+        """Send a heartbeat, if one is due."""
         now = self._clock.now()
         if now - self._beat_at < HEARTBEAT_SECONDS:
             return

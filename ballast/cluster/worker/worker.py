@@ -1,4 +1,8 @@
-"""Join a device to the socket to its server, on the main thread of the worker's process."""
+"""Pass messages between the server's socket and the device, on the worker process's main thread.
+
+Run by `worker.process`. The device's loop is on another thread (`DeviceThread`): messages become
+events in its inbox, and its outputs come back through the outgoing queue.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ from ballast.transport.worker_messages.request_messages import (
 
 
 class Worker:
-    """Receives the server's messages for the device, and sends what the device sends."""
+    """Receives the server's messages for the device, and sends the device's messages and status."""
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class Worker:
         socket.also_wake_on(self._peers.socket.fileno())
         socket.send(HelloMsg(os.getpid()))
         while not device.abandoned:
-            # Read before the queue is emptied: what an ended thread has sent is in the queue.
+            # Read before the queue is emptied: messages of an ended thread are in the queue.
             ended = device.ended
             self._send_outgoing()
             if ended:
@@ -87,7 +91,7 @@ class Worker:
             if device.serves:
                 self._peers.serve_pages()
             if device.started:
-                self._reporter.beat()  # nobody watches a spare
+                self._reporter.beat()  # a spare is not watched
             socket.wait(REPORT_SECONDS if device.serves else HEARTBEAT_SECONDS)
             socket.receive_all(self._handle)
         return device.exit_code
@@ -95,7 +99,7 @@ class Worker:
     def _send_outgoing(self) -> None:
         messages = self._outgoing.drain()
         if any(isinstance(message, CommandDoneMsg) for message in messages):
-            # Before the answer: whoever gets it finds the change in the device's state.
+            # Before the answer: its receiver then sees the change in the device's state.
             self._reporter.report(at_once=True)
         for message in messages:
             self._socket.send(message)

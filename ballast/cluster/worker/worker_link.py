@@ -1,4 +1,7 @@
-"""The protocol of a worker as its controller uses it."""
+"""Define the protocol of a worker process that the controller uses.
+
+Implemented by `LocalWorker`; used by `Controller` and `RemoteDevice`.
+"""
 
 from __future__ import annotations
 

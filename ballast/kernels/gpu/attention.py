@@ -1,4 +1,4 @@
-"""Choice of attention's kernels on a GPU: our Triton kernels, or PyTorch's operations.
+"""Choose the attention kernels on a GPU: our Triton kernels, or plain PyTorch operations.
 
 One implementation for every model, dtype and block size. FlashInfer and PyTorch's `varlen_attn`
 were removed: `docs/decisions/028-what-no-gpu-has-run-is-narrow.md`.

@@ -1,4 +1,6 @@
-"""Work items of paged attention on a GPU for one job, as plain arrays made on the host.
+"""Plan the work items of paged attention on a GPU for one job, as arrays made on the host.
+
+Used by `GpuBatch`; also defines the buckets of jobs that one CUDA graph serves.
 
 A *tile* is some rows of one sequence that go through its KV cache together. Sequences with few new
 tokens (decodes) have one tile each, cut at multiples of `SPLIT` keys into *items* that run side by
@@ -22,21 +24,22 @@ Array = np.ndarray[Any, Any]
 SPLIT = 256
 """Keys of an item of a tile that is cut; a multiple of every number of keys loaded at once."""
 FEW_ROWS = 16
-"""Rows (new tokens times heads sharing a KV head) up to which a tile is cut by its keys: what a
-matrix instruction takes at least."""
+"""Rows (new tokens times heads sharing a KV head) up to which a tile is cut by its keys: the
+minimum of a matrix instruction."""
 MANY_ROWS = 64
 """Rows of a tile of a longer chunk."""
 
 ITEM_FIELDS = 7
-"""Where its table begins, first row of the batch, tokens, position of the first, first key, end of
-the keys, slot for a partial result (-1: none, it is the result)."""
+"""Fields of an item: start of its block table, first row of the batch, tokens, position of the
+first, first key, end of the keys, slot for a partial result (-1: the result is final)."""
 MERGE_FIELDS = 4
-"""First row of the batch, tokens, first slot, slots; of a tile cut into at least two items."""
+"""Fields of a merge, for a tile cut into several items: first row of the batch, tokens, first slot,
+number of slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes of a model that decide how its jobs are cut."""
+    """Sizes of a model that decide how its jobs are cut into tiles and items."""
 
     heads: int
     kv_heads: int
@@ -49,7 +52,7 @@ class AttentionShape:
 
     @property
     def few(self) -> int:
-        """Most new tokens of a sequence whose tile is cut by its keys."""
+        """Bound of the new tokens of a sequence whose tile is cut by its keys."""
         return max(1, FEW_ROWS // self.group)
 
     @property
@@ -60,11 +63,11 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Capacities of a job's arrays; jobs of one bucket look alike to a CUDA graph.
+    """Capacities of a job's arrays; one CUDA graph serves all jobs of a bucket.
 
-    `tokens`: rows; `wanted`: rows whose output is wanted; `blocks`: entries of all block tables;
-    `decodes`: every sequence has one new token; `adapters`: of the model, where some row goes
-    through one, else 0.
+    `tokens`: rows; `wanted`: rows whose output is needed; `blocks`: entries of all block tables;
+    `decodes`: every sequence has one new token; `adapters`: number of the model's adapters if some
+    row uses one, else 0.
     """
 
     sequences: int
@@ -76,13 +79,13 @@ class Bucket:
 
     @classmethod
     def decode(cls, sequences: int, blocks: int, adapters: int = 0) -> Bucket:
-        """One new token of each of up to `sequences`, rounded up; `blocks` in all, rounded up."""
+        """Return the bucket of a decode-only job: `sequences` and total `blocks`, rounded up."""
         n = round_up(sequences)
         return cls(n, n, n, round_up(blocks, 1024), True, adapters)
 
     @classmethod
     def holding(cls, counts: Sequence[int], wanted: int, blocks: int, adapters: int = 0) -> Bucket:
-        """The bucket of a job with prefills: every axis rounded up by itself."""
+        """Return the bucket of a job with prefills: every capacity is rounded up by itself."""
         return cls(
             round_up(len(counts)),
             round_up(sum(counts), 16),
@@ -92,11 +95,11 @@ class Bucket:
         )
 
     def items(self, shape: AttentionShape) -> int:
-        """Most items of cut tiles: full ones, and what is left of each sequence."""
+        """Return the bound of items of cut tiles: full ones, and one remainder per sequence."""
         return self.sequences + self.blocks * shape.block_tokens // SPLIT
 
     def tiles(self, shape: AttentionShape) -> int:
-        """Most tiles of longer chunks."""
+        """Return the bound of tiles of longer chunks."""
         return self.sequences + self.tokens // shape.tile
 
     @property
@@ -110,9 +113,9 @@ class Bucket:
 
 
 def round_up(n: int, least: int = 1) -> int:
-    """The next power of two, at least `least`; above 16 also the numbers half-way between two.
+    """Round up to a power of two, at least `least`; above 16 also to numbers half-way between two.
 
-    So no bucket is more than half as large again as it would have to be.
+    So no bucket is more than 1.5 times as large as necessary.
     """
     power = max(least, 1 << max(0, n - 1).bit_length())
     half_way = power // 4 * 3
@@ -121,7 +124,7 @@ def round_up(n: int, least: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Arrays of one job, int32 but where said. T rows, N sequences.
+    """Arrays of one job, int32 unless stated otherwise. T rows, N sequences.
 
     `positions`: of each row in its sequence. `slots`: of each row, its block times block_tokens
     plus its place in it. `bounds` (N + 1): where each sequence's rows begin. `lengths`: keys of
@@ -188,7 +191,7 @@ def plan(
 def _cut(
     start: Array, count: Array, lengths: Array, rows: Array, tables: Array
 ) -> tuple[Array, Array]:
-    """Items and merges of sequences that are one tile each."""
+    """Return the items and merges of sequences that are one tile each."""
     pieces = (lengths + SPLIT - 1) // SPLIT
     number = np.arange(pieces.sum()) - np.repeat(_bounds(pieces)[:-1], pieces)
     alone = pieces == 1
@@ -214,7 +217,7 @@ def _cut(
 
 
 def _tiles(tokens: int, start: Array, count: Array, rows: Array, tables: Array) -> Array:
-    """Items of sequences of several tiles: those with most keys first, as they take longest."""
+    """Return the items of sequences of several tiles; those with most keys, the longest, first."""
     pieces = (count + tokens - 1) // tokens
     first = (np.arange(pieces.sum()) - np.repeat(_bounds(pieces)[:-1], pieces)) * tokens
 
@@ -231,5 +234,5 @@ def _tiles(tokens: int, start: Array, count: Array, rows: Array, tables: Array) 
 
 
 def _bounds(sizes: Array) -> Array:
-    """Where each begins, and where the last ends: int64 (n + 1)."""
+    """Return the offsets of consecutive parts of these sizes, and the end: int64 (n + 1)."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

@@ -1,9 +1,9 @@
-"""The sequences of one job as tensors on a GPU, at stable addresses: the twin of `PagedBatch`.
+"""Hold the sequences of one job as GPU tensors at stable addresses: the twin of `PagedBatch`.
 
-All that layers share is written once per job: on the host into pinned memory, then by one copy that
-the host does not wait for. The tensors are views of one buffer that belongs to a bucket, so that a
-CUDA graph captured over them is good for every job of the bucket; what a job does not fill does
-nothing. How much there is to do (`counts`) is read by the kernels, on the device.
+Used by the GPU executor and its CUDA graphs. Inputs that all layers share are written once per job:
+into pinned host memory, then by one asynchronous copy. The tensors are views of one buffer of a
+bucket, so that a CUDA graph captured over them serves every job of the bucket; unused entries are
+padding without effect. Kernels read the amount of work (`counts`) on the device.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from ballast.kernels.gpu.staging import Sizes, Staged, put
 Array = np.ndarray[Any, Any]
 
 NOWHERE = -1
-"""The slot of a row that is padding."""
+"""Slot of a padding row."""
 
 
 class GpuAttention(Attention, Protocol):
-    """An implementation of attention, for the jobs of one bucket; `GpuBatch` has checked what it is
-    given."""
+    """An implementation of attention for one bucket's jobs; `GpuBatch` checks its arguments."""
 
     replayable: ClassVar[bool]
     """Whether `write` and `attend` of a bucket of decodes launch the same work for every job."""
@@ -46,7 +45,7 @@ class GpuAttention(Attention, Protocol):
 class Scratch:
     """Memory that all batches of a model share, since it runs one job at a time.
 
-    Grow-only, with stable addresses: a request for no more than the most so far gets the same.
+    Grow-only buffers with stable addresses: requests up to the largest so far reuse one.
     """
 
     def __init__(self, device: torch.device, common: Scratch | None = None) -> None:
@@ -89,7 +88,7 @@ class GpuBatch:
         self.kv, self.heads, self.bucket = kv, heads, bucket
         self.shape = AttentionShape(heads, kv.kv_heads, kv.block_tokens)
         self.few_tokens = 1 if bucket.decodes else self.shape.few
-        """Most new tokens of a sequence that is cut by its keys."""
+        """Bound of the new tokens of a sequence that is cut by its keys."""
         self._staged = Staged(_sizes(bucket, self.shape), kv.device)
         views = self._staged.tensors
         self.tokens, self.positions = views["tokens"], views["positions"]
@@ -97,9 +96,9 @@ class GpuBatch:
         self.tables, self.counts = views["tables"], views["counts"]
         self.few, self.many, self.merges = views["few"], views["many"], views["merges"]
         self.adapted = GpuAdaptedRows.both(views, bucket)
-        """Which rows go through adapters, and which of `wanted`; None: none does."""
+        """Tables of the rows, and of the `wanted` rows, that use adapters; None: none does."""
         self.plan: AttentionPlan
-        """The job's; there is none before the first."""
+        """Plan of the present job; unset before the first."""
         self.n_wanted = 0
         self.scratch = scratch or Scratch(kv.device)
         self.out = self.scratch.tensor("out", (bucket.tokens, heads, kv.head_dim), kv.dtype)
@@ -113,7 +112,7 @@ class GpuBatch:
 
     @property
     def replayable(self) -> bool:
-        """Whether a CUDA graph may be recorded over it."""
+        """Whether a CUDA graph may be recorded over the batch."""
         return self.bucket.decodes and self._attention.replayable
 
     @property
@@ -130,7 +129,7 @@ class GpuBatch:
         wanted: Sequence[int] | Array,
         adapters: Sequence[int] = (),
     ) -> None:
-        """The next job: `counts[i]` new tokens of sequence i, from position `starts[i]`.
+        """Set the next job: `counts[i]` new tokens of sequence i, from position `starts[i]`.
 
         `tokens` (T,): those of all sequences in order; `tables[i]`: blocks of sequence i; `wanted`:
         rows; `adapters[i]`: of sequence i, -1: none. Does not wait for the device, unless it is

@@ -1,8 +1,9 @@
-"""The KV cache of a model on a GPU, as kernels index it, in either layout in memory.
+"""View a model's KV cache on a GPU as a tensor that kernels index, in either memory layout.
 
-Whichever the layout, the cache is a tensor (blocks, layers, 2, block_tokens, kv_heads, head_dim),
-where index 2 tells K (0) from V (1); layouts differ in the strides of the first two axes. What lies
-within a layer's K and V of one block is contiguous in both.
+Used by `GpuBatch` and the GPU executor. In both layouts the cache is a tensor (blocks, layers, 2,
+block_tokens, kv_heads, head_dim) whose third axis is K (0) or V (1); layouts differ in the strides
+of the first two axes. K and V of one layer in one block are contiguous in both. Allocates and
+touches no memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Operations of a Llama-shaped layer between its matrices on a GPU: three, a launch each.
+"""Define the operations of a Llama-shaped layer between its GEMMs on a GPU, and choose kernels.
 
-`triton_layer.py` has them as kernels, `plain_layer.py` in PyTorch's own operations, which is their
-reference. Both round where `transformers`' modules do: in bfloat16, too, only the order of sums
-is another.
+Used by `models.gpu.fused`. `triton/layer.py` implements them as kernels of one launch each,
+`plain/layer.py` as plain PyTorch, the reference. Both round where `transformers`' modules do, so
+that also in bfloat16 only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class HeadVectors:
 
 
 class LayerKernels(Protocol):
-    """Operations on the rows of a job. Tensors are contiguous and of the model's dtype but where
-    said."""
+    """Operations on the rows of a job. Tensors are contiguous and of the model's dtype unless
+    stated otherwise."""
 
     def add_norm(
         self,
@@ -40,8 +40,8 @@ class LayerKernels(Protocol):
         weight: Tensor,
         epsilon: float,
     ) -> Tensor:
-        """RMS norm, times `weight` (H,), of `hidden` (T, H) after `more` (T, H), with `bias` (H,)
-        float32 added to it, has been added to that in place."""
+        """Add `more` (T, H), if given, plus `bias` (H,) float32 to `hidden` (T, H) in place; return
+        the RMS norm of `hidden` times `weight` (H,)."""
 
     def rotate(
         self,
@@ -53,15 +53,15 @@ class LayerKernels(Protocol):
         cosine: Tensor,
         sine: Tensor,
     ) -> Tensor:
-        """Queries (T, heads, head_dim), which lie in `qkv` and are ready to attend; keys and values
-        go to the blocks of `layer`.
+        """Add biases, norm and rotate queries and keys in `qkv` in place, and write keys and values
+        into the blocks of `layer`; return the queries (T, heads, head_dim), a view of `qkv`.
 
         `qkv` (T, (heads + 2 kv_heads) head_dim); `cosine`, `sine` (T, head_dim / 2), of the angles
         by which element i and i + head_dim / 2 of a head turn.
         """
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up (T, I), of (T, 2 I): gates before ups."""
+        """Return silu(gate) * up (T, I) of `gate_up` (T, 2 I): gates before ups."""
 
     def multiply_row(
         self,
@@ -74,9 +74,10 @@ class LayerKernels(Protocol):
         bias: Tensor | None = None,
         added: Tensor | None = None,
     ) -> Tensor:
-        """x W^T (1, n) of one row `x` (1, k) and `matrix` (n, k), in one launch with what comes
-        before and after: the RMS norm of x times `norm` (k,), which is not rounded in between;
-        `gate` of the result, then of n / 2; `bias` float32; and `added` (1, n)."""
+        """Return x W^T (1, n) of one row `x` (1, k) and `matrix` (n, k), in one launch with the
+        optional steps: first the RMS norm of x times `norm` (k,), not rounded in between; then
+        `gate` of the product, which leaves n / 2; then `bias` float32 and `added` (1, n) are added.
+        """
 
 
 def layer_kernels(device: torch.device) -> LayerKernels:

@@ -1,9 +1,9 @@
-"""LoRA on a GPU: tables of a job's rows by adapter, and of the adapters' matrices.
+"""Build the tables of batched LoRA on a GPU: a job's rows by adapter, and the adapters' matrices.
 
-As `kernels/lora.py` on a CPU: y[row] += scale * (x[row] A^T) B^T. Rows are sorted by their adapter
-and cut into tiles of one adapter each, on the host; tiles, and where matrices are, lie in tensors
-whose addresses stay, so that a CUDA graph is good for any rows and any adapters. A job in which no
-row has an adapter has a bucket without tiles, and launches nothing of this.
+Used by `GpuBatch` and `models.gpu`. Computes as `kernels/lora.py` on a CPU: y[row] += scale *
+(x[row] A^T) B^T. The host sorts rows by adapter and cuts them into tiles of one adapter each; tiles
+and addresses of matrices are in tensors at stable addresses, so that one CUDA graph serves any rows
+and any adapters. A job without adapters has a bucket without tiles, and launches no LoRA kernel.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from ballast.kernels.lora import LoraMatrices, LoraTarget, tiled
 Array = np.ndarray[Any, Any]
 
 TILE_FIELDS = 3
-"""First row among those sorted by adapter, how many, adapter; a tile of no rows does nothing."""
+"""Fields of a tile: first of the rows sorted by adapter, number of rows, adapter. A tile without
+rows has no effect."""
 SPLIT = 512
-"""Inputs of a decode's row that are summed by one program: few rows would leave most
-multiprocessors without work. A guess, until it is measured."""
+"""Inputs of a decode's row that one program sums: with few rows, unsplit inputs would leave most
+multiprocessors idle. A guess, not measured yet."""
 CHUNK_SPLITS, CHUNK_FLOATS = 4, 256
-"""Most parts into which the inputs of longer chunks are cut, and most sums of a row in them all."""
+"""Bounds, for longer chunks: parts into which inputs are cut, and sums of a row in all parts."""
 _NAMES = ("adapted", "adapted_wanted")
 _TILES = "_tiles"
 
 
 @dataclass(slots=True)
 class GpuAdaptedRows:
-    """Rows of a bucket's jobs that go through adapters: all rows, or those that the head sees."""
+    """Tables of the rows that use adapters, among all rows or among the head's rows."""
 
     name: str
     """Prefix of its tensors' names in the batch's buffer."""
     order: Tensor
-    """int32 (rows of the bucket,): those with an adapter, one adapter's after the other's."""
+    """int32 (rows of the bucket,): rows with an adapter, sorted by adapter."""
     tiles: Tensor
     """int32 (most tiles, TILE_FIELDS)."""
     decodes: bool
@@ -52,7 +53,7 @@ class GpuAdaptedRows:
 
     @property
     def programs(self) -> int:
-        """Tiles to launch; of decodes always as many, as a graph may be recorded."""
+        """Number of tiles to launch; constant for decodes, since a CUDA graph may record it."""
         return len(self.tiles) if self.decodes else len(self.job)
 
     @staticmethod
@@ -88,7 +89,7 @@ class GpuAdaptedRows:
 
 @dataclass(frozen=True, slots=True)
 class GpuLoraGroup:
-    """Linear modules that share their input, and what adapters add to them."""
+    """Linear modules that share their input, with their adapters' matrices."""
 
     inputs: int
     targets: tuple[LoraTarget, ...]
@@ -99,16 +100,16 @@ class GpuLoraGroup:
 
     @property
     def width(self) -> int:
-        """Columns of y, up to the last that any of them has."""
+        """Number of columns of y, up to the last of any module."""
         return max(t.end for t in self.targets)
 
     @property
     def rank(self) -> int:
-        """The most of any adapter."""
+        """Largest rank of any adapter."""
         return max(m.rank for t in self.targets for m in t.adapters if m is not None)
 
     def check(self, rows: GpuAdaptedRows, x: Tensor, y: Tensor, dtype: torch.dtype) -> None:
-        """Raises BrokenPromise for what the kernels would misread."""
+        """Raise BrokenPromise for tensors that the kernels would misread."""
         fits = rows.n <= len(x) == len(y) and x.dtype == y.dtype == dtype
         fits = fits and x.shape[1] == self.inputs and y.shape[1] >= self.width
         apart = len(x) < 2 or (x.stride(0) >= x.shape[1] and y.stride(0) >= y.shape[1])
@@ -121,13 +122,13 @@ class GpuLoraGroup:
 
 
 class Lora(Protocol):
-    """Computes what the adapters of one model add, group by group. One job at a time."""
+    """Adds the adapters' outputs of one model, group by group. One job at a time."""
 
     replayable: ClassVar[bool]
     """Whether `add` launches the same work for every job of a bucket of decodes."""
 
     def add(self, group: int, rows: GpuAdaptedRows, x: Tensor, y: Tensor) -> None:
-        """Add to y (rows, outputs, from column 0 on) what adapters make of x (rows, inputs).
+        """Add the adapters' outputs for x (rows, inputs) to y (rows, outputs, from column 0 on).
 
         Of the model's dtype, and of at least the job's rows; elements of a row lie side by side.
         Raises BrokenPromise for others.
@@ -135,7 +136,7 @@ class Lora(Protocol):
 
 
 def splits(inputs: int, rank: int, decodes: bool) -> int:
-    """Number of parts that the inputs of a row are cut into, whatever rows are beside it."""
+    """Return the number of parts into which a row's inputs are cut, independent of other rows."""
     whole = -(-inputs // SPLIT)
     return whole if decodes else max(1, min(whole, CHUNK_SPLITS, CHUNK_FLOATS // rank))
 

@@ -1,7 +1,8 @@
-"""Sampling from logits on a GPU: the tokens of `sampling.sample`, with few rows copied.
+"""Sample from logits on a GPU, with the same tokens as `sampling.sample` and few rows copied.
 
-A token is a function of logits, parameters, seed and position alone, and `sampling.py`, on the
-host, is that function. What a device decides is what the host would have decided for sure:
+Used by the GPU executor. A token is a function of logits, parameters, seed and position alone, and
+`sampling.py`, on the host, defines it. The device decides only tokens that provably equal the
+host's:
 
 - Greedy: the first of the largest logits, exact on either.
 - Temperature alone: Gumbel-max in float32 with a bound of each score's error. Where the best score
@@ -10,8 +11,8 @@ host, is that function. What a device decides is what the host would have decide
   decides among them, if all that these leave are surely there. For top-p alone the sum over the
   whole row is the device's, with a bound of its error.
 
-All other rows are moved to the host whole, and decided there: those that are too close, those that
-want log-probabilities, and those that penalties, biases or grammars shape.
+All other rows are copied to the host whole and decided there: rows that are too close, rows with
+log-probabilities, and rows that penalties, biases or grammars modify.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ballast.kernels import sampling
 Array = np.ndarray[Any, Any]
 
 CANDIDATES = 1024
-"""Logits of a row that are moved to the host for top-k, min-p or top-p."""
+"""Number of a row's largest logits that are copied to the host for top-k, min-p or top-p."""
 CHUNK_BYTES = 8 * MiB
 """Logits in bytes whose candidates are found at once; temporaries take three times as much."""
 TOTAL_ERROR = 2.0**-14
@@ -51,8 +52,8 @@ class GumbelMax(Protocol):
         params: Sequence[Sampling],
         positions: Sequence[int],
     ) -> list[int | None]:
-        """For each of `rows` of `logits` (n, vocab) float32, the token that `sampling.sample` gives
-        with these parameters (temperature and seed alone), or None where that is not sure."""
+        """Return, for each of `rows` of `logits` (n, vocab) float32, the token of `sampling.sample`
+        with these parameters (temperature and seed only), or None if it is not certain."""
 
 
 def gumbel_max(device: torch.device) -> GumbelMax | None:
@@ -72,7 +73,7 @@ class GpuSampler:
         self._device = device
         self._whole = whole or gumbel_max(device)
         self.moved = 0
-        """Rows that were moved to the host whole."""
+        """Number of rows that were copied to the host whole."""
 
     def sample(
         self,
@@ -106,7 +107,7 @@ class GpuSampler:
         positions: Sequence[int],
         shapes: Mapping[int, sampling.SamplingContext],
     ) -> dict[int, int]:
-        """The token of each row that is sure without moving it."""
+        """Return the tokens of rows that are certain without copying the rows to the host."""
         vocab = logits.shape[1]
         greedy: list[int] = []
         plain: list[int] = []
@@ -182,7 +183,7 @@ def draw_among(
 
 
 def _sure_nucleus(values: Array, p: Sampling, total: float, vocab: int) -> Array | None:
-    """As `sampling.nucleus` of the row whose largest logits these are; None: not sure."""
+    """Return `sampling.nucleus` of the row whose largest logits these are; None: not certain."""
     weights = sampling.weights_of(values, p)
     order = np.argsort(-weights, kind="stable")
     reached = np.cumsum(weights[order])
@@ -200,5 +201,5 @@ def _sure_nucleus(values: Array, p: Sampling, total: float, vocab: int) -> Array
 
 
 def _is_limited(p: Sampling, vocab: int) -> bool:
-    """Whether top-k, min-p or top-p leave anything out."""
+    """Return whether top-k, min-p or top-p exclude any token."""
     return p.min_p > 0.0 or 0 < p.top_k < vocab or p.top_p < 1.0

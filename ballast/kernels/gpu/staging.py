@@ -1,4 +1,7 @@
-"""Device tensors at stable addresses, filled for each job through pinned host memory."""
+"""Fill device tensors at stable addresses for each job, through pinned host memory.
+
+Used by `GpuBatch` and LoRA tables, so that captured CUDA graphs read each job's inputs.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,8 @@ class Staged:
         return {name: self._view(stage, name).numpy() for name in self._fields}
 
     def send(self, used: int) -> None:
-        """All but the last tensor, and `used` bytes of that one, which may be long."""
+        """Start the copy of all tensors to the device; of the last, which may be long, only `used`
+        bytes."""
         n_bytes = next(reversed(self._fields.values())).offset + used
         stage = self._stages[self._next]
         self._device[:n_bytes].copy_(stage[:n_bytes], non_blocking=True)

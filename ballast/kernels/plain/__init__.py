@@ -1,4 +1,4 @@
-"""Operations in PyTorch's own: references for tests, on any device, and used without Triton.
+"""Implement GPU operations as plain PyTorch: references for tests, and the fallback without Triton.
 
 - `attention`: Paged attention.
 - `layer`: `LayerKernels` in PyTorch's operations.

@@ -1,7 +1,8 @@
-"""Attention over a paged KV cache in PyTorch's own operations: on any device, as a reference.
+"""Compute attention over a paged KV cache by plain PyTorch operations, on any device.
 
-Blocks are gathered for each sequence, so that it takes several times the memory traffic of a kernel
-that reads them in place. It is what is left where there is no Triton.
+Reference of the Triton kernels, and the fallback without Triton (chosen by `gpu.attention`). Blocks
+are gathered for each sequence, which costs several times the memory traffic of kernels that read
+them in place.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.batch import GpuBatch
 
 SCORE_BYTES = 32 * MiB
-"""Most memory for the scores of some rows of one sequence."""
+"""Bound of the memory for scores; longer chunks are computed in parts."""
 
 
 class PlainAttention:
-    """Implements `GpuAttention`; what there is to do is read from the plan, on the host."""
+    """Implements `GpuAttention`; reads the job from its plan on the host."""
 
     replayable: ClassVar[bool] = False
 

@@ -1,4 +1,7 @@
-"""`LayerKernels` in PyTorch's own operations: on any device, as a reference."""
+"""Implement `LayerKernels` by plain PyTorch operations, on any device.
+
+Reference of the Triton kernels, and the fallback without Triton (chosen by `gpu.layer`).
+"""
 
 from __future__ import annotations
 

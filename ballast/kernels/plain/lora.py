@@ -1,4 +1,4 @@
-"""LoRA on a device in PyTorch's own operations: a reference, and what is left without Triton."""
+"""Compute LoRA by plain PyTorch operations: a reference, and the fallback without Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ballast.kernels.gpu.lora import GpuAdaptedRows, GpuLoraGroup
 
 View = Callable[[int, Sequence[int], torch.dtype], Tensor]
-"""A tensor of a shape and dtype at an address of the device."""
+"""Function that returns a tensor of a shape and dtype at an address of the device."""
 
 
 class PlainLora:

@@ -1,4 +1,4 @@
-"""Our Triton kernels, which implement the protocols of `ballast.kernels.gpu`.
+"""Implement the protocols of `ballast.kernels.gpu` by Triton kernels.
 
 A module `X_code` has the kernels of module `X`, which launches them.
 

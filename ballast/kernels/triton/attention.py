@@ -1,7 +1,7 @@
-"""Paged attention by our Triton kernels.
+"""Launch the Triton kernels of paged attention on a GPU; implements `GpuAttention`.
 
-Nothing here has been tuned on a GPU yet: sizes of tiles are what their register and shared memory
-admits. With TRITON_INTERPRET=1 (set before this module is imported) it runs on CPU tensors, slowly,
+Chosen by `gpu.attention`. Not tuned on a GPU yet: tile sizes are what register and shared memory
+admit. With TRITON_INTERPRET=1 (set before this module is imported) it runs on CPU tensors, slowly,
 which is how it is tested.
 """
 

@@ -1,7 +1,7 @@
-"""Triton kernels for paged attention: new K and V into blocks, attention over items, their merge.
+"""Compute paged attention on a GPU: Triton kernels that write K and V, attend over items, merge.
 
 `gpu/attention_plan.py` defines items, and how rows and slots are counted. Programs take items in
-turn until as many are done as the device's memory says, so that a captured launch fits any job.
+turn until the count in device memory is reached, so that a captured launch fits any job.
 Scores and sums are float32; so are products, unless K and V are 16 bits wide: those are multiplied
 as they are, and weights are rounded to their dtype before they meet V. Sums of a row run over keys
 in steps of `N` from the item's first, whatever is beside it.

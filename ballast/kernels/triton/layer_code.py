@@ -1,4 +1,4 @@
-"""Triton kernels of a layer's operations between its matrices (`gpu/layer.py`).
+"""Compute a layer's operations between its GEMMs on a GPU: Triton kernels of `triton/layer.py`.
 
 Values are rounded to the model's dtype wherever `transformers`' modules write one out, and computed
 in float32 between. Weights, and K and V in block 0, are addresses as numbers, multiples of

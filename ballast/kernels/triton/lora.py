@@ -1,7 +1,7 @@
-"""LoRA by our Triton kernels, one group of linear modules after the other.
+"""Launch the Triton kernels of LoRA, one group of linear modules after the other.
 
-Nothing here has been tuned on a GPU yet. With TRITON_INTERPRET=1 (set before this module is
-imported) it runs on CPU tensors, slowly, which is how it is tested.
+Implements `Lora`; used by `models.gpu.adapters`. Not tuned on a GPU yet. With TRITON_INTERPRET=1
+(set before this module is imported) it runs on CPU tensors, slowly, which is how it is tested.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Triton kernels for LoRA: shrink makes t = x A^T of each row with an adapter, expand adds t B.
+"""Compute LoRA on a GPU: Triton kernels shrink (t = x A^T of rows with an adapter), expand (t B).
 
-One program has a tile of rows of one adapter (`gpu_lora`); tiles of no rows do nothing, so that
+One program has a tile of rows of one adapter (`gpu/lora.py`); tiles of no rows do nothing, so that
 a captured launch fits any job. Sums are float32; so are products, unless matrices are 16 bits wide:
 those are multiplied as they are, and t is rounded to their dtype before it meets B. What belongs to
 a row is summed in an order that depends on sizes alone.

@@ -1,8 +1,8 @@
-"""A Triton kernel that multiplies one row by a matrix, with fused prologue and epilogue.
+"""Multiply one row by a matrix on a GPU: a Triton kernel with fused norm, bias, gate and addition.
 
-A row's product is bound by reading the matrix, so one pass over it does it all: the row's norm is a
-factor of every output, and the sum of squares that it takes is cheap beside the weights. Products
-and sums are float32. Weights are addresses as numbers, as in `triton_layer_code.py`.
+Used by `triton/layer.py`. The product is bound by reading the matrix, so one pass computes
+everything: the row's norm is a factor of every output, and its sum of squares is cheap beside the
+weights. Products and sums are float32. Weights are addresses as numbers, as in `layer_code.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def"

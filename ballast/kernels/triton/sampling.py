@@ -1,4 +1,7 @@
-"""Gumbel-max over whole rows on a GPU, by our Triton kernel, where its errors allow a decision."""
+"""Sample by Gumbel-max over whole rows on a GPU, where the kernel's error bounds allow a decision.
+
+Implements `GumbelMax`; chosen by `gpu.sampling`, which samples undecided rows on the host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Triton kernel for Gumbel-max: the best score of each block of a row's tokens, with its error.
+"""Find the best Gumbel-max score of each block of a row's tokens, with its error: a Triton kernel.
 
 Noise is that of `sampling.py`, from the same counters; scores are float32, and every score comes
 with a bound of how far it can be from the score that `sampling.py` computes in float64. With

@@ -1,6 +1,8 @@
-"""Connections between the first rank of a tensor-parallel group and each of the others.
+"""Send and receive messages between the first rank of a tensor-parallel group and another rank.
 
-Unix sockets; each message is sent after its length (4 bytes, big-endian).
+Used by `RemoteRank`, `RemoteVm` and `GroupRotor` in the first rank, by `rank_process` in the
+others. Unix sockets; each message follows its length (4 bytes, big-endian). Ranks exchange tensors
+elsewhere: by `kernels.meeting`, gloo or NCCL.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _LENGTH = struct.Struct("!I")
 _DESCRIPTOR = b"f"
-"""The byte that carries a descriptor."""
+"""Payload byte of a message that carries a descriptor."""
 
 
 class RankGone(BallastError):
-    """The process at the other end has ended, or its connection has."""
+    """The process at the other end has ended, or the connection was closed."""
 
 
 class RankConnection:
@@ -49,7 +51,7 @@ class RankConnection:
             return self.receive()
 
     def send(self, message: ToRank) -> None:
-        """Send a command whose reply the caller will `receive` before anybody sends another."""
+        """Send a command; the caller must `receive` its reply before another command is sent."""
         _send(self._connection, _encoder.encode(message))
 
     def receive(self) -> FromRank:
@@ -62,14 +64,14 @@ class RankConnection:
         return message
 
     def send_descriptor(self, fd: int) -> None:
-        """Send a descriptor to `receive_descriptor`; `fd` stays open, and the caller's."""
+        """Send a descriptor to `receive_descriptor`; the caller keeps `fd`, which stays open."""
         try:
             socket.send_fds(self._connection, [_DESCRIPTOR], [fd])
         except OSError as error:
             raise RankGone(error.strerror or str(error)) from error
 
     def close(self) -> None:
-        """Close it; whoever waits at either end gets RankGone."""
+        """Close the connection; threads that wait at either end get RankGone."""
         _close(self._connection)
 
 
@@ -77,7 +79,7 @@ class LeaderConnection:
     """A further rank's end of a connection to the first rank."""
 
     def __init__(self, fd: int) -> None:
-        """Owns `fd` from now on."""
+        """Take ownership of `fd`."""
         self._connection = socket.socket(fileno=fd)
         self._sending = threading.Lock()
 

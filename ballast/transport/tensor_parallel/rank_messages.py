@@ -1,8 +1,8 @@
-"""Messages between the first rank of a tensor-parallel group and each of the others.
+"""Define the messages between the first rank of a tensor-parallel group and each of the others.
 
-The first rank sends a command and waits for its reply, one at a time on a connection, in order.
-Events come unasked, on a connection of their own. All addresses are those of the rank that receives
-or sends the message; they differ from rank to rank.
+The first rank sends commands, one at a time per connection, each answered by one reply, in order.
+Further ranks send events on a connection of their own. Addresses in messages are virtual addresses
+of the further rank that receives or sends them; they differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _RankMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class JoinGroupMsg(_RankMessage, frozen=True):
-    """First message: be this rank of the group; `device` is its part of the group's."""
+    """First message: join the group as `rank`; `device`: the rank's part of the settings."""
 
     rank: int
     device: DeviceSettings
@@ -32,10 +32,10 @@ class JoinGroupMsg(_RankMessage, frozen=True):
 
 
 class MeetRanksMsg(_RankMessage, frozen=True):
-    """Second message: meet the other ranks. Answered when all have met."""
+    """Second message: meet the other ranks, for collectives. Answered when all have met."""
 
     meeting: str | None
-    """The file at which they meet; None: in shared memory, whose descriptor follows."""
+    """Path of the rendezvous file; None: shared memory, whose descriptor follows."""
 
 
 class ReserveRangeMsg(_RankMessage, frozen=True):
@@ -45,7 +45,7 @@ class ReserveRangeMsg(_RankMessage, frozen=True):
 
 
 class ReleaseRangeMsg(_RankMessage, frozen=True):
-    """Give a range of addresses back."""
+    """Release a range of addresses."""
 
     base: int
 
@@ -69,13 +69,13 @@ class UnmapPagesMsg(_RankMessage, frozen=True):
 
 
 class PopulatePagesMsg(_RankMessage, frozen=True):
-    """Give pages physical memory. Answered by `PagesShortReply` where there is too little."""
+    """Give pages physical memory. Answered by `PagesShortReply` if there is too little."""
 
     pages: list[int]
 
 
 class DiscardPagesMsg(_RankMessage, frozen=True):
-    """Give the physical memory of pages back to the operating system."""
+    """Return the physical memory of pages to the operating system."""
 
     pages: list[int]
 
@@ -84,7 +84,7 @@ class InspectMappingsMsg(_RankMessage, frozen=True):
     """Report mapped pages and the number of mappings. Answered by `MappingsReply`."""
 
     base: int | None
-    """The range whose pages are reported; None: of no range."""
+    """Base of the range whose pages are reported; None: no pages."""
 
 
 class CopyMsg(_RankMessage, frozen=True):
@@ -205,18 +205,18 @@ class RangeReservedReply(_RankMessage, frozen=True):
 
 
 class PagesShortReply(_RankMessage, frozen=True):
-    """Reply: so many pages have no physical memory, as the machine has none left."""
+    """Reply: `pages` pages got no physical memory, since the machine has none left."""
 
     pages: int
 
 
 class MappingsReply(_RankMessage, frozen=True):
-    """Reply: the rank's mappings, as the operating system has them."""
+    """Reply: the rank's mappings, as the operating system reports them."""
 
     mapped: dict[int, int]
-    """Page of the device by page of the range."""
+    """Page of the device, by page of the range."""
     mappings: int
-    """Mappings of the whole process."""
+    """Number of mappings of the whole process."""
 
 
 class ModelLoadedReply(_RankMessage, frozen=True):
@@ -230,7 +230,7 @@ class RefusedReply(_RankMessage, frozen=True):
     """Reply: the command was not carried out, and nothing has changed."""
 
     call: str | None
-    """The system call that failed; None: a promise was broken."""
+    """The call that failed (`DeviceError.call`); None: a violated invariant (`BrokenPromise`)."""
     reason: str
 
 
@@ -245,7 +245,7 @@ class LayersSettledEvent(_RankMessage, frozen=True):
 
     model: str
     held: tuple[int, ...]
-    """By slot, the layer that is there, or -1."""
+    """Layer in each slot, or -1."""
 
 
 RankReply = (

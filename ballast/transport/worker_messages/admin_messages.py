@@ -1,4 +1,7 @@
-"""Messages of operators' orders to a device."""
+"""Define the messages of operators' commands to a device, and their outcomes.
+
+Sent by `PendingCommands` in the server, answered by `Worker`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from ballast.transport.worker_messages.message import WorkerMessage
 
 
 class CommandMsg(WorkerMessage, frozen=True):
-    """An operator's order, in the field of its type; answered by `CommandDoneMsg` with its id.
+    """An operator's command, in the field of its type; answered by `CommandDoneMsg` with its id.
 
-    The field tells which order it is: plain dataclasses carry no tag.
+    Exactly one field is set; it identifies the type, as plain dataclasses carry no tag.
     """
 
     id: int
@@ -25,12 +28,12 @@ class CommandMsg(WorkerMessage, frozen=True):
 
     @classmethod
     def of(cls, id: int, order: DeviceCommand) -> CommandMsg:
-        """Wrap an order."""
+        """Wrap a command."""
         return cls(id, **{_FIELDS[type(order)]: order})  # type: ignore[arg-type]
 
     @property
     def order(self) -> DeviceCommand:
-        """The order. Raises MalformedMessage unless there is exactly one."""
+        """The command. Raises MalformedMessage unless there is exactly one."""
         orders = (self.add, self.remove, self.change, self.activate, self.evict)
         fields = (*orders, self.lend, self.recall)
         given = [order for order in fields if order is not None]
@@ -51,7 +54,7 @@ _FIELDS: dict[type[DeviceCommand], str] = {
 
 
 class CommandDoneMsg(WorkerMessage, frozen=True):
-    """How an order ended."""
+    """Outcome of a command, by its id."""
 
     id: int
     outcome: CommandOutcome

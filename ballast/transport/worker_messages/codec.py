@@ -1,4 +1,7 @@
-"""The messages between server and worker, by direction, to bytes and back."""
+"""Encode and decode the messages between server and worker, by direction.
+
+Used by both ends of `transport.sockets`; a message outside its direction's union is refused.
+"""
 
 from __future__ import annotations
 

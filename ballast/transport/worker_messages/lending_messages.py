@@ -1,7 +1,8 @@
-"""Messages about pages that one worker lends to another.
+"""Define the messages about pages that one worker lends to another.
 
-The server introduces two workers (`MeetPeerMsg`), passes on what they send to each other about
-leases (`LeaseMsg`), and takes their reports on each other (`PeerReportMsg`).
+The server introduces two workers (`MeetPeerMsg`), forwards their messages about leases
+(`LeaseMsg`), and receives their reports on each other (`PeerReportMsg`). Used by `LendingPairs` in
+the server and `LendingPeers` in each worker.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from ballast.transport.worker_messages.message import WorkerMessage
 
 
 class MeetPeerMsg(WorkerMessage, frozen=True):
-    """Introduce to a worker another device's worker, with which pages may be lent."""
+    """Introduce another device's worker to a worker that may lend to it or borrow from it."""
 
     peer: str
     epoch: int
     address: str
-    """Address at which the peer gives its memory."""
+    """Address at which the peer serves descriptors of its memory."""
 
 
 class PeerEndedMsg(WorkerMessage, frozen=True):
-    """Tell a worker that a peer's process has ended, and has been reaped."""
+    """Notify a worker that a peer's process has ended and has been reaped."""
 
     peer: str
     epoch: int
 
 
 class LeaseMsg(WorkerMessage, frozen=True):
-    """Message from lender to borrower, or back; the server passes it on, in order."""
+    """Message about a lease between lender and borrower; the server forwards these in order."""
 
     kind: Literal["lent", "asked back", "returned"]
     lease: Lease
 
     @classmethod
     def of(cls, event: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent) -> LeaseMsg:
-        """Wrap what a device has to say about a lease."""
+        """Wrap a device's event about a lease."""
         return cls(_LEASE_KINDS[type(event)], event.lease)
 
     @property
@@ -73,8 +74,8 @@ _LEASE_KINDS: dict[
 class PeerReportMsg(WorkerMessage, frozen=True):
     """Report to the server about another device's worker.
 
-    `met`: pages can be lent between them. `overdue`: it has not returned pages in time and has to
-    end. `released`: it has ended, and nothing of its memory is mapped here any more.
+    `met`: pages can be lent between them. `overdue`: the peer has not returned pages in time and
+    must be killed. `released`: the peer has ended, and none of its memory is mapped here any more.
     """
 
     kind: Literal["met", "overdue", "released"]
@@ -83,7 +84,7 @@ class PeerReportMsg(WorkerMessage, frozen=True):
 
 
 def lending_message(event: LendingMessage) -> LeaseMsg | PeerReportMsg:
-    """Wrap what a device sends about lending."""
+    """Wrap a device's message about lending."""
     match event:
         case PeerMetReport():
             return PeerReportMsg("met", event.peer, event.epoch)

@@ -1,4 +1,7 @@
-"""Messages by which the server starts, watches and ends a worker."""
+"""Define the messages by which the server starts, watches and ends a worker.
+
+Exchanged by `LocalWorker` and `RemoteDevice` in the server with `Worker` in the worker's process.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class ReadyMsg(WorkerMessage, frozen=True):
     failed: dict[str, str]
     report: DeviceReport
     pages: str = ""
-    """Address at which other workers get its memory; empty: it gives none."""
+    """Address at which other workers get descriptors of its memory; empty: it lends none."""
     reach: GpuReach | None = None
 
 
@@ -71,11 +74,11 @@ class HeartbeatMsg(WorkerMessage, frozen=True):
     """The process is alive; sent while it loads as well."""
 
     turn_seconds: float = 0.0
-    """How long the present turn of its loop has lasted; 0: it waits for events."""
+    """Duration of the present turn of its loop so far; 0: it waits for events."""
     job_seconds: float = 0.0
-    """How long the present job on its lane has lasted; 0: the lane is idle."""
+    """Duration of the present job so far; 0: no job runs."""
     load_seconds: float = 0.0
-    """Time since its load last made progress; 0: it serves."""
+    """Time since loading last made progress; 0: it serves."""
 
 
 class DrainedMsg(WorkerMessage, frozen=True):

@@ -1,4 +1,4 @@
-"""The base class of messages between server and worker."""
+"""Define the base class of messages between server and worker."""
 
 from __future__ import annotations
 

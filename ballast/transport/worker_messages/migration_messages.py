@@ -1,4 +1,8 @@
-"""Messages about a running request that moves to another device (`ballast.core.migration`)."""
+"""Define the messages of migrating a running request to another device with its KV.
+
+They wrap the steps and answers of `ballast.core.migration`. Sent by `Migrations` in the server to
+source and target, and answered by their workers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from ballast.transport.worker_messages.message import WorkerMessage
 
 
 class MigrationOrderMsg(WorkerMessage, frozen=True):
-    """Have source or target do one step of a migration, which is in the field of its type."""
+    """One step of a migration for its source or target, in the field of its type."""
 
     export: ExportKvEvent | None = None
     depart: DepartEvent | None = None
@@ -52,7 +56,7 @@ class MigrationOrderMsg(WorkerMessage, frozen=True):
 
 
 class MigrationAnswerMsg(WorkerMessage, frozen=True):
-    """Answer the server about a step of a migration, in the field of its type."""
+    """Answer to a step of a migration, in the field of its type."""
 
     exported: KvExportedAnswer | None = None
     imported: KvImportedAnswer | None = None

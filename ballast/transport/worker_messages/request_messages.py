@@ -1,4 +1,7 @@
-"""Messages of requests: sent to a worker, paused and withdrawn, and their outputs."""
+"""Define the messages that submit, pause and withdraw requests, and that return their outputs.
+
+Used by `OpenRequests` and `RemoteDevice` in the server, `Worker` and `OutgoingQueue` in a worker.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ class SubmitMsg(WorkerMessage, frozen=True):
 
 
 class WithdrawMsg(WorkerMessage, frozen=True):
-    """Cancel requests whose client has left, or needs no more of them."""
+    """Cancel requests whose client has left or needs no more output, or that move elsewhere."""
 
     request_ids: tuple[str, ...]
 
@@ -96,7 +99,7 @@ class FlowControlMsg(WorkerMessage, frozen=True):
 
 
 class _Wrapper(msgspec.Struct, frozen=True, array_like=True):
-    """An output with a tag of one letter: there is one per token, and dataclasses carry no tag."""
+    """Base of outputs with a one-letter tag: dataclasses carry none, and there is one per token."""
 
 
 class WrappedToken(_Wrapper, frozen=True, tag="t"):
