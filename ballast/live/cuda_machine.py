@@ -118,7 +118,7 @@ class CudaMachine:
 
     @property
     def copies_beside_jobs(self) -> bool:
-        """False: GPU rotors do not follow the link (`EventRotor.bring`)."""
+        """False: GPU rotors do not follow the link (`EventRotor.start_load`)."""
         return False
 
     @property

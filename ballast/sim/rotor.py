@@ -22,7 +22,7 @@ from ballast.weights.rotor import ArrivalPlan, Loads
 
 
 class SimRotor:
-    """Implements `weights.rotor.Rotor`, and `sim.layer_passes.Source` for the model's jobs.
+    """Implements `weights.rotor.Rotor`, and `sim.layer_passes.LayerSource` for the model's jobs.
 
     A layer is loaded as soon as the job is done with the one before it in its slot. A model's loads
     are a stream of their own on the device's link, as they are live.

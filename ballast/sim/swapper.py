@@ -20,7 +20,7 @@ from ballast.sim.link import SimLink
 
 
 class SimSwapper:
-    """Implements `KvSwapper`, and `sim.layer_passes.Source` for the model's jobs.
+    """Implements `KvSwapper`, and `sim.layer_passes.LayerSource` for the model's jobs.
 
     As live: a job loads its first layers' KV, one for each slot, when it begins, and the next of a
     slot when the one before it there has been stored. It ends when the last has been stored.
