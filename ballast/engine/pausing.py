@@ -1,4 +1,6 @@
-"""Pause and resume requests: the only way into `RequestState.PAUSED`, and the only way out of it.
+"""Pause and resume requests: the only way into `RequestState.PAUSED`, and back to the queue.
+
+A paused request that is cancelled or fails ends where it is (`DeviceState.end`).
 
 Used by the handling of events and of ended jobs. A request is paused while its client does not read
 or its grammar is compiled. It is then neither queued nor in a batch and holds no blocks; blocks

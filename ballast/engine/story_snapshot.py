@@ -1,4 +1,8 @@
-"""Build the first entry of a device's story: the state on which its turns depend, beside events."""
+"""Build the first entry of a device's story: the state on which its turns depend, beside events.
+
+Used by the engine loop, live and simulated, before its first turn, if the story is kept whole; the
+command handler describes a model that joins in the same way. Reads the state, changes nothing.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ A device's loop takes *events* from its `sim.event_heap.EventHeap`. What happens
 flow ends and others speed up, a job reaches its next layer) is a *change* here. Devices that can
 reach each other share one queue, so that their changes are made in one order: by time, then in the
 order of scheduling; a change comes before events of the same moment.
+
+Made by `sim.world`, one for devices that share links; links and jobs schedule changes, the event
+heap makes those that are due. A leap (`sim.leap`) skips many decode steps of one device.
 """
 
 from __future__ import annotations

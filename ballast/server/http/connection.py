@@ -1,6 +1,7 @@
 """Choose the event loop and HTTP parser: uvloop and httptools, where installed, else Python's own.
 
-The head of a request is bounded with either parser.
+Used by `server.serve`, which runs uvicorn on this loop with this parser. The head of a request is
+bounded with either parser.
 """
 
 from __future__ import annotations
