@@ -137,7 +137,7 @@ class ModelView:
 
     kv_rotation: Rotation | None = None
     """Layers whose KV rotates, or will by an order; None: KV cannot be swapped."""
-    kv_turning: bool = False
+    kv_swapping: bool = False
     """Whether `kv_rotation` is about to change; its requests continue afterwards."""
     kv_layer_pages: int = 0
     """Pages of its KV in each layer that does not share a slot."""

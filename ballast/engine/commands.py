@@ -143,7 +143,7 @@ class CommandHandler:
             if known in state.named or known in state.models:
                 return f"there is a model {known!r} already"
         for other in state.models.values():
-            moving = other.weights.may_be_loading or other.life.turning is not None
+            moving = other.weights.may_be_loading or other.life.remap_to is not None
             if moving and other.weights.may_rotate(shared):
                 whose = other.spec.name
                 return f"layers that it has in common with {whose} rotate now; evict {whose} first"

@@ -23,7 +23,7 @@ def remap(state: DeviceState, m: ModelState, wanted: Rotation) -> Short | None:
     short = state.pool.replace_promise(m.weights.owner, max(0, back))
     if short is not None:
         return short
-    m.life.order_turn(wanted)
+    m.life.order_remap(wanted)
     proceed(state, m)
     return None
 

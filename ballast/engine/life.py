@@ -39,12 +39,13 @@ class Life:
         "_kv",
         "_landing",
         "_layers",
+        "_remap",
+        "_remap",
         "_residency",
         "_stay",
         "_stuck",
         "_swap",
         "_transfer",
-        "_turn",
         "_work",
         "early",
         "job_began",
@@ -71,7 +72,7 @@ class Life:
         self._transfer: int | None = None
         self._broken: str | None = None
         self._job: Job | None = None
-        self._turn: Rotation | None = None
+        self._remap: Rotation | None = None
         self._swap: Rotation | None = None
         self._stuck: str | None = None
 
@@ -118,9 +119,9 @@ class Life:
         return self._job
 
     @property
-    def turning(self) -> Rotation | None:
+    def remap_to(self) -> Rotation | None:
         """Rotation ordered by a remap that has not been carried out yet."""
-        return self._turn
+        return self._remap
 
     @property
     def swap_to(self) -> Rotation | None:
@@ -213,7 +214,7 @@ class Life:
     def order_eviction(self) -> None:
         """Order an eviction, for when no job and no load is in flight; cancels an ordered remap."""
         self._go(Transition.ORDER_EVICTION)
-        self._turn = None
+        self._remap = None
 
     def evict(self) -> None:
         """Become absent: the weights have been evicted."""
@@ -235,10 +236,10 @@ class Life:
         self._go(Transition.END_JOB)
         self._job = None
 
-    def order_turn(self, wanted: Rotation) -> None:
+    def order_remap(self, wanted: Rotation) -> None:
         """Order a remap to `wanted`, for when no job and no load is in flight."""
-        self._go(Transition.ORDER_TURN)
-        self._turn = wanted
+        self._go(Transition.ORDER_REMAP)
+        self._remap = wanted
 
     def settle(self) -> None:
         """Begin to wait for the end of loads of layers."""
@@ -247,7 +248,7 @@ class Life:
     def settled(self) -> Rotation | None:
         """End the wait for loads; return the rotation to be put in force, None: no change."""
         self._go(Transition.SETTLED)
-        wanted, self._turn = self._turn, None
+        wanted, self._remap = self._remap, None
         return wanted
 
     def order_swap(self, wanted: Rotation) -> None:
@@ -302,12 +303,12 @@ class Life:
             ),
             (
                 layers is RemapPhase.ORDERED and work is Work.IDLE,
-                "a turn that nothing is in the way of",
+                "a remap that nothing is in the way of",
             ),
             (
                 layers in (RemapPhase.ORDERED, RemapPhase.SETTLING)
                 and residency is not Residency.RESIDENT,
-                "a turn without weights",
+                "a remap without weights",
             ),
             (kv is SwapPhase.MOVING and work is Work.IDLE, "KV that no job moves"),
             (kv in (SwapPhase.ORDERED, SwapPhase.MOVING) and not there, "a swap without weights"),
@@ -322,8 +323,8 @@ class Life:
             ((self._broken is not None) != (landing is Landing.BROKEN), "a broken load"),
             ((self._job is not None) != (work is Work.BUSY), "a job"),
             (
-                (self._turn is not None) != (layers in (RemapPhase.ORDERED, RemapPhase.SETTLING)),
-                "a turn",
+                (self._remap is not None) != (layers in (RemapPhase.ORDERED, RemapPhase.SETTLING)),
+                "a remap",
             ),
             ((self._swap is not None) != (kv in (SwapPhase.ORDERED, SwapPhase.MOVING)), "a swap"),
             ((self._stuck is not None) != (kv is SwapPhase.STUCK), "a failure"),

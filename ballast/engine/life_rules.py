@@ -110,7 +110,7 @@ class Transition(enum.Enum):
     BEGIN_EARLY_JOB = "begin early job"
     """Begin of a job that waits for layers which are still loading."""
     END_JOB = "end job"
-    ORDER_TURN = "order turn"
+    ORDER_REMAP = "order remap"
     SETTLE = "settle"
     SETTLED = "settled"
     ORDER_SWAP = "order swap"
@@ -190,7 +190,7 @@ RULES: Mapping[Transition, Rule] = {
         stay=_HERE,
     ),
     Transition.END_JOB: Rule(work={_W.BUSY: _W.IDLE}),
-    Transition.ORDER_TURN: Rule(
+    Transition.ORDER_REMAP: Rule(
         residency=_RESIDENT,
         layers={
             _L.STILL: _L.ORDERED,

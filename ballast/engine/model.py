@@ -150,7 +150,7 @@ class ModelState:
     @property
     def rotation(self) -> Rotation:
         """Rotation that is ordered, or else in force."""
-        wanted = self.life.turning
+        wanted = self.life.remap_to
         return self.weights.slots.rotation if wanted is None else wanted
 
     @property

@@ -81,7 +81,7 @@ def made_anew(m: ModelState) -> ModelView:
         decode_seconds=m.decode_seconds,
         prefill_seconds=m.prefill_seconds,
         kv_rotation=None if m.swapper is None else m.life.swap_to or m.kv.rotation,
-        kv_turning=m.life.swap_to is not None,
+        kv_swapping=m.life.swap_to is not None,
         kv_layer_pages=m.kv.layer_pages,
         first_cached_pages=_first_cached_pages(m),
         frozen=m.frozen,
@@ -97,7 +97,7 @@ def deferred_pages(m: ModelState) -> int:
     if life.residency is Residency.EVICTING:
         return m.weights.present_pages + m.kv.pages
     deferred = sum(m.kv.if_freed(r.blocks)[0] for r in m.running.leaving)
-    if life.turning is not None:
+    if life.remap_to is not None:
         deferred += max(0, -m.pages_to_take)
     if life.swap_to is not None:
         deferred += max(0, life.swap_to.n_freed - m.kv.rotation.n_freed) * m.kv.layer_pages

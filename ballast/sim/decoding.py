@@ -173,7 +173,7 @@ def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> DecodeBatch | 
     `prompts`: whether the step may admit.
     """
     life = m.life
-    stays = m.residency is Residency.RESIDENT and life.turning is None and life.swap_to is None
+    stays = m.residency is Residency.RESIDENT and life.remap_to is None and life.swap_to is None
     if m.frozen or m.running.leaving or not stays or not _admits_nobody(m, state, prompts):
         return None
     # What waits for the end of a job waits for the end of the one in flight. Whoever has all of

@@ -42,7 +42,7 @@ class RandomSwaps(MemoryPolicy):
         actions: list[Action] = list(decision.actions)
         for m in view.models:
             now = m.kv_rotation
-            if m.residency is not Residency.RESIDENT or m.kv_turning or now is None:
+            if m.residency is not Residency.RESIDENT or m.kv_swapping or now is None:
                 continue
             n = self.rng.randint(0, m.spec.n_layers)
             slots = self.rng.randint(1, 3)

@@ -49,7 +49,7 @@ DO: dict[Transition, Callable[[Life], object]] = {
     Transition.BEGIN_JOB: lambda m: m.begin_job(JOB, 0.0),
     Transition.BEGIN_EARLY_JOB: lambda m: m.begin_early_job(JOB, 0.0),
     Transition.END_JOB: lambda m: m.end_job(),
-    Transition.ORDER_TURN: lambda m: m.order_turn(LAYERS),
+    Transition.ORDER_REMAP: lambda m: m.order_remap(LAYERS),
     Transition.SETTLE: lambda m: m.settle(),
     Transition.SETTLED: lambda m: m.settled(),
     Transition.ORDER_SWAP: lambda m: m.order_swap(LAYERS),
@@ -66,7 +66,7 @@ def parts(life: Life) -> dict[str, enum.Enum]:
 
 
 def data(life: Life) -> tuple[object, ...]:
-    parts = life.transfer_id, life.load_failed, life.job, life.turning, life.swap_to
+    parts = life.transfer_id, life.load_failed, life.job, life.remap_to, life.swap_to
     return *parts, life.swap_failed, life.version.n
 
 
@@ -139,7 +139,7 @@ class Driven:
         self.proceed()
 
     def remap(self) -> None:
-        self.life.order_turn(LAYERS)
+        self.life.order_remap(LAYERS)
         self.proceed()
 
     def job(self) -> None:
@@ -220,7 +220,7 @@ def test_a_state_that_no_event_leads_to_is_found() -> None:
     for spoilt in (
         lambda m: m.begin_job(JOB, 0.0) or m.order_eviction() or m.end_job(),
         lambda m: m.order_swap(LAYERS) or m.begin_move(),
-        lambda m: m.begin_job(JOB, 0.0) or m.order_turn(LAYERS) or m.end_job(),
+        lambda m: m.begin_job(JOB, 0.0) or m.order_remap(LAYERS) or m.end_job(),
     ):
         life = Life("m")
         life.find(0.0)

@@ -123,7 +123,7 @@ def test_a_policy_may_refuse_to_make_way_for_larger_activations() -> None:
 
 def test_no_more_is_dropped_for_activations_than_they_lack() -> None:
     a, b = worlds.model("a", kv=9, cached=4), worlds.model("b", kv=9, cached=9)
-    turning = replace(worlds.model("t", kv=9, cached=9), kv_turning=True)
+    swapping = replace(worlds.model("t", kv=9, cached=9), kv_swapping=True)
     for name in PRESETS:
         policy = resolve(name).memory
         assert list(policy.grow_activations(worlds.device(a, b, free=0), 3)) == [
@@ -134,7 +134,7 @@ def test_no_more_is_dropped_for_activations_than_they_lack() -> None:
             DropCache("b", 2, ACTIVATIONS_GROW),
         ]
         # Nothing can be counted on that a cache gives up whose layers change.
-        assert list(policy.grow_activations(worlds.device(turning, b, free=0), 6)) == [
+        assert list(policy.grow_activations(worlds.device(swapping, b, free=0), 6)) == [
             DropCache("t", 6, ACTIVATIONS_GROW),
             DropCache("b", 6, ACTIVATIONS_GROW),
         ]

@@ -27,7 +27,7 @@ def caches_in_order(view: DeviceView, pages: int) -> Sequence[Action]:
     for m in view.models:
         if pages > 0 and m.cached_pages:
             drops.append(DropCache(m.name, pages, ACTIVATIONS_GROW))
-            if not m.kv_turning:  # while its layers change, dropping may free no page
+            if not m.kv_swapping:  # while its layers change, dropping may free no page
                 pages -= m.cached_pages
     return drops
 

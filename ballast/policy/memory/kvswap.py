@@ -126,9 +126,9 @@ class KvSwap(MemoryPolicy):
         fair = bool(self.fair_shares and self.pooled and turns is None)
         sharing = share_out(view, fair=fair)
         view = sharing.view
-        turning = {m.name for m in view.models if m.kv_turning}
+        swapping = {m.name for m in view.models if m.kv_swapping}
         found, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
-        claims = [c for c in found if c.model not in turning]
+        claims = [c for c in found if c.model not in swapping]
         layers = self.layers(view)
         wake, promises = None, tuple[Promise, ...]()
         if self.pooled:
@@ -156,7 +156,7 @@ class KvSwap(MemoryPolicy):
             freeing = cover_within(view, running, [layers, own_younger_requests])
             freeing = freeing or cover_within(view, waiting, [layers])
             left = PageBudget(view)
-        ended = hold(whole, standing, turns, promises, freed=bool(freeing or turning))
+        ended = hold(whole, standing, turns, promises, freed=bool(freeing or swapping))
         actions += [*sharing.holds, *ended.holds, *freeing]
         if not view.shortages:
             actions += self._give_back(view, left)
@@ -171,7 +171,7 @@ class KvSwap(MemoryPolicy):
             Swappable(m, m.derived(_offers_by_terms).setdefault(terms, {}))
             for m in sorted(view.models, key=lambda m: m.name)
             if m.residency is Residency.RESIDENT
-            and not m.kv_turning
+            and not m.kv_swapping
             and m.kv_layer_pages
             and m.kv_rotation is not None
         ]
@@ -276,7 +276,7 @@ class KvSwap(MemoryPolicy):
         before requests admitted later.
         """
         now = m.kv_rotation
-        if not self.cap or now is None or now == WHOLE or m.kv_turning:
+        if not self.cap or now is None or now == WHOLE or m.kv_swapping:
             return None
         if m.residency is not Residency.RESIDENT or not m.running or self._hidden(view, m):
             return None
@@ -292,7 +292,7 @@ class KvSwap(MemoryPolicy):
         """Return a model's claim for the pages of at least half of its rotating layers, if it may
         claim any."""
         now = m.kv_rotation
-        if now is None or now == WHOLE or m.kv_turning:
+        if now is None or now == WHOLE or m.kv_swapping:
             return None
         if m.residency is not Residency.RESIDENT or m.waiting:
             return None
