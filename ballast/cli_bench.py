@@ -10,11 +10,13 @@ import typer
 
 from ballast.cli_common import (
     FleetFile,
+    Presets,
     Rate,
     Seed,
     Spread,
     Start,
     StoryTo,
+    Workload,
     importing,
     load,
     with_preset,
@@ -30,10 +32,6 @@ if TYPE_CHECKING:
     from ballast.bench.report import Report
 
 
-Workload = Annotated[str, typer.Option(help="bursty, poisson, gamma, or a trace file.")]
-Presets = Annotated[
-    str | None, typer.Option(help="One or more, comma separated; default: the fleet file's.")
-]
 Seconds = Annotated[float, typer.Option(help="Length of the workload.")]
 MostTokens = Annotated[int, typer.Option(help="Longest prompt and output together.")]
 RunningServer = Annotated[

@@ -25,6 +25,13 @@ StoryTo = Annotated[
         "preset in its name.",
     ),
 ]
+Workload = Annotated[
+    str, typer.Option("--workload", help="bursty, poisson, gamma, or a trace file.")
+]
+Presets = Annotated[
+    str | None,
+    typer.Option("--preset", help="One or more, comma separated; default: the fleet file's."),
+]
 Rate = Annotated[
     float | None,
     typer.Option(help="Requests per second, on average; default: a trace's own, else 2."),

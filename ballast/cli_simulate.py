@@ -11,11 +11,13 @@ import typer
 
 from ballast.cli_common import (
     FleetFile,
+    Presets,
     Rate,
     Seed,
     Spread,
     Start,
     StoryTo,
+    Workload,
     importing,
     load,
     write_json,
@@ -30,13 +32,6 @@ if TYPE_CHECKING:
 
 Devices = Annotated[
     str, typer.Option(help="As 4xH100-80G,2xL4: how many of which device, or profile's file.")
-]
-Workload = Annotated[
-    str, typer.Option("--workload", help="bursty, poisson, gamma, or a trace file.")
-]
-Presets = Annotated[
-    str | None,
-    typer.Option("--preset", help="One or more, comma separated; default: the fleet file's."),
 ]
 Seconds = Annotated[float, typer.Option(help="Length of the workload, in virtual time.")]
 MostTokens = Annotated[

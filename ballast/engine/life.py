@@ -40,7 +40,6 @@ class Life:
         "_landing",
         "_layers",
         "_remap",
-        "_remap",
         "_residency",
         "_stay",
         "_stuck",
