@@ -132,6 +132,7 @@ def _repeat(
         name, n, context = following.m.spec.name, len(following.rows), following.context
         if moves:
             seconds, stall, at = runner.decodes_in_layers(name, n, context, until)
+            until = min(until, agenda.reached)
             continue
         seconds, stall, at = runner.decodes(name, n, context)
         if len(turns) == 1 and runner.even(at):
