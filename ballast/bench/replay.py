@@ -7,6 +7,7 @@ HTTP (`bench.http`), or controllers and workers (`bench.servers`).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,23 @@ from ballast.core.request import Submission
 from ballast.workload.workload import Workload, WorkloadRequest
 
 Sleep = Callable[[float], Awaitable[None]]
+
+TIMER_LATENESS = 1.5e-3
+"""Seconds by which timers of asyncio are late at most, as a rule: they count in milliseconds."""
+
+
+async def punctual_sleep(seconds: float) -> None:
+    """Sleep, and return within some tens of microseconds after `seconds`.
+
+    `asyncio.sleep` alone returns a millisecond late, which TTFT would show: it counts from the
+    moment at which a request should go out. The last `TIMER_LATENESS` are spent giving way to other
+    tasks, again and again.
+    """
+    end = time.perf_counter() + seconds
+    if seconds > TIMER_LATENESS:
+        await asyncio.sleep(seconds - TIMER_LATENESS)
+    while time.perf_counter() < end:
+        await asyncio.sleep(0)
 
 
 class TargetError(BallastError):
@@ -71,7 +89,7 @@ async def replay(
     memory_every: float = 0.5,
     progress: Progress = quiet,
     name: str | None = None,
-    sleep: Sleep = asyncio.sleep,
+    sleep: Sleep = punctual_sleep,
 ) -> WorkloadReplay:
     """Send every request at its time and wait for the answers, each at most `timeout` seconds.
 
@@ -88,10 +106,10 @@ async def replay(
     try:
         async with asyncio.TaskGroup() as group:
             for request in workload.requests:
-                prompt = prompts(request)
+                submission = submission_for(request, prompts(request))
                 wait = recorder.origin + request.at - clock.now()
                 await sleep(max(0.0, wait))
-                group.create_task(sender.send(request, prompt))
+                group.create_task(sender.send(request, submission))
         wall_seconds = clock.now() - recorder.origin
     finally:
         watcher.cancel()
@@ -122,10 +140,9 @@ class _Sender:
         self._requests = len(workload.requests)
         self._ended = self._failed = 0
 
-    async def send(self, request: WorkloadRequest, prompt: tuple[int, ...]) -> None:
+    async def send(self, request: WorkloadRequest, submission: Submission) -> None:
         """Send a request and wait for its end. Raises BrokenPromise alone."""
         recorder, clock = self._recorder, self._target.clock
-        submission = submission_for(request, prompt)
         recorder.sent(request, submission.id, clock.now())
         reason = None
         try:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import pytest
 
 from ballast.bench.record import Prompts, RequestRecorder, prompts_of
-from ballast.bench.replay import EngineTarget, TargetError, WorkloadReplay, replay
+from ballast.bench.replay import (
+    TIMER_LATENESS,
+    EngineTarget,
+    TargetError,
+    WorkloadReplay,
+    punctual_sleep,
+    replay,
+)
 from ballast.bench.sample import DecisionRecord, DeviceSample
 from ballast.core.clock import Clock, VirtualClock
 from ballast.core.errors import BrokenPromise
@@ -196,3 +204,27 @@ def test_progress_is_told_how_many_requests_have_ended() -> None:
         replay(work, engine.target, PROMPTS, progress=lambda *at: outcome.append(at), name="swap")
     )
     assert outcome == [("swap", n, 2, "") for n in range(3)]
+
+
+def test_a_punctual_sleep_is_never_too_short_and_lets_others_go_on() -> None:
+    async def slept() -> tuple[list[float], int]:
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(others())
+        found = []
+        for seconds in (0.0, TIMER_LATENESS / 2, TIMER_LATENESS, 3 * TIMER_LATENESS):
+            began = time.perf_counter()
+            await punctual_sleep(seconds)
+            found.append(time.perf_counter() - began - seconds)
+        task.cancel()
+        return found, turns
+
+    late, turns = asyncio.run(slept())
+    assert min(late) >= 0
+    assert turns > 10
