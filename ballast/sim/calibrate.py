@@ -35,11 +35,11 @@ from ballast.live.machine import MakeMachine
 from ballast.sim.device import MachineProfile
 from ballast.sim.measure_link import LinkMeter
 from ballast.sim.page_costs import PageCosts
-from ballast.sim.story_costs import costs_of, jobs_of, spread_of, with_loop
+from ballast.sim.story_costs import fit_jobs, jobs_of, spread_of, with_loop
 
 BURSTS = (1, 1, 2, 4, 8, 16)
 """Sizes of the bursts of requests in the calibration run."""
-PAUSES = (0.0, 0.002, 0.02, 0.08)
+PAUSES = (0.0, 0.0, 0.02, 0.1)
 """Seconds of idleness between bursts."""
 MOST_CONTEXT = 512
 MOST_OUTPUT = 24
@@ -123,18 +123,18 @@ def _profile(
     """
     jobs = jobs_of(entries)
     receipt_seconds = [e["at"] - e["arrival"] for e in entries if e.get("event") == "Arrival"]
-    wake, costs = costs_of(jobs)
-    spread = spread_of(jobs, wake, costs)
-    overhead, costs = with_loop(jobs, costs)
+    in_jobs = fit_jobs(jobs)
+    overhead, fit = with_loop(jobs, in_jobs)
     return MachineProfile(
-        costs=costs,
+        costs=fit.costs,
         link=rates,
         overhead=overhead,
-        wake=wake,
+        wake=fit.wake,
+        settling=fit.settling,
         answer=statistics.median(receipt_seconds) + statistics.median(answer_seconds),
         page_seconds=mapping.page_seconds,
         pages=mapping.costs,
-        spread=spread,
+        spread=spread_of(jobs, in_jobs),
     )
 
 

@@ -71,7 +71,9 @@ class MachineProfile:
     overhead: float
     """Seconds of the engine's own work per job."""
     wake: float = 0.0
-    """Seconds that a job takes longer after a pause, or a decode step after a prefill."""
+    """Seconds that a job takes longer after a pause."""
+    settling: tuple[float, ...] = ()
+    """Seconds that the first, second, ... decode step after a prefill takes longer."""
     answer: float = 0.0
     """Seconds from a request's receipt to the loop's turn, and from a turn to the client."""
     reach: float = 1.0
@@ -224,6 +226,7 @@ class SimDevice:
             self._rotors,
             profile.overhead,
             profile.wake,
+            profile.settling,
             settings.parts,
             profile.reach,
             swappers,

@@ -169,6 +169,7 @@ class DeviceProfile(Keys):
             link=self.link.rates,
             overhead=engine.overhead_seconds,
             wake=engine.wake_seconds,
+            settling=tuple(engine.settling_seconds),
             answer=engine.answer_seconds,
             on_parts=self.on_parts,
             page_seconds=self.page_seconds,
@@ -242,6 +243,7 @@ def profile_of(device: str, measured: MachineProfile, settings: DeviceSettings) 
         served_by=f"ballast {__version__}, on one lane",
         overhead_seconds=measured.overhead,
         wake_seconds=measured.wake,
+        settling_seconds=list(measured.settling),
         answer_seconds=measured.answer,
         spread=list(measured.spread.quantiles),
     )

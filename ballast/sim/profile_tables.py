@@ -65,7 +65,9 @@ class EngineProfile(Keys):
     overhead_seconds: NotNegative = 0.0
     """Seconds of the engine's own work per job, beyond the fitted costs."""
     wake_seconds: NotNegative = 0.0
-    """Further seconds of a job after a pause, and of a decode step after a prefill."""
+    """Further seconds of a job after a pause, those of the loop's turn included."""
+    settling_seconds: list[NotNegative] = Field(default_factory=list)
+    """Further seconds of the first, second, ... decode step after a prefill."""
     answer_seconds: NotNegative = 0.0
     """Seconds from a request's receipt to the loop's turn, and from a turn's begin to the
     client."""

@@ -40,8 +40,9 @@ class SimRunner:
 
     Tokens are a function of (request id, position), never an end-of-sequence token: lengths are
     the workload's. Scores and embeddings are zeros. In seconds: `overhead` is the engine's own time
-    per job, which the lane spends idle; `wake` is what a job takes longer after a pause, and a
-    decode step after a prefill; jobs that have less than the whole device have none. `parts`: of
+    per job, which the lane spends idle; `wake` is what a job takes longer after a pause, `settling`
+    what the first decode steps after a prefill do, in order; jobs that have less than the whole
+    device have neither. `parts`: of
     the device, which jobs on several lanes divide (`sim.lanes`, as is `reach`). A job that comes to
     layers which are not there waits for them (`sim.layer_passes`).
     """
@@ -56,6 +57,7 @@ class SimRunner:
         rotors: SimRotors,
         overhead: float = 0.0,
         wake: float = 0.0,
+        settling: Sequence[float] = (),
         parts: int = 1,
         reach: float = 1.0,
         swappers: SimSwappers | None = None,
@@ -79,6 +81,7 @@ class SimRunner:
         self._rotors = rotors
         self._overhead = overhead
         self._wake = wake
+        self._settling = settling
         self._parts = parts
         self._swappers = swappers
         self._reach = reach
@@ -99,8 +102,11 @@ class SimRunner:
         """Times at which the last job began and ends, the latter if known."""
         self._ahead: tuple[str, float, Alone] | None = None
         """A decode step that has begun before its job was started: model, time, and pace."""
-        self._after_pause = self._after_prefill = self._prefills = False
-        """Whether the last job followed a pause or a prefill, and whether it has a prefill."""
+        self._after_pause = self._prefills = False
+        """Whether the last job followed a pause, and whether it has a prefill."""
+        self._since_prefill = len(settling)
+        """Jobs from the last one with a prefill to the last job: 0 if that is the first after it;
+        beyond `settling` it says no more than that."""
 
     def start(self, job: Job) -> None:
         self._heap.begin(job)
@@ -192,7 +198,8 @@ class SimRunner:
     def even(self, at: float) -> bool:
         """Whether consecutive decode steps from then on that need no page take exactly their
         expected time."""
-        return not self._factors.used and not self.calls_at(at)
+        settled = self._since_prefill + 1 >= len(self._settling)
+        return settled and not self._factors.used and not self.calls_at(at)
 
     def decodes_on(self, model: str, sequences: int) -> tuple[Callable[[int], float], float]:
         """Return the seconds of a decode step by context, and the engine's own seconds, for
@@ -203,7 +210,7 @@ class SimRunner:
     def decoded(self, began: float, end: float) -> None:
         """Record that a consecutive step is in flight, with its begin and its end for the loop."""
         self._began, self._free = began, end
-        self._after_pause = self._after_prefill = False
+        self._after_pause, self._since_prefill = False, len(self._settling)
 
     def decodes_in_layers(
         self, model: str, sequences: int, context: int, until: float
@@ -234,13 +241,16 @@ class SimRunner:
         at the same time."""
         now = self._clock.now()
         if now != self._began:
-            self._after_pause, self._after_prefill = now > self._free, self._prefills
+            self._after_pause = now > self._free
+            self._since_prefill = 0 if self._prefills else self._since_prefill + 1
             self._hidden = now - self._began if self._hides_calls and now <= self._free else 0.0
             self._began = now
         self._prefills = load.prefill_chunks > 0
         seconds = self._costs[model].of(load)
-        if self._after_pause or (self._after_prefill and not self._prefills):
+        if self._after_pause:
             seconds += self._wake
+        if not self._prefills and self._since_prefill < len(self._settling):
+            seconds += self._settling[self._since_prefill]
         return seconds * self._factor(now, model)
 
     def _factor(self, now: float, model: str) -> float:

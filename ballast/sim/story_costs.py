@@ -19,6 +19,10 @@ from ballast.sim.job_spread import JobSpread, quantiles_of
 IDLE = 1.5e-3
 """Seconds between two jobs beyond which there was nothing to do: the loop needs a third of it."""
 
+SETTLING = 4
+"""Decode steps after a prefill that take longer than those which follow: their code and data have
+left the caches. Measured on two CPUs, where the fifth is within a tenth of the later ones."""
+
 STALL = 3.0
 """Factor on the expected duration beyond which a job counts as held up by something else."""
 
@@ -35,32 +39,66 @@ class TimedJob:
     """Seconds since the end of the job before, as the loop saw it; infinite for the first."""
     before: JobLoad | None
     """Load of the job before."""
+    step: int = SETTLING
+    """Jobs since the last one with a prefill: 0 for the first after it."""
+    delay: float | None = None
+    """Seconds from the turn of the loop that started the job until it began; None: unknown."""
 
     @property
     def after_pause(self) -> bool:
         return self.gap > IDLE
 
     @property
+    def settling(self) -> bool:
+        """Whether it is one of the first decode steps after a prefill."""
+        return self.step < SETTLING and not self.load.prefill_chunks
+
+    @property
     def cold(self) -> bool:
-        """Threads and caches are not those of a decode step that follows another: it began after a
-        pause, or decodes after a prefill."""
-        if self.before is None or self.after_pause:
-            return True
-        return self.before.prefill_chunks > 0 and not self.load.prefill_chunks
+        """Whether it takes longer for what went before: a pause, or a prefill."""
+        return self.before is None or self.after_pause or self.settling
+
+
+@dataclass(frozen=True, slots=True)
+class JobFit:
+    """Expected seconds of jobs."""
+
+    costs: Mapping[str, StepCosts]
+    """By model, of jobs that are not cold."""
+    wake: float
+    """Further seconds of a job after a pause."""
+    settling: tuple[float, ...]
+    """Further seconds of the first, second, ... decode step after a prefill."""
+
+    def of(self, jobs: Sequence[TimedJob]) -> Vector:
+        """Return the expected seconds of each job."""
+        return np.array([self.costs[job.model].of(job.load) + self._cold(job) for job in jobs])
+
+    def _cold(self, job: TimedJob) -> float:
+        seconds = self.wake if job.after_pause else 0.0
+        return seconds + (self.settling[job.step] if job.settling else 0.0)
 
 
 def jobs_of(entries: Sequence[Mapping[str, Any]]) -> list[TimedJob]:
     """Return the jobs in a device's story, except those of a leap, and those that began while
     weights arrived: they waited for layers, and ran beside copies."""
     early = _begun_early(entries)
-    done = [e for e in entries if e.get("event") == "JobDone"]
+    started = {e["job"]: e["at"] for e in entries if "job" in e and "event" not in e}
     found: list[TimedJob] = []
-    ended, before = float("-inf"), None
-    for e in done:
+    ended, before, step = float("-inf"), None, SETTLING
+    for e in entries:
+        if e.get("event") != "JobDone":
+            continue
         load = JobLoad(*(e[key] for key in JobLoad._fields))
-        if e.get("job") not in early:
-            gap = e["at"] - e["seconds"] - ended
-            found.append(TimedJob(e["model"], load, e["seconds"], gap, before))
+        if before is not None:
+            step = 0 if before.prefill_chunks else step + 1
+        job = e.get("job")
+        if job not in early:
+            began = e["at"] - e["seconds"]
+            delay = began - started[job] if job in started else None
+            found.append(
+                TimedJob(e["model"], load, e["seconds"], began - ended, before, step, delay)
+            )
         ended, before = e["at"], load
     return found
 
@@ -80,13 +118,13 @@ def _begun_early(entries: Sequence[Mapping[str, Any]]) -> set[int]:
     return early
 
 
-def costs_of(jobs: Sequence[TimedJob]) -> tuple[float, dict[str, StepCosts]]:
-    """Seconds that a cold job takes longer, the same for all; and by model the costs of its jobs.
+def fit_jobs(jobs: Sequence[TimedJob]) -> JobFit:
+    """Fit what jobs take, without the loop between them (`with_loop`).
 
     Non-negative coefficients with the least soft-L1 of the relative error over jobs that are not
-    cold (all, of a model whose prompts only cold ones computed), and the median of what the cold
-    take beyond that. Then everything is scaled so that all together take what they took: a queue
-    feels means, of a distribution that leans to the right.
+    cold (all, of a model whose prompts only cold ones computed), and medians of what the cold take
+    beyond that, the same for all models. Then everything is scaled so that all together take what
+    they took: a queue feels means, of a distribution that leans to the right.
     """
     costs = {}
     for model in dict.fromkeys(job.model for job in jobs):
@@ -97,49 +135,81 @@ def costs_of(jobs: Sequence[TimedJob]) -> tuple[float, dict[str, StepCosts]]:
         terms = np.array([_terms(job.load) for job in own])
         seconds = np.array([job.seconds for job in own])
         costs[model] = StepCosts(*fit_linear(terms, seconds, np.zeros(terms.shape[1])))
-    beyond = [job.seconds - costs[job.model].of(job.load) for job in jobs if job.cold]
-    wake = max(0.0, float(np.median(beyond))) if beyond else 0.0
-    expected = _expected(jobs, wake, costs)
-    factor = _over(np.array([job.seconds for job in jobs]), expected)
-    return factor * wake, {model: c.scaled(factor) for model, c in costs.items()}
+    beyond = [job.seconds - costs[job.model].of(job.load) for job in jobs]
+    wake, settling = _cold_medians(jobs, beyond)
+    fit = JobFit(costs, wake, settling)
+    factor = _over(np.array([job.seconds for job in jobs]), fit.of(jobs))
+    return JobFit(
+        {model: c.scaled(factor) for model, c in costs.items()},
+        factor * wake,
+        tuple(factor * seconds for seconds in settling),
+    )
 
 
-def spread_of(jobs: Sequence[TimedJob], wake: float, costs: Mapping[str, StepCosts]) -> JobSpread:
-    """Return the spread of job durations around the expectations of `costs_of`: jobs are weighted
-    by their expected seconds, and stalls count as `STALL` times the expectation."""
-    expected = _expected(jobs, wake, costs)
+def spread_of(jobs: Sequence[TimedJob], fit: JobFit) -> JobSpread:
+    """Return the spread of job durations around those expected: jobs are weighted by their expected
+    seconds, and stalls count as `STALL` times the expectation."""
+    expected = fit.of(jobs)
     ratios = np.minimum(np.array([job.seconds for job in jobs]) / expected, STALL)
     return JobSpread(quantiles=quantiles_of(ratios.tolist(), expected.tolist()))
 
 
-def with_loop(
-    jobs: Sequence[TimedJob], costs: Mapping[str, StepCosts]
-) -> tuple[float, dict[str, StepCosts]]:
-    """The loop's own seconds at every job, and the costs with what it does for each sequence.
+def with_loop(jobs: Sequence[TimedJob], fit: JobFit) -> tuple[float, JobFit]:
+    """Return the loop's own seconds at every job, and `fit` with what else the loop does.
 
-    From the gaps between back-to-back jobs: a constant, a part for each sequence of the job that
-    ended, whose tokens are handed out, and one for each prefill chunk of the next, which is
-    admitted.
+    From the gaps between back-to-back jobs that are not cold: a constant, a part for each sequence
+    of the job that ended, whose tokens are handed out, and one for each prefill chunk of the next,
+    which is admitted. What the loop takes longer before cold jobs is added to what these do: after
+    a pause from its turn on, in which it took the request.
     """
     close = [j for j in jobs if j.before is not None and not j.after_pause and j.gap > 0]
-    if not close:
-        return 0.0, dict(costs)
-    terms = np.array([_handled(job) for job in close])
-    gaps = np.array([job.gap for job in close])
+    warm = [j for j in close if not j.cold]
+    if not warm:
+        return 0.0, fit
+    terms = np.array([_handled(job) for job in warm])
+    gaps = np.array([job.gap for job in warm])
     coefficients = np.array(fit_linear(terms, gaps, np.zeros(3)))
     fixed, each, admission = _over(gaps, terms @ coefficients) * coefficients
-    return float(fixed), {
+    woken = [j for j in jobs if j.after_pause and j.delay is not None]
+    beyond = [j.gap - float(np.dot(_handled(j), (fixed, each, admission))) for j in close]
+    for j in woken:
+        assert j.delay is not None
+        own = (1.0, j.load.decode_sequences + j.load.prefill_chunks, j.load.prefill_chunks)
+        beyond.append(j.delay - float(np.dot(own, (fixed, each, admission))))
+    wake, settling = _cold_medians([*close, *woken], beyond)
+    costs = {
         model: replace(
             c,
             per_sequence=c.per_sequence + float(each),
             per_chunk=c.per_chunk + float(each + admission),
         )
-        for model, c in costs.items()
+        for model, c in fit.costs.items()
     }
+    added = tuple(a + b for a, b in zip(fit.settling, settling, strict=True))
+    return float(fixed), JobFit(costs, fit.wake + wake, added)
 
 
-def _expected(jobs: Sequence[TimedJob], wake: float, costs: Mapping[str, StepCosts]) -> Vector:
-    return np.array([costs[j.model].of(j.load) + (wake if j.cold else 0.0) for j in jobs])
+def _cold_medians(
+    jobs: Sequence[TimedJob], beyond: Sequence[float]
+) -> tuple[float, tuple[float, ...]]:
+    """Return the median of `beyond`, not below 0, over jobs after a pause, and over each of the
+    first decode steps after a prefill; 0 where there is none."""
+    pairs = list(zip(jobs, beyond, strict=True))
+    steps: list[list[float]] = [[] for _ in range(SETTLING)]
+    for job, seconds in pairs:
+        if job.settling and not job.after_pause:
+            steps[job.step].append(seconds)
+    settling = tuple(_median(step) for step in steps)
+    wake = [
+        seconds - (settling[job.step] if job.settling else 0.0)
+        for job, seconds in pairs
+        if job.after_pause
+    ]
+    return _median(wake), settling
+
+
+def _median(values: Sequence[float]) -> float:
+    return max(0.0, float(np.median(values))) if values else 0.0
 
 
 def _over(seen: Vector, expected: Vector) -> float:

@@ -27,7 +27,7 @@ from ballast.sim.job_spread import PERIOD, JobFactors, JobSpread, lognormal, qua
 from ballast.sim.page_costs import LoopTime, PageCosts, TimedVm
 from ballast.sim.profile import device_profile
 from ballast.sim.simulate import Simulated, simulate
-from ballast.sim.story_costs import TimedJob, costs_of, spread_of
+from ballast.sim.story_costs import TimedJob, fit_jobs, spread_of
 from ballast.sim.topology import ClusterLinks, places
 from tests.sim.restless import register, restless_world
 from tests.sim.test_enough_memory import world
@@ -43,7 +43,8 @@ World = tuple[FleetSettings, list[ModelSpec], list[Submission]]
 
 def profile_for(specs: list[ModelSpec], **more: Any) -> MachineProfile:
     costs = {s.name: JOB for s in specs}
-    known = {"overhead": 3e-4, "wake": 7e-4, "answer": 1e-4, "page_seconds": 4e-4}
+    known: dict[str, Any] = {"overhead": 3e-4, "wake": 7e-4, "answer": 1e-4, "page_seconds": 4e-4}
+    known["settling"] = (5e-4, 2e-4)
     return MachineProfile(costs=costs, link=LINK, **known | more)
 
 
@@ -221,8 +222,7 @@ def test_a_spread_is_found_again_in_jobs() -> None:
         TimedJob("m", load, JOB.of(load) * rng.lognormvariate(0, 0.15), 1e-4, load)
         for _ in range(2000)
     ]
-    wake, costs = costs_of(jobs)
-    found = spread_of(jobs, wake, costs).quantiles
+    found = spread_of(jobs, fit_jobs(jobs)).quantiles
     assert fmean(found) == pytest.approx(1.0)
     assert pstdev(found) == pytest.approx(0.15, rel=0.15)
     assert quantiles_of([2.0, 1.0], [1.0, 1.0])[0] == pytest.approx(2 / 3)

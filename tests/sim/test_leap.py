@@ -24,6 +24,7 @@ from tests.sim.restless import LENDING, lending_world, register, restless_world
 from tests.sim.test_enough_memory import world
 
 COSTS = StepCosts(8e-3, 4e-5, 1.1e-5, 3e-8, 1e-9, per_tile=1e-3)
+SETTLING = (5e-4, 2e-4, 1e-4)
 TimedOutputs = list[tuple[float, Output]]
 
 
@@ -39,7 +40,12 @@ def run(
     result: TimedOutputs = []
     costs = {s.name: COSTS for s in specs}
     profile = MachineProfile(
-        costs=costs, link=LinkRates.even(1e8), overhead=3e-4, wake=7e-4, answer=1e-4
+        costs=costs,
+        link=LinkRates.even(1e8),
+        overhead=3e-4,
+        wake=7e-4,
+        settling=SETTLING,
+        answer=1e-4,
     )
     done = simulate(
         fleet,

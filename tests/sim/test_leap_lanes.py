@@ -97,6 +97,7 @@ def test_tokens_that_leaps_pass_over_can_be_heard_all_at_once(lanes: int) -> Non
         link=LinkRates.even(1e8),
         overhead=3e-4,
         wake=7e-4,
+        settling=(5e-4, 2e-4, 1e-4),
         answer=1e-4,
     )
     simulate(setting, specs, requests, profile, lambda at, o: result.append((at, o)), steps=steps)

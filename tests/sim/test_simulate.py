@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -292,7 +293,7 @@ def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activati
         for i in range(2)
     ]
 
-    def outcome(**more: float) -> list[float]:
+    def outcome(**more: Any) -> list[float]:
         profile = MachineProfile(
             costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=1e-4, **more
         )
@@ -303,11 +304,14 @@ def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activati
         return times
 
     plain, cold, mapped = outcome(), outcome(wake=5e-4), outcome(page_seconds=1e-3)
-    gaps = [[b - a for a, b in pairwise(times[5:9])] for times in (plain, cold)]
+    settling = outcome(settling=(5e-4, 2e-4))
+    gaps = [[b - a for a, b in pairwise(times[5:9])] for times in (plain, cold, settling)]
     # Of the second request, whose model is there: the prefill waits for nothing but the lane.
     assert cold[5] - 1.0 == pytest.approx(plain[5] - 1.0 + 5e-4)
-    assert gaps[1][0] == pytest.approx(gaps[0][0] + 5e-4)
-    assert gaps[1][1:] == pytest.approx(gaps[0][1:])
+    assert gaps[1] == pytest.approx(gaps[0])
+    assert settling[5] - 1.0 == pytest.approx(plain[5] - 1.0)
+    assert gaps[2][:2] == pytest.approx([gaps[0][0] + 5e-4, gaps[0][1] + 2e-4])
+    assert gaps[2][2:] == pytest.approx(gaps[0][2:])
     assert mapped[0] == pytest.approx(plain[0] + 20e-3)
     assert mapped[5:] == pytest.approx(plain[5:])
     assert outcome(answer=3e-4) == pytest.approx([at + 3e-4 for at in plain])

@@ -40,7 +40,13 @@ class Run:
         for i, ((fleet, specs, requests), place) in enumerate(zip(parts, at, strict=True)):
             costs = {s.name: COSTS for s in specs}
             profile = MachineProfile(
-                costs=costs, link=LINK, overhead=3e-4, wake=7e-4, answer=1e-4, ahead=ahead
+                costs=costs,
+                link=LINK,
+                overhead=3e-4,
+                wake=7e-4,
+                settling=(5e-4, 2e-4, 1e-4),
+                answer=1e-4,
+                ahead=ahead,
             )
 
             def said(now: float, output: Output, i: int = i) -> None:
