@@ -1,14 +1,18 @@
 """Run every benchmark once, one after another, on one commit: what `docs/benchmarks.md` quotes.
 
-Nothing else should run on the machine meanwhile; all of it takes about six and a half hours.
+Nothing else should run on the machine meanwhile; all of it takes about six and a half hours. What
+has ended on the same code (of `ballast` and `benchmarks`, as committed) is not run again, so that
+several calls make one run; a benchmark that is stopped on its way begins anew.
 
     python -m benchmarks.everything --out out/benchmarks
-    python -m benchmarks.everything --out out/benchmarks --only fleet,robustness
+    python -m benchmarks.everything --out out/benchmarks --minutes 90
+    python -m benchmarks.everything --out out/benchmarks --only fleet,robustness --again
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -89,48 +93,93 @@ RUNS = (
 """What needs nothing beside the project and its traces; peers and GPUs are others' machines."""
 
 
+CODE = ("ballast", "benchmarks")
+"""Folders whose content decides what a benchmark measures."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of results and output")
     parser.add_argument("--only", default="", help="names, separated by commas")
+    parser.add_argument("--again", action="store_true", help="also what has ended on this code")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="start none after so many"
+    )
     args = parser.parse_args()
     names = {name for name in args.only.split(",") if name}
     if unknown := names - {run.name for run in RUNS}:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}")
     console = Console()
     args.out.mkdir(parents=True, exist_ok=True)
-    done: dict[str, Any] = {}
+    record = args.out / "everything.json"
+    done = ended_runs(record)
+    code, end = code_hash(), time.monotonic() + 60 * args.minutes
     for run in RUNS:
         if names and run.name not in names:
             continue
+        before = done.get(run.command)
+        if before is not None and before["code"] == code is not None and not args.again:
+            console.print(f"      {run.command}: ended on this code", highlight=False)
+            continue
+        if time.monotonic() >= end:
+            console.print(f"      {run.command}: no time left", highlight=False)
+            continue
         console.print(f"{time.strftime('%H:%M')} {run.command}", highlight=False)
         began = time.monotonic()
-        with (args.out / f"{run.file_name}.txt").open("w", encoding="utf-8") as output:
-            target = str((args.out / f"{run.file_name}.json").resolve())
-            status = subprocess.run(
-                (sys.executable, "-m", f"benchmarks.{run.name}", *run.options, "--json", target),
-                cwd=ROOT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
-            ).returncode
+        status = perform(run, args.out)
         seconds = time.monotonic() - began
         console.print(f"      {seconds:.0f} s, exit status {status}", highlight=False)
-        done[run.command] = {"commit": commit(), "seconds": round(seconds), "status": status}
-        write_json(args.out / "everything.json", {"machine": machine(), "runs": done})
+        done[run.command] = {
+            "commit": git("describe", "--always", "--dirty"),
+            "code": code,
+            "taken": time.strftime("%Y-%m-%d"),
+            "machine": machine(),
+            "seconds": round(seconds),
+            "status": status,
+        }
+        write_json(record, {"runs": done})
+    missing = [
+        run.command for run in RUNS if code is None or done.get(run.command, {}).get("code") != code
+    ]
+    console.print(f"not yet on this code: {', '.join(missing) or 'none'}", highlight=False)
     sys.exit(any(entry["status"] for entry in done.values()))
 
 
-def commit() -> str:
-    """The commit that is checked out, and whether files differ from it."""
+def perform(run: Run, out: Path) -> int:
+    """Run a benchmark, its output and result in files of `out`; returns its exit status."""
+    with (out / f"{run.file_name}.txt").open("w", encoding="utf-8") as output:
+        target = str((out / f"{run.file_name}.json").resolve())
+        return subprocess.run(
+            (sys.executable, "-m", f"benchmarks.{run.name}", *run.options, "--json", target),
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        ).returncode
+
+
+def ended_runs(record: Path) -> dict[str, Any]:
+    """What earlier calls have recorded, by command."""
+    if not record.is_file():
+        return {}
+    runs: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))["runs"]
+    return runs
+
+
+def code_hash() -> str | None:
+    """A hash of the code that is checked out; None where files differ from what is committed."""
+    if git("status", "--porcelain", "--", *CODE):
+        return None
+    trees = git("rev-parse", *(f"HEAD:{folder}" for folder in CODE))
+    return "-".join(tree[:12] for tree in trees.split()) or None
+
+
+def git(*arguments: str) -> str:
+    """Output of a git command in this repository; empty if it fails."""
     found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return found.stdout.strip() or "unknown"
+    return found.stdout.strip() if not found.returncode else ""
 
 
 if __name__ == "__main__":
