@@ -143,6 +143,7 @@ class LocalWorker:
             if worker_end is not None:
                 worker_end.close()  # else the worker's death would go unnoticed
         self._exited = asyncio.create_task(self._process.wait())
+        self._exited.add_done_callback(lambda _: self._socket.wake())
 
     async def _connect(self) -> None:
         while not isinstance(await self._expect(), HelloMsg):
@@ -170,15 +171,14 @@ class LocalWorker:
 
     async def _next(self) -> ToServer | None:
         assert self._exited is not None
-        receiving = asyncio.ensure_future(self._socket.receive())
-        try:
-            await asyncio.wait({receiving, self._exited}, return_when=asyncio.FIRST_COMPLETED)
-            if not receiving.done():
-                await asyncio.wait({receiving}, timeout=LAST_MESSAGE_SECONDS)
-            self._watch.note_message()
-            return receiving.result() if receiving.done() else None
-        finally:
-            receiving.cancel()
+        socket = self._socket
+        while not socket.has_message and not self._exited.done():
+            await socket.change()
+        if not socket.has_message:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(socket.change(), LAST_MESSAGE_SECONDS)
+        self._watch.note_message()
+        return socket.take() if socket.has_message else None
 
     def kill(self, why: str) -> None:
         """Kill the process at once; `epitaph` includes `why`."""
