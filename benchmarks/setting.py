@@ -65,6 +65,11 @@ class Setting:
             chosen = replace(chosen, link=LinkSettings(bytes_per_second=link))
         return chosen
 
+    def profiled(self) -> Setting:
+        """The same, with a profile of the machine as it is now."""
+        unpaced = replace(self.roomy, link=LinkSettings())
+        return replace(self, profile=calibrate(unpaced))
+
     def with_levels(self, slos: Mapping[str, Slo]) -> Setting:
         """The same, the policies being told the service levels that requests are judged by."""
         models = tuple(replace(m, slo=slos[m.name]) for m in self.roomy.models)
