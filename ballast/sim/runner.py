@@ -42,9 +42,9 @@ class SimRunner:
     the workload's. Scores and embeddings are zeros. In seconds: `overhead` is the engine's own time
     per job, which the lane spends idle; `wake` is what a job takes longer after a pause, `settling`
     what the first decode steps after a prefill do, in order; jobs that have less than the whole
-    device have neither. `parts`: of
-    the device, which jobs on several lanes divide (`sim.lanes`, as is `reach`). A job that comes to
-    layers which are not there waits for them (`sim.layer_passes`).
+    device have neither. `parts`: of the device, which jobs on several lanes divide (`sim.lanes`, as
+    is `reach`). A job that comes to layers which are not there waits for them
+    (`sim.layer_passes`).
     """
 
     def __init__(

@@ -166,16 +166,15 @@ def with_loop(jobs: Sequence[TimedJob], fit: JobFit) -> tuple[float, JobFit]:
     warm = [j for j in close if not j.cold]
     if not warm:
         return 0.0, fit
-    terms = np.array([_handled(job) for job in warm])
+    terms = np.array([_handled(job.before, job) for job in warm])
     gaps = np.array([job.gap for job in warm])
     coefficients = np.array(fit_linear(terms, gaps, np.zeros(3)))
     fixed, each, admission = _over(gaps, terms @ coefficients) * coefficients
     woken = [j for j in jobs if j.after_pause and j.delay is not None]
-    beyond = [j.gap - float(np.dot(_handled(j), (fixed, each, admission))) for j in close]
-    for j in woken:
-        assert j.delay is not None
-        own = (1.0, j.load.decode_sequences + j.load.prefill_chunks, j.load.prefill_chunks)
-        beyond.append(j.delay - float(np.dot(own, (fixed, each, admission))))
+    taken = [(j.gap, _handled(j.before, j)) for j in close]
+    # In virtual time a job pays for handing out its own tokens, not those of the one before.
+    taken += [(j.delay, _handled(j.load, j)) for j in woken if j.delay is not None]
+    beyond = [seconds - float(np.dot(n, (fixed, each, admission))) for seconds, n in taken]
     wake, settling = _cold_medians([*close, *woken], beyond)
     costs = {
         model: replace(
@@ -218,10 +217,11 @@ def _over(seen: Vector, expected: Vector) -> float:
     return float(np.minimum(seen, STALL * expected).sum() / expected.sum())
 
 
-def _handled(job: TimedJob) -> tuple[float, float, float]:
-    assert job.before is not None
-    ended = job.before.decode_sequences + job.before.prefill_chunks
-    return 1.0, ended, job.load.prefill_chunks
+def _handled(ended: JobLoad | None, job: TimedJob) -> tuple[float, float, float]:
+    """What the loop does before `job`: once, for each sequence of the `ended` job, and for each
+    prompt of the next."""
+    assert ended is not None
+    return 1.0, ended.decode_sequences + ended.prefill_chunks, job.load.prefill_chunks
 
 
 def _kinds(jobs: Sequence[TimedJob]) -> tuple[bool, bool]:
