@@ -23,6 +23,9 @@ SETTLING = 4
 """Decode steps after a prefill that take longer than those which follow: their code and data have
 left the caches. Measured on two CPUs, where the fifth is within a tenth of the later ones."""
 
+TERMS = 6
+"""Coefficients of `StepCosts` that are fitted: the first of them."""
+
 STALL = 3.0
 """Factor on the expected duration beyond which a job counts as held up by something else."""
 
@@ -121,20 +124,18 @@ def _begun_early(entries: Sequence[Mapping[str, Any]]) -> set[int]:
 def fit_jobs(jobs: Sequence[TimedJob]) -> JobFit:
     """Fit what jobs take, without the loop between them (`with_loop`).
 
-    Non-negative coefficients with the least soft-L1 of the relative error over jobs that are not
-    cold (all, of a model whose prompts only cold ones computed), and medians of what the cold take
-    beyond that, the same for all models. Then everything is scaled so that all together take what
-    they took: a queue feels means, of a distribution that leans to the right.
+    Non-negative coefficients with the least soft-L1 of the relative error, by model; what cold jobs
+    take beyond them is fitted along, as most prefills may be cold. Then it is the median of that,
+    the same for all models. Then everything is scaled so that all together take what they took: a
+    queue feels means, of a distribution that leans to the right.
     """
     costs = {}
     for model in dict.fromkeys(job.model for job in jobs):
         own = [job for job in jobs if job.model == model]
-        warm = [job for job in own if not job.cold]
-        if _kinds(warm) == _kinds(own):
-            own = warm
-        terms = np.array([_terms(job.load) for job in own])
+        terms = np.array([(*_terms(job.load), *_cold_terms(job)) for job in own])
         seconds = np.array([job.seconds for job in own])
-        costs[model] = StepCosts(*fit_linear(terms, seconds, np.zeros(terms.shape[1])))
+        fitted = fit_linear(terms, seconds, np.zeros(terms.shape[1]))
+        costs[model] = StepCosts(*fitted[:TERMS])
     beyond = [job.seconds - costs[job.model].of(job.load) for job in jobs]
     wake, settling = _cold_medians(jobs, beyond)
     fit = JobFit(costs, wake, settling)
@@ -224,15 +225,12 @@ def _handled(ended: JobLoad | None, job: TimedJob) -> tuple[float, float, float]
     return 1.0, ended.decode_sequences + ended.prefill_chunks, job.load.prefill_chunks
 
 
-def _kinds(jobs: Sequence[TimedJob]) -> tuple[bool, bool]:
-    """Whether there are prefills among them, and whether decodes."""
-    return (
-        any(job.load.prefill_chunks for job in jobs),
-        any(job.load.decode_sequences for job in jobs),
-    )
-
-
 def _terms(n: JobLoad) -> tuple[float, ...]:
-    """Terms that the first six coefficients of `StepCosts` multiply."""
+    """Terms that the first `TERMS` coefficients of `StepCosts` multiply."""
     prefill = (n.prefill_pairs, n.prefill_chunks)
     return (1.0, n.prefill_tokens, n.decode_sequences, n.decode_context, *prefill)
+
+
+def _cold_terms(job: TimedJob) -> tuple[float, ...]:
+    """Whether it came after a pause, and whether as the first, second, ... settling step."""
+    return (job.after_pause, *(job.settling and job.step == step for step in range(SETTLING)))

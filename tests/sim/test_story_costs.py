@@ -111,6 +111,19 @@ def test_a_model_whose_prompts_were_all_computed_by_cold_jobs(jobs: list[TimedJo
             assert abs(costs[model].of(load) - truth.of(load)) <= most, (model, load)
 
 
+def test_a_few_short_prompts_that_found_the_engine_busy_do_not_stand_for_all(
+    jobs: list[TimedJob],
+) -> None:
+    """As where a step holds a whole burst: nearly every prefill comes after a pause."""
+    short = [j for j in jobs if 0 < j.load.prefill_tokens <= 8 and not j.cold]
+    some = [j for j in jobs if not j.load.prefill_chunks or j.after_pause]
+    assert {j.model for j in short} == set(TRUTH)
+    costs = fit_jobs([*some, *short]).costs
+    for model, truth in TRUTH.items():
+        for load in (*DECODES, *PREFILLS):
+            assert costs[model].of(load) == pytest.approx(truth.of(load), rel=0.03)
+
+
 def test_what_no_job_tells_costs_nothing(jobs: list[TimedJob]) -> None:
     costs = fit_jobs([j for j in jobs if not j.load.prefill_chunks]).costs
     for model, truth in TRUTH.items():
