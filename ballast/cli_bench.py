@@ -146,6 +146,14 @@ def profile(
     to: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.toml"),
     device: Annotated[str, typer.Option(help="What the profile calls this machine.")] = "here",
     rounds: Annotated[int, typer.Option(min=1, help="More are slower and steadier.")] = 4,
+    http: Annotated[
+        bool,
+        typer.Option(
+            "--http",
+            help="Start a server as well, and add what the engine costs over HTTP: "
+            "--engine ballast-http.",
+        ),
+    ] = False,
 ) -> None:
     """Measure what jobs of a fleet's models cost here, for simulations. Needs an idle machine."""
     from rich.console import Console
@@ -159,29 +167,36 @@ def profile(
     fleet = load(fleet_file)
     check_machine(fleet)
     with importing():
-        from ballast.sim.calibrate import calibrate
+        from ballast.bench.http_profile import calibrate_over_http
+        from ballast.sim.calibrate import calibrated
         from ballast.sim.profile import profile_of
         from ballast.sim.toml_file import as_toml
 
-    with shown() as progress, OtherLoad() as others:
-        measured = profile_of(device, calibrate(fleet, rounds, progress=progress), fleet.device)
+    with shown() as progress, OtherLoad(children=not http) as others:
+        found, specs = calibrated(fleet, rounds, progress=progress)
+        over = None
+        if http:
+            over = calibrate_over_http(fleet_file, fleet, specs, found, rounds, progress=progress)
+        measured = profile_of(device, found, fleet.device, over)
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(as_toml(measured, "Written by ballast profile."), encoding="utf-8")
     table = Table()
-    for column in ("model", "decode step, ms", "prefill of 128 tokens, ms"):
+    for column in ("model", "engine", "decode step, ms", "prefill of 128 tokens, ms"):
         table.add_column(column)
-    for row in measured.measured:
-        costs = measured.costs(row.model)
-        step = costs.base + costs.per_sequence
-        table.add_row(row.model, f"{1e3 * step:.3g}", f"{1e3 * costs.prefill_seconds(128):.3g}")
+    for name in measured.engines:
+        for spec in specs:
+            costs = measured.served_by(name).costs(spec)
+            times = (costs.base + costs.per_sequence, costs.prefill_seconds(128))
+            table.add_row(spec.name, name, *(f"{1e3 * seconds:.3g}" for seconds in times))
     console = Console()
     console.print(table)
     rates = measured.link.rates
     link = " to the device, ".join(f"{format_bytes(r)}/s" for r in (rates.to_device, rates.to_host))
     link += f" to the host, {format_bytes(rates.mixed)}/s both together"
-    console.print(
-        f"link {link}; {1e3 * measured.serving.overhead_seconds:.2g} ms more at every job"
-    )
+    console.print(f"link {link}")
+    for name, engine in measured.engines.items():
+        each, answer = 1e3 * engine.overhead_seconds, 1e3 * engine.answer_seconds
+        console.print(f"{name}: {each:.2g} ms more at every job, {answer:.2g} ms to an answer")
     warn_if_disturbed(others, console)
     console.print(f"next: ballast bench {fleet_file} --virtual --profile {to}", soft_wrap=True)
 

@@ -40,7 +40,7 @@ from ballast.core.settings import FleetSettings, LinkSettings, Slo
 from ballast.policy.presets import resolve
 from ballast.sim.calibrate import calibrate
 from ballast.sim.cluster import Kind
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.profile import profile_of
 from benchmarks.common import NOT_STATED, finish, options, verdict
 from benchmarks.fleet import BUDGET, LOW_LOAD, TARGET, TURNS
@@ -84,7 +84,7 @@ class Bench:
         settings, link = devices[0]
         assert settings.threads is not None
         assert link.pace is not None
-        profile = replace(self.profiles[settings.threads], link=link.pace)
+        profile = self.profiles[settings.threads].over(link.pace)
         placement = servers[0].placement or "weights"  # servers expect no work
         kind = Kind(len(devices), profile_of("cpu", profile, settings))
 

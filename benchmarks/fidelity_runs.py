@@ -30,7 +30,8 @@ from ballast.core.settings import FleetSettings, LinkSettings, Slo
 from ballast.policy.presets import resolve
 from ballast.sim.calibrate import calibrate
 from ballast.sim.cluster import Kind
-from ballast.sim.device import COUNTED, MachineProfile
+from ballast.sim.device import COUNTED
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.profile import device_profile, profile_of
 from ballast.sim.toml_file import as_toml
 from ballast.workload.workload import Workload
@@ -168,7 +169,7 @@ class Runs:
         if point.devices == 1:
             return setting.virtual(fleet, work, self.levels)
         assert fleet.link.pace is not None
-        paced = replace(setting.profile, link=fleet.link.pace)
+        paced = setting.profile.over(fleet.link.pace)
         cluster = run_cluster(
             resolve(point.preset, fleet.options),
             [Kind(point.devices, profile_of("cpu", paced, fleet.device))],

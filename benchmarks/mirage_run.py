@@ -15,7 +15,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import ceil_div
 from ballast.engine.state import DeviceState
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from ballast.weights.rotor import Loads
 from ballast.workload.workload import Workload

@@ -22,7 +22,7 @@ from ballast.fleet.fleet_file import load_fleet
 from ballast.fleet.make import make_fleet
 from ballast.policy.presets import PRESETS, Preset
 from ballast.sim.calibrate import calibrate
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.workload.traces import load_trace
 from ballast.workload.workload import Workload
 
@@ -87,7 +87,7 @@ class Setting:
         preset: Preset | None = None,
     ) -> DeviceRun:
         assert fleet.link.pace is not None
-        profile = replace(self.profile, link=fleet.link.pace)
+        profile = self.profile.over(fleet.link.pace)
         return run_virtual(fleet, self.specs, workload, slos, profile, preset=preset)
 
     def live(self, fleet: FleetSettings, workload: Workload, slos: Mapping[str, Slo]) -> DeviceRun:

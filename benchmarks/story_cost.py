@@ -22,7 +22,8 @@ from ballast.core.settings import DeviceSettings
 from ballast.core.units import GiB, MiB
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.model_catalogue import catalogue
 from benchmarks.common import finish, options
 

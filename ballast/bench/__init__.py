@@ -17,6 +17,7 @@ The command line may import it. It imports everything but `dashboard`.
 - `doctor`: `ballast doctor`: is this machine fit for this fleet?
 - `fairness`: Fairness of KV memory between models (MuxServe, Equation 2).
 - `host_loading`: Load a fleet's models into a host tier.
+- `http_profile`: Costs of the engine behind a server on this machine.
 - `http`: Benchmark target: a server, over the OpenAI API.
 - `inprocess`: A live device in this process, for benchmarks.
 - `machine_load`: CPU time of other processes during a measurement.

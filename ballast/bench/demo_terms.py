@@ -23,7 +23,7 @@ from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.settings import FleetSettings, Slo
 from ballast.core.units import ceil_div, format_bytes
 from ballast.engine.sizing import set_aside
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.workload.bursty import BurstyGroups
 from ballast.workload.workload import Workload
 
@@ -200,4 +200,4 @@ def simulated(
     slos = slos_of(fleet)
     assert fleet.link.pace is not None
     sized = [replace(s, slo=slos[s.name]) for s in specs]
-    return run_virtual(fleet, sized, workload, slos, replace(profile, link=fleet.link.pace)).report
+    return run_virtual(fleet, sized, workload, slos, profile.over(fleet.link.pace)).report

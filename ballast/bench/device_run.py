@@ -28,7 +28,7 @@ from ballast.engine.state import DeviceState
 from ballast.live.device import LiveDevice
 from ballast.live.inbox import MonotonicClock
 from ballast.policy.presets import Preset
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from ballast.workload.workload import Workload
 

@@ -11,9 +11,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from ballast.cluster.worker.process_names import SERVING
 from ballast.core.errors import Unavailable
+
+CLOSING = 10.0
+"""Seconds to wait for a server's standard output to end, once the server has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +64,24 @@ def serving(
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     output = process.stdout
+    # A server whose standard output is full stands still.
+    reader = threading.Thread(target=_read_to_end, args=(output,), daemon=True)
     try:
         found = next((f for line in output if (f := re.search(r"(http://\S+)/v1", line))), None)
         if found is None:
             raise Unavailable(f"the server ended with code {process.wait()} before it was ready")
-        # Read on: a server whose standard output is full stands still.
-        threading.Thread(target=lambda: list(output), daemon=True).start()
+        reader.start()
         yield Serving(found[1], process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
+        if reader.ident is None:
+            output.close()
+        else:
+            reader.join(CLOSING)
+
+
+def _read_to_end(output: IO[str]) -> None:
+    with output:
+        for _ in output:
+            pass

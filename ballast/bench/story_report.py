@@ -144,7 +144,7 @@ class _Reader:
                 numbers[entry["n"]] = self._arrives(snapshot.began, entry)
             elif event == "JobDone":
                 job = jobs.pop(entry["job"])
-                for request in (numbers[n] for n in _sampling(job)):
+                for request in (numbers[n] for n in sampling_requests(job)):
                     request.first, request.last = request.first or at, at
                 kind = self.prefills if entry["prefill_tokens"] else self.decodes
                 kind.add(1, entry["seconds"])
@@ -193,7 +193,7 @@ class _Reader:
         return request
 
 
-def _sampling(job: StoryEntry) -> Iterator[int]:
+def sampling_requests(job: StoryEntry) -> Iterator[int]:
     """Numbers of the requests that get a token from a job."""
     yield from job.get("decode", ())
     yield from (n for n, _, _, samples in job.get("prefill", ()) if samples)

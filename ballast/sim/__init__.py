@@ -22,6 +22,8 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `leap`: Skip over decode steps while nothing else can change.
 - `lending`: Page lending between simulated devices.
 - `link`: The link between a simulated device and its host.
+- `machine_profile`: Costs of a machine, for a simulated device.
+- `measure_copies`: By how much jobs are slower beside copies.
 - `measure_link`: Measured bandwidth of this machine's link.
 - `migration`: Migration of requests between simulated devices.
 - `model_catalogue`: Sizes of public models by name.

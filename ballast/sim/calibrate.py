@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,17 +25,20 @@ from ballast.core.event import (
     TokenOutput,
     TransferDoneEvent,
 )
-from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.model import ModelState
 from ballast.live.device import LiveDevice
 from ballast.live.machine import MakeMachine
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
+from ballast.sim.measure_copies import copying
 from ballast.sim.measure_link import LinkMeter
 from ballast.sim.page_costs import PageCosts
-from ballast.sim.story_costs import fit_jobs, jobs_of, spread_of, with_loop
+from ballast.sim.story_costs import fit_jobs, jobs_of, slower_than, spread_of, with_loop
+
+Burst = tuple[list[Submission], float]
+"""Requests that are sent at once, and the seconds to wait when all are answered."""
 
 BURSTS = (1, 1, 2, 4, 8, 16)
 """Sizes of the bursts of requests in the calibration run."""
@@ -72,7 +75,7 @@ def calibrated(
     a machine drifts. Takes some seven seconds a round for eight small models; the machine must be
     otherwise idle. `progress` gets the current step, its parts done, and its parts in all.
     """
-    client = _Client(random.Random(seed), rounds, progress)
+    client = _Client(rounds, seed, progress)
     link, mapping = LinkMeter(), _Mapping()
     entries: list[dict[str, Any]] = []
     progress(f"measuring: loading {len(fleet.models)} models", 0, None)
@@ -99,8 +102,19 @@ def calibrated(
         device.close()
     if unserved:
         raise DeviceError("calibrate", f"no request of {', '.join(unserved)} was answered")
-    profile = _profile(entries, client.answer_seconds, link.rates(), mapping)
-    return replace(profile, early=device.machine.copies_beside_jobs), specs
+    receipt_seconds = [e["at"] - e["arrival"] for e in entries if e.get("event") == "Arrival"]
+    profile = MachineProfile(
+        costs={},
+        link=link.rates(),
+        overhead=0.0,
+        page_seconds=mapping.page_seconds,
+        pages=mapping.costs,
+        early=device.machine.copies_beside_jobs,
+        answer=statistics.median(receipt_seconds) + statistics.median(client.answer_seconds),
+    )
+    beside = client.beside_from
+    before = [e for e in entries if e["at"] < beside]
+    return with_engine(profile, before, [e for e in entries if e["at"] >= beside]), specs
 
 
 def _activate_all(device: LiveDevice, link: LinkMeter, mapping: _Mapping) -> None:
@@ -111,30 +125,56 @@ def _activate_all(device: LiveDevice, link: LinkMeter, mapping: _Mapping) -> Non
         mapping.evict(device, m)
 
 
-def _profile(
-    entries: list[dict[str, Any]],
-    answer_seconds: Sequence[float],
-    rates: LinkRates,
-    mapping: _Mapping,
+def with_engine(
+    profile: MachineProfile,
+    entries: Sequence[Mapping[str, Any]],
+    beside_copies: Sequence[Mapping[str, Any]] = (),
 ) -> MachineProfile:
-    """Fit a profile to a story's `entries` and to the measured costs of link and mapping.
-
-    `answer_seconds`: from the beginning of a turn until its tokens reached the client.
-    """
+    """Return `profile` with costs of jobs, and of the loop, fitted to a story's `entries`;
+    `beside_copies`: those from while bytes moved over the link."""
     jobs = jobs_of(entries)
-    receipt_seconds = [e["at"] - e["arrival"] for e in entries if e.get("event") == "Arrival"]
     in_jobs = fit_jobs(jobs)
     overhead, fit = with_loop(jobs, in_jobs)
-    return MachineProfile(
+    return replace(
+        profile,
         costs=fit.costs,
-        link=rates,
         overhead=overhead,
         wake=fit.wake,
         settling=fit.settling,
-        answer=statistics.median(receipt_seconds) + statistics.median(answer_seconds),
-        page_seconds=mapping.page_seconds,
-        pages=mapping.costs,
         spread=spread_of(jobs, in_jobs),
+        copies_slow=slower_than(in_jobs, jobs_of(beside_copies)),
+    )
+
+
+def bursts(specs: Sequence[ModelSpec], rounds: int, seed: int) -> Iterator[Burst]:
+    """Yield the bursts of a calibration: in each round every model gets bursts of all `BURSTS`.
+
+    About every other burst has a request of another model beside its own.
+    """
+    rng = random.Random(seed)
+    for i in range(rounds):
+        sizes = [(spec, n) for spec in specs for n in BURSTS]
+        rng.shuffle(sizes)
+        for j, (spec, n) in enumerate(sizes):
+            others = [s for s in specs if s is not spec] if rng.random() < 0.5 else []
+            models = [spec] * n + ([rng.choice(others)] if others else [])
+            requests = [
+                _request(rng, model, f"calibrate-{i}-{j}-{k}") for k, model in enumerate(models)
+            ]
+            yield requests, rng.choice(PAUSES)
+
+
+def _request(rng: random.Random, spec: ModelSpec, id: str) -> Submission:
+    """Return a request of a model with a random prompt and length."""
+    output = min(rng.randint(2, MOST_OUTPUT), spec.max_model_len - 1)
+    most = min(MOST_CONTEXT, spec.max_model_len - output)
+    length = round(2 ** rng.uniform(1.0, max(1.0, math.log2(most)))) if most > 1 else 1
+    return Submission(
+        id=id,
+        model=spec.name,
+        prompt=tuple(rng.randrange(spec.vocab) for _ in range(min(length, most))),
+        max_tokens=output,
+        ignore_eos=True,
     )
 
 
@@ -179,10 +219,7 @@ class _Client:
     """Sends bursts of requests, each when the one before has been answered."""
 
     def __init__(
-        self,
-        rng: random.Random,
-        rounds: int,
-        progress: Callable[[str, int, int | None], object],
+        self, rounds: int, seed: int, progress: Callable[[str, int, int | None], object]
     ) -> None:
         self.device: LiveDevice | None = None
         """Before the loop runs."""
@@ -190,10 +227,11 @@ class _Client:
         """Models of which a request was answered."""
         self.answer_seconds: list[float] = []
         """Seconds from the beginning of a turn until its tokens were here."""
-        self._rng = rng
+        self.beside_from = math.inf
+        """When bytes began to move beside jobs, on the story's clock; infinity: they did not."""
         self._rounds = rounds
+        self._seed = seed
         self._progress = progress
-        self._sent = 0
         self._open: dict[str, str] = {}
         """Model by request."""
         self._changed = threading.Condition()
@@ -220,42 +258,28 @@ class _Client:
         assert device is not None
         specs = [m.spec for m in device.state.models.values()]
         n = self._rounds * len(specs) * len(BURSTS)
-        for i in range(self._rounds):
-            for j, burst in enumerate(self._bursts(specs)):
-                self._progress("measuring jobs", i * len(specs) * len(BURSTS) + j, n)
-                for spec in burst:
-                    self._post(device, spec)
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._open)
-                    # Nothing will come: a wait that only time ends.
-                    self._changed.wait(self._rng.choice(PAUSES))
+        for i, burst in enumerate(bursts(specs, self._rounds, self._seed)):
+            self._progress("measuring jobs", i, n)
+            self._send(device, *burst)
         self._progress("measuring jobs", n, n)
+        with copying(device) as moving:
+            began = device.clock.now()
+            if moving:
+                again = list(bursts(specs, 1, self._seed + 1))
+                for i, burst in enumerate(again):
+                    self._progress("measuring jobs beside copies", i, len(again))
+                    self._send(device, *burst)
+                self._progress("measuring jobs beside copies", len(again), len(again))
+                self.beside_from = began
         device.post(DrainEvent())
 
-    def _bursts(self, specs: Sequence[ModelSpec]) -> Iterator[list[ModelSpec]]:
-        """Yield a round of bursts, each the models of its requests.
-
-        About every other burst has a request of another model beside its own.
-        """
-        bursts = [(spec, n) for spec in specs for n in BURSTS]
-        self._rng.shuffle(bursts)
-        for spec, n in bursts:
-            others = [s for s in specs if s is not spec] if self._rng.random() < 0.5 else []
-            yield [spec] * n + ([self._rng.choice(others)] if others else [])
-
-    def _post(self, device: LiveDevice, spec: ModelSpec) -> None:
-        rng = self._rng
-        output = min(rng.randint(2, MOST_OUTPUT), spec.max_model_len - 1)
-        most = min(MOST_CONTEXT, spec.max_model_len - output)
-        length = round(2 ** rng.uniform(1.0, max(1.0, math.log2(most)))) if most > 1 else 1
-        self._sent += 1
-        submission = Submission(
-            id=f"calibrate-{self._sent}",
-            model=spec.name,
-            prompt=tuple(rng.randrange(spec.vocab) for _ in range(min(length, most))),
-            max_tokens=output,
-            ignore_eos=True,
-        )
+    def _send(self, device: LiveDevice, requests: Sequence[Submission], pause: float) -> None:
+        """Send requests, and wait until all are answered, and as long as the pause."""
+        for submission in requests:
+            with self._changed:
+                self._open[submission.id] = submission.model
+            device.post(ArrivalEvent(submission))
         with self._changed:
-            self._open[submission.id] = spec.name
-        device.post(ArrivalEvent(submission))
+            self._changed.wait_for(lambda: not self._open)
+            # Nothing will come: a wait that only time ends.
+            self._changed.wait(pause)

@@ -29,12 +29,12 @@ from ballast.policy.presets import Preset
 from ballast.sim.cluster_files import NO_FILES, ClusterFiles
 from ballast.sim.controller import OnMove, SimController
 from ballast.sim.cost_switches import ALL, CostSwitches
-from ballast.sim.device import MachineProfile, SendTokens, SimDevice
+from ballast.sim.device import SendTokens, SimDevice
 from ballast.sim.lending import carry_out
+from ballast.sim.machine_profile import MachineProfile, OnParts, unmeasured
 from ballast.sim.migration import movers_of
 from ballast.sim.prefill_handover import check_roles
 from ballast.sim.profile import DeviceProfile, device_profile
-from ballast.sim.runner import OnParts, unmeasured
 from ballast.sim.simulate import simulate_devices
 from ballast.sim.topology import ClusterLinks, HostPlace, PeerLinks, places
 

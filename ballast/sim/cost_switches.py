@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from ballast.core.errors import ConfigError
 from ballast.fleet.faults import unknown
-from ballast.sim.device import MachineProfile
 from ballast.sim.job_spread import NONE, lognormal
+from ballast.sim.machine_profile import MachineProfile
 
 COSTS = ("mapping", "copies", "spread")
 """`mapping`: calls that map and unmap pages are the loop's time; `copies`: jobs are slower while

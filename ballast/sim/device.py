@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Sequence
 
 from ballast.core.actions import Join, Leave, LoopCommand
 from ballast.core.clock import VirtualClock
@@ -24,7 +23,6 @@ from ballast.core.event import (
     Event,
     Output,
 )
-from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Submission
 from ballast.core.settings import DeviceSettings
@@ -37,13 +35,14 @@ from ballast.engine.state import DeviceState
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import Preset
 from ballast.sim.decoding import DecodeBatch, tokens_of
-from ballast.sim.job_spread import NONE, JobFactors, JobSpread
+from ballast.sim.job_spread import JobFactors
 from ballast.sim.layer_passes import LayerSource
 from ballast.sim.leap import leap
 from ballast.sim.link import Path, Route, SimLink
-from ballast.sim.page_costs import LoopTime, PageCosts, TimedVm
+from ballast.sim.machine_profile import MachineProfile
+from ballast.sim.page_costs import LoopTime, TimedVm
 from ballast.sim.rotor import SimRotors
-from ballast.sim.runner import OnParts, SimRunner, unmeasured
+from ballast.sim.runner import SimRunner
 from ballast.sim.steps_ahead import StepsAheadHeap
 from ballast.sim.swapper import SimSwappers
 from ballast.sim.world import World
@@ -59,55 +58,6 @@ OnDeviceTurn = Callable[[float, DeviceState], None]
 
 COUNTED = ("activations", "evictions", "preemptions")
 """Counts of decisions that each model keeps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineProfile:
-    """Costs of a machine that a simulation needs, in seconds."""
-
-    costs: Mapping[str, StepCosts]
-    """By model name."""
-    link: LinkRates
-    overhead: float
-    """Seconds of the engine's own work per job."""
-    wake: float = 0.0
-    """Seconds that a job takes longer after a pause."""
-    settling: tuple[float, ...] = ()
-    """Seconds that the first, second, ... decode step after a prefill takes longer."""
-    answer: float = 0.0
-    """Seconds from a request's receipt to the loop's turn, and from a turn to the client."""
-    reach: float = 1.0
-    """Most memory bandwidth that a job on part of the compute can use, in multiples of that part
-    (`sim.lanes`)."""
-    on_parts: OnParts = field(default=unmeasured, compare=False)
-    """Measured job costs on parts of the device; where there are none they are estimated."""
-    page_seconds: float = 0.0
-    """Seconds per page of an activation beyond its copy, where `pages` is None."""
-    ahead: int = 0
-    """Steps that the engine has scheduled when a request arrives (`sim.steps_ahead`)."""
-    pages: PageCosts | None = None
-    """Costs of mapping in the loop's time; None: only activations are slower (`page_seconds`)."""
-    copies_slow: float = 0.0
-    """Fraction by which a job is slower if it begins while bytes move over the device's link."""
-    spread: JobSpread = NONE
-    early: bool = False
-    """Whether a model's first job begins while its last layers arrive (`engine.head_start`)."""
-
-    @property
-    def lane_costs(self) -> dict[str, StepCosts]:
-        """Job costs on a lane, by model name, the engine's own time included."""
-        return {name: c.after(self.overhead) for name, c in self.costs.items()}
-
-    def moving(self, page_bytes: int) -> LinkRates:
-        """What of weights moves over the link if pages have this size: mapped, then copied; what
-        the loop's calls take (`pages`) comes before."""
-        seconds = self.page_seconds if self.pages is None else self.pages.beside
-        mapping = seconds / page_bytes
-        slower = (
-            1 / (1 / rate + mapping) for rate in (self.link.to_device, self.link.to_device_mixed)
-        )
-        to_device, mixed = slower
-        return replace(self.link, to_device=to_device, to_device_mixed=mixed)
 
 
 class SimDevice:
@@ -222,20 +172,13 @@ class SimDevice:
             self.clock,
             self._specs,
             self._costs,
+            profile,
             self.link,
             self._rotors,
-            profile.overhead,
-            profile.wake,
-            profile.settling,
             settings.parts,
-            profile.reach,
             swappers,
-            profile.on_parts,
             calls,
-            profile.ahead > 0,
-            profile.copies_slow,
             JobFactors(profile.spread, settings.name),
-            profile.pages is not None and profile.pages.kv,
         )
 
     @property

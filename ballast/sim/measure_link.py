@@ -44,7 +44,7 @@ class LinkMeter:
         """Copy the weights of `m`, which are there, once more each way; then both ways at once."""
         there = [s.copy for s in m.weights.segments]
         n_bytes = sum(copy.n_bytes for copy in there)
-        with _landing(device.machine, n_bytes) as at:
+        with landing(device.machine, n_bytes) as at:
             back = []
             for copy in there:
                 back.append(Copy(at, copy.dst, copy.n_bytes))
@@ -78,7 +78,7 @@ def rates_of(
 
 
 @contextmanager
-def _landing(machine: Machine, n_bytes: int) -> Iterator[int]:
+def landing(machine: Machine, n_bytes: int) -> Iterator[int]:
     """The address of room on the host, touched; page-locked where a GPU copies there."""
     room = np.ones(ceil_div(n_bytes, PAGESIZE) * PAGESIZE + PAGESIZE, dtype=np.uint8)
     address = ceil_div(room.ctypes.data, PAGESIZE) * PAGESIZE

@@ -24,8 +24,8 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
 from ballast.fleet.faults import unknown
 from ballast.fleet.schema import Keys, Name, Positive
-from ballast.sim.device import MachineProfile
 from ballast.sim.job_spread import JobSpread
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.model_catalogue import catalogue, facts, shape_of
 from ballast.sim.profile_tables import (
     CostCoefficients,
@@ -43,6 +43,8 @@ from ballast.sim.toml_file import NotNegative, read_keys
 CATALOGUE = "models.toml"
 OWN = "ballast"
 """The engine of profiles that this project's own engine was measured for."""
+OVER_HTTP = "ballast-http"
+"""The same behind a server, with the client on the same machine."""
 _FOLDER = resources.files("ballast.sim") / "profiles"
 
 
@@ -231,22 +233,29 @@ class DeviceProfile(Keys):
         return step_costs(sizes, hardware, reach, engine.host, group)
 
 
-def profile_of(device: str, measured: MachineProfile, settings: DeviceSettings) -> DeviceProfile:
+def profile_of(
+    device: str,
+    measured: MachineProfile,
+    settings: DeviceSettings,
+    over_http: MachineProfile | None = None,
+) -> DeviceProfile:
     """Build a profile from the measurements of `sim.calibrate` on a device with `settings`. It has
-    no peaks, and so no costs of other models."""
-    source = MeasurementSource(
-        artifact="ballast profile, on the machine itself",
-        licence="the measurer's own",
-        engine=OWN,
-    )
-    engine = EngineProfile(
-        served_by=f"ballast {__version__}, on one lane",
-        overhead_seconds=measured.overhead,
-        wake_seconds=measured.wake,
-        settling_seconds=list(measured.settling),
-        answer_seconds=measured.answer,
-        spread=list(measured.spread.quantiles),
-    )
+    no peaks, and so no costs of other models. `over_http`: further measurements, of the engine as
+    a server's clients see it."""
+    engines, sources, rows = {}, {}, []
+    for name, source, found in ((OWN, "calibrate", measured), (OVER_HTTP, "http", over_http)):
+        if found is None:
+            continue
+        engines[name] = _engine_of(found, "over HTTP" if name == OVER_HTTP else "in one process")
+        sources[source] = MeasurementSource(
+            artifact="ballast profile, on the machine itself",
+            licence="the measurer's own",
+            engine=name,
+        )
+        rows += [
+            MeasuredModel(model=model, source=source, costs=CostCoefficients(**asdict(costs)))
+            for model, costs in found.costs.items()
+        ]
     calls = measured.pages
     pages = None
     if calls is not None:
@@ -260,20 +269,30 @@ def profile_of(device: str, measured: MachineProfile, settings: DeviceSettings) 
     return DeviceProfile(
         device=device,
         engine=OWN,
-        engines={OWN: engine},
+        engines=engines,
         link=LinkProfile(**asdict(measured.link), source="calibrate"),
         page_seconds=measured.page_seconds,
         pages=pages,
         lane_reach=measured.reach,
+        copies_slow=measured.copies_slow,
         early_jobs=measured.early,
         served=MeasuredDevice(
             **{key: getattr(settings, key) for key in MeasuredDevice.model_fields}
         ),
-        sources={"calibrate": source},
-        measured=[
-            MeasuredModel(model=name, source="calibrate", costs=CostCoefficients(**asdict(costs)))
-            for name, costs in measured.costs.items()
-        ],
+        sources=sources,
+        measured=rows,
+    )
+
+
+def _engine_of(measured: MachineProfile, way: str) -> EngineProfile:
+    """Return this project's engine as measured; `way`: how its clients reach it."""
+    return EngineProfile(
+        served_by=f"ballast {__version__}, {way}, on one lane",
+        overhead_seconds=measured.overhead,
+        wake_seconds=measured.wake,
+        settling_seconds=list(measured.settling),
+        answer_seconds=measured.answer,
+        spread=list(measured.spread.quantiles),
     )
 
 

@@ -17,34 +17,23 @@ from ballast.core.event import EmbeddingOutput, JobDoneEvent, JobResult, PromptS
 from ballast.core.job import Job, JobLoad, SampledToken
 from ballast.core.model import ModelSpec
 from ballast.sim.event_heap import EventHeap
-from ballast.sim.job_spread import NONE, JobFactors
+from ballast.sim.job_spread import JobFactors
 from ballast.sim.lanes import Part, SimLanes, guessed, measured, measured_seconds
 from ballast.sim.layer_passes import Alone, LayerSource, Pace, Pass
 from ballast.sim.link import SimLink
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.page_costs import LoopTime
 from ballast.sim.rotor import SimRotors
 from ballast.sim.swapper import SimSwappers
-
-OnParts = Callable[[ModelSpec], Sequence[tuple[float, StepCosts]]]
-"""Returns measured job costs of a model on parts of a device: (share of its compute, above 0 and
-below 1, costs there), ascending by share; empty where nothing was measured."""
-
-
-def unmeasured(spec: ModelSpec) -> Sequence[tuple[float, StepCosts]]:
-    """An `OnParts` where nothing was measured."""
-    return ()
 
 
 class SimRunner:
     """Runs a job by scheduling its end.
 
     Tokens are a function of (request id, position), never an end-of-sequence token: lengths are
-    the workload's. Scores and embeddings are zeros. In seconds: `overhead` is the engine's own time
-    per job, which the lane spends idle; `wake` is what a job takes longer after a pause, `settling`
-    what the first decode steps after a prefill do, in order; jobs that have less than the whole
-    device have neither. `parts`: of the device, which jobs on several lanes divide (`sim.lanes`, as
-    is `reach`). A job that comes to layers which are not there waits for them
-    (`sim.layer_passes`).
+    the workload's. Scores and embeddings are zeros. The lane is idle during the engine's own time
+    per job. Jobs that have less than the whole device take no longer after a pause or a prefill. A
+    job that comes to layers which are not there waits for them (`sim.layer_passes`).
     """
 
     def __init__(
@@ -53,48 +42,37 @@ class SimRunner:
         clock: Clock,
         specs: Mapping[str, ModelSpec],
         costs: Mapping[str, StepCosts],
+        profile: MachineProfile,
         link: SimLink,
         rotors: SimRotors,
-        overhead: float = 0.0,
-        wake: float = 0.0,
-        settling: Sequence[float] = (),
-        parts: int = 1,
-        reach: float = 1.0,
-        swappers: SimSwappers | None = None,
-        on_parts: OnParts = unmeasured,
-        calls: LoopTime | None = None,
-        hides_calls: bool = False,
-        copies_slow: float = 0.0,
-        factors: JobFactors | None = None,
-        maps_kv: bool = False,
+        parts: int,
+        swappers: SimSwappers | None,
+        calls: LoopTime,
+        factors: JobFactors,
     ) -> None:
-        """`on_parts`: returns measured job costs on parts of the device; `calls`: pending calls of
-        the loop, which end before a job begins, and `hides_calls`: whether the loop makes them
-        while the job before runs; `copies_slow`: see `DeviceProfile`; `factors`: on the expected
-        duration of jobs; `maps_kv`: whether pages of KV take `calls`."""
-        self.maps_kv = maps_kv
+        """`costs`: by model, those of `profile` and of models that join; `parts`: of the device,
+        which jobs on several lanes divide (`sim.lanes`); `calls`: pending calls of the loop, which
+        end before a job begins; `factors`: on the expected duration of jobs."""
+        self.maps_kv = profile.pages is not None and profile.pages.kv
         self._heap = heap
         self._clock = clock
         self._specs = specs
         self._costs = costs
+        self._profile = profile
         self._link = link
         self._rotors = rotors
-        self._overhead = overhead
-        self._wake = wake
-        self._settling = settling
+        self._overhead = profile.overhead
+        self._settling = profile.settling
         self._parts = parts
         self._swappers = swappers
-        self._reach = reach
-        self._on_parts = on_parts
-        self._calls = LoopTime(clock) if calls is None else calls
-        self._hides_calls = hides_calls
-        self._copies_slow = copies_slow
-        self._factors = JobFactors(NONE, "") if factors is None else factors
+        self._calls = calls
+        self._hides_calls = profile.ahead > 0
+        self._factors = factors
         self._hidden = 0.0
         """Seconds of calls that the job before the last hides."""
         self._measured: dict[str, Sequence[tuple[float, StepCosts]]] = {}
         """By model, costs on some shares of the device, ascending."""
-        self._lanes = SimLanes(heap, clock, overhead)
+        self._lanes = SimLanes(heap, clock, profile.overhead)
         self.borrowed: Callable[[str], LayerSource] | None = None
         """Source, by model, of KV on borrowed pages; None where such KV does not move."""
         self._borrowed: dict[str, LayerSource] = {}
@@ -104,7 +82,7 @@ class SimRunner:
         """A decode step that has begun before its job was started: model, time, and pace."""
         self._after_pause = self._prefills = False
         """Whether the last job followed a pause, and whether it has a prefill."""
-        self._since_prefill = len(settling)
+        self._since_prefill = len(profile.settling)
         """Jobs from the last one with a prefill to the last job: 0 if that is the first after it;
         beyond `settling` it says no more than that."""
 
@@ -248,7 +226,7 @@ class SimRunner:
         self._prefills = load.prefill_chunks > 0
         seconds = self._costs[model].of(load)
         if self._after_pause:
-            seconds += self._wake
+            seconds += self._profile.wake
         if not self._prefills and self._since_prefill < len(self._settling):
             seconds += self._settling[self._since_prefill]
         return seconds * self._factor(now, model)
@@ -256,8 +234,8 @@ class SimRunner:
     def _factor(self, now: float, model: str) -> float:
         """Factor on the expected duration of a job that begins at `now`."""
         factor = self._factors.at(now, model) if self._factors.used else 1.0
-        if self._copies_slow and self._link.moving:
-            factor *= 1.0 + self._copies_slow
+        if self._profile.copies_slow and self._link.moving:
+            factor *= 1.0 + self._profile.copies_slow
         return factor
 
     def _begins(self, now: float) -> float:
@@ -269,13 +247,13 @@ class SimRunner:
         """Return the seconds of a job on a share of the device that it has to itself; `factor`: on
         its expected duration."""
         if model not in self._measured:
-            self._measured[model] = self._on_parts(self._specs[model])
+            self._measured[model] = self._profile.on_parts(self._specs[model])
         seen, (compute, memory) = self._measured[model], self._costs[model].split(load)
         if not seen:
-            part = guessed(share, compute, memory, self._reach)
+            part = guessed(share, compute, memory, self._profile.reach)
         else:
             seconds = measured_seconds([*seen, (1.0, self._costs[model])], load, share)
-            part = measured(share, seconds, memory, self._reach)
+            part = measured(share, seconds, memory, self._profile.reach)
         return Part(*(factor * seconds for seconds in part))
 
     def _begin(self, model: str, seconds: float, read: int, written: int) -> Alone:

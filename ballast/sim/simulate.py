@@ -16,7 +16,8 @@ from ballast.core.story import Story
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset, resolve
 from ballast.sim.controller import SimController
-from ballast.sim.device import MachineProfile, OnDeviceTurn, SendOutput, SendTokens, SimDevice
+from ballast.sim.device import OnDeviceTurn, SendOutput, SendTokens, SimDevice
+from ballast.sim.machine_profile import MachineProfile
 
 AHEAD = 10.0
 """Virtual seconds of arrivals that are submitted to devices before these advance."""

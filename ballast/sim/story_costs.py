@@ -155,6 +155,13 @@ def spread_of(jobs: Sequence[TimedJob], fit: JobFit) -> JobSpread:
     return JobSpread(quantiles=quantiles_of(ratios.tolist(), expected.tolist()))
 
 
+def slower_than(fit: JobFit, jobs: Sequence[TimedJob]) -> float:
+    """Return the share by which `jobs` took longer than expected, all together; not below 0."""
+    if not jobs:
+        return 0.0
+    return max(0.0, _over(np.array([job.seconds for job in jobs]), fit.of(jobs)) - 1.0)
+
+
 def with_loop(jobs: Sequence[TimedJob], fit: JobFit) -> tuple[float, JobFit]:
     """Return the loop's own seconds at every job, and `fit` with what else the loop does.
 

@@ -20,7 +20,7 @@ from ballast.bench.verdict import verdict
 from ballast.cli_common import load
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.workload.workload import Workload, WorkloadRequest
 from tests.bench.test_demo_terms import SPECS, machine, write_fleet
 

@@ -16,7 +16,7 @@ from ballast.core.units import GiB
 from ballast.fleet.fleet_file import load_fleet
 from ballast.fleet.model_recipes import SCALES, ModelRecipe, plans
 from ballast.policy.presets import PRESETS
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.model_catalogue import ModelFacts
 
 SCALE = SCALES["small"]

@@ -14,7 +14,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, S
 from ballast.core.units import KiB
 from ballast.engine.report import report as device_report
 from ballast.engine.state import DeviceState
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from ballast.workload.bursty import bursty_groups
 from ballast.workload.workload import Workload

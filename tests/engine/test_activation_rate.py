@@ -8,7 +8,7 @@ from ballast.core.link import LinkRates
 from ballast.engine.activation_rate import ActivationRate
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.sim.test_simulate import COSTS, PAGE, fleet, spec, submissions
 

@@ -25,7 +25,8 @@ from ballast.engine.apply import apply
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import Preset, resolve
 from ballast.policy.requirements import Requirements
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from tests.engine.fresh import check_views
 from tests.sim.test_simulate import COSTS, fleet, spec
 

@@ -15,7 +15,8 @@ from ballast.engine.apply import apply
 from ballast.engine.events import handle
 from ballast.engine.head_start import bytes_ahead
 from ballast.policy.presets import resolve
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from tests.sim.test_early import RATE, layered
 from tests.sim.test_simulate import COSTS, fleet
 

@@ -7,7 +7,7 @@ from ballast.core.model import AdapterSpec
 from ballast.core.request import Submission
 from ballast.core.settings import Slo
 from ballast.engine.state import DeviceState
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.sim.test_simulate import COSTS, fleet, spec
 

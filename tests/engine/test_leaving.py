@@ -9,7 +9,8 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.view import Residency
 from ballast.policy.presets import resolve
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from tests.sim.test_simulate import COSTS, fleet, spec
 
 

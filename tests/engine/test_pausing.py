@@ -26,7 +26,8 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Request, RequestState, Sampling, Submission, WaitsFor
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories
 from tests.sim.test_simulate import COSTS, KEEP_PLACES, OutputLog, fleet, spec, watch

@@ -8,7 +8,7 @@ from ballast.core.event import FinishedOutput, Output
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.sim.test_simulate import COSTS, fleet, spec
 

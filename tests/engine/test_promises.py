@@ -8,7 +8,8 @@ from ballast.core.link import LinkRates
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
 from ballast.policy.presets import resolve
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from tests.sim.test_simulate import COSTS, PAGE, fleet, spec
 
 

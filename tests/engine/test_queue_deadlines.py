@@ -11,7 +11,7 @@ from ballast.core.link import LinkRates
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.request import Request, RequestState, Submission
 from ballast.engine.queue_deadlines import QueueDeadlines
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.sim.test_simulate import COSTS, fleet, spec
 

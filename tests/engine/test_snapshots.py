@@ -37,7 +37,8 @@ from ballast.engine.state import DeviceState
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import Preset, resolve
 from ballast.policy.requirements import Requirements
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from tests.engine.counted import count
 from tests.engine.fresh import check_views
 from tests.policy.worlds import PAGE

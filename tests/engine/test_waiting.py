@@ -18,7 +18,7 @@ from ballast.core.request import Precedence, Request, Submission
 from ballast.core.settings import Slo
 from ballast.core.view import RequestView
 from ballast.engine.waiting import Waiting
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.policy import worlds
 from tests.sim.test_enough_memory import world

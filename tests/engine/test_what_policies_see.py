@@ -17,7 +17,8 @@ from ballast.core.view import RequestView
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
 from ballast.policy.presets import resolve
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from tests.engine.fresh import check_views
 from tests.sim.test_simulate import COSTS, fleet, spec, submissions
 

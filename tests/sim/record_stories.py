@@ -23,7 +23,8 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.story_reader import DeviceStory, read_device_stories
 from tests.sim import test_kvswap
 from tests.sim.restless import layered_world, lending_world

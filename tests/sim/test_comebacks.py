@@ -12,7 +12,7 @@ import pytest
 from ballast.core.event import FinishedOutput, Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.sim.scenarios import Seeded, scenario
 from tests.sim.test_simulate import COSTS, OutputLog, fleet, spec, watch

@@ -22,8 +22,9 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import resolve
 from ballast.sim.cost_switches import ALL, COSTS, CostSwitches, read_cost_switches
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
 from ballast.sim.job_spread import PERIOD, JobFactors, JobSpread, lognormal, quantiles_of
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.page_costs import LoopTime, PageCosts, TimedVm
 from ballast.sim.profile import device_profile
 from ballast.sim.simulate import Simulated, simulate

@@ -27,7 +27,8 @@ from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.fleet.replica_choice import Replica
 from ballast.policy.presets import resolve
 from ballast.sim.controller import SimController
-from ballast.sim.device import MachineProfile, SendOutput, SimDevice
+from ballast.sim.device import SendOutput, SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate, simulate_devices
 from tests.sim.test_simulate import COSTS, fleet, spec, submissions
 

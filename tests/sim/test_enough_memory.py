@@ -15,7 +15,7 @@ from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, ceil_div
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 
 LONGEST = 180

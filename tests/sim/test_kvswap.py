@@ -25,11 +25,12 @@ from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm
 from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.presets import resolve
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.lanes import Running, SimLanes, guessed
 from ballast.sim.layer_passes import Alone, Pass
 from ballast.sim.link import SimLink
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.replay import replay
 from ballast.sim.simulate import Simulated, simulate
 from ballast.sim.story_reader import read_device_stories

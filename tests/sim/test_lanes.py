@@ -18,11 +18,10 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import MiB
-from ballast.sim.device import MachineProfile
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.lanes import SimLanes, guessed, measured, measured_seconds, rates
+from ballast.sim.machine_profile import MachineProfile, OnParts, unmeasured
 from ballast.sim.profile import device_profile
-from ballast.sim.runner import OnParts, unmeasured
 from ballast.sim.simulate import simulate
 from tests.policy import worlds
 

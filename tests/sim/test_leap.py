@@ -18,7 +18,8 @@ from ballast.core.settings import FleetSettings
 from ballast.core.units import GiB, ceil_div
 from ballast.engine.state import DeviceState
 from ballast.kv.layout import Layout
-from ballast.sim.device import MachineProfile, OnDeviceTurn
+from ballast.sim.device import OnDeviceTurn
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import Simulated, simulate
 from tests.sim.restless import LENDING, lending_world, register, restless_world
 from tests.sim.test_enough_memory import world

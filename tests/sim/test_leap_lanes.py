@@ -21,7 +21,7 @@ from ballast.core.settings import FleetSettings, Slo
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Cluster, parse_kinds
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
 from ballast.sim.story_reader import DeviceStory, read_device_stories

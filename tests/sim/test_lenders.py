@@ -14,8 +14,9 @@ from ballast.core.errors import BrokenPromise, ConfigError
 from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.link import LinkRates
 from ballast.policy.presets import resolve
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
 from ballast.sim.lending import WAY, Lenders
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.topology import ClusterLinks, PeerLinks, places
 from tests.engine.fresh import check_views
 from tests.sim.test_leap import COSTS

@@ -17,7 +17,7 @@ from ballast.core.request import Submission
 from ballast.core.rotation import WHOLE
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.engine.state import DeviceState
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.policy.worlds import PAGE
 

@@ -15,7 +15,8 @@ from ballast.core.request import Submission
 from ballast.engine.state import DeviceState
 from ballast.policy import presets
 from ballast.policy.compute.adbs import AdaptiveBatches
-from ballast.sim.device import MachineProfile, OnDeviceTurn
+from ballast.sim.device import OnDeviceTurn
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import Simulated, simulate
 from ballast.workload.workload import WorkloadRequest
 from tests.sim.test_enough_memory import world

@@ -21,7 +21,8 @@ from ballast.core.settings import Slo
 from ballast.engine.compute_view import runnable
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import ORDERS, shared_options
-from ballast.sim.device import MachineProfile, OnDeviceTurn
+from ballast.sim.device import OnDeviceTurn
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import Simulated, simulate
 from ballast.workload.workload import WorkloadRequest
 from tests.sim.test_enough_memory import world

@@ -13,7 +13,7 @@ from ballast.core.event import FinishedOutput, Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import Simulated, simulate
 from tests.policy.worlds import PAGE
 from tests.sim.test_mirage_runs import COSTS, LINK, burst, spec

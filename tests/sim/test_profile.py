@@ -17,8 +17,8 @@ from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import GiB, MiB
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import SERVED, Cluster, parse_kinds
-from ballast.sim.device import MachineProfile
 from ballast.sim.job_spread import JobSpread
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.model_catalogue import catalogue, facts
 from ballast.sim.page_costs import PageCosts
 from ballast.sim.profile import device_files, device_profile, profile_of

@@ -28,7 +28,8 @@ from ballast.engine.views import device_view
 from ballast.memory.vm_null import NullVm
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import resolve
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from tests.sim.test_simulate import COSTS, PAGE, fleet, spec
 
 PEER = "cpu:1"

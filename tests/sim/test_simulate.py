@@ -18,7 +18,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import PRESETS
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import Simulated, simulate
 from tests.engine.fresh import check_views
 from tests.policy import worlds

@@ -23,7 +23,7 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import GiB, MiB
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.model_catalogue import facts
 from ballast.sim.simulate import simulate
 from ballast.sim.steps_ahead import StepsAheadHeap

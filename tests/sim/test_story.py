@@ -21,7 +21,8 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
 from ballast.sim.story_reader import DeviceStory, read_device_stories

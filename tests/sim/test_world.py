@@ -16,7 +16,8 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import resolve
-from ballast.sim.device import MachineProfile, SimDevice
+from ballast.sim.device import SimDevice
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.topology import APART, ClusterLinks, HostPlace, places
 from ballast.sim.world import World
 from tests.sim.restless import register, restless_world

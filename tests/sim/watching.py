@@ -75,7 +75,8 @@ from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view, made_anew
 from ballast.policy.market.fair_shares import fair_shares
 from ballast.policy.presets import Preset, resolve
-from ballast.sim.device import MachineProfile, SimDevice, copy_nothing, hosted_nowhere
+from ballast.sim.device import SimDevice, copy_nothing, hosted_nowhere
+from ballast.sim.machine_profile import MachineProfile
 from tests.sim.neighbours import WAY, Neighbours
 from tests.sim.scenarios import Act, Ask, Order, Scenario, Withdraw, submission
 from tests.sim.test_leap import COSTS

@@ -24,7 +24,7 @@ from ballast.policy.admission.late_last import (
 )
 from ballast.policy.market.claims import LONGEST_WAIT
 from ballast.policy.market.offers import oldest
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.policy.worlds import device, model, request
 from tests.sim.test_enough_memory import world

@@ -15,7 +15,7 @@ from ballast.core.view import ModelView, Residency
 from ballast.engine.state import DeviceState
 from ballast.policy.memory.defaults import Expiry, expire
 from ballast.policy.presets import PRESETS
-from ballast.sim.device import MachineProfile
+from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.policy import worlds
 from tests.sim.test_simulate import COSTS, OutputLog, fleet, spec, watch

@@ -1,0 +1,131 @@
+"""Measure what this machine's engine costs behind a server: `ballast profile --http`.
+
+The server and its clients use processors that jobs use too, so that jobs take longer than in one
+process, and every answer passes through them. The load is that of `sim.calibrate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ballast.bench.http import HttpTarget
+from ballast.bench.progress import Progress, quiet
+from ballast.bench.record import RequestRecorder
+from ballast.bench.replay import TargetError
+from ballast.bench.server_process import serving
+from ballast.bench.story_report import sampling_requests
+from ballast.core.clock import Clock
+from ballast.core.entries import StoryEntry
+from ballast.core.errors import ConfigError, DeviceError
+from ballast.core.model import ModelSpec
+from ballast.core.settings import FleetSettings
+from ballast.live.inbox import MonotonicClock
+from ballast.sim.calibrate import bursts, with_engine
+from ballast.sim.machine_profile import MachineProfile
+from ballast.sim.story_reader import read_device_stories
+from ballast.workload.workload import WorkloadRequest
+
+
+def calibrate_over_http(
+    file: Path,
+    fleet: FleetSettings,
+    specs: Sequence[ModelSpec],
+    measured: MachineProfile,
+    rounds: int = 4,
+    seed: int = 0,
+    progress: Progress = quiet,
+) -> MachineProfile:
+    """Return `measured` with the costs of the engine behind a server that serves `file`.
+
+    Starts `ballast serve`, sends it the bursts of `sim.calibrate` over HTTP, and fits job costs to
+    the server's story. `answer` is the median, over requests that were alone, of how much earlier
+    the engine had the first token than the client: seconds on the way in and on the way out.
+    `fleet`, `specs`: what the file says, and its models' sizes. Raises ConfigError for several
+    devices or lanes, DeviceError where requests fail.
+    """
+    if fleet.of_one_device("a profile").lanes > 1:
+        raise ConfigError("lanes", fleet.device.lanes, "one lane: jobs are timed one by one")
+    key = secrets.token_urlsafe()
+    with tempfile.TemporaryDirectory() as folder:
+        story = Path(folder) / "story.jsonl"
+        options = ("--preset", "balloon", "--no-changes", "--log-level", "error")
+        environment = os.environ | {"BALLAST_API_KEY": key}
+        progress("measuring over HTTP: starting a server", 0, None)
+        with serving(file, *options, "--story", str(story), environment=environment) as server:
+            client = _HttpClient(specs, rounds, seed, progress)
+            alone = asyncio.run(client.send_bursts(server.url, key))
+        (life,) = read_device_stories(story)
+    in_engine = ttft_of(life.entries)
+    if len(in_engine) != client.sent:
+        raise DeviceError("calibrate", f"{client.sent} requests, but {len(in_engine)} in the story")
+    beyond = [seconds - in_engine[n] for n, seconds in alone]
+    answer = max(0.0, statistics.median(beyond))
+    return with_engine(replace(measured, answer=answer), life.entries)
+
+
+def ttft_of(entries: Sequence[StoryEntry]) -> list[float]:
+    """Return, of each request of a device's story in order of arrival, the seconds from the turn of
+    the loop that took it to the turn that had its first token."""
+    arrived: dict[int, float] = {}
+    first: dict[int, float] = {}
+    jobs: dict[int, StoryEntry] = {}
+    for entry in entries:
+        event = entry.get("event")
+        if event == "Arrival":
+            arrived[entry["n"]] = entry["at"]
+        elif event == "JobDone":
+            for n in sampling_requests(jobs.pop(entry["job"])):
+                first.setdefault(n, entry["at"])
+        elif event is None and "job" in entry:
+            jobs[entry["job"]] = entry
+    return [first[n] - at for n, at in arrived.items() if n in first]
+
+
+class _HttpClient:
+    """Sends bursts of requests, each when the one before has been answered."""
+
+    def __init__(
+        self, specs: Sequence[ModelSpec], rounds: int, seed: int, progress: Progress
+    ) -> None:
+        self.sent = 0
+        """Requests so far."""
+        self._bursts = list(bursts(specs, rounds, seed))
+        self._progress = progress
+        self._clock: Clock = MonotonicClock()
+
+    async def send_bursts(self, url: str, key: str) -> list[tuple[int, float]]:
+        """Send all bursts; returns, of each request that was alone in its burst, its number and
+        TTFT in seconds. Raises DeviceError where a request fails."""
+        alone: list[tuple[int, float]] = []
+        async with HttpTarget(url, self._clock, key) as target:
+            for i, (requests, pause) in enumerate(self._bursts):
+                self._progress("measuring over HTTP", i, len(self._bursts))
+                recorder = RequestRecorder()
+                for n, submission in enumerate(requests):
+                    asked = WorkloadRequest(
+                        id=n,
+                        at=0.0,
+                        model=submission.model,
+                        prompt_tokens=len(submission.prompt),
+                        output_tokens=submission.max_tokens,
+                    )
+                    recorder.sent(asked, submission.id, self._clock.now())
+                try:
+                    await asyncio.gather(*(target.run(s, recorder) for s in requests))
+                except TargetError as error:
+                    raise DeviceError("calibrate", str(error)) from error
+                if len(requests) == 1:
+                    (record,) = recorder.records()
+                    assert record.first_token is not None
+                    alone.append((self.sent, record.first_token - record.sent))
+                self.sent += len(requests)
+                await asyncio.sleep(pause)
+        self._progress("measuring over HTTP", len(self._bursts), len(self._bursts))
+        return alone
