@@ -42,8 +42,8 @@ Burst = tuple[list[Submission], float]
 
 BURSTS = (1, 1, 2, 4, 8, 16)
 """Sizes of the bursts of requests in the calibration run."""
-PAUSES = (0.0, 0.0, 0.02, 0.1)
-"""Seconds of idleness between bursts; from 20 ms on its length makes no difference."""
+PAUSES = (0.02, 0.1)
+"""Seconds without work between bursts; from 20 ms on their length makes no difference."""
 MOST_CONTEXT = 512
 MOST_OUTPUT = 24
 

@@ -11,6 +11,8 @@ from ballast.core.model import ModelSpec
 from ballast.sim.job_spread import NONE, JobSpread
 from ballast.sim.page_costs import PageCosts
 
+PAUSE = 5e-3
+"""Seconds without work beyond which a job comes after a pause; from 20 ms on pauses are alike."""
 OnParts = Callable[[ModelSpec], Sequence[tuple[float, StepCosts]]]
 """Returns measured job costs of a model on parts of a device: (share of its compute, above 0 and
 below 1, costs there), ascending by share; empty where nothing was measured."""
@@ -31,7 +33,7 @@ class MachineProfile:
     overhead: float
     """Seconds of the engine's own work per job."""
     wake: float = 0.0
-    """Seconds that a job takes longer after a pause."""
+    """Seconds that a job takes longer after a pause of more than `PAUSE`."""
     settling: tuple[float, ...] = ()
     """Seconds that the first, second, ... decode step after a prefill takes longer."""
     answer: float = 0.0

@@ -21,7 +21,7 @@ from ballast.sim.job_spread import JobFactors
 from ballast.sim.lanes import Part, SimLanes, guessed, measured, measured_seconds
 from ballast.sim.layer_passes import Alone, LayerSource, Pace, Pass
 from ballast.sim.link import SimLink
-from ballast.sim.machine_profile import MachineProfile
+from ballast.sim.machine_profile import PAUSE, MachineProfile
 from ballast.sim.page_costs import LoopTime
 from ballast.sim.rotor import SimRotors
 from ballast.sim.swapper import SimSwappers
@@ -219,7 +219,7 @@ class SimRunner:
         at the same time."""
         now = self._clock.now()
         if now != self._began:
-            self._after_pause = now > self._free
+            self._after_pause = now > self._free + PAUSE
             self._since_prefill = 0 if self._prefills else self._since_prefill + 1
             self._hidden = now - self._began if self._hides_calls and now <= self._free else 0.0
             self._began = now

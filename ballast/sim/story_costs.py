@@ -15,9 +15,10 @@ from ballast.core.cost import StepCosts
 from ballast.core.job import JobLoad
 from ballast.sim.fitting import Vector, fit_linear
 from ballast.sim.job_spread import JobSpread, quantiles_of
+from ballast.sim.machine_profile import PAUSE
 
-IDLE = 1.5e-3
-"""Seconds between two jobs beyond which there was nothing to do: the loop needs a third of it."""
+AT_ONCE = 1e-4
+"""Seconds without work up to which one job followed another at once."""
 
 SETTLING = 4
 """Decode steps after a prefill that take longer than those which follow: their code and data have
@@ -48,8 +49,16 @@ class TimedJob:
     """Seconds from the turn of the loop that started the job until it began; None: unknown."""
 
     @property
+    def idle(self) -> float:
+        """Seconds without work before it: up to the turn of the loop that started it. Where that is
+        unknown, all since the job before, or 0 where the loop may have worked meanwhile."""
+        if self.delay is None:
+            return self.gap if self.gap > PAUSE else 0.0
+        return self.gap - self.delay
+
+    @property
     def after_pause(self) -> bool:
-        return self.gap > IDLE
+        return self.idle > PAUSE
 
     @property
     def settling(self) -> bool:
@@ -170,7 +179,7 @@ def with_loop(jobs: Sequence[TimedJob], fit: JobFit) -> tuple[float, JobFit]:
     which is admitted. What the loop takes longer before cold jobs is added to what these do: after
     a pause from its turn on, in which it took the request.
     """
-    close = [j for j in jobs if j.before is not None and not j.after_pause and j.gap > 0]
+    close = [j for j in jobs if j.before is not None and j.idle <= AT_ONCE and j.gap > 0]
     warm = [j for j in close if not j.cold]
     if not warm:
         return 0.0, fit

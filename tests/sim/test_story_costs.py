@@ -152,3 +152,29 @@ def test_a_lone_job_says_nothing_of_the_loop() -> None:
     assert with_loop(lone, known) == (0.0, known)
     costs = fit_jobs(lone).costs
     assert costs[lone[0].model].of(lone[0].load) == pytest.approx(lone[0].seconds, rel=1e-6)
+
+
+def test_a_slow_turn_of_the_loop_is_no_pause() -> None:
+    """Sixteen prompts are admitted before a job: the loop worked. A pause is when nothing came."""
+    paused = [job for job in jobs_of(_jobs(0.008, idle=0.02)) if job.before is not None]
+    assert [round(job.idle, 6) for job in paused] == [0.02] * 3
+    assert all(job.after_pause for job in paused)
+    slow = [job for job in jobs_of(_jobs(0.008)) if job.before is not None]
+    assert [round(job.gap, 6) for job in slow] == [0.008] * 3
+    assert not any(job.after_pause for job in slow)
+    assert with_loop(slow, JobFit(TRUTH, 0.0, (0.0,) * SETTLING))[0] > 0.005
+
+
+def _jobs(delay: float, idle: float = 0.0) -> list[dict[str, object]]:
+    """Jobs each of which begins `delay` seconds after a turn, that `idle` after the last job."""
+    load = JobLoad(0, 0, 0, 1, 15)._asdict()
+    entries: list[dict[str, object]] = []
+    now = 1.0
+    for job in range(4):
+        now += idle
+        entries.append({"at": now, "job": job, "model": "a"})
+        now += delay + 0.05
+        entries.append(
+            {"at": now, "event": "JobDone", "job": job, "model": "a", "seconds": 0.05, **load}
+        )
+    return entries
