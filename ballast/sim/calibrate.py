@@ -102,7 +102,9 @@ def calibrated(
         device.close()
     if unserved:
         raise DeviceError("calibrate", f"no request of {', '.join(unserved)} was answered")
-    receipt_seconds = [e["at"] - e["arrival"] for e in entries if e.get("event") == "Arrival"]
+    before = [e for e in entries if e["at"] < client.beside_from]
+    beside = [e for e in entries if e["at"] >= client.beside_from]
+    receipt_seconds = [e["at"] - e["arrival"] for e in before if e.get("event") == "Arrival"]
     profile = MachineProfile(
         costs={},
         link=link.rates(),
@@ -112,9 +114,7 @@ def calibrated(
         early=device.machine.copies_beside_jobs,
         answer=statistics.median(receipt_seconds) + statistics.median(client.answer_seconds),
     )
-    beside = client.beside_from
-    before = [e for e in entries if e["at"] < beside]
-    return with_engine(profile, before, [e for e in entries if e["at"] >= beside]), specs
+    return with_engine(profile, before, beside), specs
 
 
 def _activate_all(device: LiveDevice, link: LinkMeter, mapping: _Mapping) -> None:
@@ -131,10 +131,11 @@ def with_engine(
     beside_copies: Sequence[Mapping[str, Any]] = (),
 ) -> MachineProfile:
     """Return `profile` with costs of jobs, and of the loop, fitted to a story's `entries`;
-    `beside_copies`: those from while bytes moved over the link."""
+    `beside_copies`: those from while bytes moved over the link, if any did."""
     jobs = jobs_of(entries)
     in_jobs = fit_jobs(jobs)
     overhead, fit = with_loop(jobs, in_jobs)
+    slow = slower_than(in_jobs, jobs_of(beside_copies)) if beside_copies else profile.copies_slow
     return replace(
         profile,
         costs=fit.costs,
@@ -142,7 +143,7 @@ def with_engine(
         wake=fit.wake,
         settling=fit.settling,
         spread=spread_of(jobs, in_jobs),
-        copies_slow=slower_than(in_jobs, jobs_of(beside_copies)),
+        copies_slow=slow,
     )
 
 
@@ -226,7 +227,7 @@ class _Client:
         self.served: set[str] = set()
         """Models of which a request was answered."""
         self.answer_seconds: list[float] = []
-        """Seconds from the beginning of a turn until its tokens were here."""
+        """Seconds from the beginning of a turn until its tokens were here, before `beside_from`."""
         self.beside_from = math.inf
         """When bytes began to move beside jobs, on the story's clock; infinity: they did not."""
         self._rounds = rounds
@@ -239,7 +240,7 @@ class _Client:
     def receive(self, outputs: list[Output]) -> None:
         """Record outputs; called on the loop's thread."""
         assert self.device is not None
-        if self.device.loop.turn_since is not None:
+        if self.device.loop.turn_since is not None and self.beside_from == math.inf:
             seconds = self.device.clock.now() - self.device.loop.turn_since
             self.answer_seconds.append(seconds)
         ends = [o for o in outputs if not isinstance(o, TokenOutput)]
@@ -263,14 +264,13 @@ class _Client:
             self._send(device, *burst)
         self._progress("measuring jobs", n, n)
         with copying(device) as moving:
-            began = device.clock.now()
             if moving:
+                self.beside_from = device.clock.now()
                 again = list(bursts(specs, 1, self._seed + 1))
                 for i, burst in enumerate(again):
                     self._progress("measuring jobs beside copies", i, len(again))
                     self._send(device, *burst)
                 self._progress("measuring jobs beside copies", len(again), len(again))
-                self.beside_from = began
         device.post(DrainEvent())
 
     def _send(self, device: LiveDevice, requests: Sequence[Submission], pause: float) -> None:
