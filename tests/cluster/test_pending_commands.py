@@ -134,8 +134,8 @@ def test_an_order_that_a_worker_dies_of_fails_and_is_not_repeated() -> None:
 
 def test_decisions_outlive_the_worker_that_they_are_of() -> None:
     async def scenario() -> None:
+        before = asyncio.get_running_loop().time()  # the worker's clock starts after it
         async with running() as (controller, _):
-            before = asyncio.get_running_loop().time()
             for workers in (1, 2):
                 while len(controller.devices.decisions) < workers:
                     await asyncio.sleep(0.01)
