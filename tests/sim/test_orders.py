@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ballast.bench.record import RequestRecord, RequestRecorder, prompts_of, submission_for
@@ -95,6 +95,9 @@ arrivals = st.lists(
 
 @settings(max_examples=15)
 @given(arrivals, st.sampled_from([18, 30, 200]), st.sampled_from([1e-3, 10.0]))
+@example(
+    [(1.34, 221, 42, 0), (1.145, 49, 59, 1), (1.585, 56, 19, 0), (1.585, 250, 60, 1)], 18, 10.0
+)
 def test_a_model_alone_is_served_first_come_first_served(
     asked: list[tuple[float, int, int, int]], pages: int, ttft: float
 ) -> None:

@@ -41,8 +41,9 @@ class AdaptiveBatches(ComputePolicy):
     longer than the jobs in flight at that time, as nothing begins before it; the published code can
     wait for a decode to end that it stops itself. A prefill without memory for its KV stops none:
     decodes will free memory. A model whose streams have waited for `longest_gap` seconds, or for
-    twice the time of a step of every model if that is longer, decodes before the next prefill; then
-    a prefill follows. So neither kind of work starves, even on one lane.
+    twice the time of a step of every model if that is longer, decodes before the next prefill,
+    unless they decode in it; then a prefill follows. So neither kind of work starves, even on one
+    lane.
 
     A model has one job at a time, in which its own streams decode beside its prompts: prefill and
     decode of one model share one copy of its weights, and one pass over them. `separate`: prompts
@@ -69,22 +70,22 @@ class AdaptiveBatches(ComputePolicy):
         works = {r.model: view.work_of(r.model) for r in view.runnable}
         decodes = [r for r in view.runnable if works[r.model].decodes]
         if prompts and not prefilling:
-            overdue = None if rounds.owed else self._overdue(view.now, decodes, works)
+            chosen = _next_prefill(prompts, rounds)
+            pausing = decodes if self.separate else [r for r in decodes if r is not chosen]
+            overdue = None if rounds.owed else self._overdue(view.now, pausing, works)
             if overdue is not None:
                 return _step(overdue, Rounds(rounds.past, owed=True), self._parts_of_step(view))
-            return self._prefill(view, prompts, decodes, rounds)
+            return self._prefill(view, chosen, decodes, rounds)
         return _step(_next(decodes), rounds, self._parts_of_step(view)) if decodes else None
 
     def _prefill(
         self,
         view: ComputeView,
-        prompts: Sequence[Runnable],
+        chosen: Runnable,
         decodes: Sequence[Runnable],
         rounds: Rounds,
     ) -> ComputeDecision | None:
-        """Return the next prefill; None while it waits for its part of the device."""
-        last = {model: i for i, model in enumerate(rounds.past)}
-        chosen = min(prompts, key=lambda r: (last.get(r.model, -1), r.first_prompt or (), r.model))
+        """Return a model's prefill; None while it waits for its part of the device."""
         beside = view.lanes > 1 and (view.in_flight or any(r is not chosen for r in decodes))
         parts = view.parts - self._share(view) if beside else view.parts
         if view.in_flight and view.free_parts < parts:
@@ -116,6 +117,12 @@ class AdaptiveBatches(ComputePolicy):
     def _parts_of_step(self, view: ComputeView) -> int | None:
         """Return the parts of each decode step beside a prefill; None: no limit."""
         return None if view.lanes == 1 else max(1, self._share(view) // (view.lanes - 1))
+
+
+def _next_prefill(prompts: Sequence[Runnable], rounds: Rounds) -> Runnable:
+    """Return the model whose prompts were computed longest ago."""
+    last = {model: i for i, model in enumerate(rounds.past)}
+    return min(prompts, key=lambda r: (last.get(r.model, -1), r.first_prompt or (), r.model))
 
 
 def _next(decodes: Sequence[Runnable]) -> Runnable:

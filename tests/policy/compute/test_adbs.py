@@ -88,6 +88,13 @@ def test_streams_that_waited_long_decode_before_the_next_prefill() -> None:
     assert chosen(replace(POLICY, longest_gap=1.0)(v, None)) == ("p", Phase.MIXED, 1)
 
 
+def test_streams_that_waited_long_decode_in_their_models_own_prefill() -> None:
+    late = work("d", decodes=[decode(last=NOW - 0.3)], prompts=[prompt(1, 400, 1.0)])
+    v = lanes(view(late))
+    assert chosen(POLICY(v, None)) == ("d", Phase.MIXED, 8)
+    assert chosen(replace(POLICY, separate=1)(v, None)) == ("d", Phase.DECODE, 4)
+
+
 def test_kv_that_moves_comes_before_all() -> None:
     v = view(DECODES, PROMPTS)
     moving = Runnable("d", NOW, None, moves_kv=True)
