@@ -5,6 +5,7 @@ Used by `sim.calibrate`.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,9 +93,11 @@ class JobFit:
 
 
 def jobs_of(entries: Sequence[Mapping[str, Any]]) -> list[TimedJob]:
-    """Return the jobs in a device's story, except those of a leap, and those that began while
-    weights arrived: they waited for layers, and ran beside copies."""
+    """Return the jobs in a device's story, but for those of a leap, those that began while weights
+    arrived (they waited for layers, and ran beside copies), and those during which a request came
+    (the server took processor time from them, which is no cost of theirs)."""
     early = _begun_early(entries)
+    receipts = sorted(e["arrival"] for e in entries if e.get("event") == "Arrival")
     started = {e["job"]: e["at"] for e in entries if "job" in e and "event" not in e}
     found: list[TimedJob] = []
     ended, before, step = float("-inf"), None, SETTLING
@@ -105,9 +108,11 @@ def jobs_of(entries: Sequence[Mapping[str, Any]]) -> list[TimedJob]:
         if before is not None:
             step = 0 if before.prefill_chunks else step + 1
         job = e.get("job")
-        if job not in early:
-            began = e["at"] - e["seconds"]
-            delay = began - started[job] if job in started else None
+        began = e["at"] - e["seconds"]
+        turn = started.get(job, began)
+        disturbed = bisect_left(receipts, e["at"]) > bisect_right(receipts, turn)
+        if job not in early and not disturbed:
+            delay = began - turn if job in started else None
             found.append(
                 TimedJob(e["model"], load, e["seconds"], began - ended, before, step, delay)
             )

@@ -47,7 +47,7 @@ def story(rng: random.Random, n: int, noise: Noise = lambda: 1.0) -> list[dict[s
         turn = now + (0.05 if pause else 0.0)
         now = turn + gap + seconds
         result = {"at": now, "event": "JobDone", "job": i, "model": model, "seconds": seconds}
-        entries += [{"at": turn, "event": "Arrival", "model": model}]
+        entries += [{"at": turn, "event": "Arrival", "model": model, "arrival": turn}]
         entries += [{"at": turn, "job": i, "model": model}, result | load._asdict()]
         before = load
     return entries
@@ -133,7 +133,8 @@ def test_what_no_job_tells_costs_nothing(jobs: list[TimedJob]) -> None:
 
 
 def test_only_jobs_that_end_count() -> None:
-    assert jobs_of([{"at": 0.0, "event": "Arrival"}, {"at": 1.0, "event": "Leap"}]) == []
+    arrival = {"at": 0.0, "event": "Arrival", "arrival": 0.0}
+    assert jobs_of([arrival, {"at": 1.0, "event": "Leap"}]) == []
 
 
 def test_jobs_that_waited_for_weights_are_left_out() -> None:
@@ -144,6 +145,19 @@ def test_jobs_that_waited_for_weights_are_left_out() -> None:
         if entry.get("job") == 0 and "event" not in entry:
             entries += [{"at": 0.0, "event": "TransferDone", "transfer_id": 7}]
     assert jobs_of(entries) == jobs_of(plain)[1:]
+
+
+def test_jobs_during_which_requests_came_are_left_out() -> None:
+    """Over HTTP the first prefill of a burst runs while the server receives the rest of it."""
+    plain = story(random.Random(0), 60)
+    entries = list(plain)
+    for job in (20, 40):
+        (start,) = (i for i, e in enumerate(entries) if e.get("job") == job and "event" not in e)
+        came = float(str(entries[start]["at"])) + 1e-4
+        arrival = {"at": came, "event": "Arrival", "model": "a", "arrival": came}
+        entries.insert(start + 1, arrival)
+    every = jobs_of(plain)
+    assert jobs_of(entries) == [job for i, job in enumerate(every) if i not in (20, 40)]
 
 
 def test_a_lone_job_says_nothing_of_the_loop() -> None:
