@@ -1,12 +1,14 @@
 """Run every benchmark once, one after another, on one commit: what `docs/benchmarks.md` quotes.
 
-Nothing else should run on the machine meanwhile; all of it takes about six and a half hours. What
-has ended on the same code (of `ballast` and `benchmarks`, as committed) is not run again, so that
-several calls make one run; a benchmark that is stopped on its way begins anew.
+Nothing else should run on the machine meanwhile; all of it takes about seven hours. What has ended
+on the same code (of `ballast` and `benchmarks`, as committed) is not run again, so that several
+calls make one run; a benchmark that is stopped on its way begins anew. Results lie in
+`docs/results`, to be committed, with a record of when, where and on what code each was taken.
 
-    python -m benchmarks.everything --out out/benchmarks
-    python -m benchmarks.everything --out out/benchmarks --minutes 90
-    python -m benchmarks.everything --out out/benchmarks --only fleet,robustness --again
+    python -m benchmarks.everything
+    python -m benchmarks.everything --minutes 90
+    python -m benchmarks.everything --only fleet,robustness --again
+    python -m benchmarks.everything --untimed
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from rich.console import Console
 from benchmarks.common import machine, write_json
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Run:
 
     name: str
     options: tuple[str, ...] = ()
+    timed: bool = True
+    """Whether a figure depends on how fast this machine is: nothing else may run beside it."""
 
     @property
     def command(self) -> str:
@@ -41,14 +46,15 @@ class Run:
 
     @property
     def file_name(self) -> str:
+        """Of its result, without suffix."""
         return "-".join((self.name, *(o.strip("-") for o in self.options)))
 
 
 RUNS = (
-    Run("exactness"),
-    Run("architectures"),
+    Run("exactness", timed=False),
+    Run("architectures", timed=False),
     Run("tp_exactness"),
-    Run("sim_determinism"),
+    Run("sim_determinism", timed=False),
     Run("sim_links"),
     Run("pool"),
     Run("switch"),
@@ -64,29 +70,31 @@ RUNS = (
     Run("fleet"),
     Run("devices"),
     Run("mirage_live"),
-    Run("mirage_sim", ("--sweeps",)),
-    Run("overload_presets"),
-    Run("mux_sim", ("--quick",)),
-    Run("mux_estimator"),
-    Run("mux_cluster", ("--seconds", "60", "--rates", "1,2,4,8", "--alphas", "0.9,2.1")),
-    Run("mux_ablations", ("--seconds", "40")),
+    Run("mirage_sim", ("--sweeps",), timed=False),
+    Run("overload_presets", timed=False),
+    Run("mux_sim", ("--quick",), timed=False),
+    Run("mux_estimator", timed=False),
+    Run(
+        "mux_cluster", ("--seconds", "60", "--rates", "1,2,4,8", "--alphas", "0.9,2.1"), timed=False
+    ),
+    Run("mux_ablations", ("--seconds", "40"), timed=False),
     Run("mux_live"),
     Run("placement"),
-    Run("prism_sim"),
-    Run("prism_roles"),
+    Run("prism_sim", timed=False),
+    Run("prism_roles", timed=False),
     Run("activation"),
     Run("migration"),
     Run("prism_live", ("--rounds", "2")),
     Run("prism_faults", ("--kills", "40")),
-    Run("prices", ("--quick",)),
+    Run("prices", ("--quick",), timed=False),
     Run("policy_cost"),
     Run("seam", ("--quick",)),
     Run("sim_http"),
     Run("sim_fidelity", ("--parts", "one")),
     Run("sim_fidelity", ("--parts", "two")),
-    Run("sim_engines"),
-    Run("sim_profiles"),
-    Run("sim_costs"),
+    Run("sim_engines", timed=False),
+    Run("sim_profiles", timed=False),
+    Run("sim_costs", timed=False),
     Run("sim_speed"),
     Run("crash"),
     Run("overload"),
@@ -101,15 +109,18 @@ CODE = ("ballast", "benchmarks")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of results and output")
-    parser.add_argument("--only", default="", help="names, separated by commas")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results and output")
+    parser.add_argument("--only", default="", help="names of benchmarks or results, by commas")
     parser.add_argument("--again", action="store_true", help="also what has ended on this code")
+    parser.add_argument(
+        "--untimed", action="store_true", help="only what may run beside other work: times nothing"
+    )
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="start none after so many"
     )
     args = parser.parse_args()
     names = {name for name in args.only.split(",") if name}
-    if unknown := names - {run.name for run in RUNS}:
+    if unknown := names - {name for run in RUNS for name in (run.name, run.file_name)}:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}")
     console = Console()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -117,7 +128,7 @@ def main() -> None:
     done = ended_runs(record)
     code, end = code_hash(), time.monotonic() + 60 * args.minutes
     for run in RUNS:
-        if names and run.name not in names:
+        if (names and names.isdisjoint((run.name, run.file_name))) or (args.untimed and run.timed):
             continue
         before = done.get(run.command)
         if before is not None and before["code"] == code is not None and not args.again:
@@ -131,6 +142,7 @@ def main() -> None:
         status = perform(run, args.out)
         seconds = time.monotonic() - began
         console.print(f"      {seconds:.0f} s, exit status {status}", highlight=False)
+        done = ended_runs(record)  # another call may run beside this one
         done[run.command] = {
             "commit": git("describe", "--always", "--dirty"),
             "code": code,

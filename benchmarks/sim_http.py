@@ -76,7 +76,7 @@ def main() -> None:
 
     def cells(name: str) -> list[Cell]:
         def of(way: str, metric: str) -> tuple[float, ...]:
-            return tuple(figures[way][metric] for figures in ran)
+            return tuple(found[way][metric] for found in ran)
 
         point = Point(PRESET, RATE)
         return [Cell(point, metric, of("live", metric), of(name, metric)) for metric in GOALS]

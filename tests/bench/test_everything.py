@@ -56,3 +56,41 @@ def test_none_starts_when_the_time_is_over(
 ) -> None:
     call(monkeypatch, tmp_path, "--minutes", "0")
     assert not performed
+
+
+def test_one_is_chosen_by_its_benchmark_or_by_its_result(
+    performed: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs = (Run("fleet", ("--parts", "one")), Run("fleet", ("--parts", "two")))
+    monkeypatch.setattr(everything, "RUNS", runs)
+    call(monkeypatch, tmp_path, "--only", "fleet-parts-two")
+    assert performed == ["fleet --parts two"]
+    call(monkeypatch, tmp_path, "--only", "fleet")
+    assert performed[1:] == ["fleet --parts one"]
+
+
+def test_what_is_timed_is_left_out_where_other_work_runs(
+    performed: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(everything, "RUNS", (Run("pool"), Run("prism_sim", timed=False)))
+    call(monkeypatch, tmp_path, "--untimed")
+    assert performed == ["prism_sim"]
+
+
+def test_calls_that_run_beside_each_other_keep_each_others_records(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(everything, "RUNS", (Run("pool"), Run("fleet")))
+    monkeypatch.setattr(everything, "code_hash", lambda: "today")
+    commands: list[str] = []
+
+    def perform(run: Run, out: Path) -> int:
+        commands.append(run.command)
+        if run.name == "pool":  # meanwhile another call runs the other
+            call(monkeypatch, tmp_path, "--only", "fleet")
+        return 0
+
+    monkeypatch.setattr(everything, "perform", perform)
+    call(monkeypatch, tmp_path, "--only", "pool")
+    call(monkeypatch, tmp_path)
+    assert commands == ["pool", "fleet"]
