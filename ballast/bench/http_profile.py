@@ -11,7 +11,7 @@ import os
 import secrets
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings
 from ballast.live.inbox import MonotonicClock
-from ballast.sim.calibrate import bursts, with_engine
+from ballast.sim.calibrate import Burst, bursts, with_engine
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.story_reader import read_device_stories
 from ballast.workload.workload import WorkloadRequest
@@ -105,10 +105,10 @@ class _HttpClient:
         TTFT in seconds. Raises DeviceError where a request fails."""
         alone: list[tuple[int, float]] = []
         async with HttpTarget(url, self._clock, key) as target:
-            for i, (requests, pause) in enumerate(self._bursts):
+            for i, burst in enumerate(self._bursts):
                 self._progress("measuring over HTTP", i, len(self._bursts))
                 recorder = RequestRecorder()
-                for n, submission in enumerate(requests):
+                for n, submission in enumerate(burst.requests):
                     asked = WorkloadRequest(
                         id=n,
                         at=0.0,
@@ -118,14 +118,27 @@ class _HttpClient:
                     )
                     recorder.sent(asked, submission.id, self._clock.now())
                 try:
-                    await asyncio.gather(*(target.run(s, recorder) for s in requests))
+                    await self._send(target, burst, recorder)
                 except TargetError as error:
                     raise DeviceError("calibrate", str(error)) from error
-                if len(requests) == 1:
+                if len(burst.requests) == 1:
                     (record,) = recorder.records()
                     assert record.first_token is not None
                     alone.append((self.sent, record.first_token - record.sent))
-                self.sent += len(requests)
-                await asyncio.sleep(pause)
+                self.sent += len(burst.requests)
+                await asyncio.sleep(burst.pause)
         self._progress("measuring over HTTP", len(self._bursts), len(self._bursts))
         return alone
+
+    @staticmethod
+    async def _send(target: HttpTarget, burst: Burst, recorder: RequestRecorder) -> None:
+        """Send a burst's requests, the late one after its delay, and wait for all answers."""
+        running = [target.run(submission, recorder) for submission in burst.at_once]
+        if burst.late is not None:
+            running.append(_after(burst.delay, target.run(burst.late, recorder)))
+        await asyncio.gather(*running)
+
+
+async def _after(delay: float, running: Coroutine[None, None, None]) -> None:
+    await asyncio.sleep(delay)
+    await running

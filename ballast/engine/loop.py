@@ -120,8 +120,9 @@ class Loop:
         )
         return min((t for t in moments if t is not None), default=None)
 
-    def turn(self) -> None:
-        """Run one turn: take events, handle them, schedule jobs, send outputs."""
+    def turn(self) -> bool:
+        """Run one turn: take events, handle them, schedule jobs, send outputs; returns whether
+        there was an event, beyond the timer's."""
         events = self._take_events()
         outputs: list[Output] = []
         self._handle(events, outputs)
@@ -136,6 +137,7 @@ class Loop:
             lending.answer()
         self._end_turn(outputs[n_handled:])
         self.turn_since = None
+        return any(not isinstance(event, TimerEvent) for event in events)
 
     def _take_events(self) -> list[Event]:
         """Wait for events and begin a turn; a `TimerEvent` is appended if `until` is reached."""

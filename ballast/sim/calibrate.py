@@ -10,8 +10,9 @@ import math
 import random
 import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ballast.cluster.machine_choice import machine_of_one_rank
@@ -37,13 +38,30 @@ from ballast.sim.measure_link import LinkMeter
 from ballast.sim.page_costs import PageCosts
 from ballast.sim.story_costs import fit_jobs, jobs_of, slower_than, spread_of, with_loop
 
-Burst = tuple[list[Submission], float]
-"""Requests that are sent at once, and the seconds to wait when all are answered."""
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Requests that are sent together, but for a late one."""
+
+    at_once: Sequence[Submission]
+    late: Submission | None
+    delay: float
+    """Seconds from the others to the late one."""
+    pause: float
+    """Seconds to wait when all are answered."""
+
+    @property
+    def requests(self) -> list[Submission]:
+        """In the order in which they are sent."""
+        return [*self.at_once, *(() if self.late is None else (self.late,))]
+
 
 BURSTS = (1, 1, 2, 4, 8, 16)
 """Sizes of the bursts of requests in the calibration run."""
 PAUSES = (0.02, 0.1)
 """Seconds without work between bursts; from 20 ms on their length makes no difference."""
+LATEST = 0.1
+"""Most seconds by which a late request comes after the others of its burst."""
 MOST_CONTEXT = 512
 MOST_OUTPUT = 24
 
@@ -140,8 +158,10 @@ def with_engine(
         profile,
         costs=fit.costs,
         overhead=overhead,
-        wake=fit.wake,
-        settling=fit.settling,
+        wake=fit.cold.wake,
+        settling=fit.cold.settling,
+        switch=fit.cold.switch,
+        turn=fit.turn,
         spread=spread_of(jobs, in_jobs),
         copies_slow=slow,
     )
@@ -150,19 +170,24 @@ def with_engine(
 def bursts(specs: Sequence[ModelSpec], rounds: int, seed: int) -> Iterator[Burst]:
     """Yield the bursts of a calibration: in each round every model gets bursts of all `BURSTS`.
 
-    About every other burst has a request of another model beside its own.
+    The first of them is a request alone. About every other one of the rest has a request of another
+    model beside its own, and to each comes a late one, of its model or another: the loop turns
+    while a job runs, and a prompt is computed beside decodes.
     """
     rng = random.Random(seed)
     for i in range(rounds):
-        sizes = [(spec, n) for spec in specs for n in BURSTS]
+        sizes = [(spec, k) for spec in specs for k in range(len(BURSTS))]
         rng.shuffle(sizes)
-        for j, (spec, n) in enumerate(sizes):
-            others = [s for s in specs if s is not spec] if rng.random() < 0.5 else []
-            models = [spec] * n + ([rng.choice(others)] if others else [])
-            requests = [
-                _request(rng, model, f"calibrate-{i}-{j}-{k}") for k, model in enumerate(models)
-            ]
-            yield requests, rng.choice(PAUSES)
+        for j, (spec, k) in enumerate(sizes):
+            models, late = [spec] * BURSTS[k], None
+            name = f"calibrate-{i}-{j}"
+            if k > 0:
+                others = [s for s in specs if s is not spec]
+                if others and rng.random() < 0.5:
+                    models.append(rng.choice(others))
+                late = _request(rng, rng.choice((spec, rng.choice(specs))), f"{name}-late")
+            requests = [_request(rng, model, f"{name}-{n}") for n, model in enumerate(models)]
+            yield Burst(requests, late, rng.uniform(0.0, LATEST), rng.choice(PAUSES))
 
 
 def _request(rng: random.Random, spec: ModelSpec, id: str) -> Submission:
@@ -261,7 +286,7 @@ class _Client:
         n = self._rounds * len(specs) * len(BURSTS)
         for i, burst in enumerate(bursts(specs, self._rounds, self._seed)):
             self._progress("measuring jobs", i, n)
-            self._send(device, *burst)
+            self._send(device, burst)
         self._progress("measuring jobs", n, n)
         with copying(device) as moving:
             if moving:
@@ -269,17 +294,23 @@ class _Client:
                 again = list(bursts(specs, 1, self._seed + 1))
                 for i, burst in enumerate(again):
                     self._progress("measuring jobs beside copies", i, len(again))
-                    self._send(device, *burst)
+                    self._send(device, burst)
                 self._progress("measuring jobs beside copies", len(again), len(again))
         device.post(DrainEvent())
 
-    def _send(self, device: LiveDevice, requests: Sequence[Submission], pause: float) -> None:
+    def _send(self, device: LiveDevice, burst: Burst) -> None:
         """Send requests, and wait until all are answered, and as long as the pause."""
-        for submission in requests:
-            with self._changed:
-                self._open[submission.id] = submission.model
-            device.post(ArrivalEvent(submission))
+        for submission in burst.at_once:
+            self._post(device, submission)
+        if burst.late is not None:
+            time.sleep(burst.delay)
+            self._post(device, burst.late)
         with self._changed:
             self._changed.wait_for(lambda: not self._open)
             # Nothing will come: a wait that only time ends.
-            self._changed.wait(pause)
+            self._changed.wait(burst.pause)
+
+    def _post(self, device: LiveDevice, submission: Submission) -> None:
+        with self._changed:
+            self._open[submission.id] = submission.model
+        device.post(ArrivalEvent(submission))

@@ -268,7 +268,9 @@ class SimDevice:
         """Turn its loop at `due`, and leap (`sim.leap`) before `until`."""
         if not self._heap.ready(self._loop.until):
             return
-        self._loop.turn()
+        running = self.state.lanes.alone
+        if self._loop.turn() and running is not None and self.state.lanes.alone is running:
+            self._runner.turned(running)
         if self._leaps:
             near, horizon = self._world.bounds(self, self.clock.now(), until)
             leap(self._loop, self._heap, self._runner, self.clock, self._passed, horizon, near)

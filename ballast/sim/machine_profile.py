@@ -36,6 +36,10 @@ class MachineProfile:
     """Seconds that a job takes longer after a pause of more than `PAUSE`."""
     settling: tuple[float, ...] = ()
     """Seconds that the first, second, ... decode step after a prefill takes longer."""
+    switch: float = 0.0
+    """Seconds that a job takes longer after another model's, without a pause between them."""
+    turn: float = 0.0
+    """Seconds that a job takes longer for each turn of the loop with events while it runs."""
     answer: float = 0.0
     """Seconds from a request's receipt to the loop's turn, and from a turn to the client."""
     reach: float = 1.0

@@ -172,6 +172,8 @@ class DeviceProfile(Keys):
             overhead=engine.overhead_seconds,
             wake=engine.wake_seconds,
             settling=tuple(engine.settling_seconds),
+            switch=engine.switch_seconds,
+            turn=engine.turn_seconds,
             answer=engine.answer_seconds,
             on_parts=self.on_parts,
             page_seconds=self.page_seconds,
@@ -291,6 +293,8 @@ def _engine_of(measured: MachineProfile, way: str) -> EngineProfile:
         overhead_seconds=measured.overhead,
         wake_seconds=measured.wake,
         settling_seconds=list(measured.settling),
+        switch_seconds=measured.switch,
+        turn_seconds=measured.turn,
         answer_seconds=measured.answer,
         spread=list(measured.spread.quantiles),
     )

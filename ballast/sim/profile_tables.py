@@ -68,6 +68,10 @@ class EngineProfile(Keys):
     """Further seconds of a job after a pause, those of the loop's turn included."""
     settling_seconds: list[NotNegative] = Field(default_factory=list)
     """Further seconds of the first, second, ... decode step after a prefill."""
+    switch_seconds: NotNegative = 0.0
+    """Further seconds of a job right after one of another model."""
+    turn_seconds: NotNegative = 0.0
+    """Further seconds of a job for each turn of the loop with events while it runs."""
     answer_seconds: NotNegative = 0.0
     """Seconds from a request's receipt to the loop's turn, and from a turn's begin to the
     client."""

@@ -82,6 +82,14 @@ class SimRunner:
         """A decode step that has begun before its job was started: model, time, and pace."""
         self._after_pause = self._prefills = False
         """Whether the last job followed a pause, and whether it has a prefill."""
+        self._model: str | None = None
+        """That of the last job."""
+        self._switched = False
+        """Whether the last job was another model's than the one before."""
+        self._turns = 0
+        """Turns of the loop while the last job runs or ran, that no job has been slower for."""
+        self._slowed = 0.0
+        """Seconds that the last job takes longer for such turns."""
         self._since_prefill = len(profile.settling)
         """Jobs from the last one with a prefill to the last job: 0 if that is the first after it;
         beyond `settling` it says no more than that."""
@@ -169,6 +177,12 @@ class SimRunner:
         self._free = end = self._begins(self._clock.now()) + seconds + self._overhead
         return seconds, 0.0, end
 
+    def turned(self, job: Job) -> None:
+        """Record a turn of the loop while `job` runs alone. Live, that job is slower; here the next
+        one is, which begins when that has ended either way."""
+        if job.parts is None or job.parts >= self._parts:
+            self._turns += 1
+
     def calls_at(self, at: float) -> bool:
         """Whether calls of the loop are still pending at that time."""
         return self._calls.until > at
@@ -189,6 +203,7 @@ class SimRunner:
         """Record that a consecutive step is in flight, with its begin and its end for the loop."""
         self._began, self._free = began, end
         self._after_pause, self._since_prefill = False, len(self._settling)
+        self._switched, self._slowed = False, 0.0
 
     def decodes_in_layers(
         self, model: str, sequences: int, context: int, until: float
@@ -222,14 +237,19 @@ class SimRunner:
             self._after_pause = now > self._free + PAUSE
             self._since_prefill = 0 if self._prefills else self._since_prefill + 1
             self._hidden = now - self._began if self._hides_calls and now <= self._free else 0.0
-            self._began = now
+            self._switched = self._model not in (None, model)
+            turns = 0 if self._after_pause else self._turns
+            self._slowed, self._turns = turns * self._profile.turn, 0
+            self._began, self._model = now, model
         self._prefills = load.prefill_chunks > 0
         seconds = self._costs[model].of(load)
         if self._after_pause:
             seconds += self._profile.wake
+        elif self._switched:
+            seconds += self._profile.switch
         if not self._prefills and self._since_prefill < len(self._settling):
             seconds += self._settling[self._since_prefill]
-        return seconds * self._factor(now, model)
+        return (seconds + self._slowed) * self._factor(now, model)
 
     def _factor(self, now: float, model: str) -> float:
         """Factor on the expected duration of a job that begins at `now`."""

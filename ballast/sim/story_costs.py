@@ -48,6 +48,10 @@ class TimedJob:
     """Jobs since the last one with a prefill: 0 for the first after it."""
     delay: float | None = None
     """Seconds from the turn of the loop that started the job until it began; None: unknown."""
+    switched: bool = False
+    """Whether the job before was another model's."""
+    turns: int = 0
+    """Turns of the loop while it ran: requests came, or transfers ended."""
 
     @property
     def idle(self) -> float:
@@ -68,8 +72,39 @@ class TimedJob:
 
     @property
     def cold(self) -> bool:
-        """Whether it takes longer for what went before: a pause, or a prefill."""
-        return self.before is None or self.after_pause or self.settling
+        """Whether it takes longer for what went before: a pause, a prefill, or another model."""
+        return self.before is None or self.after_pause or self.settling or self.switched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColdSeconds:
+    """Further seconds of jobs whose code and data have left the caches."""
+
+    wake: float = 0.0
+    """After a pause, whatever came before that."""
+    settling: tuple[float, ...] = (0.0,) * SETTLING
+    """Of the first, second, ... decode step after a prefill."""
+    switch: float = 0.0
+    """After another model's job."""
+
+    def of(self, job: TimedJob) -> float:
+        """Return the further seconds of `job`."""
+        seconds = self.settling[job.step] if job.settling else 0.0
+        if job.after_pause:
+            return seconds + self.wake
+        return seconds + (self.switch if job.switched else 0.0)
+
+    def scaled(self, factor: float) -> ColdSeconds:
+        """Return `factor` times these seconds."""
+        settling = tuple(factor * seconds for seconds in self.settling)
+        return ColdSeconds(wake=factor * self.wake, settling=settling, switch=factor * self.switch)
+
+    def plus(self, other: ColdSeconds) -> ColdSeconds:
+        """Return the sums of both."""
+        settling = tuple(a + b for a, b in zip(self.settling, other.settling, strict=True))
+        return ColdSeconds(
+            wake=self.wake + other.wake, settling=settling, switch=self.switch + other.switch
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,46 +113,53 @@ class JobFit:
 
     costs: Mapping[str, StepCosts]
     """By model, of jobs that are not cold."""
-    wake: float
-    """Further seconds of a job after a pause."""
-    settling: tuple[float, ...]
-    """Further seconds of the first, second, ... decode step after a prefill."""
+    cold: ColdSeconds
+    turn: float = 0.0
+    """Further seconds of a job for each turn of the loop with events while it runs."""
 
     def of(self, jobs: Sequence[TimedJob]) -> Vector:
         """Return the expected seconds of each job."""
-        return np.array([self.costs[job.model].of(job.load) + self._cold(job) for job in jobs])
-
-    def _cold(self, job: TimedJob) -> float:
-        seconds = self.wake if job.after_pause else 0.0
-        return seconds + (self.settling[job.step] if job.settling else 0.0)
+        return np.array(
+            [
+                self.costs[job.model].of(job.load) + self.cold.of(job) + self.turn * job.turns
+                for job in jobs
+            ]
+        )
 
 
 def jobs_of(entries: Sequence[Mapping[str, Any]]) -> list[TimedJob]:
     """Return the jobs in a device's story, but for those of a leap, those that began while weights
     arrived (they waited for layers, and ran beside copies), and those during which a request came
-    (the server took processor time from them, which is no cost of theirs)."""
+    that the loop took later."""
     early = _begun_early(entries)
     receipts = sorted(e["arrival"] for e in entries if e.get("event") == "Arrival")
+    turns = sorted({e["at"] for e in entries if e.get("event", "JobDone") != "JobDone"})
     started = {e["job"]: e["at"] for e in entries if "job" in e and "event" not in e}
     found: list[TimedJob] = []
-    ended, before, step = float("-inf"), None, SETTLING
+    ended, before, of, step = float("-inf"), None, None, SETTLING
     for e in entries:
         if e.get("event") != "JobDone":
             continue
         load = JobLoad(*(e[key] for key in JobLoad._fields))
         if before is not None:
             step = 0 if before.prefill_chunks else step + 1
-        job = e.get("job")
+        job, model = e.get("job"), e["model"]
         began = e["at"] - e["seconds"]
         turn = started.get(job, began)
-        disturbed = bisect_left(receipts, e["at"]) > bisect_right(receipts, turn)
-        if job not in early and not disturbed:
+        beside = _between(turns, turn, e["at"])
+        if job not in early and (beside or not _between(receipts, turn, e["at"])):
             delay = began - turn if job in started else None
+            gap, switched = began - ended, of not in (None, model)
             found.append(
-                TimedJob(e["model"], load, e["seconds"], began - ended, before, step, delay)
+                TimedJob(model, load, e["seconds"], gap, before, step, delay, switched, beside)
             )
-        ended, before = e["at"], load
+        ended, before, of = e["at"], load, model
     return found
+
+
+def _between(moments: Sequence[float], begin: float, end: float) -> int:
+    """How many of the ascending `moments` lie after `begin` and before `end`."""
+    return max(0, bisect_left(moments, end) - bisect_right(moments, begin))
 
 
 def _begun_early(entries: Sequence[Mapping[str, Any]]) -> set[int]:
@@ -141,24 +183,29 @@ def fit_jobs(jobs: Sequence[TimedJob]) -> JobFit:
     Non-negative coefficients with the least soft-L1 of the relative error, by model; what cold jobs
     take beyond them is fitted along, as most prefills may be cold. Then it is the median of that,
     the same for all models. Then everything is scaled so that all together take what they took: a
-    queue feels means, of a distribution that leans to the right.
+    queue feels means, of a distribution that leans to the right. All of this is of jobs during
+    which the loop did not turn. What a turn adds is the median over decode steps during which it
+    did: in longer jobs it drowns.
     """
+    calm = [job for job in jobs if not job.turns]
     costs = {}
     for model in dict.fromkeys(job.model for job in jobs):
-        own = [job for job in jobs if job.model == model]
+        every = [job for job in jobs if job.model == model]
+        own = [job for job in every if not job.turns] or every
         terms = np.array([(*_terms(job.load), *_cold_terms(job)) for job in own])
         seconds = np.array([job.seconds for job in own])
         fitted = fit_linear(terms, seconds, np.zeros(terms.shape[1]))
         costs[model] = StepCosts(*fitted[:TERMS])
-    beyond = [job.seconds - costs[job.model].of(job.load) for job in jobs]
-    wake, settling = _cold_medians(jobs, beyond)
-    fit = JobFit(costs, wake, settling)
-    factor = _over(np.array([job.seconds for job in jobs]), fit.of(jobs))
-    return JobFit(
-        {model: c.scaled(factor) for model, c in costs.items()},
-        factor * wake,
-        tuple(factor * seconds for seconds in settling),
-    )
+    beyond = [job.seconds - costs[job.model].of(job.load) for job in calm]
+    cold = _cold_medians(calm, beyond)
+    seconds = np.array([job.seconds for job in calm])
+    factor = _over(seconds, JobFit(costs, cold).of(calm)) if calm else 1.0
+    scaled = {model: c.scaled(factor) for model, c in costs.items()}
+    fit = JobFit(scaled, cold.scaled(factor))
+    turned = [job for job in jobs if job.turns and not job.load.prefill_chunks]
+    slower = np.array([job.seconds for job in turned]) - fit.of(turned)
+    turn = _median([float(s) / job.turns for s, job in zip(slower, turned, strict=True)])
+    return replace(fit, turn=turn)
 
 
 def spread_of(jobs: Sequence[TimedJob], fit: JobFit) -> JobSpread:
@@ -197,7 +244,6 @@ def with_loop(jobs: Sequence[TimedJob], fit: JobFit) -> tuple[float, JobFit]:
     # In virtual time a job pays for handing out its own tokens, not those of the one before.
     taken += [(j.delay, _handled(j.load, j)) for j in woken if j.delay is not None]
     beyond = [seconds - float(np.dot(n, (fixed, each, admission))) for seconds, n in taken]
-    wake, settling = _cold_medians([*close, *woken], beyond)
     costs = {
         model: replace(
             c,
@@ -206,27 +252,23 @@ def with_loop(jobs: Sequence[TimedJob], fit: JobFit) -> tuple[float, JobFit]:
         )
         for model, c in fit.costs.items()
     }
-    added = tuple(a + b for a, b in zip(fit.settling, settling, strict=True))
-    return float(fixed), JobFit(costs, fit.wake + wake, added)
+    cold = fit.cold.plus(_cold_medians([*close, *woken], beyond))
+    return float(fixed), replace(fit, costs=costs, cold=cold)
 
 
-def _cold_medians(
-    jobs: Sequence[TimedJob], beyond: Sequence[float]
-) -> tuple[float, tuple[float, ...]]:
-    """Return the median of `beyond`, not below 0, over jobs after a pause, and over each of the
-    first decode steps after a prefill; 0 where there is none."""
+def _cold_medians(jobs: Sequence[TimedJob], beyond: Sequence[float]) -> ColdSeconds:
+    """Return the medians of `beyond`, not below 0, over each of the first decode steps after a
+    prefill, over jobs after another model's, and over jobs after a pause; 0 where there is none."""
     pairs = list(zip(jobs, beyond, strict=True))
     steps: list[list[float]] = [[] for _ in range(SETTLING)]
     for job, seconds in pairs:
-        if job.settling and not job.after_pause:
+        if job.settling and not job.after_pause and not job.switched:
             steps[job.step].append(seconds)
-    settling = tuple(_median(step) for step in steps)
-    wake = [
-        seconds - (settling[job.step] if job.settling else 0.0)
-        for job, seconds in pairs
-        if job.after_pause
-    ]
-    return _median(wake), settling
+    known = ColdSeconds(settling=tuple(_median(step) for step in steps))
+    left = [(job, seconds - known.of(job)) for job, seconds in pairs]
+    switch = [seconds for job, seconds in left if job.switched and not job.after_pause]
+    wake = [seconds for job, seconds in left if job.after_pause]
+    return replace(known, switch=_median(switch), wake=_median(wake))
 
 
 def _median(values: Sequence[float]) -> float:
@@ -253,5 +295,7 @@ def _terms(n: JobLoad) -> tuple[float, ...]:
 
 
 def _cold_terms(job: TimedJob) -> tuple[float, ...]:
-    """Whether it came after a pause, and whether as the first, second, ... settling step."""
-    return (job.after_pause, *(job.settling and job.step == step for step in range(SETTLING)))
+    """Whether it came after a pause, after another model's job without one, and as the first,
+    second, ... settling step."""
+    steps = (job.settling and job.step == step for step in range(SETTLING))
+    return (job.after_pause, job.switched and not job.after_pause, *steps)

@@ -46,6 +46,8 @@ def run(
         overhead=3e-4,
         wake=7e-4,
         settling=SETTLING,
+        switch=6e-4,
+        turn=4e-4,
         answer=1e-4,
     )
     done = simulate(

@@ -188,6 +188,8 @@ def test_a_measured_machine_is_a_clusters_device(tmp_path: Path) -> None:
         overhead=1e-4,
         wake=2e-4,
         settling=(3e-4, 1e-4),
+        switch=4e-4,
+        turn=5e-4,
         page_seconds=1e-5,
         pages=PageCosts(map=2e-6, unmap=8e-6, kv=False),
         spread=JobSpread(quantiles=(0.5, 1.5)),

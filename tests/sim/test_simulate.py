@@ -317,6 +317,40 @@ def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activati
     assert outcome(answer=3e-4) == pytest.approx([at + 3e-4 for at in plain])
 
 
+def test_jobs_after_another_models_and_beside_turns_take_longer() -> None:
+    """One model decodes; another's request comes in the middle of a step: that step's turn, and the
+    prefill and the step that follow it on the other model, are slower, and nothing else."""
+    specs = [spec("a"), spec("b")]
+    asked = [
+        Submission(id="a", model="a", prompt=(1,) * 30, max_tokens=30, arrival=1.0),
+        Submission(id="early", model="b", prompt=(1,) * 30, max_tokens=1, arrival=0.0),
+    ]
+
+    def outcome(came: float, **more: Any) -> dict[str, list[float]]:
+        profile = MachineProfile(
+            costs={"a": COSTS, "b": COSTS}, link=LinkRates.even(1e8), overhead=1e-4, **more
+        )
+        late = Submission(id="b", model="b", prompt=(1,) * 30, max_tokens=1, arrival=came)
+        times: dict[str, list[float]] = {}
+        simulate(
+            fleet("balloon", specs, 100),
+            specs,
+            [*asked, late],
+            profile,
+            lambda at, o: times.setdefault(o.request_id, []).append(at),
+        )
+        return times
+
+    steps = outcome(2.0)["a"]
+    came = (steps[9] + steps[10]) / 2
+    plain, turned, switched = outcome(came), outcome(came, turn=3e-4), outcome(came, switch=5e-4)
+    assert plain["a"][10] < plain["b"][0] < plain["a"][11]
+    for slower, first, then in ((turned, 3e-4, 3e-4), (switched, 5e-4, 1e-3)):
+        assert slower["a"][:11] == pytest.approx(plain["a"][:11])
+        assert slower["b"][0] == pytest.approx(plain["b"][0] + first)
+        assert slower["a"][11:] == pytest.approx([at + then for at in plain["a"][11:]])
+
+
 def test_a_device_of_several_ranks_is_refused() -> None:
     several = fleet("balloon", [spec("a")], 60, tensor_parallel=2)
     profile = MachineProfile(costs={"a": COSTS}, link=LinkRates.even(1e8), overhead=0.0)

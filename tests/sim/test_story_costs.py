@@ -11,16 +11,25 @@ from hypothesis import strategies as st
 
 from ballast.core.cost import StepCosts
 from ballast.core.job import JobLoad
-from ballast.sim.story_costs import SETTLING, JobFit, TimedJob, fit_jobs, jobs_of, with_loop
+from ballast.sim.story_costs import (
+    SETTLING,
+    ColdSeconds,
+    JobFit,
+    TimedJob,
+    fit_jobs,
+    jobs_of,
+    with_loop,
+)
 
 TRUTH = {
     "a": StepCosts(2e-3, 8e-5, 3e-4, 4e-8, 5e-9, 2e-4),
     "b": StepCosts(5e-3, 3e-4, 1e-4, 1e-6, 2e-7, 0.0),
 }
 WAKE, FIXED, EACH, ADMISSION = 4e-4, 3e-4, 4e-5, 2e-4
-SETTLES = (6e-4, 3e-4, 2e-4, 1e-4)
-WAKE_OF_LOOP = 5e-4
-SETTLES_OF_LOOP = (4e-4, 2e-4, 0.0, 0.0)
+SETTLES, SWITCH, TURN = (6e-4, 3e-4, 2e-4, 1e-4), 7e-4, 9e-4
+COLD = ColdSeconds(wake=WAKE, settling=SETTLES, switch=SWITCH)
+OF_LOOP = ColdSeconds(wake=5e-4, settling=(4e-4, 2e-4, 0.0, 0.0), switch=3e-4)
+WARM = ColdSeconds()
 DECODES = [JobLoad(0, 0, 0, n, n * context) for n in (1, 2, 8, 16) for context in (15, 200, 500)]
 PREFILLS = [JobLoad(t, p, t * t // 2, 0, 0) for t in (2, 16, 64, 128) for p in (1, 2)]
 MIXED = [JobLoad(64, 1, 2080, 4, 800), JobLoad(8, 2, 20, 1, 100)]
@@ -29,28 +38,42 @@ Noise = Callable[[], float]
 
 
 def story(rng: random.Random, n: int, noise: Noise = lambda: 1.0) -> list[dict[str, object]]:
-    """`n` jobs as a device tells them; every tenth after a pause, and seconds times `noise`."""
+    """`n` jobs as a device tells them; every tenth after a pause, a request comes to the loop
+    during every eleventh, and seconds are times `noise`."""
     entries: list[dict[str, object]] = []
-    now, before, step = 0.0, JobLoad(0, 0, 0, 0, 0), SETTLING
+    now, before, step, of = 0.0, JobLoad(0, 0, 0, 0, 0), SETTLING, ""
     for i in range(n):
         model = rng.choice(sorted(TRUTH))
         load = rng.choice([*DECODES, *DECODES, *DECODES, *PREFILLS, *MIXED])
         pause = i % 10 == 0
         step = 0 if before.prefill_chunks else step + 1
-        settles = step < SETTLING and not load.prefill_chunks
-        beyond = (WAKE if pause else 0.0) + (SETTLES[step] if settles else 0.0)
-        seconds = noise() * (TRUTH[model].of(load) + beyond)
+        beyond, of_loop = (_beyond(cold, load, pause, step, of, model) for cold in (COLD, OF_LOOP))
+        turns = i % 11 == 5
+        seconds = noise() * (TRUTH[model].of(load) + beyond + TURN * turns)
         ended = load if pause else before  # after a pause the virtual loop pays for its own tokens
         gap = FIXED + EACH * (ended.decode_sequences + ended.prefill_chunks)
         gap += ADMISSION * load.prefill_chunks
-        gap += (WAKE_OF_LOOP if pause else 0.0) + (SETTLES_OF_LOOP[step] if settles else 0.0)
+        gap += of_loop
         turn = now + (0.05 if pause else 0.0)
         now = turn + gap + seconds
         result = {"at": now, "event": "JobDone", "job": i, "model": model, "seconds": seconds}
         entries += [{"at": turn, "event": "Arrival", "model": model, "arrival": turn}]
-        entries += [{"at": turn, "job": i, "model": model}, result | load._asdict()]
-        before = load
+        entries += [{"at": turn, "job": i, "model": model}]
+        if turns:
+            came = now - seconds / 2
+            entries += [{"at": came, "event": "Arrival", "model": model, "arrival": came - 1e-4}]
+        entries += [result | load._asdict()]
+        before, of = load, model
     return entries
+
+
+def _beyond(cold: ColdSeconds, load: JobLoad, pause: bool, step: int, of: str, model: str) -> float:
+    """Further seconds of a job: `step` jobs after a prefill, right after a job `of` a model or
+    after a pause."""
+    settles = cold.settling[step] if step < SETTLING and not load.prefill_chunks else 0.0
+    if pause:
+        return settles + cold.wake
+    return settles + (cold.switch if of not in ("", model) else 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +84,24 @@ def jobs() -> list[TimedJob]:
 def test_known_costs_are_found_again(jobs: list[TimedJob]) -> None:
     fit = fit_jobs(jobs)
     costs = fit.costs
-    assert fit.wake == pytest.approx(WAKE, rel=1e-3)
-    assert fit.settling == pytest.approx(SETTLES, rel=1e-3)
+    assert fit.cold.wake == pytest.approx(WAKE, rel=1e-3)
+    assert fit.cold.settling == pytest.approx(SETTLES, rel=1e-3)
+    assert fit.cold.switch == pytest.approx(SWITCH, rel=1e-3)
+    assert fit.turn == pytest.approx(TURN, rel=1e-3)
     for model, truth in TRUTH.items():
         for load in (*DECODES, *PREFILLS, *MIXED):
             assert costs[model].of(load) == pytest.approx(truth.of(load), rel=1e-3)
 
 
 def test_what_the_loop_adds_is_found_again(jobs: list[TimedJob]) -> None:
-    fixed, fit = with_loop(jobs, JobFit(TRUTH, WAKE, SETTLES))
+    fixed, fit = with_loop(jobs, JobFit(TRUTH, COLD, TURN))
     costs = fit.costs
     assert fixed == pytest.approx(FIXED, rel=1e-3)
-    assert fit.wake == pytest.approx(WAKE + WAKE_OF_LOOP, rel=1e-3)
-    both = [a + b for a, b in zip(SETTLES, SETTLES_OF_LOOP, strict=True)]
-    assert fit.settling == pytest.approx(both, rel=1e-3)
+    both = COLD.plus(OF_LOOP)
+    assert fit.cold.wake == pytest.approx(both.wake, rel=1e-3)
+    assert fit.cold.settling == pytest.approx(both.settling, rel=1e-3)
+    assert fit.cold.switch == pytest.approx(both.switch, rel=1e-3)
+    assert fit.turn == TURN
     for model, truth in TRUTH.items():
         found = costs[model]
         assert found.per_sequence - truth.per_sequence == pytest.approx(EACH, rel=1e-3)
@@ -132,6 +159,15 @@ def test_what_no_job_tells_costs_nothing(jobs: list[TimedJob]) -> None:
             assert costs[model].of(load) == pytest.approx(truth.of(load), rel=1e-3)
 
 
+def test_a_model_all_of_whose_jobs_ran_beside_turns(jobs: list[TimedJob]) -> None:
+    """They are all that is known of it."""
+    fit = fit_jobs([job for job in jobs if job.model == "a" or job.turns])
+    assert fit.costs["a"].of(DECODES[0]) == pytest.approx(TRUTH["a"].of(DECODES[0]), rel=1e-3)
+    (found, truth) = (costs["b"].of(DECODES[0]) for costs in (fit.costs, TRUTH))
+    assert truth < found < truth + 2 * TURN
+    assert fit_jobs([job for job in jobs if job.turns]).costs.keys() == TRUTH.keys()
+
+
 def test_only_jobs_that_end_count() -> None:
     arrival = {"at": 0.0, "event": "Arrival", "arrival": 0.0}
     assert jobs_of([arrival, {"at": 1.0, "event": "Leap"}]) == []
@@ -147,14 +183,15 @@ def test_jobs_that_waited_for_weights_are_left_out() -> None:
     assert jobs_of(entries) == jobs_of(plain)[1:]
 
 
-def test_jobs_during_which_requests_came_are_left_out() -> None:
-    """Over HTTP the first prefill of a burst runs while the server receives the rest of it."""
+def test_jobs_beside_receipts_that_the_loop_took_later_are_left_out() -> None:
+    """The server has worked for the request while the job ran; the loop, after it."""
     plain = story(random.Random(0), 60)
     entries = list(plain)
     for job in (20, 40):
         (start,) = (i for i, e in enumerate(entries) if e.get("job") == job and "event" not in e)
         came = float(str(entries[start]["at"])) + 1e-4
-        arrival = {"at": came, "event": "Arrival", "model": "a", "arrival": came}
+        (end,) = (e for e in entries if e.get("job") == job and "event" in e)
+        arrival = {"at": end["at"], "event": "Arrival", "model": "a", "arrival": came}
         entries.insert(start + 1, arrival)
     every = jobs_of(plain)
     assert jobs_of(entries) == [job for i, job in enumerate(every) if i not in (20, 40)]
@@ -162,7 +199,7 @@ def test_jobs_during_which_requests_came_are_left_out() -> None:
 
 def test_a_lone_job_says_nothing_of_the_loop() -> None:
     lone = jobs_of(story(random.Random(0), 1))
-    known = JobFit(TRUTH, 0.0, (0.0,) * SETTLING)
+    known = JobFit(TRUTH, WARM)
     assert with_loop(lone, known) == (0.0, known)
     costs = fit_jobs(lone).costs
     assert costs[lone[0].model].of(lone[0].load) == pytest.approx(lone[0].seconds, rel=1e-6)
@@ -176,7 +213,7 @@ def test_a_slow_turn_of_the_loop_is_no_pause() -> None:
     slow = [job for job in jobs_of(_jobs(0.008)) if job.before is not None]
     assert [round(job.gap, 6) for job in slow] == [0.008] * 3
     assert not any(job.after_pause for job in slow)
-    assert with_loop(slow, JobFit(TRUTH, 0.0, (0.0,) * SETTLING))[0] > 0.005
+    assert with_loop(slow, JobFit(TRUTH, WARM))[0] > 0.005
 
 
 def _jobs(delay: float, idle: float = 0.0) -> list[dict[str, object]]:

@@ -46,6 +46,8 @@ class Run:
                 overhead=3e-4,
                 wake=7e-4,
                 settling=(5e-4, 2e-4, 1e-4),
+                switch=6e-4,
+                turn=4e-4,
                 answer=1e-4,
                 ahead=ahead,
             )
