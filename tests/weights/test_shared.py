@@ -28,6 +28,7 @@ from ballast.weights.residency import WeightsOnDevice
 from ballast.weights.rotor import Loads
 from ballast.weights.shared import find_shared
 from tests.engine.counted import count
+from tests.memory.seen_once import system_seen_once
 
 PAGE = 64 * KiB
 SIZES = {"e": 2 * PAGE, "x": PAGE + 1, "y": 100, "z": PAGE, "t": 5}
@@ -112,10 +113,12 @@ class Device:
 
     def validate(self) -> None:
         self.pool.validate()
-        for m in self.models.values():
+        with system_seen_once():
+            backed = {name: m.range.os_backed() for name, m in self.models.items()}
+        for name, m in self.models.items():
             m.validate()
             result = self.pool.ledger.owned(m.owner) + self.pool.ledger.held(m.owner)
-            assert m.range.os_backed() == result
+            assert backed[name] == result
 
     def check_bytes(self, name: str) -> None:
         m = self.models[name]

@@ -27,6 +27,7 @@ from ballast.memory.vm import Exported, Latch, Vm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 from tests.memory.fake_cuda import FakeDriver
+from tests.memory.seen_once import system_seen_once
 
 PAGE = 64 * KiB
 N_PAGES = 10
@@ -318,9 +319,11 @@ class Lending(RuleBasedStateMachine):
 
     @invariant()
     def the_system_agrees(self) -> None:
-        for me in self.at.values():
+        with system_seen_once():
+            mapped = {name: me.vm.os_pages(me.range.range) for name, me in self.at.items()}
+        for name, me in self.at.items():
             result = me.pool.ledger.owned(me.range.owner) + me.pool.ledger.held(me.range.owner)
-            shown = me.vm.os_pages(me.range.range)
+            shown = mapped[name]
             indices = set(me.held).union(*(left for left, _ in me.leaving))
             assert (len(shown), set(shown)) == (result, indices)
             for at, page in shown.items():
