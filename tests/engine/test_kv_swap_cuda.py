@@ -24,7 +24,8 @@ BANDWIDTH = 1e13
 
 @pytest.mark.parametrize("dirty", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_swapped_kv_changes_no_token_on_a_gpu(paths: dict[str, Path], dirty: int) -> None:  # noqa: F811
-    requests = [*asked(2), *(replace(r, id=f"{r.id}-warm") for r in asked(2, 0.8))]
+    asked_for = [*asked(2), *(replace(r, id=f"{r.id}-warm") for r in asked(2, 0.8))]
+    requests = [replace(r, max_tokens=15) for r in asked_for]
     settings = with_path(fleet(paths), "generic", "plain")
     with InProcess(settings) as server:
         alone = server.generate(requests)
