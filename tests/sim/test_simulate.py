@@ -318,8 +318,9 @@ def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activati
 
 
 def test_jobs_after_another_models_and_beside_turns_take_longer() -> None:
-    """One model decodes; another's request comes in the middle of a step: that step's turn, and the
-    prefill and the step that follow it on the other model, are slower, and nothing else."""
+    """While one model decodes, another's request comes in the middle of a step. The turn delays
+    the prefill, the next job, once; the switches there and back slow the prefill and the step after
+    it. Nothing else is slower."""
     specs = [spec("a"), spec("b")]
     asked = [
         Submission(id="a", model="a", prompt=(1,) * 30, max_tokens=30, arrival=1.0),
