@@ -1,8 +1,8 @@
 """Run every benchmark once, one after another, on one commit: what `docs/benchmarks.md` quotes.
 
 Nothing else should run on the machine meanwhile; all of it takes about seven hours. What has ended
-on the same code (of `ballast` and `benchmarks`, as committed) is not run again, so that several
-calls make one run; a benchmark that is stopped on its way begins anew. Results lie in
+on the same code (`run_code` says which code a benchmark depends on) is not run again, so that
+several calls make one run; a benchmark that is stopped on its way begins anew. Results lie in
 `docs/results`, to be committed, with a record of when, where and on what code each was taken.
 
     python -m benchmarks.everything
@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import machine, write_json
+from benchmarks.run_code import code_hash
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -103,10 +104,6 @@ RUNS = (
 """What needs nothing beside the project and its traces; peers and GPUs are others' machines."""
 
 
-CODE = ("ballast", "benchmarks")
-"""Folders whose content decides what a benchmark measures."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results and output")
@@ -126,12 +123,13 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     record = args.out / "everything.json"
     done = ended_runs(record)
-    code, end = code_hash(), time.monotonic() + 60 * args.minutes
+    code = {run.command: code_hash(run.name, ROOT) for run in RUNS}
+    end = time.monotonic() + 60 * args.minutes
     for run in RUNS:
         if (names and names.isdisjoint((run.name, run.file_name))) or (args.untimed and run.timed):
             continue
         before = done.get(run.command)
-        if before is not None and before["code"] == code is not None and not args.again:
+        if before is not None and before["code"] == code[run.command] and not args.again:
             console.print(f"      {run.command}: ended on this code", highlight=False)
             continue
         if time.monotonic() >= end:
@@ -145,7 +143,7 @@ def main() -> None:
         done = ended_runs(record)  # another call may run beside this one
         done[run.command] = {
             "commit": git("describe", "--always", "--dirty"),
-            "code": code,
+            "code": code[run.command],
             "taken": time.strftime("%Y-%m-%d"),
             "machine": machine(),
             "seconds": round(seconds),
@@ -153,7 +151,7 @@ def main() -> None:
         }
         write_json(record, {"runs": done})
     missing = [
-        run.command for run in RUNS if code is None or done.get(run.command, {}).get("code") != code
+        run.command for run in RUNS if done.get(run.command, {}).get("code") != code[run.command]
     ]
     console.print(f"not yet on this code: {', '.join(missing) or 'none'}", highlight=False)
     sys.exit(any(entry["status"] for entry in done.values()))
@@ -178,14 +176,6 @@ def ended_runs(record: Path) -> dict[str, Any]:
         return {}
     runs: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))["runs"]
     return runs
-
-
-def code_hash() -> str | None:
-    """A hash of the code that is checked out; None where files differ from what is committed."""
-    if git("status", "--porcelain", "--", *CODE):
-        return None
-    trees = git("rev-parse", *(f"HEAD:{folder}" for folder in CODE))
-    return "-".join(tree[:12] for tree in trees.split()) or None
 
 
 def git(*arguments: str) -> str:

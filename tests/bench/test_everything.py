@@ -21,7 +21,7 @@ def performed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(everything, "RUNS", (Run("pool"), Run("fleet", ("--quick",))))
     monkeypatch.setattr(everything, "perform", perform)
-    monkeypatch.setattr(everything, "code_hash", lambda: "today")
+    monkeypatch.setattr(everything, "code_hash", lambda name, root: "today")
     return commands
 
 
@@ -45,10 +45,10 @@ def test_a_second_call_goes_on_where_the_first_ended(
 def test_other_code_begins_anew(
     performed: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for code in ("today", "tomorrow", None, None):
-        monkeypatch.setattr(everything, "code_hash", lambda code=code: code)
+    for code in ("today", "tomorrow", "today"):
+        monkeypatch.setattr(everything, "code_hash", lambda name, root, code=code: code)
         call(monkeypatch, tmp_path)
-    assert performed == 4 * ["pool", "fleet --quick"]
+    assert performed == 3 * ["pool", "fleet --quick"]
 
 
 def test_none_starts_when_the_time_is_over(
@@ -81,7 +81,7 @@ def test_calls_that_run_beside_each_other_keep_each_others_records(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(everything, "RUNS", (Run("pool"), Run("fleet")))
-    monkeypatch.setattr(everything, "code_hash", lambda: "today")
+    monkeypatch.setattr(everything, "code_hash", lambda name, root: "today")
     commands: list[str] = []
 
     def perform(run: Run, out: Path) -> int:
