@@ -11,9 +11,11 @@ one table at the same time.
 An item is a panel of 64 outputs and a chunk of rows, so small that its inputs stay in the second
 cache while all panels pass. Within an item, some inputs of up to `ROWS_MAX` rows at a time are
 copied side by side into a small buffer, and a tile of these rows and some vectors of the panel is
-summed in registers; weights in bfloat16 are widened there. An output is one chain of fused
-multiply-adds from its first input to its last, whichever tile it falls into: neither the rows
-around it, nor the number of threads changes a bit of it.
+summed in registers. Weights in bfloat16 are widened there; or, on CPUs with AVX512_BF16, inputs are
+rounded to bfloat16 in the buffer, and pairs of them multiplied with pairs of weights by one
+instruction (`DOTS`). An output is one chain of fused multiply-adds from its first input to its
+last, whichever tile it falls into: neither the rows around it, nor the number of threads changes a
+bit of it.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -76,8 +78,12 @@ GATED_ERF = 4
 PANEL = 64
 """Outputs of a panel."""
 
-LANES = 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
+_FEATURES = llvm.get_host_cpu_features()
+LANES = 16 if _FEATURES.get("avx512f", False) else 8
 """float32 in a vector register."""
+DOTS = LANES == 16 and _FEATURES.get("avx512bf16", False)
+"""Whether matrices in bfloat16 are multiplied by dot products of pairs, so that inputs are rounded
+to bfloat16, as oneDNN rounds them."""
 _TILES = ((6, 4), (14, 2)) if LANES == 16 else ((1, 8), (3, 4), (6, 2))
 """Most rows and how many vectors of outputs: with the weights they have to fit into registers."""
 ROWS_MAX = _TILES[-1][0]
@@ -86,6 +92,8 @@ _SLICE = 256
 """Inputs that are summed in registers at a time: those of ROWS_MAX rows fill half a first cache."""
 _STRIDE = _SLICE + 16
 """float32 from a row of the buffer for inputs to the next: not a power of two, for the cache."""
+_PUT = 16
+"""Inputs that are copied into the buffer at once."""
 _CHUNK = 9 * ROWS_MAX
 """Most rows of an item."""
 _CHUNK_FLOATS = 1 << 17
@@ -125,6 +133,41 @@ def _on_stack(n):
 
 _stage_memory = intrinsic(_on_stack(ROWS_MAX * _STRIDE))
 _sums_memory = intrinsic(_on_stack(_CHUNK * PANEL))
+_rest_memory = intrinsic(_on_stack(_PUT))
+_PAIRS = types.CPointer(types.int32)
+
+
+@intrinsic
+def _as_pairs(context, stage):
+    """The buffer for inputs as one of pairs of bfloat16."""
+
+    def generate(ctx, builder, signature, arguments):
+        return builder.bitcast(arguments[0], _I32.as_pointer())
+
+    return _PAIRS(_FLOATS), generate
+
+
+@intrinsic
+def _put(context, x, at, stage, to):
+    """Copy _PUT inputs from `at` on into the buffer for inputs, from input `to` on; into one of
+    pairs, rounded to nearest bfloat16."""
+    pairs = stage == _PAIRS
+    stage_kind = stage
+
+    def generate(ctx, builder, signature, arguments):
+        x, at, stage, to = arguments
+        wide, half = ir.VectorType(_F32, _PUT), ir.VectorType(_I32, _PUT // 2)
+        source = builder.bitcast(builder.gep(x, [at]), wide.as_pointer())
+        value = builder.load(source, align=4)
+        if pairs:
+            kind = ir.FunctionType(half, [wide])
+            value = builder.call(ir.InlineAsm(kind, "vcvtneps2bf16 $1, $0", "=v,v"), [value])
+            to = builder.lshr(to, _int64(1))
+        target = builder.bitcast(builder.gep(stage, [to]), value.type.as_pointer())
+        builder.store(value, target, align=4)
+        return ctx.get_dummy_value()
+
+    return types.void(_FLOATS, types.int64, stage_kind, types.int64), generate
 
 
 @intrinsic
@@ -132,11 +175,14 @@ def _tile(context, rows, stage, weights, w, k, sums, s, next_at, share):
     """Add the products of some rows and a panel to sums, input by input.
 
     sums[s + r * PANEL + j] += sum(stage[r * _STRIDE + i] * weight(i, j)) for i < k in turn,
-    where the panel's weights begin at element `w` of float32 or of bfloat16 (as uint16). While it
+    where the panel's weights begin at element `w` of float32 or of bfloat16 (as uint16), and
+    `stage` holds float32, or pairs of bfloat16 (as int32; then also in turn, by pairs). While it
     reads them, it fetches `share` bytes per step from address `next_at`, where what is read next
     begins: the hardware does not look beyond the end of a page.
     """
     width = weights.dtype.bitwidth // 8
+    sum_tile = _sum_pairs if stage == _PAIRS else _sum_tile
+    stage_kind = stage
 
     def generate(ctx, builder, signature, arguments):
         rows, stage, weights, w, k, sums, s, next_at, share = arguments
@@ -155,7 +201,7 @@ def _tile(context, rows, stage, weights, w, k, sums, s, next_at, share):
             passes = PANEL // (vectors * LANES)
             for j in range(passes):
                 first = j * vectors * LANES
-                with _sum_tile(builder, width, r, vectors, first, stage, panel, steps, sums) as i:
+                with sum_tile(builder, width, r, vectors, first, stage, panel, steps, sums) as i:
                     if passes == 1:
                         _fetch_soon(builder, panel, i, steps, next_at)
                     else:
@@ -169,7 +215,7 @@ def _tile(context, rows, stage, weights, w, k, sums, s, next_at, share):
         return ctx.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, _FLOATS, weights, i64, i64, _FLOATS, i64, i64, i64), generate
+    return types.void(i64, stage_kind, weights, i64, i64, _FLOATS, i64, i64, i64), generate
 
 
 def _fetch_soon(builder, panel, i, steps, next_at):
@@ -231,6 +277,36 @@ def _sum_tile(builder, width, rows, vectors, first, stage, panel, steps, sums):
                     total = totals[r * vectors + v]
                     value = builder.call(multiply_add, [x, w, builder.load(total)])
                     builder.store(value, total)
+    for place, total in zip(places, totals, strict=True):
+        value = builder.fadd(builder.load(place, align=4), builder.load(total))
+        builder.store(value, place, align=4)
+
+
+@contextmanager
+def _sum_pairs(builder, width, rows, vectors, first, stage, panel, steps, sums):
+    """One tile as `_sum_tile` does, of pairs of bfloat16 on both sides."""
+    vector, bits = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+    kind = ir.FunctionType(vector, [vector, bits, bits])
+    dot = ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v")
+    places = []
+    for r in range(rows):
+        for v in range(vectors):
+            at = builder.gep(sums, [_int64(r * PANEL + first + v * LANES)])
+            places.append(builder.bitcast(at, vector.as_pointer()))
+    totals = [cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for _ in places]
+    with cgutils.for_range(builder, steps) as loop:
+        yield loop.index
+        at = builder.add(panel, builder.mul(loop.index, _int64(_STEP)))
+        weights = []
+        for v in range(vectors):
+            address = builder.add(at, _int64(4 * (first + v * LANES)))
+            weights.append(builder.load(builder.inttoptr(address, bits.as_pointer()), align=4))
+        for r in range(rows):
+            place = builder.gep(stage, [builder.add(loop.index, _int64(r * _STRIDE // 2))])
+            x = _spread(builder, builder.load(place), LANES)
+            for v, w in enumerate(weights):
+                total = totals[r * vectors + v]
+                builder.store(builder.call(dot, [builder.load(total), w, x]), total)
     for place, total in zip(places, totals, strict=True):
         value = builder.fadd(builder.load(place, align=4), builder.load(total))
         builder.store(value, place, align=4)
@@ -378,17 +454,21 @@ def _chunks(rows, k):
 
 @njit(error_model="numpy")
 def _stage(table, first, rows, start, n, stage):
-    """Copy inputs start .. start + n - 1 of some rows into the buffer, and a zero behind them."""
+    """Copy inputs start .. start + n - 1 of some rows into the buffer, and zeros behind them."""
     x, stride = float32_at(table[X]), table[X_STRIDE]
+    whole = n // _PUT * _PUT
     for r in range(rows):
         row = first + r
         if table[X_INDEX] != 0:
             row = int64_at(table[X_INDEX])[row]
         at, to = row * stride + start, r * _STRIDE
-        for i in range(n):
-            stage[to + i] = x[at + i]
-        if n % 2 == 1:
-            stage[to + n] = _ZERO
+        for i in range(0, whole, _PUT):
+            _put(x, at + i, stage, to + i)
+        if whole < n:
+            rest = _rest_memory()
+            for i in range(_PUT):
+                rest[i] = x[at + whole + i] if whole + i < n else _ZERO
+            _put(rest, 0, stage, to + whole)
 
 
 @njit(error_model="numpy")
@@ -439,8 +519,7 @@ def _finish(table, panel, first, rows, sums):
 
 
 @njit(error_model="numpy")
-def _linear(table, weights, itemsize):
-    stage = _stage_memory()
+def _linear(table, weights, itemsize, stage):
     sums = _sums_memory()
     all_rows, k = table[ROWS], table[K]
     panels = (table[N] + PANEL - 1) // PANEL
@@ -476,11 +555,15 @@ _SIGNATURE = types.void(types.CPointer(types.int64))
 
 
 def _linear_float32(table):
-    _linear(table, float32_at(table[WEIGHTS]), 4)
+    _linear(table, float32_at(table[WEIGHTS]), 4, _stage_memory())
 
 
 def _linear_bfloat16(table):
-    _linear(table, uint16_at(table[WEIGHTS]), 2)
+    _linear(table, uint16_at(table[WEIGHTS]), 2, _stage_memory())
+
+
+def _linear_bfloat16_by_dots(table):
+    _linear(table, uint16_at(table[WEIGHTS]), 2, _as_pairs(_stage_memory()))
 
 
 @njit(error_model="numpy")
@@ -508,7 +591,7 @@ def _gate_bfloat16(table):
 
 _PLAIN = {
     "float32": _linear_float32,
-    "bfloat16": _linear_bfloat16,
+    "bfloat16": _linear_bfloat16_by_dots if DOTS else _linear_bfloat16,
     "gate_float32": _gate_float32,
     "gate_bfloat16": _gate_bfloat16,
 }
@@ -519,5 +602,7 @@ def address_of(name: str) -> int:
     """Address of the kernel for a dtype, or of `gate` of rows of one, from Numba's cache if it is
     there. Call it from one thread."""
     if name not in _compiled:
+        if DOTS:
+            llvm.initialize_native_asmparser()
         _compiled[name] = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_PLAIN[name])
     return int(_compiled[name].address)
