@@ -118,9 +118,15 @@ def _interface() -> ctypes.CDLL:
     return library
 
 
+def has_tiles() -> bool:
+    """Return whether oneDNN multiplies bfloat16 by AMX here, many times as fast as by vectors."""
+    cpu: Any = torch.cpu
+    return bool(cpu._is_amx_tile_supported())
+
+
 def _native_bfloat16() -> bool:
     cpu: Any = torch.cpu
-    return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
+    return bool(cpu._is_avx512_bf16_supported() or has_tiles())
 
 
 # The descriptor is the struct `dnnl_memory_desc` of oneDNN 3: ndims, dims, data type, padded dims,
