@@ -98,6 +98,9 @@ _CHUNK = 9 * ROWS_MAX
 """Most rows of an item."""
 _CHUNK_FLOATS = 1 << 17
 """Inputs of an item, if they are more than a tile's: half of the second cache."""
+_KEPT = _CHUNK_FLOATS // _SLICE + _CHUNK
+"""Slices of rows that the buffer for rounded inputs holds: those of an item, if they are not more
+inputs than a tile's."""
 _STEP = 4 * PANEL
 """Bytes of a panel that are read at once: one input in float32, two in bfloat16."""
 _LINE = 64
@@ -132,6 +135,7 @@ def _on_stack(n):
 
 
 _stage_memory = intrinsic(_on_stack(ROWS_MAX * _STRIDE))
+_kept_memory = intrinsic(_on_stack(_KEPT * _STRIDE // 2))
 _sums_memory = intrinsic(_on_stack(_CHUNK * PANEL))
 _rest_memory = intrinsic(_on_stack(_PUT))
 _PAIRS = types.CPointer(types.int32)
@@ -162,8 +166,7 @@ def _put(context, x, at, stage, to):
         if pairs:
             kind = ir.FunctionType(half, [wide])
             value = builder.call(ir.InlineAsm(kind, "vcvtneps2bf16 $1, $0", "=v,v"), [value])
-            to = builder.lshr(to, _int64(1))
-        target = builder.bitcast(builder.gep(stage, [to]), value.type.as_pointer())
+        target = builder.bitcast(_input(builder, stage, to), value.type.as_pointer())
         builder.store(value, target, align=4)
         return ctx.get_dummy_value()
 
@@ -171,10 +174,10 @@ def _put(context, x, at, stage, to):
 
 
 @intrinsic
-def _tile(context, rows, stage, weights, w, k, sums, s, next_at, share):
+def _tile(context, rows, stage, at, weights, w, k, sums, s, next_at, share):
     """Add the products of some rows and a panel to sums, input by input.
 
-    sums[s + r * PANEL + j] += sum(stage[r * _STRIDE + i] * weight(i, j)) for i < k in turn,
+    sums[s + r * PANEL + j] += sum(stage[at + r * _STRIDE + i] * weight(i, j)) for i < k in turn,
     where the panel's weights begin at element `w` of float32 or of bfloat16 (as uint16), and
     `stage` holds float32, or pairs of bfloat16 (as int32; then also in turn, by pairs). While it
     reads them, it fetches `share` bytes per step from address `next_at`, where what is read next
@@ -185,7 +188,8 @@ def _tile(context, rows, stage, weights, w, k, sums, s, next_at, share):
     stage_kind = stage
 
     def generate(ctx, builder, signature, arguments):
-        rows, stage, weights, w, k, sums, s, next_at, share = arguments
+        rows, stage, at, weights, w, k, sums, s, next_at, share = arguments
+        stage = _input(builder, stage, at)
         panel = builder.ptrtoint(builder.gep(weights, [w]), _I64)
         sums = builder.gep(sums, [s])
         steps = k
@@ -215,7 +219,13 @@ def _tile(context, rows, stage, weights, w, k, sums, s, next_at, share):
         return ctx.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, stage_kind, weights, i64, i64, _FLOATS, i64, i64, i64), generate
+    given = (i64, stage_kind, i64, weights, i64, i64, _FLOATS, i64, i64, i64)
+    return types.void(*given), generate
+
+
+def _input(builder, stage, i):
+    """Pointer to input i, even, of a buffer for inputs."""
+    return builder.gep(stage, [builder.lshr(i, _int64(1)) if stage.type.pointee == _I32 else i])
 
 
 def _fetch_soon(builder, panel, i, steps, next_at):
@@ -453,15 +463,16 @@ def _chunks(rows, k):
 
 
 @njit(error_model="numpy")
-def _stage(table, first, rows, start, n, stage):
-    """Copy inputs start .. start + n - 1 of some rows into the buffer, and zeros behind them."""
+def _stage(table, first, rows, start, n, stage, begin):
+    """Copy inputs start .. start + n - 1 of some rows into the buffer, from input `begin` on, and
+    zeros behind them."""
     x, stride = float32_at(table[X]), table[X_STRIDE]
     whole = n // _PUT * _PUT
     for r in range(rows):
         row = first + r
         if table[X_INDEX] != 0:
             row = int64_at(table[X_INDEX])[row]
-        at, to = row * stride + start, r * _STRIDE
+        at, to = row * stride + start, begin + r * _STRIDE
         for i in range(0, whole, _PUT):
             _put(x, at + i, stage, to + i)
         if whole < n:
@@ -519,13 +530,17 @@ def _finish(table, panel, first, rows, sums):
 
 
 @njit(error_model="numpy")
-def _linear(table, weights, itemsize, stage):
+def _linear(table, weights, itemsize, stage, kept):
+    """Multiply items until none is left. Where `stage` holds `kept` slices of rows, and these are
+    all of an item, inputs are copied once for all panels."""
     sums = _sums_memory()
     all_rows, k = table[ROWS], table[K]
     panels = (table[N] + PANEL - 1) // PANEL
     whole = 64 // itemsize
     panel_size = (k + whole - 1) // whole * whole * PANEL
     chunks = _chunks(all_rows, k)
+    slices = (k + _SLICE - 1) // _SLICE
+    staged = -1
     item = fetch_add(table, NEXT, 1)
     while item < panels * chunks:
         panel, chunk = item % panels, item // panels
@@ -533,6 +548,12 @@ def _linear(table, weights, itemsize, stage):
         rows = (chunk + 1) * all_rows // chunks - first
         groups = (rows + ROWS_MAX - 1) // ROWS_MAX
         _begin(table, panel, rows, sums)
+        keeps = rows * slices <= kept
+        if keeps and staged != chunk:
+            for i in range(slices):
+                n = min(_SLICE, k - i * _SLICE)
+                _stage(table, first, rows, i * _SLICE, n, stage, i * rows * _STRIDE)
+            staged = chunk
         for start in range(0, k, _SLICE):
             n = min(_SLICE, k - start)
             w = panel * panel_size + start * PANEL
@@ -545,9 +566,11 @@ def _linear(table, weights, itemsize, stage):
             for g in range(groups):
                 row = g * rows // groups
                 many = (g + 1) * rows // groups - row
-                _stage(table, first + row, many, start, n, stage)
+                at = (start // _SLICE * rows + row) * _STRIDE if keeps else 0
+                if not keeps:
+                    _stage(table, first + row, many, start, n, stage, 0)
                 next_at = after + n * PANEL * itemsize * g // groups
-                _tile(many, stage, weights, w, n, sums, row * PANEL, next_at, _STEP // groups)
+                _tile(many, stage, at, weights, w, n, sums, row * PANEL, next_at, _STEP // groups)
         _finish(table, panel, first, rows, sums)
 
 
@@ -555,15 +578,15 @@ _SIGNATURE = types.void(types.CPointer(types.int64))
 
 
 def _linear_float32(table):
-    _linear(table, float32_at(table[WEIGHTS]), 4, _stage_memory())
+    _linear(table, float32_at(table[WEIGHTS]), 4, _stage_memory(), 0)
 
 
 def _linear_bfloat16(table):
-    _linear(table, uint16_at(table[WEIGHTS]), 2, _stage_memory())
+    _linear(table, uint16_at(table[WEIGHTS]), 2, _stage_memory(), 0)
 
 
 def _linear_bfloat16_by_dots(table):
-    _linear(table, uint16_at(table[WEIGHTS]), 2, _as_pairs(_stage_memory()))
+    _linear(table, uint16_at(table[WEIGHTS]), 2, _as_pairs(_kept_memory()), _KEPT)
 
 
 @njit(error_model="numpy")

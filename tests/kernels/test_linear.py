@@ -104,6 +104,20 @@ def test_many_rows_and_strides(dtype: torch.dtype) -> None:
 
 
 @each_dtype
+@pytest.mark.parametrize(("k", "m"), [(2000, 70), (20_000, 1), (20_000, 40)])
+def test_items_whose_inputs_fill_the_buffer_or_do_not_fit(
+    k: int, m: int, dtype: torch.dtype
+) -> None:
+    """Several panels share what is copied once; the rows of each item are its own."""
+    n = 200
+    weight, x = matrix(n, k, dtype), torch.randn(m, k)
+    packed = pack(weight)
+    found = linear(x, packed, n, k)
+    close(found, exact(x, weight))
+    assert torch.equal(found[-1:], linear(x[-1:], packed, n, k))
+
+
+@each_dtype
 @pytest.mark.parametrize("half", [32, 37, 96, 130])
 @pytest.mark.parametrize("biased", [False, True])
 def test_gated(dtype: torch.dtype, half: int, biased: bool) -> None:
