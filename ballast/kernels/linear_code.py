@@ -29,7 +29,7 @@ import llvmlite.binding as llvm
 import llvmlite.ir as ir
 import numpy as np
 from numba import cfunc, njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from ballast.kernels.intrinsics import fetch_add, float32_at, int64_at, uint16_at, widen
@@ -78,10 +78,18 @@ GATED_ERF = 4
 PANEL = 64
 """Outputs of a panel."""
 
-_FEATURES = llvm.get_host_cpu_features()
-LANES = 16 if _FEATURES.get("avx512f", False) else 8
+LANES = 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
 """float32 in a vector register."""
-DOTS = LANES == 16 and _FEATURES.get("avx512bf16", False)
+
+
+def _compiles_for(feature):
+    """Return whether Numba compiles for CPUs with a feature: this one's, if nothing else is set."""
+    if config.CPU_FEATURES is None:
+        return llvm.get_host_cpu_features().get(feature, False)
+    return f"+{feature}" in config.CPU_FEATURES.split(",")
+
+
+DOTS = LANES == 16 and _compiles_for("avx512bf16")
 """Whether matrices in bfloat16 are multiplied by dot products of pairs, so that inputs are rounded
 to bfloat16, as oneDNN rounds them."""
 _TILES = ((6, 4), (14, 2)) if LANES == 16 else ((1, 8), (3, 4), (6, 2))

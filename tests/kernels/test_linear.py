@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ballast.core.errors import BrokenPromise
-from ballast.kernels import team
+from ballast.kernels import linear_code, team
 from ballast.kernels.linear import (
     ADD,
     GATED,
@@ -269,3 +269,10 @@ def test_refusals() -> None:
         linear(x, packed, 70, 40, out=torch.empty(3, 70))
     with pytest.raises(BrokenPromise, match="float16"):
         packed_shape(4, 4, torch.float16)
+
+
+def test_instructions_are_those_that_the_compiler_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`NUMBA_CPU_FEATURES` and `NUMBA_CPU_NAME=generic` hide what the CPU has."""
+    for given, has in (("", False), ("+avx2,+avx512f", False), ("+avx512f,+avx512bf16", True)):
+        monkeypatch.setattr(linear_code.config, "CPU_FEATURES", given)
+        assert linear_code._compiles_for("avx512bf16") is has
