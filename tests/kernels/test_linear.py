@@ -273,6 +273,6 @@ def test_refusals() -> None:
 
 def test_instructions_are_those_that_the_compiler_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """`NUMBA_CPU_FEATURES` and `NUMBA_CPU_NAME=generic` hide what the CPU has."""
-    for given, has in (("", False), ("+avx2,+avx512f", False), ("+avx512f,+avx512bf16", True)):
-        monkeypatch.setattr(linear_code.config, "CPU_FEATURES", given)
+    for features, has in (("", False), ("+avx2,+avx512f", False), ("+avx512f,+avx512bf16", True)):
+        monkeypatch.setattr(linear_code.config, "CPU_FEATURES", features)
         assert linear_code._compiles_for("avx512bf16") is has
