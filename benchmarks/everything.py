@@ -73,7 +73,7 @@ RUNS = (
     Run("mirage_live"),
     Run("mirage_sim", ("--sweeps",), timed=False),
     Run("overload_presets", timed=False),
-    Run("mux_sim", ("--quick",), timed=False),
+    Run("mux_sim", ("--quick", "--seconds", "120"), timed=False),
     Run("mux_estimator", timed=False),
     Run(
         "mux_cluster", ("--seconds", "60", "--rates", "1,2,4,8", "--alphas", "0.9,2.1"), timed=False
