@@ -41,7 +41,7 @@ def code_files(benchmark: str, root: Path) -> set[Path]:
         data
         for folder in {path.parent for path in found} - {root / "ballast", root / "benchmarks"}
         for data in folder.rglob("*")
-        if data.is_file() and data.suffix not in {".py", ".pyc"}
+        if data.is_file() and data.suffix != ".py" and "__pycache__" not in data.parts
     }
 
 

@@ -36,6 +36,7 @@ CHANGES = {
     "a simulator's module that is not imported": ("ballast/sim/link.py", "rate = 2", ""),
     "the simulator's data": ("ballast/sim/profiles/gpu.toml", "speed = 2", "virtual"),
     "the command line's other subcommands": ("ballast/cli_bench.py", "x = 2", ""),
+    "a compiled kernel": ("ballast/core/__pycache__/a.f-1.py311.nbc", "code", ""),
     "a new module": ("ballast/core/b.py", "z = 1", "live virtual"),
 }
 
@@ -51,6 +52,7 @@ def make(root: Path) -> Path:
 def test_a_change_makes_stale_what_depends_on_it(change: str, tmp_path: Path) -> None:
     before, after = make(tmp_path / "before"), make(tmp_path / "after")
     name, text, stale = CHANGES[change]
+    (after / name).parent.mkdir(exist_ok=True)
     (after / name).write_text(text)
     changed = [b for b in ("live", "virtual") if code_hash(b, before) != code_hash(b, after)]
     assert changed == stale.split()
