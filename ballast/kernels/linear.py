@@ -4,8 +4,10 @@ Used by `models` to run matrices and by `weights` to pack them.
 
 y = x W^T for W (n outputs, k inputs). A panel holds 64 outputs, input by input: what one thread
 reads from front to back. float32 panels are (k, 64); bfloat16 ones (k / 2, 64, 2), so that two
-inputs of an output lie in one 32-bit word and are widened by a shift and a mask. These are also
-oneDNN's blocked layouts on AVX-512. Activations are float32; sums are float32.
+inputs of an output lie in one 32-bit word and are widened by a shift and a mask, or multiplied by
+one instruction (`linear_code.DOTS`). These are also oneDNN's blocked layouts on AVX-512.
+Activations are float32, rounded to bfloat16 as they are multiplied where such an instruction takes
+pairs of both; sums are float32.
 
 A layer is a row of an int64 array, whose fields are those of `linear_code`: `tables` fills what a
 model fixes (weights, shapes), `place` what a job does (rows, activations). `kernel` is the function
