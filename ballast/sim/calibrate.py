@@ -90,8 +90,9 @@ def calibrated(
     of random requests of all models, and job costs are fitted to its story: jobs timed alone in an
     idle process are up to a third shorter than jobs of a loop with a client. In each round every
     model gets bursts of all sizes, so that measurements of a model lie apart in time: the speed of
-    a machine drifts. Takes some seven seconds a round for eight small models; the machine must be
-    otherwise idle. `progress` gets the current step, its parts done, and its parts in all.
+    a machine drifts. Takes 15 to 30 seconds a round for eight small models on two cores, beside
+    loading them; the machine must be otherwise idle. `progress` gets the current step, its parts
+    done, and its parts in all.
     """
     client = _Client(rounds, seed, progress)
     link, mapping = LinkMeter(), _Mapping()
