@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ballast.core.units import MiB
 from ballast.fleet.atomic_file import locked, replace
-from ballast.kernels.linear_code import LANES
+from ballast.kernels.vector_code import LANES
 
 log = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ballast.kernels.intrinsics import fetch_add, float32_at, int64_at, uint16_at
+from ballast.kernels.vector_code import LANES
 
 # Fields of the table. Those of a job come first.
 NEXT = 0
@@ -82,8 +82,6 @@ COLUMNS = 512
 COLUMN_TILE = 32
 """Columns summed in registers at a time."""
 
-LANES = 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
-"""float32 in a vector register."""
 _ROWS = 4 if LANES == 16 else 2
 """Rows of a tile in registers."""
 _TILE_RANKS = 4

@@ -11,9 +11,18 @@ from __future__ import annotations
 import llvmlite.ir as ir
 import numpy as np
 from llvmlite import binding
-from numba.core import cgutils
+from numba.core import cgutils, config
 
-LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
+
+def compiles_for(feature):
+    """Return whether Numba compiles for CPUs with a feature: this one's, unless its environment
+    variables name others."""
+    if config.CPU_FEATURES is None:
+        return binding.get_host_cpu_features().get(feature, False)
+    return f"+{feature}" in config.CPU_FEATURES.split(",")
+
+
+LANES = 16 if compiles_for("avx512f") else 8
 """float32 in a vector of the inner loops: a register of AVX-512 or AVX2."""
 
 F32 = ir.FloatType()

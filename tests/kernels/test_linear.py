@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ballast.core.errors import BrokenPromise
-from ballast.kernels import linear_code, team
+from ballast.kernels import team, vector_code
 from ballast.kernels.linear import (
     ADD,
     GATED,
@@ -274,5 +274,5 @@ def test_refusals() -> None:
 def test_instructions_are_those_that_the_compiler_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """`NUMBA_CPU_FEATURES` and `NUMBA_CPU_NAME=generic` hide what the CPU has."""
     for features, has in (("", False), ("+avx2,+avx512f", False), ("+avx512f,+avx512bf16", True)):
-        monkeypatch.setattr(linear_code.config, "CPU_FEATURES", features)
-        assert linear_code._compiles_for("avx512bf16") is has
+        monkeypatch.setattr(vector_code.config, "CPU_FEATURES", features)
+        assert vector_code.compiles_for("avx512bf16") is has
