@@ -59,7 +59,7 @@ RUNS = (
     Run("sim_links"),
     Run("pool"),
     Run("switch"),
-    Run("elastic_overhead", ("--quick",)),
+    Run("elastic_overhead"),
     Run("lending"),
     Run("join"),
     Run("single_model"),
