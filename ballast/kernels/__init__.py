@@ -33,7 +33,7 @@ Packages from `weights` up may import it; `weights`, `models`, `engine` and `clu
 - `stream_copy_code`: Compiled part of such copies: non-temporal stores.
 - `team`: Compiled kernels on PyTorch's OpenMP threads.
 - `triton`: Package: Triton kernels for GPUs.
-- `vector_code`: LLVM code for vectors of float32.
+- `vector_code`: LLVM code for vectors of float32, and how many lanes they have.
 - `workspace`: A grow-only activation buffer of a lane with stable addresses.
 """
 

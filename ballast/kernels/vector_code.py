@@ -1,7 +1,8 @@
-"""Generate LLVM code for vectors of float32, of which the intrinsics of attention consist.
+"""Generate LLVM code for vectors of float32, and say how many lanes they have in all CPU kernels.
 
-Each function adds instructions at an LLVM builder. Sums across a vector are taken as a fixed tree,
-and nothing is reordered: results are the same to the bit wherever this code is used.
+The intrinsics of attention consist of it. Each function adds instructions at an LLVM builder. Sums
+across a vector are taken as a fixed tree, and nothing is reordered: results are the same to the bit
+wherever this code is used.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -15,15 +16,15 @@ from numba.core import cgutils, config
 
 
 def compiles_for(feature):
-    """Return whether Numba compiles for CPUs with a feature: this one's, unless its environment
-    variables name others."""
+    """Return whether Numba may use a feature of CPUs: this one's, unless `NUMBA_CPU_FEATURES` or
+    `NUMBA_CPU_NAME=generic` name others."""
     if config.CPU_FEATURES is None:
         return binding.get_host_cpu_features().get(feature, False)
     return f"+{feature}" in config.CPU_FEATURES.split(",")
 
 
 LANES = 16 if compiles_for("avx512f") else 8
-"""float32 in a vector of the inner loops: a register of AVX-512 or AVX2."""
+"""float32 in a vector of the kernels' inner loops: a register of AVX-512 or AVX2."""
 
 F32 = ir.FloatType()
 I64 = ir.IntType(64)
