@@ -1,5 +1,5 @@
-"""`sim_fidelity`'s live runs, each beside profiles of the machine taken right before, and the same
-runs in virtual time with these profiles.
+"""`sim_fidelity`'s live runs, beside profiles of the machine taken right before, and the same runs
+in virtual time with these profiles.
 
 All that was measured lies in files of a folder and is not measured again, so that an interrupted
 benchmark goes on where it was.
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,11 @@ class Point:
 
     def __str__(self) -> str:
         return f"{on(self.preset, self.devices)}@{self.rate:.2f}"
+
+
+def profiled(point: Point, turn: int) -> str:
+    """Name of the profile that a live run is simulated with."""
+    return f"{point.preset}-{turn}"
 
 
 def on(preset: str, devices: int) -> str:
@@ -152,7 +158,7 @@ class Runs:
         if not file.is_file():
             fleet = halves(self.fleet) if devices > 1 else self.fleet
             for _ in range(TRIES):
-                with OtherLoad() as others:
+                with OtherLoad(children=devices == 1) as others:
                     found = calibrated_at_once(fleet, self.rounds, devices)
                 if others.cores < DISTURBED:
                     break
@@ -181,12 +187,14 @@ class Runs:
         return DeviceRun(cluster.report, [], {"jobs": cluster.jobs, **counts})
 
     def live(self, point: Point, turn: int) -> Document:
-        """What came of that run; the machine is profiled before it, unless it has run already."""
+        """What came of that run. The machine is profiled before the first of a preset's runs in a
+        turn, of which there are two at most, one after the other."""
         result = self.recorded(point, turn)
         if result is None:
-            self.measured(f"{point}-{turn}", point.devices)
-            with OtherLoad() as others:
-                ran = self._live(point, f"{point}-{turn}")
+            profile = profiled(point, turn)
+            self.measured(profile, point.devices)
+            with OtherLoad(children=point.devices == 1) as others:
+                ran = self._live(point, profile)
             result = {**summary(ran), "others_cpu": others.cores}
             write_json(self._file(point, turn), result)
             if ran.story:
@@ -200,7 +208,8 @@ class Runs:
         return result
 
     def capacity(self, preset: str, devices: int) -> Document:
-        """The highest rate live, and in virtual time with the profiles taken before and after.
+        """The highest rate live, and in virtual time with the profiles taken before and after: one
+        preset's after is the next one's before.
 
         Both searches go the same ways: from what the first profile says.
         """
@@ -209,7 +218,8 @@ class Runs:
         if "live" in found:
             return found
         tried: list[tuple[float, float]] = [(r, a) for r, a in found.get("tried", [])]
-        profiles = [f"capacity-{preset}-{when}" for when in ("before", "after")]
+        before = list(self.compared.rows).index(preset)
+        profiles = [f"capacity-{i}" for i in (before, before + 1)]
         guess = self.rates(devices)[preset]
 
         def live(rate: float) -> float:
@@ -247,7 +257,10 @@ class Runs:
         return fleet if point.devices == 1 else halves(fleet)
 
     def _workload(self, rate: float) -> Workload:
-        return self.trace.window(0.0, self.seconds * rate).scale_rate(rate)
+        """The trace at `rate`, over and over where it is too short for a run's seconds."""
+        length = self.seconds * rate
+        times = ceil(length / TRACE_SECONDS)
+        return repeated(self.trace, TRACE_SECONDS, times).window(0.0, length).scale_rate(rate)
 
     def _max_rate(self, preset: str, devices: int) -> float:
         run = partial(self._attained, preset, devices, FIRST)
@@ -276,6 +289,17 @@ def around(guess: float, run: Callable[[float], float]) -> float:
     """The highest rate at which `run(rate)` attains the target, known to 9 %; 0: none was found
     down to a sixteenth of the guess."""
     return bisect_max_rate(run, TARGET, lo=guess / 2, hi=guess, steps=AROUND, widen=3).rate
+
+
+def repeated(trace: Workload, seconds: float, times: int) -> Workload:
+    """The trace so many times in a row, begun anew every `seconds`."""
+    step = 1 + max((r.id for r in trace.requests), default=0)
+    requests = [
+        replace(r, id=r.id + i * step, at=r.at + i * seconds)
+        for i in range(times)
+        for r in trace.requests
+    ]
+    return Workload.of(trace.name, requests, trace.source, (*trace.labels, f"{times} times"))
 
 
 def calibrated_at_once(fleet: FleetSettings, rounds: int, devices: int) -> MachineProfile:
