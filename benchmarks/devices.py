@@ -44,6 +44,7 @@ from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.profile import profile_of
 from benchmarks.common import NOT_STATED, finish, options, verdict
 from benchmarks.fleet import BUDGET, LOW_LOAD, TARGET, TURNS
+from benchmarks.live_placement import placed_live
 from benchmarks.setting import (
     PAGE,
     ROOMY,
@@ -85,16 +86,17 @@ class Bench:
         assert settings.threads is not None
         assert link.pace is not None
         profile = self.profiles[settings.threads].over(link.pace)
-        placement = servers[0].placement or "weights"  # servers expect no work
+        preset = resolve(PRESET, {}, placement=servers[0].placement or "weights")
         kind = Kind(len(devices), profile_of("cpu", profile, settings))
 
         def run(rate: float) -> float:
             ran = run_cluster(
-                resolve(PRESET, {}, placement=placement),
+                preset,
                 [kind],
                 self.setting.specs,
                 self.setting.workload.scale_rate(rate),
                 self.slos,
+                files=placed_live(preset, servers),
             )
             return ran.report.total.attainment
 

@@ -38,6 +38,7 @@ from ballast.sim.toml_file import as_toml
 from ballast.workload.workload import Workload
 from benchmarks.common import write_json
 from benchmarks.contenders import Comparison
+from benchmarks.live_placement import placed_live
 from benchmarks.seam import write_story
 from benchmarks.setting import Setting, arrivals, fleet_in, halves
 
@@ -176,12 +177,14 @@ class Runs:
             return setting.virtual(fleet, work, self.levels)
         assert fleet.link.pace is not None
         paced = setting.profile.over(fleet.link.pace)
+        preset = resolve(point.preset, fleet.options)
         cluster = run_cluster(
-            resolve(point.preset, fleet.options),
+            preset,
             [Kind(point.devices, profile_of("cpu", paced, fleet.device))],
             self.specs,
             work,
             self.levels,
+            files=placed_live(preset, [fleet]),
         )
         counts = {what: cluster.total(what) for what in COUNTED}
         return DeviceRun(cluster.report, [], {"jobs": cluster.jobs, **counts})
