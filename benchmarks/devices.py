@@ -5,7 +5,8 @@ The fleet, arrivals, service levels and budget of `fleet` (40 % of all weights +
 half of each: one server that places models by their `weights`, for good; one whose models `follow`
 the load; two `servers` that know nothing of each other, with the models divided as by `weights`.
 Every device has a link of its own, as fast as that of `fleet`. Every variant is served by worker
-processes, without HTTP.
+processes, without HTTP; in virtual time with their engine's costs (`worker_profile`), models on the
+devices where the server places them.
 
 Per variant: the highest rate, as a factor on the trace's, at which 99 % of requests meet both
 service levels, by bisection, the variants in turns, on the same requests; around rates that virtual
@@ -55,6 +56,7 @@ from benchmarks.setting import (
     service_levels,
     trace_option,
 )
+from benchmarks.worker_profile import calibrate_in_worker
 
 PRESET = "balloon"
 LEAST_RATE = 0.45
@@ -196,7 +198,12 @@ def main() -> None:
             "servers": apart(server),
         }
         fewer = replace(roomy, device=replace(roomy.device, threads=few))
-        profiles = {few: calibrate(fewer, rounds=2), cores: setting.profile}
+        profiles = {
+            few: calibrate_in_worker(
+                halves(roomy), setting.specs, calibrate(fewer, rounds=2), rounds=2
+            ),
+            cores: calibrate_in_worker(roomy, setting.specs, setting.profile, rounds=2),
+        }
         bench = Bench(setting, slos, profiles, console)
         virtual = {name: bench.virtual(servers) for name, servers in variants.items()}
         console.print({name: search.rate for name, search in virtual.items()})

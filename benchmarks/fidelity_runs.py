@@ -41,6 +41,7 @@ from benchmarks.contenders import Comparison
 from benchmarks.live_placement import placed_live
 from benchmarks.seam import write_story
 from benchmarks.setting import Setting, arrivals, fleet_in, halves
+from benchmarks.worker_profile import calibrate_in_worker
 
 BUDGET = 0.4
 """Of all weights and peak KV."""
@@ -50,6 +51,8 @@ TRIES = 2
 TRACE_SECONDS = 300.0
 FIRST = "first"
 """The profile that rates and the link's pace are taken from."""
+BENEATH = "in-process"
+"""The profile that those of engines in worker processes have their link and pages from."""
 AROUND = 3
 """Halvings of the interval between a rate and its double or half: a highest rate is known to 2 to
 the power of 1/8, 9 %."""
@@ -120,8 +123,8 @@ class Runs:
     """Measures what is missing in `folder`, and simulates.
 
     Two devices have half of the cores and of the budget each, and a link of their own; they are
-    served by worker processes, without HTTP. Each is profiled while the other is: they share the
-    machine's memory.
+    served by worker processes, without HTTP, and so they are profiled. Each is while the other is:
+    they share the machine's memory, and the server and its client their cores.
     """
 
     def __init__(
@@ -160,8 +163,8 @@ class Runs:
             fleet = halves(self.fleet) if devices > 1 else self.fleet
             for _ in range(TRIES):
                 with OtherLoad(children=devices == 1) as others:
-                    found = calibrated_at_once(fleet, self.rounds, devices)
-                if others.cores < DISTURBED:
+                    found = self._calibrated(fleet, name, devices)
+                if others.cores < devices * DISTURBED:
                     break
             text = as_toml(profile_of("here", found, fleet.device))
             file.write_text(text, encoding="utf-8")
@@ -248,6 +251,14 @@ class Runs:
         """Cores that others took while the machine was profiled."""
         files = self.folder.glob("disturbed-*.json")
         return {f.stem: json.loads(f.read_text())["others_cpu"] for f in sorted(files)}
+
+    def _calibrated(self, fleet: FleetSettings, name: str, devices: int) -> MachineProfile:
+        """Of one device as `ballast profile` does it. Of two in worker processes once: what their
+        link and pages cost; each time: the engine behind their server."""
+        beneath = on(BENEATH, devices)
+        if devices == 1 or name == beneath:
+            return calibrated_at_once(fleet, self.rounds, devices)
+        return calibrate_in_worker(fleet, self.specs, self.measured(BENEATH, devices), self.rounds)
 
     def _setting(self, profile: str, devices: int) -> Setting:
         roomy = replace(self.fleet, link=LinkSettings(bytes_per_second=self.link))

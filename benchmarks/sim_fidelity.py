@@ -24,7 +24,8 @@ with the profiles taken before and after (the median counts); `capacity_error_ma
 error, with a goal of 15 %. Rates are 9 % apart.
 
 Part `two`: the same figures, and rates, of two devices with half of the cores and the budget each,
-served by worker processes.
+served by worker processes, and profiled behind them (`worker_profile`). Virtual devices have the
+models that the live server gives them.
 
 With `--keep DIR` a run is resumed: what has been measured there is not measured again.
 """

@@ -11,20 +11,21 @@ import os
 import secrets
 import statistics
 import tempfile
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ballast.bench.http import HttpTarget
 from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import RequestRecorder
-from ballast.bench.replay import TargetError
+from ballast.bench.replay import BenchmarkTarget, TargetError
 from ballast.bench.server_process import serving
 from ballast.bench.story_report import sampling_requests
 from ballast.core.clock import Clock
 from ballast.core.entries import StoryEntry
 from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.model import ModelSpec
+from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.live.inbox import MonotonicClock
 from ballast.sim.calibrate import Burst, bursts, with_engine
@@ -58,16 +59,29 @@ def calibrate_over_http(
         options = ("--preset", "balloon", "--no-changes", "--log-level", "error")
         environment = os.environ | {"BALLAST_API_KEY": key}
         progress("measuring over HTTP: starting a server", 0, None)
+        client = BurstClient(specs, rounds, seed, progress)
         with serving(file, *options, "--story", str(story), environment=environment) as server:
-            client = _HttpClient(specs, rounds, seed, progress)
-            alone = asyncio.run(client.send_bursts(server.url, key))
+            asyncio.run(_send_over_http(client, server.url, key))
         (life,) = read_device_stories(story)
-    in_engine = ttft_of(life.entries)
+    return behind_server(measured, life.entries, client)
+
+
+async def _send_over_http(client: BurstClient, url: str, key: str) -> None:
+    async with HttpTarget(url, client.clock, key) as target:
+        await client.send_bursts(target)
+
+
+def behind_server(
+    measured: MachineProfile, entries: Sequence[StoryEntry], client: BurstClient
+) -> MachineProfile:
+    """Return `measured` with the costs of an engine to which `client` has sent its bursts, fitted
+    to the `entries` of its story. Raises DeviceError if these lack a request."""
+    in_engine = ttft_of(entries)
     if len(in_engine) != client.sent:
         raise DeviceError("calibrate", f"{client.sent} requests, but {len(in_engine)} in the story")
-    beyond = [seconds - in_engine[n] for n, seconds in alone]
+    beyond = [seconds - in_engine[n] for n, seconds in client.alone]
     answer = max(0.0, statistics.median(beyond))
-    return with_engine(replace(measured, answer=answer), life.entries)
+    return with_engine(replace(measured, answer=answer), entries)
 
 
 def ttft_of(entries: Sequence[StoryEntry]) -> list[float]:
@@ -88,57 +102,72 @@ def ttft_of(entries: Sequence[StoryEntry]) -> list[float]:
     return [first[n] - at for n, at in arrived.items() if n in first]
 
 
-class _HttpClient:
-    """Sends bursts of requests, each when the one before has been answered."""
+class BurstClient:
+    """Sends the bursts of a calibration to a server, each when the one before has been answered."""
 
     def __init__(
-        self, specs: Sequence[ModelSpec], rounds: int, seed: int, progress: Progress
+        self,
+        specs: Sequence[ModelSpec],
+        rounds: int,
+        seed: int,
+        progress: Progress = quiet,
+        name: str = "",
     ) -> None:
+        """`name`: begins the ids of its requests, where a server has several such clients."""
         self.sent = 0
         """Requests so far."""
-        self._bursts = list(bursts(specs, rounds, seed))
+        self.alone: list[tuple[int, float]] = []
+        """Of each request that was alone in its burst, its number and TTFT in seconds."""
+        self.clock: Clock = MonotonicClock()
+        self._bursts = [_named(burst, name) for burst in bursts(specs, rounds, seed)]
         self._progress = progress
-        self._clock: Clock = MonotonicClock()
 
-    async def send_bursts(self, url: str, key: str) -> list[tuple[int, float]]:
-        """Send all bursts; returns, of each request that was alone in its burst, its number and
-        TTFT in seconds. Raises DeviceError where a request fails."""
-        alone: list[tuple[int, float]] = []
-        async with HttpTarget(url, self._clock, key) as target:
-            for i, burst in enumerate(self._bursts):
-                self._progress("measuring over HTTP", i, len(self._bursts))
-                recorder = RequestRecorder()
-                for n, submission in enumerate(burst.requests):
-                    asked = WorkloadRequest(
-                        id=n,
-                        at=0.0,
-                        model=submission.model,
-                        prompt_tokens=len(submission.prompt),
-                        output_tokens=submission.max_tokens,
-                    )
-                    recorder.sent(asked, submission.id, self._clock.now())
-                try:
-                    await self._send(target, burst, recorder)
-                except TargetError as error:
-                    raise DeviceError("calibrate", str(error)) from error
-                if len(burst.requests) == 1:
-                    (record,) = recorder.records()
-                    assert record.first_token is not None
-                    alone.append((self.sent, record.first_token - record.sent))
-                self.sent += len(burst.requests)
-                await asyncio.sleep(burst.pause)
-        self._progress("measuring over HTTP", len(self._bursts), len(self._bursts))
-        return alone
+    async def send_bursts(self, target: BenchmarkTarget) -> None:
+        """Send all bursts. `target` has this client's clock. Raises DeviceError where a request
+        fails."""
+        for i, burst in enumerate(self._bursts):
+            self._progress("measuring behind a server", i, len(self._bursts))
+            recorder = RequestRecorder()
+            for n, submission in enumerate(burst.requests):
+                asked = WorkloadRequest(
+                    id=n,
+                    at=0.0,
+                    model=submission.model,
+                    prompt_tokens=len(submission.prompt),
+                    output_tokens=submission.max_tokens,
+                )
+                recorder.sent(asked, submission.id, self.clock.now())
+            try:
+                await self._send(target, burst, recorder)
+            except TargetError as error:
+                raise DeviceError("calibrate", str(error)) from error
+            records = recorder.records()
+            if not all(record.answered for record in records):
+                raise DeviceError("calibrate", f"a request of {burst.requests[0].model} failed")
+            if len(records) == 1:
+                assert records[0].first_token is not None
+                self.alone.append((self.sent, records[0].first_token - records[0].sent))
+            self.sent += len(records)
+            await asyncio.sleep(burst.pause)
+        self._progress("measuring behind a server", len(self._bursts), len(self._bursts))
 
     @staticmethod
-    async def _send(target: HttpTarget, burst: Burst, recorder: RequestRecorder) -> None:
+    async def _send(target: BenchmarkTarget, burst: Burst, recorder: RequestRecorder) -> None:
         """Send a burst's requests, the late one after its delay, and wait for all answers."""
         running = [target.run(submission, recorder) for submission in burst.at_once]
         if burst.late is not None:
-            running.append(_after(burst.delay, target.run(burst.late, recorder)))
+            running.append(_run_late(target, burst.late, recorder, burst.delay))
         await asyncio.gather(*running)
 
 
-async def _after(delay: float, running: Coroutine[None, None, None]) -> None:
+def _named(burst: Burst, name: str) -> Burst:
+    at_once = [replace(request, id=name + request.id) for request in burst.at_once]
+    late = None if burst.late is None else replace(burst.late, id=name + burst.late.id)
+    return replace(burst, at_once=at_once, late=late)
+
+
+async def _run_late(
+    target: BenchmarkTarget, submission: Submission, recorder: RequestRecorder, delay: float
+) -> None:
     await asyncio.sleep(delay)
-    await running
+    await target.run(submission, recorder)
