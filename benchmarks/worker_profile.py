@@ -17,6 +17,7 @@ from ballast.bench.http_profile import BurstClient, behind_server
 from ballast.bench.servers import ServersTarget, serving_fleets
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings
+from ballast.sim.calibrate import PRESET
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.story_reader import read_device_stories
 
@@ -61,7 +62,7 @@ def copied(fleet: FleetSettings, story: Path) -> FleetSettings:
         for device in fleet.devices
         for m in fleet.models
     )
-    return replace(fleet, models=models, preset="balloon", options={}, story_path=str(story))
+    return replace(fleet, models=models, preset=PRESET, options={}, story_path=str(story))
 
 
 async def _send(fleet: FleetSettings, clients: Sequence[BurstClient]) -> None:

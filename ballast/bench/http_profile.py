@@ -28,7 +28,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.live.inbox import MonotonicClock
-from ballast.sim.calibrate import Burst, bursts, with_engine
+from ballast.sim.calibrate import PRESET, Burst, bursts, with_engine
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.story_reader import read_device_stories
 from ballast.workload.workload import WorkloadRequest
@@ -56,7 +56,7 @@ def calibrate_over_http(
     key = secrets.token_urlsafe()
     with tempfile.TemporaryDirectory() as folder:
         story = Path(folder) / "story.jsonl"
-        options = ("--preset", "balloon", "--no-changes", "--log-level", "error")
+        options = ("--preset", PRESET, "--no-changes", "--log-level", "error")
         environment = os.environ | {"BALLAST_API_KEY": key}
         progress("measuring over HTTP: starting a server", 0, None)
         client = BurstClient(specs, rounds, seed, progress)

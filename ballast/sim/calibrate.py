@@ -56,6 +56,9 @@ class Burst:
         return [*self.at_once, *(() if self.late is None else (self.late,))]
 
 
+PRESET = "balloon+round-robin"
+"""Serves the bursts. Models take turns, so that jobs come after other models' in quick succession
+as well as after a while."""
 BURSTS = (1, 1, 2, 4, 8, 16)
 """Sizes of the bursts of requests in the calibration run."""
 PAUSES = (0.02, 0.1)
@@ -100,7 +103,7 @@ def calibrated(
     progress(f"measuring: loading {len(fleet.models)} models", 0, None)
     one_lane = replace(fleet.device, lanes=1)
     device = LiveDevice(
-        replace(fleet, device=one_lane, preset="balloon", options={}),
+        replace(fleet, device=one_lane, preset=PRESET, options={}),
         client.receive,
         sink=entries.extend,
         make_machine=make_machine,
@@ -162,6 +165,7 @@ def with_engine(
         wake=fit.cold.wake,
         settling=fit.cold.settling,
         switch=fit.cold.switch,
+        switch_back=fit.cold.switch_back,
         turn=fit.turn,
         spread=spread_of(jobs, in_jobs),
         copies_slow=slow,

@@ -13,6 +13,8 @@ from ballast.sim.page_costs import PageCosts
 
 PAUSE = 5e-3
 """Seconds without work beyond which a job comes after a pause; from 20 ms on pauses are alike."""
+RECENT = 8e-3
+"""Seconds from the end of a model's last job within which caches still hold some of its weights."""
 OnParts = Callable[[ModelSpec], Sequence[tuple[float, StepCosts]]]
 """Returns measured job costs of a model on parts of a device: (share of its compute, above 0 and
 below 1, costs there), ascending by share; empty where nothing was measured."""
@@ -38,6 +40,8 @@ class MachineProfile:
     """Seconds that the first, second, ... decode step after a prefill takes longer."""
     switch: float = 0.0
     """Seconds that a job takes longer after another model's, without a pause between them."""
+    switch_back: float = 0.0
+    """The same of a job whose model ran within `RECENT`, as where models take turns."""
     turn: float = 0.0
     """Seconds that a job takes longer for each turn of the loop with events while it runs."""
     answer: float = 0.0

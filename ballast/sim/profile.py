@@ -173,6 +173,9 @@ class DeviceProfile(Keys):
             wake=engine.wake_seconds,
             settling=tuple(engine.settling_seconds),
             switch=engine.switch_seconds,
+            switch_back=engine.switch_seconds
+            if engine.switch_back_seconds is None
+            else engine.switch_back_seconds,
             turn=engine.turn_seconds,
             answer=engine.answer_seconds,
             on_parts=self.on_parts,
@@ -294,6 +297,7 @@ def _engine_of(measured: MachineProfile, way: str) -> EngineProfile:
         wake_seconds=measured.wake,
         settling_seconds=list(measured.settling),
         switch_seconds=measured.switch,
+        switch_back_seconds=measured.switch_back,
         turn_seconds=measured.turn,
         answer_seconds=measured.answer,
         spread=list(measured.spread.quantiles),

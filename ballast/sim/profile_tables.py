@@ -70,6 +70,8 @@ class EngineProfile(Keys):
     """Further seconds of the first, second, ... decode step after a prefill."""
     switch_seconds: NotNegative = 0.0
     """Further seconds of a job right after one of another model."""
+    switch_back_seconds: NotNegative | None = None
+    """The same where the job's own model ran a few milliseconds before; None: as long."""
     turn_seconds: NotNegative = 0.0
     """Further seconds of a job for each turn of the loop with events while it runs."""
     answer_seconds: NotNegative = 0.0

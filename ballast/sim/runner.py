@@ -21,7 +21,7 @@ from ballast.sim.job_spread import JobFactors
 from ballast.sim.lanes import Part, SimLanes, guessed, measured, measured_seconds
 from ballast.sim.layer_passes import Alone, LayerSource, Pace, Pass
 from ballast.sim.link import SimLink
-from ballast.sim.machine_profile import PAUSE, MachineProfile
+from ballast.sim.machine_profile import PAUSE, RECENT, MachineProfile
 from ballast.sim.page_costs import LoopTime
 from ballast.sim.rotor import SimRotors
 from ballast.sim.swapper import SimSwappers
@@ -84,8 +84,10 @@ class SimRunner:
         """Whether the last job followed a pause, and whether it has a prefill."""
         self._model: str | None = None
         """That of the last job."""
-        self._switched = False
-        """Whether the last job was another model's than the one before."""
+        self._ended: dict[str, float] = {}
+        """By model, when its last job before another model's ended."""
+        self._switch = 0.0
+        """Seconds that the last job takes longer as the one before was another model's."""
         self._turns = 0
         """Turns of the loop while the last job runs or ran, that no job has been slower for."""
         self._slowed = 0.0
@@ -203,7 +205,7 @@ class SimRunner:
         """Record that a consecutive step is in flight, with its begin and its end for the loop."""
         self._began, self._free = began, end
         self._after_pause, self._since_prefill = False, len(self._settling)
-        self._switched, self._slowed = False, 0.0
+        self._switch, self._slowed = 0.0, 0.0
 
     def decodes_in_layers(
         self, model: str, sequences: int, context: int, until: float
@@ -237,7 +239,7 @@ class SimRunner:
             self._after_pause = now > self._free + PAUSE
             self._since_prefill = 0 if self._prefills else self._since_prefill + 1
             self._hidden = now - self._began if self._hides_calls and now <= self._free else 0.0
-            self._switched = self._model not in (None, model)
+            self._switch = self._switch_to(model, now)
             turns = 0 if self._after_pause else self._turns
             self._slowed, self._turns = turns * self._profile.turn, 0
             self._began, self._model = now, model
@@ -245,11 +247,19 @@ class SimRunner:
         seconds = self._costs[model].of(load)
         if self._after_pause:
             seconds += self._profile.wake
-        elif self._switched:
-            seconds += self._profile.switch
+        else:
+            seconds += self._switch
         if not self._prefills and self._since_prefill < len(self._settling):
             seconds += self._settling[self._since_prefill]
         return (seconds + self._slowed) * self._factor(now, model)
+
+    def _switch_to(self, model: str, now: float) -> float:
+        """Return the further seconds of a job that begins now after another model's, if it does."""
+        if self._model is None or self._model == model:
+            return 0.0
+        self._ended[self._model] = min(self._free, now)
+        recent = now - self._ended.get(model, -inf) < RECENT
+        return self._profile.switch_back if recent else self._profile.switch
 
     def _factor(self, now: float, model: str) -> float:
         """Factor on the expected duration of a job that begins at `now`."""

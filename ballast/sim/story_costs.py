@@ -5,6 +5,7 @@ Used by `sim.calibrate`.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from ballast.core.cost import StepCosts
 from ballast.core.job import JobLoad
 from ballast.sim.fitting import Vector, fit_linear
 from ballast.sim.job_spread import JobSpread, quantiles_of
-from ballast.sim.machine_profile import PAUSE
+from ballast.sim.machine_profile import PAUSE, RECENT
 
 AT_ONCE = 1e-4
 """Seconds without work up to which one job followed another at once."""
@@ -50,6 +51,8 @@ class TimedJob:
     """Seconds from the turn of the loop that started the job until it began; None: unknown."""
     switched: bool = False
     """Whether the job before was another model's."""
+    away: float = math.inf
+    """Seconds since the end of its model's last job; infinite for the first."""
     turns: int = 0
     """Turns of the loop while it ran: requests came, or transfers ended."""
 
@@ -85,25 +88,37 @@ class ColdSeconds:
     settling: tuple[float, ...] = (0.0,) * SETTLING
     """Of the first, second, ... decode step after a prefill."""
     switch: float = 0.0
-    """After another model's job."""
+    """After another model's job, the job's own model not having run within `RECENT`."""
+    switch_back: float = 0.0
+    """After another model's job, its own having run within `RECENT`."""
 
     def of(self, job: TimedJob) -> float:
         """Return the further seconds of `job`."""
         seconds = self.settling[job.step] if job.settling else 0.0
         if job.after_pause:
             return seconds + self.wake
-        return seconds + (self.switch if job.switched else 0.0)
+        if not job.switched:
+            return seconds
+        return seconds + (self.switch_back if job.away < RECENT else self.switch)
 
     def scaled(self, factor: float) -> ColdSeconds:
         """Return `factor` times these seconds."""
         settling = tuple(factor * seconds for seconds in self.settling)
-        return ColdSeconds(wake=factor * self.wake, settling=settling, switch=factor * self.switch)
+        return ColdSeconds(
+            wake=factor * self.wake,
+            settling=settling,
+            switch=factor * self.switch,
+            switch_back=factor * self.switch_back,
+        )
 
     def plus(self, other: ColdSeconds) -> ColdSeconds:
         """Return the sums of both."""
         settling = tuple(a + b for a, b in zip(self.settling, other.settling, strict=True))
         return ColdSeconds(
-            wake=self.wake + other.wake, settling=settling, switch=self.switch + other.switch
+            wake=self.wake + other.wake,
+            settling=settling,
+            switch=self.switch + other.switch,
+            switch_back=self.switch_back + other.switch_back,
         )
 
 
@@ -137,6 +152,8 @@ def jobs_of(entries: Sequence[Mapping[str, Any]]) -> list[TimedJob]:
     started = {e["job"]: e["at"] for e in entries if "job" in e and "event" not in e}
     found: list[TimedJob] = []
     ended, before, of, step = float("-inf"), None, None, SETTLING
+    last: dict[str, float] = {}
+    """By model, when its last job ended."""
     for e in entries:
         if e.get("event") != "JobDone":
             continue
@@ -150,10 +167,14 @@ def jobs_of(entries: Sequence[Mapping[str, Any]]) -> list[TimedJob]:
         if job not in early and (beside or not _between(receipts, turn, e["at"])):
             delay = began - turn if job in started else None
             gap, switched = began - ended, of not in (None, model)
+            away = began - last.get(model, -math.inf)
             found.append(
-                TimedJob(model, load, e["seconds"], gap, before, step, delay, switched, beside)
+                TimedJob(
+                    model, load, e["seconds"], gap, before, step, delay, switched, away, beside
+                )
             )
         ended, before, of = e["at"], load, model
+        last[model] = ended
     return found
 
 
@@ -258,7 +279,9 @@ def with_loop(jobs: Sequence[TimedJob], fit: JobFit) -> tuple[float, JobFit]:
 
 def _cold_medians(jobs: Sequence[TimedJob], beyond: Sequence[float]) -> ColdSeconds:
     """Return the medians of `beyond`, not below 0, over each of the first decode steps after a
-    prefill, over jobs after another model's, and over jobs after a pause; 0 where there is none."""
+    prefill, over jobs after another model's, their own having run before or not, and over jobs
+    after a pause; 0 where there is none. Of two kinds of switches one stands for both where the
+    other is not there."""
     pairs = list(zip(jobs, beyond, strict=True))
     steps: list[list[float]] = [[] for _ in range(SETTLING)]
     for job, seconds in pairs:
@@ -266,9 +289,13 @@ def _cold_medians(jobs: Sequence[TimedJob], beyond: Sequence[float]) -> ColdSeco
             steps[job.step].append(seconds)
     known = ColdSeconds(settling=tuple(_median(step) for step in steps))
     left = [(job, seconds - known.of(job)) for job, seconds in pairs]
-    switch = [seconds for job, seconds in left if job.switched and not job.after_pause]
+    switches = [(job, seconds) for job, seconds in left if job.switched and not job.after_pause]
+    back = [seconds for job, seconds in switches if job.away < RECENT]
+    away = [seconds for job, seconds in switches if job.away >= RECENT]
     wake = [seconds for job, seconds in left if job.after_pause]
-    return replace(known, switch=_median(switch), wake=_median(wake))
+    return replace(
+        known, switch=_median(away or back), switch_back=_median(back or away), wake=_median(wake)
+    )
 
 
 def _median(values: Sequence[float]) -> float:
@@ -298,4 +325,6 @@ def _cold_terms(job: TimedJob) -> tuple[float, ...]:
     """Whether it came after a pause, after another model's job without one, and as the first,
     second, ... settling step."""
     steps = (job.settling and job.step == step for step in range(SETTLING))
-    return (job.after_pause, job.switched and not job.after_pause, *steps)
+    switched = job.switched and not job.after_pause
+    recent = job.away < RECENT
+    return (job.after_pause, switched and not recent, switched and recent, *steps)

@@ -45,7 +45,7 @@ World = tuple[FleetSettings, list[ModelSpec], list[Submission]]
 def profile_for(specs: list[ModelSpec], **more: Any) -> MachineProfile:
     costs = {s.name: JOB for s in specs}
     known: dict[str, Any] = {"overhead": 3e-4, "wake": 7e-4, "answer": 1e-4, "page_seconds": 4e-4}
-    known |= {"settling": (5e-4, 2e-4), "switch": 6e-4, "turn": 4e-4}
+    known |= {"settling": (5e-4, 2e-4), "switch": 6e-4, "switch_back": 1e-4, "turn": 4e-4}
     return MachineProfile(costs=costs, link=LINK, **known | more)
 
 

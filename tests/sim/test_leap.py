@@ -47,6 +47,7 @@ def run(
         wake=7e-4,
         settling=SETTLING,
         switch=6e-4,
+        switch_back=2e-4,
         turn=4e-4,
         answer=1e-4,
     )

@@ -99,6 +99,7 @@ def test_tokens_that_leaps_pass_over_can_be_heard_all_at_once(lanes: int) -> Non
         wake=7e-4,
         settling=(5e-4, 2e-4, 1e-4),
         switch=6e-4,
+        switch_back=2e-4,
         turn=4e-4,
         answer=1e-4,
     )

@@ -189,6 +189,7 @@ def test_a_measured_machine_is_a_clusters_device(tmp_path: Path) -> None:
         wake=2e-4,
         settling=(3e-4, 1e-4),
         switch=4e-4,
+        switch_back=1e-4,
         turn=5e-4,
         page_seconds=1e-5,
         pages=PageCosts(map=2e-6, unmap=8e-6, kv=False),
@@ -204,6 +205,21 @@ def test_a_measured_machine_is_a_clusters_device(tmp_path: Path) -> None:
     without = parse_kinds(str(written(tmp_path, OWN)))
     with pytest.raises(ConfigError, match=r"here.*neither `hardware` nor `served`"):
         Cluster(without, specs, resolve("balloon"), lambda *_: None)
+
+
+def test_a_file_that_knows_one_kind_of_switch_has_it_for_both(tmp_path: Path) -> None:
+    specs = [facts("Qwen2.5-3b").spec(name="mine", max_model_len=2048)]
+    measured = MachineProfile(
+        costs=device_profile("L4").of(specs).costs,
+        link=LinkRates.even(1e9),
+        overhead=1e-4,
+        switch=4e-4,
+        switch_back=1e-4,
+    )
+    text = as_toml(profile_of("here", measured, DeviceSettings(budget_bytes=9 * GiB)))
+    older = "\n".join(line for line in text.splitlines() if "switch_back" not in line)
+    assert older.count("switch_seconds") == 1
+    assert device_profile(written(tmp_path, older)).of(specs).switch_back == 4e-4
 
 
 def test_a_profile_drives_a_simulation() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from ballast.core.cost import StepCosts
 from ballast.core.job import JobLoad
+from ballast.sim.machine_profile import RECENT
 from ballast.sim.story_costs import (
     SETTLING,
     ColdSeconds,
@@ -26,9 +28,9 @@ TRUTH = {
     "b": StepCosts(5e-3, 3e-4, 1e-4, 1e-6, 2e-7, 0.0),
 }
 WAKE, FIXED, EACH, ADMISSION = 4e-4, 3e-4, 4e-5, 2e-4
-SETTLES, SWITCH, TURN = (6e-4, 3e-4, 2e-4, 1e-4), 7e-4, 9e-4
-COLD = ColdSeconds(wake=WAKE, settling=SETTLES, switch=SWITCH)
-OF_LOOP = ColdSeconds(wake=5e-4, settling=(4e-4, 2e-4, 0.0, 0.0), switch=3e-4)
+SETTLES, SWITCH, SWITCH_BACK, TURN = (6e-4, 3e-4, 2e-4, 1e-4), 7e-4, 2e-4, 9e-4
+COLD = ColdSeconds(wake=WAKE, settling=SETTLES, switch=SWITCH, switch_back=SWITCH_BACK)
+OF_LOOP = ColdSeconds(wake=5e-4, settling=(4e-4, 2e-4, 0.0, 0.0), switch=3e-4, switch_back=1e-4)
 WARM = ColdSeconds()
 DECODES = [JobLoad(0, 0, 0, n, n * context) for n in (1, 2, 8, 16) for context in (15, 200, 500)]
 PREFILLS = [JobLoad(t, p, t * t // 2, 0, 0) for t in (2, 16, 64, 128) for p in (1, 2)]
@@ -42,19 +44,25 @@ def story(rng: random.Random, n: int, noise: Noise = lambda: 1.0) -> list[dict[s
     during every eleventh, and seconds are times `noise`."""
     entries: list[dict[str, object]] = []
     now, before, step, of = 0.0, JobLoad(0, 0, 0, 0, 0), SETTLING, ""
+    ended: dict[str, float] = {}
     for i in range(n):
         model = rng.choice(sorted(TRUTH))
         load = rng.choice([*DECODES, *DECODES, *DECODES, *PREFILLS, *MIXED])
         pause = i % 10 == 0
         step = 0 if before.prefill_chunks else step + 1
-        beyond, of_loop = (_beyond(cold, load, pause, step, of, model) for cold in (COLD, OF_LOOP))
         turns = i % 11 == 5
-        seconds = noise() * (TRUTH[model].of(load) + beyond + TURN * turns)
-        ended = load if pause else before  # after a pause the virtual loop pays for its own tokens
-        gap = FIXED + EACH * (ended.decode_sequences + ended.prefill_chunks)
-        gap += ADMISSION * load.prefill_chunks
-        gap += of_loop
+        done = load if pause else before  # after a pause the virtual loop pays for its own tokens
+        warm = FIXED + EACH * (done.decode_sequences + done.prefill_chunks)
+        warm += ADMISSION * load.prefill_chunks
         turn = now + (0.05 if pause else 0.0)
+        for back in (True, False):  # the gap depends on it, and it on the gap
+            beyond, of_loop = (
+                _beyond(cold, load, pause, step, of, model, back) for cold in (COLD, OF_LOOP)
+            )
+            gap = warm + of_loop
+            if (turn + gap - ended.get(model, -math.inf) < RECENT) == back:
+                break
+        seconds = noise() * (TRUTH[model].of(load) + beyond + TURN * turns)
         now = turn + gap + seconds
         result = {"at": now, "event": "JobDone", "job": i, "model": model, "seconds": seconds}
         entries += [{"at": turn, "event": "Arrival", "model": model, "arrival": turn}]
@@ -64,16 +72,21 @@ def story(rng: random.Random, n: int, noise: Noise = lambda: 1.0) -> list[dict[s
             entries += [{"at": came, "event": "Arrival", "model": model, "arrival": came - 1e-4}]
         entries += [result | load._asdict()]
         before, of = load, model
+        ended[model] = now
     return entries
 
 
-def _beyond(cold: ColdSeconds, load: JobLoad, pause: bool, step: int, of: str, model: str) -> float:
+def _beyond(
+    cold: ColdSeconds, load: JobLoad, pause: bool, step: int, of: str, model: str, back: bool
+) -> float:
     """Further seconds of a job: `step` jobs after a prefill, right after a job `of` a model or
-    after a pause."""
+    after a pause; `back`: its own model ran a moment ago."""
     settles = cold.settling[step] if step < SETTLING and not load.prefill_chunks else 0.0
     if pause:
         return settles + cold.wake
-    return settles + (cold.switch if of not in ("", model) else 0.0)
+    if of in ("", model):
+        return settles
+    return settles + (cold.switch_back if back else cold.switch)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +100,7 @@ def test_known_costs_are_found_again(jobs: list[TimedJob]) -> None:
     assert fit.cold.wake == pytest.approx(WAKE, rel=1e-3)
     assert fit.cold.settling == pytest.approx(SETTLES, rel=1e-3)
     assert fit.cold.switch == pytest.approx(SWITCH, rel=1e-3)
+    assert fit.cold.switch_back == pytest.approx(SWITCH_BACK, rel=1e-3)
     assert fit.turn == pytest.approx(TURN, rel=1e-3)
     for model, truth in TRUTH.items():
         for load in (*DECODES, *PREFILLS, *MIXED):
@@ -101,6 +115,7 @@ def test_what_the_loop_adds_is_found_again(jobs: list[TimedJob]) -> None:
     assert fit.cold.wake == pytest.approx(both.wake, rel=1e-3)
     assert fit.cold.settling == pytest.approx(both.settling, rel=1e-3)
     assert fit.cold.switch == pytest.approx(both.switch, rel=1e-3)
+    assert fit.cold.switch_back == pytest.approx(both.switch_back, rel=1e-3)
     assert fit.turn == TURN
     for model, truth in TRUTH.items():
         found = costs[model]
