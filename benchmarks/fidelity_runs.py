@@ -72,11 +72,6 @@ class Point:
         return f"{on(self.preset, self.devices)}@{self.rate:.2f}"
 
 
-def profiled(point: Point, turn: int) -> str:
-    """Name of the profile that a live run is simulated with."""
-    return f"{point.preset}-{turn}"
-
-
 def on(preset: str, devices: int) -> str:
     """Name of a preset on so many devices."""
     return preset if devices == 1 else f"{preset}x{devices}"
@@ -193,19 +188,30 @@ class Runs:
         return DeviceRun(cluster.report, [], {"jobs": cluster.jobs, **counts})
 
     def live(self, point: Point, turn: int) -> Document:
-        """What came of that run. The machine is profiled before the first of a preset's runs in a
-        turn, of which there are two at most, one after the other."""
+        """What came of that run. The machine is profiled before a preset's runs of a turn."""
         result = self.recorded(point, turn)
         if result is None:
-            profile = profiled(point, turn)
-            self.measured(profile, point.devices)
+            before, _ = self.around(point.preset, turn)
+            self.measured(before, point.devices)
             with OtherLoad(children=point.devices == 1) as others:
-                ran = self._live(point, profile)
+                ran = self._live(point, before)
             result = {**summary(ran), "others_cpu": others.cores}
             write_json(self._file(point, turn), result)
             if ran.story:
                 write_story(self.folder / "stories", f"{point}-{turn}", ran)
         return result
+
+    def around(self, preset: str, turn: int) -> tuple[str, str]:
+        """Names of the profiles before and after a preset's live runs of a turn. Presets come in
+        order, in every other turn in reverse; one's after is the next one's before."""
+        presets = list(self.compared.rows)
+        place = (presets if turn % 2 == 0 else presets[::-1]).index(preset)
+        return f"turn-{turn}-{place}", f"turn-{turn}-{place + 1}"
+
+    def simulated(self, point: Point, turn: int) -> dict[str, float]:
+        """What is compared of the simulation of that live run: means over both profiles."""
+        found = [figures(self.virtual(point, p).report) for p in self.around(point.preset, turn)]
+        return {key: statistics.fmean(f[key] for f in found) for key in found[0]}
 
     def recorded(self, point: Point, turn: int) -> Document | None:
         """The same if it has run."""

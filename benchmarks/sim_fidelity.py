@@ -6,18 +6,18 @@ answers have their first token within 0.5 s and 50 ms for each further one, by b
 time; live runs say whether that held. (The levels of `fleet`, taken at low load, are missed long
 before the device is busy.)
 
-Presets run in turns, on equal terms. Right before a preset's live runs of a turn, one at each rate,
-the machine is profiled as `ballast profile` does it, on other work, and the runs are simulated with
-that profile as read back from its file. A run takes the same time at every rate: where the trace is
-too short it begins anew. Compared are medians over turns. The goal of a cell is an error of at most
-10 % (throughput, P50) or 20 % (P99); that of the whole is met where all cells meet theirs. Noise
-stands beside the errors and changes no verdict: `live_spread` is (greatest - least) / median of a
-cell's live runs, `drift` the same of the simulations, which differ in nothing but when the machine
-was profiled. `same_order`: of two presets at one rate that differ by more than the goal, and whose
-live runs do not overlap, the simulation has the same one ahead; not stated where there is no such
-pair. TTFT counts from when a request was sent: a client that shares the cores is late by a
-millisecond or so (`send_late_p50`), and is not simulated. `others_cpu`: cores that other processes
-and the hypervisor took.
+Presets run in turns, on equal terms. Right before and after a preset's live runs of a turn, one at
+each rate, the machine is profiled as `ballast profile` does it, on other work: its speed drifts.
+Each run is simulated with both profiles as read back from their files; the mean of both counts. A
+run takes the same time at every rate: where the trace is too short it begins anew. Compared are
+medians over turns. The goal of a cell is an error of at most 10 % (throughput, P50) or 20 % (P99);
+that of the whole is met where all cells meet theirs. Noise stands beside the errors and changes no
+verdict: `live_spread` is (greatest - least) / median of a cell's live runs, `drift` the same of the
+simulations, which differ in nothing but when the machine was profiled. `same_order`: of two presets
+at one rate that differ by more than the goal, and whose live runs do not overlap, the simulation
+has the same one ahead; not stated where there is no such pair. TTFT counts from when a request was
+sent: a client that shares the cores is late by a millisecond or so (`send_late_p50`), and is not
+simulated. `others_cpu`: cores that other processes and the hypervisor took.
 
 `capacity`: the highest rate of every preset, by the same bisection live and in virtual time, there
 with the profiles taken before and after (the median counts); `capacity_error_max` is the largest
@@ -49,7 +49,7 @@ from ballast.policy.presets import PRESETS
 from benchmarks.common import MET, NOT_STATED, finish, options, verdict
 from benchmarks.contenders import defaults
 from benchmarks.devices import capacity_errors
-from benchmarks.fidelity_runs import FIRST, Document, Point, Runs, figures, on, profiled, summary
+from benchmarks.fidelity_runs import FIRST, Document, Point, Runs, on, summary
 from benchmarks.setting import trace_option
 
 SHARE = 0.8
@@ -116,10 +116,12 @@ class Fidelity:
         self.runs.measured(FIRST, self.devices)
         yield f"max rates {self.rates}"
         for turn in range(turns):
-            for point in self.points[:: 1 if turn % 2 == 0 else -1]:
+            points = self.points[:: 1 if turn % 2 == 0 else -1]
+            for point in points:
                 outcome = self.runs.live(point, turn)
                 values = (f"{key} {value:.4g}" for key, value in outcome["figures"].items())
                 yield f"turn {turn + 1} {point}: {', '.join(values)}"
+            self.runs.measured(self.runs.around(points[-1].preset, turn)[1], self.devices)
         for preset in COMPARED.rows if capacity else ():
             yield f"{on(preset, self.devices)}: {self.runs.capacity(preset, self.devices)}"
 
@@ -146,8 +148,7 @@ class Fidelity:
             live = [outcome["figures"] for outcome in ran if outcome is not None]
             if len(live) < turns:
                 continue
-            profiles = [profiled(point, turn) for turn in range(turns)]
-            virtual = [figures(self.runs.virtual(point, p).report) for p in profiles]
+            virtual = [self.runs.simulated(point, turn) for turn in range(turns)]
             for metric in GOALS:
                 cells.append(
                     Cell(
@@ -181,7 +182,8 @@ class Fidelity:
 
     def simulated(self) -> dict[str, Document]:
         """The same of each point's first simulation."""
-        return {str(p): summary(self.runs.virtual(p, profiled(p, 0))) for p in self.points}
+        first = {p: self.runs.around(p.preset, 0)[0] for p in self.points}
+        return {str(p): summary(self.runs.virtual(p, before)) for p, before in first.items()}
 
 
 def same_order(cells: Sequence[Cell], rates: Sequence[float]) -> tuple[int, int]:

@@ -1,7 +1,11 @@
 """What `sim_fidelity` serves: its trace at a rate, begun anew where it is too short."""
 
+import itertools
+from pathlib import Path
+
 from ballast.workload.workload import Workload, WorkloadRequest
-from benchmarks.fidelity_runs import repeated
+from benchmarks.fidelity_runs import Runs, repeated
+from benchmarks.sim_fidelity import COMPARED
 
 
 def trace() -> Workload:
@@ -24,3 +28,12 @@ def test_a_trace_repeats_with_the_same_gaps_and_ids_of_its_own() -> None:
 
 def test_a_trace_that_is_long_enough_is_left_as_it_is() -> None:
     assert repeated(trace(), 4.0, 1).requests == trace().requests
+
+
+def test_every_run_lies_between_two_profiles_that_neighbours_share(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, Path("none"), 1.0, 1, COMPARED)
+    presets = list(COMPARED.rows)
+    for turn, order in ((0, presets), (1, presets[::-1])):
+        profiles = [runs.around(preset, turn) for preset in order]
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(profiles))
+        assert len({name for pair in profiles for name in pair}) == len(presets) + 1
