@@ -1,5 +1,5 @@
-"""`sim_fidelity`'s live runs, beside profiles of the machine taken right before, and the same runs
-in virtual time with these profiles.
+"""`sim_fidelity`'s live runs, between profiles of the machine taken right before and after, and the
+same runs in virtual time with these profiles.
 
 All that was measured lies in files of a folder and is not measured again, so that an interrupted
 benchmark goes on where it was.

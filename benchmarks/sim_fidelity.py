@@ -77,7 +77,7 @@ class Cell:
     live: tuple[float, ...]
     """Run by run."""
     virtual: tuple[float, ...]
-    """By the profile taken before each run."""
+    """Of each run, the mean by the profiles taken before and after it."""
 
     @property
     def error(self) -> float:

@@ -1,4 +1,5 @@
-"""Measure what this machine's engine costs behind a server: `ballast profile --http`.
+"""Measure what this machine's engine costs behind a server: `ballast profile --http`, and
+benchmarks whose servers are reached without HTTP (`BurstClient`, `behind_server`).
 
 The server and its clients use processors that jobs use too, so that jobs take longer than in one
 process, and every answer passes through them. The load is that of `sim.calibrate`.

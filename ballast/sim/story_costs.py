@@ -74,6 +74,11 @@ class TimedJob:
         return self.step < SETTLING and not self.load.prefill_chunks
 
     @property
+    def recent(self) -> bool:
+        """Whether its model ran within `RECENT`."""
+        return self.away < RECENT
+
+    @property
     def cold(self) -> bool:
         """Whether it takes longer for what went before: a pause, a prefill, or another model."""
         return self.before is None or self.after_pause or self.settling or self.switched
@@ -99,7 +104,7 @@ class ColdSeconds:
             return seconds + self.wake
         if not job.switched:
             return seconds
-        return seconds + (self.switch_back if job.away < RECENT else self.switch)
+        return seconds + (self.switch_back if job.recent else self.switch)
 
     def scaled(self, factor: float) -> ColdSeconds:
         """Return `factor` times these seconds."""
@@ -290,8 +295,8 @@ def _cold_medians(jobs: Sequence[TimedJob], beyond: Sequence[float]) -> ColdSeco
     known = ColdSeconds(settling=tuple(_median(step) for step in steps))
     left = [(job, seconds - known.of(job)) for job, seconds in pairs]
     switches = [(job, seconds) for job, seconds in left if job.switched and not job.after_pause]
-    back = [seconds for job, seconds in switches if job.away < RECENT]
-    away = [seconds for job, seconds in switches if job.away >= RECENT]
+    back = [seconds for job, seconds in switches if job.recent]
+    away = [seconds for job, seconds in switches if not job.recent]
     wake = [seconds for job, seconds in left if job.after_pause]
     return replace(
         known, switch=_median(away or back), switch_back=_median(back or away), wake=_median(wake)
@@ -326,5 +331,4 @@ def _cold_terms(job: TimedJob) -> tuple[float, ...]:
     second, ... settling step."""
     steps = (job.settling and job.step == step for step in range(SETTLING))
     switched = job.switched and not job.after_pause
-    recent = job.away < RECENT
-    return (job.after_pause, switched and not recent, switched and recent, *steps)
+    return (job.after_pause, switched and not job.recent, switched and job.recent, *steps)
