@@ -2,8 +2,9 @@
 
 Nothing else should run on the machine meanwhile; all of it takes about seven hours. What has ended
 on the same code (`run_code` says which code a benchmark depends on) is not run again, so that
-several calls make one run; a benchmark that is stopped on its way begins anew. Results lie in
-`docs/results`, to be committed, with a record of when, where and on what code each was taken.
+several calls make one run. A benchmark that is stopped on its way begins anew, but for the longest,
+which resume. Results lie in `docs/results`, to be committed, with a record of when, where and on
+what code each was taken.
 
     python -m benchmarks.everything
     python -m benchmarks.everything --minutes 90
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -39,6 +41,8 @@ class Run:
     options: tuple[str, ...] = ()
     timed: bool = True
     """Whether a figure depends on how fast this machine is: nothing else may run beside it."""
+    resumes: bool = False
+    """Whether it takes `--keep PATH`, where a stopped run left its measurements."""
 
     @property
     def command(self) -> str:
@@ -71,7 +75,7 @@ RUNS = (
     Run("fleet"),
     Run("devices"),
     Run("mirage_live"),
-    Run("mirage_sim", ("--sweeps",), timed=False),
+    Run("mirage_sim", ("--sweeps",), timed=False, resumes=True),
     Run("overload_presets", timed=False),
     Run("mux_sim", ("--quick", "--seconds", "120"), timed=False),
     Run("mux_estimator", timed=False),
@@ -91,8 +95,8 @@ RUNS = (
     Run("policy_cost"),
     Run("seam", ("--quick",)),
     Run("sim_http"),
-    Run("sim_fidelity", ("--parts", "one")),
-    Run("sim_fidelity", ("--parts", "two")),
+    Run("sim_fidelity", ("--parts", "one"), resumes=True),
+    Run("sim_fidelity", ("--parts", "two"), resumes=True),
     Run("sim_engines", timed=False),
     Run("sim_profiles", timed=False),
     Run("sim_costs", timed=False),
@@ -137,7 +141,7 @@ def main() -> None:
             continue
         console.print(f"{time.strftime('%H:%M')} {run.command}", highlight=False)
         began = time.monotonic()
-        status = perform(run, args.out)
+        status = perform(run, args.out, code[run.command])
         seconds = time.monotonic() - began
         console.print(f"      {seconds:.0f} s, exit status {status}", highlight=False)
         done = ended_runs(record)  # another call may run beside this one
@@ -157,17 +161,28 @@ def main() -> None:
     sys.exit(any(entry["status"] for entry in done.values()))
 
 
-def perform(run: Run, out: Path) -> int:
-    """Run a benchmark, its output and result in files of `out`; returns its exit status."""
+def perform(run: Run, out: Path, code: str) -> int:
+    """Run a benchmark, its output and result in files of `out`; returns its exit status.
+
+    One that resumes goes on from what was measured with the same `code`, until it succeeds.
+    """
+    result = (out / f"{run.file_name}.json").resolve()
+    kept = result.parent / "kept" / f"{run.file_name}-{code}"
+    kept.mkdir(parents=True, exist_ok=True)
+    options = [*run.options, "--json", str(result)]
+    if run.resumes:
+        options += ["--keep", str(kept / "measured")]
     with (out / f"{run.file_name}.txt").open("w", encoding="utf-8") as output:
-        target = str((out / f"{run.file_name}.json").resolve())
-        return subprocess.run(
-            (sys.executable, "-m", f"benchmarks.{run.name}", *run.options, "--json", target),
+        status = subprocess.run(
+            (sys.executable, "-m", f"benchmarks.{run.name}", *options),
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,
         ).returncode
+    if not status:
+        shutil.rmtree(kept)
+    return status
 
 
 def ended_runs(record: Path) -> dict[str, Any]:
