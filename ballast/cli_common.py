@@ -1,4 +1,4 @@
-"""What commands of several groups take, load, show and write."""
+"""Share options, loading and output among the commands of several groups."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def serve(
     set_up_logs("server", log_format, log_level)
 
     def adjust(fleet: FleetSettings) -> FleetSettings:
-        """What the command line says instead of the file."""
+        """Override the file's settings with the command line's."""
         fleet = with_preset(fleet, preset)
         path = fleet.story_path if story is None else str(story)
         server = _with_options(fleet.server, drain_seconds, api_key)
@@ -152,7 +152,7 @@ def serve(
 def _with_options(
     server: ServerSettings, drain_seconds: float | None, api_key: str | None
 ) -> ServerSettings:
-    """With what the command line adds. Raises ConfigError."""
+    """Return `server` with the command line's options. Raises ConfigError."""
     from ballast.core.settings import KeySettings
 
     if drain_seconds is not None:

@@ -98,9 +98,9 @@ def run_cluster(
 ) -> ClusterRun:
     """The traffic that a fleet policy may expect is the workload's own, on average and in each
     model's busiest seconds; `files`: see `Cluster`.
-    `progress` hears how many requests have arrived, and `missed` the model of each that got
-    its first token too late, or an error instead, when it does; `sink_of` says who gets a device's
-    story. Raises ConfigError (see `sim.cluster`), and what `progress` and `missed` raise.
+    `progress` is called with the number of requests that have arrived, and `missed` with the model
+    of each request that got its first token too late, or an error instead; `sink_of` says who gets
+    a device's story. Raises ConfigError (see `sim.cluster`), and errors of the callbacks.
     """
     observer = _Observer(workload, slos, missed)
     recorder = observer.recorder

@@ -120,8 +120,10 @@ def _live(
     progress: Progress,
     show: Callable[[str], None] | None,
 ) -> Report:
-    """What clients of a server on these terms saw; then an answer of its first model for `show`,
-    which not every preset has a place for."""
+    """Serve the workload under the fleet's preset; returns the clients' report.
+
+    Afterwards `show` gets an answer of the first model, if the preset placed that model.
+    """
     preset = fleet.preset
     progress(f"{preset}, live: starting", 0)
     with serving(file, "--preset", preset, "--no-changes", "--log-level", "error") as running:

@@ -162,8 +162,10 @@ def _model(
     layered: bool,
     refused: str | None,
 ) -> Finding:
-    """What a request of a model may have on a device that serves it beside the others in `there`;
-    `refused`: why the device does not."""
+    """Report the longest request that a device serves beside the other models in `there`.
+
+    `refused`: why the device cannot serve the model at all.
+    """
     page = device.page_bytes
     layout = kv_layout(spec, device, layered=layered)
     weights = spec.weight_pages(page)

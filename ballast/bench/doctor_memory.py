@@ -27,7 +27,7 @@ def room(wanted: int, what: str, *, surely: bool = True) -> Finding:
     """Whether `wanted` more bytes can be had: machine and control group.
 
     A server does not start where it could never have as much, and warns where it could not now.
-    `surely`: whether it asks for so many bytes at its start.
+    `surely`: whether the server allocates these bytes when it starts.
     """
     left, who = available()
     most, _ = installed()

@@ -118,7 +118,7 @@ class BurstClient:
         self.sent = 0
         """Requests so far."""
         self.alone: list[tuple[int, float]] = []
-        """Of each request that was alone in its burst, its number and TTFT in seconds."""
+        """Number and TTFT in seconds of each request that was alone in its burst."""
         self.clock: Clock = MonotonicClock()
         self._bursts = [_named(burst, name) for burst in bursts(specs, rounds, seed)]
         self._progress = progress

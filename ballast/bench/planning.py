@@ -52,8 +52,8 @@ class Planned:
     settled: bool
     """Whether the interval has stopped widening."""
     with_fewer: float | None = None
-    """What one device fewer than `shown` attained, for a draw that needs most; None: there is none.
-    """
+    """Attainment with one device fewer than `shown`, in a draw that needs the most devices; None:
+    `shown` is one device."""
 
     @property
     def found(self) -> Fewest:
@@ -118,7 +118,7 @@ class Question:
     preset: str
     target: float
     placement: str | None = None
-    """As of `simulate_presets`."""
+    """The fleet policy's name, as for `simulate_presets`."""
     each: bool = False
     """Whether every model has to meet the target, not only all requests together."""
     files: ClusterFiles = NO_FILES
@@ -250,7 +250,7 @@ class _Search:
         return None
 
     def attained_with(self, number: int) -> float:
-        """Return what a draw that needs most attains on so many devices."""
+        """Return the attainment on `number` devices, in a draw that needs the most devices."""
         hardest = max(range(len(self.found)), key=lambda i: self.found[i].number or math.inf)
         if not hardest:
             key = "worst_attainment" if self._question.each else "attainment"

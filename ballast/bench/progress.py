@@ -114,7 +114,7 @@ class Lines:
         """Set when nothing more is to be written."""
 
     def at(self, what: str, done: int, total: int | None = None, note: str = "") -> None:
-        """As of `Progress`."""
+        """Report progress; arguments as of `Progress`."""
         with self._lock:
             began = self._began.setdefault(what, self._now())
             count = counted(done, total, note)

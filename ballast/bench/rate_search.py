@@ -74,7 +74,7 @@ def search_in_turns(
 def searching(
     target: float, *, lo: float, hi: float, steps: int, widen: int
 ) -> Generator[float, float, RateSearch]:
-    """As `bisect_max_rate`: yields each rate to be run, and is sent what it attained."""
+    """Bisect as `bisect_max_rate`: yield each rate to run, receive its attainment."""
     if not 0 < lo < hi < float("inf"):
         raise ConfigError("lo, hi", (lo, hi), "0 < lo < hi")
     tried: list[tuple[float, float]] = []

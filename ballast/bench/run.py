@@ -118,8 +118,10 @@ def report_http(
     timeout: float = 600.0,
     progress: Progress = quiet,
 ) -> Report:
-    """As `replay_http`, with prompts and service levels that are known already; a request fails
-    that is not answered after `timeout` seconds."""
+    """Replay as `replay_http`, with given prompts and service levels.
+
+    A request that is not answered within `timeout` seconds fails.
+    """
 
     async def run() -> WorkloadReplay:
         async with HttpTarget(url, MonotonicClock(), key) as target:

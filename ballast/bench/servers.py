@@ -28,7 +28,7 @@ from ballast.live.inbox import MonotonicClock
 from ballast.workload.workload import Workload
 
 LAST_SECONDS = 10.0
-"""For workers to end, once all is answered."""
+"""Seconds that workers have to exit once all requests are answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class _Reader:
         self.decisions: list[StoryEntry] = []
         self.prefills, self.decodes = Jobs(), Jobs()
         self.seconds = 0.0
-        """Of all jobs, as if each had had its whole device."""
+        """Device seconds of all jobs, each scaled to a whole device."""
         self._open: dict[str, _Asked] = {}
         """Unanswered requests by id: a worker that replaces another continues them."""
 
@@ -136,7 +136,7 @@ class _Reader:
             self._serves(m.spec)
         numbers: dict[int, _Asked] = {}
         jobs: dict[int, StoryEntry] = {}
-        """In flight, by id: what was told when they began."""
+        """Story entries of the jobs in flight, by id, as recorded when each began."""
         for entry in life.entries:
             at = snapshot.began + entry.get("at", life.at)
             event = entry.get("event")

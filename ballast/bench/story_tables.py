@@ -29,7 +29,7 @@ COUNTED = {
 
 
 def story_table(a: StoryReport, b: StoryReport) -> Table:
-    """As the table of runs, with what the devices did."""
+    """Compare two stories: the rows of `comparison_table`, and counts of the devices' actions."""
     table = comparison_table([a.report, b.report])
     table.add_section()
     for name, action in COUNTED.items():
@@ -43,8 +43,11 @@ def story_table(a: StoryReport, b: StoryReport) -> Table:
 def first_difference(
     a: StoryReport, b: StoryReport
 ) -> tuple[int, StoryEntry | None, StoryEntry | None] | None:
-    """Of the sequences of decisions: how many are the same, then either's next (None: it has no
-    more). None if they are the same to the end. When and why they were taken does not count."""
+    """Find the first decision in which two stories differ; None: all are the same.
+
+    Returns the number of equal decisions before it, then the next one of each story (None: it has
+    no more). Times and reasons of decisions are not compared.
+    """
     pairs = itertools.zip_longest(a.decisions, b.decisions)
     for i, (one, other) in enumerate(pairs):
         if one is None or other is None or _what(one) != _what(other):

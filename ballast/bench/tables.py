@@ -80,7 +80,7 @@ def comparison_table(reports: Sequence[Report]) -> Table:
 
 
 def runs_table(runs: Sequence[ClusterRun]) -> Table:
-    """As `comparison_table`, with what the devices did."""
+    """Compare runs: the rows of `comparison_table`, and counts of the devices' actions."""
     table = comparison_table([run.report for run in runs])
     table.add_section()
     for what in ("activations", "evictions"):

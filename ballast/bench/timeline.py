@@ -41,7 +41,7 @@ class Timeline:
     """One run. Times are seconds from the start of the workload."""
 
     at: Series
-    """Of the samples, and of the run's end, where the last one still holds."""
+    """Times of the samples, then the run's end, up to which the last sample holds."""
     budget: float
     """Bytes of all devices."""
     below: tuple[Band, ...]

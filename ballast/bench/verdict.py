@@ -72,7 +72,7 @@ def memory_text(report: Report) -> str:
 
 
 def title_of(reports: Sequence[Report]) -> str:
-    """As `8 models in 150MiB on cpu:0`."""
+    """Return a title such as `8 models in 150MiB on cpu:0`."""
     models = len({m for r in reports for m in r.models})
     memory = next((text for r in reports if (text := memory_text(r))), "")
     return " in ".join(filter(None, (f"{models} model{'s' * (models != 1)}", memory)))

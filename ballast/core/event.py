@@ -176,7 +176,7 @@ class TokenOutput:
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens and their log-probabilities, likeliest first, as many as asked for."""
     queued: float | None = None
-    """With the first token of a request: seconds from its arrival to its first admission."""
+    """Seconds from the request's arrival to its first admission; set with its first token only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class AdapterSpec:
     priority: int = 0
     max_waiting: int = 10_000
     queue_seconds: float | None = None
-    """As `ModelSpec.queue_seconds`; None: the base's."""
+    """Bound as `ModelSpec.queue_seconds`; None: that of the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

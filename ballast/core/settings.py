@@ -235,7 +235,7 @@ class ServerSettings:
     """Bound of the open generating requests; more are refused (429)."""
     most_connections: int = 8192
     """Bound of the connections; beyond it, generating requests are refused (429), and after any
-    other request the connection is closed. Lower if the process may not open so many files."""
+    other request the connection is closed. Lowered if the process may open fewer files."""
     most_body_bytes: int = 8 * MiB
     """Bound of a request body; a longer one is refused (413). Decoding one delays all clients."""
     ping_seconds: float = 5.0

@@ -236,7 +236,7 @@ def _share(row: ModelRow, total: int) -> Text:
 def _fitting(
     columns: Iterable[Column], shown: Sequence[ModelRow], width: int
 ) -> list[tuple[Column, list[Text]]]:
-    """Choose the columns that there is room for; returns them with their cells."""
+    """Choose the columns that fit `width`; returns them with their cells."""
     found = [(column, [column.cell(row) for row in shown]) for column in columns]
 
     def needed() -> int:

@@ -24,7 +24,7 @@ class Edit(Keys):
     """Levels of one model."""
 
     was: LiveKeys
-    """What they were before the first change of each."""
+    """Values before the first change of each key."""
     now: LiveKeys
 
 
@@ -35,7 +35,7 @@ class Homes(Keys):
     """Devices of one model."""
 
     was: Devices
-    """What the file said before the first change; none where it leaves the choice."""
+    """Devices in the fleet file; empty where the file leaves the choice to the server."""
     now: Devices
 
 
@@ -44,7 +44,7 @@ class Changes(Keys):
 
     version: Literal[1] = 1
     removed: Annotated[tuple[Name, ...], Field(strict=False)] = ()
-    """Of the file's models and adapters."""
+    """Names of the fleet file's models and adapters that were removed."""
     added: Annotated[tuple[NamedModelKeys, ...], Field(strict=False)] = ()
     """Whole entries, as the file would have them; its `defaults` do not count."""
     changed: dict[Name, Edit] = Field(default_factory=dict)
@@ -84,12 +84,12 @@ class Changes(Keys):
         )
 
     def homed_as(self, name: str, before: Changes) -> Changes:
-        """As `before` about the devices of one model."""
+        """Return changes with the devices of model `name` restored from `before`."""
         known = before.homes.get(name)
         return self._with_homes(name, *((), ()) if known is None else (known.was, known.now))
 
     def restoring(self, names: Collection[str], before: Changes) -> Changes:
-        """As `before` about these names, as it is now about all others."""
+        """Return changes with all that concerns `names` restored from `before`."""
         others = self.removing(names, ())
         return _made(
             tuple(n for n in others.removed if n not in names)
@@ -100,7 +100,7 @@ class Changes(Keys):
         )
 
     def _with_edit(self, name: str, was: Levels, now: Levels) -> Changes:
-        """With that of one model, as far as it changes anything."""
+        """Return changes with one model's edit; keys that keep their value are left out."""
         real = [key for key in now if now[key] != was[key]]
         changed = {n: e for n, e in self.changed.items() if n != name}
         if real:
@@ -111,7 +111,7 @@ class Changes(Keys):
         return _made(self.removed, self.added, changed, self.homes)
 
     def _with_homes(self, name: str, was: tuple[str, ...], now: tuple[str, ...]) -> Changes:
-        """With those of one model, as far as they change anything."""
+        """Return changes with one model's devices; left out where they are those of the file."""
         homes = {n: h for n, h in self.homes.items() if n != name}
         if set(now) != set(was):
             homes[name] = Homes(was=was, now=now)
@@ -129,7 +129,7 @@ def _made(
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What a fleet file and changes make together, before paths are resolved."""
+    """The models of a fleet file with the changes applied, before paths are resolved."""
 
     entries: tuple[tuple[str, NamedModelKeys], ...]
     """Each with what an error calls it."""

@@ -21,7 +21,7 @@ class ChangesFile:
     def __init__(self, path: Path | None) -> None:
         self.path = None if path is None else path.resolve()
         self.changes = Changes()
-        """As last read or written."""
+        """The changes as last read or written."""
         self._seen: bytes | None = None
         """The file's content; None: there is none."""
 

@@ -32,7 +32,7 @@ FULL_REQUESTS = 8
 BUDGET_FRACTION = 0.4
 """Budget over (all weights + peak KV)."""
 _HELD_OUT = 10
-"""Every so-manieth document is kept from training, to measure on."""
+"""One document in this many is held out of training, for the loss that is reported."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Progress = Callable[[str, int, int, float], None]
@@ -47,7 +47,7 @@ class MadeModel:
     path: Path
     parameters: int
     weight_bytes: int
-    """Page aligned by segment, as the device will hold it."""
+    """Bytes on the device: each segment rounded up to pages."""
     kv_bytes_per_token: int
     made: str
     """`trained`, `tuned from NAME` or `random`."""
@@ -62,7 +62,7 @@ class MadeFleet:
     models: tuple[MadeModel, ...]
     budget_bytes: int
     fixed_bytes: int
-    """What fixed shares would need: all weights, and `FULL_REQUESTS` full-length KVs per model."""
+    """Bytes that fixed shares need: all weights, and `FULL_REQUESTS` full-length KVs per model."""
 
 
 def make_fleet(
@@ -137,7 +137,10 @@ def _check(directory: Path, dtype: str, steps: int, force: bool) -> None:
 
 
 def _budget(budget: str | int | None, fixed: int, floor: int) -> int:
-    """Bytes; `floor` is the largest model with one full-length request."""
+    """Return the budget in bytes, at least `floor`: the largest model with one full-length request.
+
+    Raises ConfigError.
+    """
     if budget is None:
         return ceil_div(max(int(BUDGET_FRACTION * fixed), floor + 8 * MiB), MiB) * MiB
     try:
@@ -156,7 +159,11 @@ def _tokenizer(docs: Sequence[str], scale: Scale, seed: int) -> Any:
 
 
 def _build(plan: ModelRecipe, scale: Scale, vocab: int, seed: int, *, tied: bool) -> Any:
-    """A float32 model. Those that stay random start wide: at the usual 0.02 they echo."""
+    """Build a float32 model.
+
+    Models that stay random get a wide initialization: with the usual 0.02, greedy output repeats
+    one token.
+    """
     config = LlamaConfig(
         hidden_size=plan.hidden,
         num_hidden_layers=plan.layers,

@@ -22,7 +22,7 @@ ITERATIONS = 3
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices (two dimensions) alone; other parameters need another optimizer."""
+    """Takes matrices (two dimensions) only; other parameters need another optimizer."""
 
     def __init__(self, matrices: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(matrices, {"lr": lr})

@@ -119,7 +119,7 @@ class LimitKeys(LiveLimitKeys):
 
 
 class LiveKeys(Keys):
-    """What may change while a model serves."""
+    """Keys that may change while a model serves."""
 
     slo: SloKeys = SloKeys()
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
@@ -131,7 +131,7 @@ class LiveKeys(Keys):
 
 
 class ModelKeys(LiveKeys):
-    """What may be said of one model; under `defaults`, of all."""
+    """Keys of one model; under `defaults`, of all models."""
 
     limits: LimitKeys = LimitKeys()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -144,7 +144,7 @@ class ModelKeys(LiveKeys):
 
 
 ADAPTER_KEYS = ("name", "adapter", "base", "slo", "priority", "limits", "aliases")
-"""What may be said of an adapter; the rest is its base's."""
+"""Keys of an adapter; all others are those of its base model."""
 ADAPTER_LIMITS = ("waiting", "queue_seconds")
 """The same, of `limits`."""
 
@@ -172,7 +172,7 @@ class NamedModelKeys(ModelKeys):
         return (self.name, *self.aliases)
 
     def adapter_settings(self, directory: str) -> AdapterSettings:
-        """With `directory` in place of a path or hub id."""
+        """Return the adapter's settings, with `directory` in place of a path or hub id."""
         return AdapterSettings(
             name=self.name,
             path=directory,
@@ -184,7 +184,7 @@ class NamedModelKeys(ModelKeys):
         )
 
     def settings(self, directory: str, adapters: tuple[AdapterSettings, ...]) -> ModelSettings:
-        """With `directory` in place of a path or hub id."""
+        """Return the model's settings, with `directory` in place of a path or hub id."""
         return ModelSettings(
             name=self.name,
             path=directory,
@@ -230,7 +230,7 @@ class DeviceKeys(Keys):
     """None: in shared memory on CPUs. GPUs meet through NCCL, and nothing else."""
 
     def settings(self, position: int) -> DeviceSettings:
-        """Of the device that stands there in the list, counted from 0."""
+        """Return the settings of the device at `position` of the list, counted from 0."""
         name = self.name or f"cpu:{position}"
         plain = DeviceSettings(name=name, budget_bytes=self.budget)
         return replace(
@@ -258,7 +258,7 @@ class LinkKeys(Keys):
     bandwidth: Bandwidth | None = None
     """Bytes per second; None: unpaced."""
     mixed: Bandwidth | None = None
-    """Of both directions together; None: as one alone."""
+    """Bytes a second of both directions together; None: as one direction alone."""
 
 
 class ApiKeyKeys(Keys):
@@ -346,6 +346,6 @@ class FleetKeys(Keys):
 
 
 class SimulatedFleetKeys(FleetKeys):
-    """The same for a simulation, which is told its devices apart from the file."""
+    """Keys of a fleet file that is simulated: its devices may come from the command line."""
 
     devices: list[DeviceKeys] = Field(default_factory=list)

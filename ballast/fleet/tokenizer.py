@@ -25,9 +25,9 @@ def chat_text(messages: list[Message]) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int, context: int) -> Any:
-    """A `PreTrainedTokenizerFast` of at most `vocab` tokens: 256 bytes, specials, then merges.
+    """Train a `PreTrainedTokenizerFast` of at most `vocab` tokens: 256 bytes, specials, merges.
 
-    Every text has an encoding and decodes to itself. `context` is told to users as its limit.
+    Every text has an encoding and decodes to itself. `context` becomes its `model_max_length`.
     """
     special = [END, PAD, *_ROLES.values()]
     tokenizer = Tokenizer(models.BPE())

@@ -84,7 +84,7 @@ Messages = Annotated[
 
 
 class Conversation(Body):
-    """What a chat template is given."""
+    """A chat template's inputs."""
 
     messages: Messages | None = None
     tools: (

@@ -110,7 +110,7 @@ class Beside:
 
 
 _UNITS = np.array([1.0, 1.0, 1.0, 1e-4, 1e-3, 1e-4])
-"""What makes reading, KV, tiles, launches, steps and sequences about 1."""
+"""Units that bring the terms (reading, KV, tiles, launches, steps, sequences) near 1."""
 _GUESSES = tuple(
     np.array([reading, 1.5, 1.0, launch, 1.0, 1.0])
     for reading in (1.2, 1.6)

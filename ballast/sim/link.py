@@ -145,7 +145,7 @@ class Stream:
     def __init__(self, link: SimLink, fluid: Fluid, path: Sequence[Side]) -> None:
         self._link, self._fluid, self._path = link, fluid, path
         self._queue: deque[tuple[int, Ended, Ceiling | None]] = deque()
-        """What is on its way, in order; the first is a flow."""
+        """Queued transfers in order; the first flows."""
 
     def carry(self, now: float, n_bytes: int, ended: Ended, ceiling: Ceiling | None = None) -> None:
         """Move bytes after those that are on their way; call `ended` at their end."""

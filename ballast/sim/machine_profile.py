@@ -75,8 +75,8 @@ class MachineProfile:
         return replace(self, link=link, copies_slow=share * self.copies_slow)
 
     def moving(self, page_bytes: int) -> LinkRates:
-        """What of weights moves over the link if pages have this size: mapped, then copied; what
-        the loop's calls take (`pages`) comes before."""
+        """Return the rates at which weights move over the link: pages of this size mapped, then
+        copied. The loop's own calls (`pages`) come before and are not included."""
         seconds = self.page_seconds if self.pages is None else self.pages.beside
         mapping = seconds / page_bytes
         slower = (

@@ -23,7 +23,7 @@ STREAM = "beside"
 def copying(device: LiveDevice) -> Iterator[bool]:
     """Copy a model's weights to the device over its link, again and again, and to nowhere.
 
-    Yields whether bytes move: not on GPUs, whose copies nobody has seen slow a job.
+    Yields whether bytes move: not on GPUs, where copies were never measured beside jobs.
     """
     link = device.machine.link
     if not isinstance(link, HostLink):

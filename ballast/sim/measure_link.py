@@ -65,7 +65,10 @@ def rates_of(
     alone: Mapping[Direction, Sequence[TransferDoneEvent]],
     mixed: Sequence[tuple[int, float]],
 ) -> LinkRates:
-    """What these show; `mixed`: bytes each way, and seconds until both ways were done."""
+    """Fit a link's rates to measured transfers.
+
+    `mixed`: bytes each way, and seconds until both ways were done.
+    """
     beside = sum(n for n, _ in mixed) / sum(seconds for _, seconds in mixed)
     kept = {direction: min(1.0, beside / _rate(ends)) for direction, ends in alone.items()}
     to_device, to_host = _rate(activations), _rate(alone[Direction.TO_HOST])

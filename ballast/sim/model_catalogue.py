@@ -90,7 +90,7 @@ class ModelFacts(Keys):
 
 
 def shape_of(spec: ModelSpec) -> tuple[int, ...]:
-    """As `ModelFacts.shape`."""
+    """Return a spec's `ModelFacts.shape`."""
     return (
         spec.n_layers,
         spec.hidden,

@@ -226,8 +226,11 @@ def _tenant(m: PlacedModel, profile: DeviceProfile) -> Tenant:
     hardware, reach = profile.hardware, max(1.0, profile.lane_reach)
 
     def costs(devices: int, share: float) -> StepCosts:
-        """As the data sheet has it: a token takes two operations for each parameter of 16 bits, a
-        step reads all weights, at up to `reach` times its share of the bandwidth."""
+        """Return step costs by the data sheet.
+
+        A token takes two operations for each parameter of 16 bits; a step reads all weights, at up
+        to `reach` times its share of the bandwidth.
+        """
         bandwidth = devices * hardware.memory_bandwidth * min(1.0, reach * share)
         reading = weights / bandwidth
         computing = weights / (devices * hardware.flops * share)

@@ -63,9 +63,9 @@ class Derate(Keys):
     group_layer_seconds: NotNegative
     """Host and launches, per layer, in a group of devices: the least that a pass takes there."""
     group_floor: NotNegative
-    """As `floor`, in a group."""
+    """`floor` in a group of devices."""
     group_start: NotNegative
-    """As `start`, in a group."""
+    """`start` in a group of devices."""
 
 
 class KernelReach(Keys):
@@ -94,18 +94,18 @@ class EngineHostCosts(Keys):
     step_seconds: NotNegative
     """At every step: scheduling, preparing inputs, handling outputs."""
     sequence_seconds: NotNegative = 0.0
-    """For each decoding sequence of a step."""
+    """Host seconds for each decoding sequence of a step."""
     layer_seconds: NotNegative = 0.0
     """Seconds to launch a layer's kernels: the least that a step takes per layer."""
     group_layer_seconds: NotNegative = 0.0
-    """As `layer_seconds`, in a group of devices."""
+    """`layer_seconds` in a group of devices."""
     all_reduce: NotNegative = 1.0
     """x the device's least time of an all-reduce, which is NCCL's."""
     graphs: bool = False
     """Decode steps are CUDA graphs: only prefills' kernels are launched by the host."""
     steps_ahead: Whole = 0
-    """Steps that are scheduled while the one before runs: the host's work goes on beside the
-    device's, and a request that finds the device busy waits for so many steps more."""
+    """Steps that an asynchronous engine schedules ahead of the one that runs. The host works beside
+    the device, and a request that finds the device busy waits for as many more steps."""
 
 
 class AllReduce(Keys):
@@ -149,9 +149,9 @@ class Sizes:
 
     @classmethod
     def of_spec(cls, spec: ModelSpec) -> Sizes:
-        """As the spec is served. Of experts, a token meets those it is sent to and the shared one.
+        """Return the sizes of a spec as it is served: per token, the routed and the shared experts.
 
-        The tensors' bytes tell their elements: packed forms that pad them count as they are.
+        Elements are counted by the tensors' bytes, padding of packed forms included.
         """
         layers = sum(spec.segment_bytes[1 : spec.n_layers + 1])
         rest = spec.segment_bytes[spec.n_layers + 1 : len(spec.segment_bytes) - len(spec.adapters)]

@@ -91,7 +91,7 @@ class ColdSeconds:
     wake: float = 0.0
     """After a pause, whatever came before that."""
     settling: tuple[float, ...] = (0.0,) * SETTLING
-    """Of the first, second, ... decode step after a prefill."""
+    """Added seconds of the first, second, ... decode step after a prefill."""
     switch: float = 0.0
     """After another model's job, the job's own model not having run within `RECENT`."""
     switch_back: float = 0.0
@@ -314,8 +314,7 @@ def _over(seen: Vector, expected: Vector) -> float:
 
 
 def _handled(ended: JobLoad | None, job: TimedJob) -> tuple[float, float, float]:
-    """What the loop does before `job`: once, for each sequence of the `ended` job, and for each
-    prompt of the next."""
+    """Count the loop's work before `job`: once, sequences of the `ended` job, prompts of `job`."""
     assert ended is not None
     return 1.0, ended.decode_sequences + ended.prefill_chunks, job.load.prefill_chunks
 

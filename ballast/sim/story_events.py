@@ -224,7 +224,7 @@ class StoryEvents:
         )
 
     def _import(self, entry: StoryEntry) -> Event:
-        """Of tokens that fill the blocks that were told; whence it comes decides nothing here."""
+        """Return the import of a prefix that fills the recorded blocks, whatever its source."""
         n, name = entry["n"], entry["model"]
         spec = self._specs.get(name)
         end = entry["prompt_tokens"]

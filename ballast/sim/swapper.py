@@ -139,5 +139,5 @@ class _Nothing:
 
 
 def carry_nothing(kv: KvCache) -> KvSwapper:
-    """For a device that replays."""
+    """Return a swapper without transfers, for a device that replays a story."""
     return _Nothing()

@@ -73,7 +73,7 @@ class ServerSocket:
         self._unsent: deque[bytes] = deque()
         """Messages for a worker that has not connected."""
         self._change: asyncio.Future[None] | None = None
-        """What `change` waits for."""
+        """The future that `change` awaits."""
         self._loop = asyncio.get_running_loop()
         fd = self._socket.getsockopt(zmq.FD)
         assert isinstance(fd, int)
@@ -108,7 +108,7 @@ class ServerSocket:
             self._change.set_result(None)
 
     def _pump(self) -> None:
-        """Receive and send all that can be.
+        """Receive and send whatever the socket is ready for.
 
         The descriptor is readable once for a change, which any call on the socket may take in: so
         on until there is nothing to receive, and nothing to send or nobody to send it to.

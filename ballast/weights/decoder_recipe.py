@@ -65,7 +65,7 @@ class DecoderRecipe:
     Empty: all layers by `inv_freq`."""
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
-    """As `softcap`, for logits after the division."""
+    """`softcap` of logits, after the division."""
 
     @property
     def norms_before(self) -> bool:

@@ -56,7 +56,7 @@ class WorkloadStats:
     """Share of requests that go to the most popular model."""
     top5: float
     active: Activity
-    """With Prism's two minutes."""
+    """Activity by Prism's idle threshold of two minutes."""
     active_10s: Activity
     idle_per_hour: float
     """Idle intervals per hour and model, mean over the models."""

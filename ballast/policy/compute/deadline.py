@@ -16,7 +16,7 @@ from ballast.policy.base import ComputePolicy
 from ballast.policy.compute.demand import Demand, Task
 
 LEAST_CHUNK = 16
-"""Least tokens of a prompt that a job computes, if so many are left."""
+"""Fewest prompt tokens in a chunk, unless fewer are left."""
 MOST_CREDIT = 1.0
 """Most seconds of a lane that late requests can save up."""
 

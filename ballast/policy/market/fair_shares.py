@@ -121,7 +121,7 @@ _RELEASED = "nobody lacks a share"
 
 
 def younger_requests_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """As `younger_requests`, but requests of models above their share come first."""
+    """Yield the offers of `younger_requests`, those of models above their share first."""
     if not claim.may_preempt:
         return
     anybody = not claim.admission or _promoted(view, claim)
@@ -135,8 +135,11 @@ def younger_requests_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]
 
 
 def younger_models_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """As `younger_models`, but for a request that waits for admission only if it is more important,
-    or if it comes first (`_comes_first`)."""
+    """Yield the offers of `younger_models`.
+
+    A request that waits for admission gets only models that are less important, or that it comes
+    before (`_comes_first`).
+    """
     for offer in younger_models(view, claim):
         if not claim.admission or _promoted(view, claim) or _more_important(claim, offer):
             yield offer

@@ -265,8 +265,10 @@ def younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
 
 
 def own_younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """As `younger_requests`, but of the claim's own model only: for memory that models do not
-    share."""
+    """Yield the offers of `younger_requests` that are of the claim's own model.
+
+    Used where models do not share memory.
+    """
     return until_older(view.model(claim.model).derived(_preemptible), claim)
 
 

@@ -36,7 +36,7 @@ class PageBudget:
         self.coming = view.coming if within is None else within
         """Pages that are free or will be, less those that claims have got."""
         self.free = view.free - view.promised if within is None else within
-        """Of these, pages that are free once the actions so far are done."""
+        """Pages that are free once the actions planned so far are done."""
         self.borrowed = view.borrowed
         """Pages of other devices, for KV only."""
         self._models = view.by_name
@@ -97,8 +97,7 @@ class PageBudget:
         return pages
 
     def hold(self, needs: int) -> int:
-        """Keep coming pages for a claim that is not covered and `needs` so many; returns how
-        many."""
+        """Reserve up to `needs` coming pages for a claim that is not covered; returns how many."""
         pages = max(0, min(needs, self.coming))
         self.coming -= pages
         self.free -= pages

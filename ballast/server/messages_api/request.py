@@ -76,7 +76,7 @@ Texts = Annotated[
 
 
 class ToolResultBlock(BaseModel):
-    """What an earlier call brought."""
+    """Result of an earlier tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Text

@@ -38,7 +38,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of `count` latencies, in seconds."""
+    """Quantiles of `count` latencies, in seconds."""
 
     count: int
     p50: float

@@ -104,4 +104,4 @@ class ServerNow(msgspec.Struct, frozen=True):
     there are several."""
     devices: list[DeviceNow]
     lending: list[Capability] = []
-    """For each pair of devices, whether and by which means one can lend pages to the other."""
+    """Whether and how one device can lend pages to another, for each pair of devices."""

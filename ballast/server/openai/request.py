@@ -63,7 +63,7 @@ class Sampled(Body):
 
 
 class _Generate(Sampled):
-    """What chat and completions have in common."""
+    """Fields that chat and text completions have in common."""
 
     max_tokens: _Most | None = None
     stop: Stop = None

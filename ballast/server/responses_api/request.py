@@ -41,7 +41,7 @@ class TextPart(BaseModel):
 
 
 class RefusalPart(BaseModel):
-    """Of an earlier answer, by a model elsewhere."""
+    """A refusal in an earlier answer, of a model elsewhere."""
 
     type: Literal["refusal"]
     refusal: Text
@@ -83,7 +83,7 @@ class CallItem(BaseModel):
 
 
 class OutputItem(BaseModel):
-    """What an earlier call brought."""
+    """Result of an earlier tool call."""
 
     type: Literal["function_call_output"]
     call_id: Text

@@ -26,14 +26,14 @@ from ballast.server.service import Service
 
 
 class LendKeys(Keys):
-    """What a device is to lend."""
+    """Body of a request to lend a device's memory."""
 
     to: str
     memory: Size
 
 
 class RecallKeys(Keys):
-    """What it wants back."""
+    """Body of a request to recall lent memory."""
 
     to: str
     memory: Size | None = None

@@ -22,7 +22,7 @@ class ConfigureMsg(WorkerMessage, frozen=True):
 
     fleet: FleetSettings
     log_level: int = 30
-    """As in `logging`; 30: warnings."""
+    """Level of the `logging` module; 30: warnings."""
 
 
 class DrainMsg(WorkerMessage, frozen=True):
