@@ -141,7 +141,12 @@ def main() -> None:
             continue
         console.print(f"{time.strftime('%H:%M')} {run.command}", highlight=False)
         began = time.monotonic()
-        status = perform(run, args.out, code[run.command])
+        kept = args.out / "kept" / f"{run.file_name}-{code[run.command]}"
+        if run.resumes:
+            kept.mkdir(parents=True, exist_ok=True)
+        status = perform(run, args.out, kept / "measured" if run.resumes else None)
+        if run.resumes and not status:
+            shutil.rmtree(kept)
         seconds = time.monotonic() - began
         console.print(f"      {seconds:.0f} s, exit status {status}", highlight=False)
         done = ended_runs(record)  # another call may run beside this one
@@ -161,28 +166,23 @@ def main() -> None:
     sys.exit(any(entry["status"] for entry in done.values()))
 
 
-def perform(run: Run, out: Path, code: str) -> int:
+def perform(run: Run, out: Path, keep: Path | None) -> int:
     """Run a benchmark, its output and result in files of `out`; returns its exit status.
 
-    One that resumes goes on from what was measured with the same `code`, until it succeeds.
+    `keep`: where it leaves its measurements, and goes on from those that are there; None: it cannot
+    resume.
     """
-    result = (out / f"{run.file_name}.json").resolve()
-    kept = result.parent / "kept" / f"{run.file_name}-{code}"
-    kept.mkdir(parents=True, exist_ok=True)
-    options = [*run.options, "--json", str(result)]
-    if run.resumes:
-        options += ["--keep", str(kept / "measured")]
+    options = [*run.options, "--json", str((out / f"{run.file_name}.json").resolve())]
+    if keep is not None:
+        options += ["--keep", str(keep.resolve())]
     with (out / f"{run.file_name}.txt").open("w", encoding="utf-8") as output:
-        status = subprocess.run(
+        return subprocess.run(
             (sys.executable, "-m", f"benchmarks.{run.name}", *options),
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,
         ).returncode
-    if not status:
-        shutil.rmtree(kept)
-    return status
 
 
 def ended_runs(record: Path) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class Cell:
     live: tuple[float, ...]
     """Run by run."""
     virtual: tuple[float, ...]
-    """Of each run, the mean by the profiles taken before and after it."""
+    """Mean of each run's simulations, by the profiles taken before and after it."""
 
     @property
     def error(self) -> float:

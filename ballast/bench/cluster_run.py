@@ -96,11 +96,13 @@ def run_cluster(
     sink_of: SinkOf = lambda device: None,
     files: ClusterFiles = NO_FILES,
 ) -> ClusterRun:
-    """The traffic that a fleet policy may expect is the workload's own, on average and in each
-    model's busiest seconds; `files`: see `Cluster`.
-    `progress` is called with the number of requests that have arrived, and `missed` with the model
-    of each request that got its first token too late, or an error instead; `sink_of` says who gets
-    a device's story. Raises ConfigError (see `sim.cluster`), and errors of the callbacks.
+    """Simulate a cluster that serves the workload.
+
+    The traffic that a fleet policy expects is the workload's own, on average and in each model's
+    busiest seconds; `files`: see `Cluster`. `progress` is called with the number of requests that
+    have arrived, `missed` with the model of each request that got its first token too late, or an
+    error instead; `sink_of` returns the sink of a device's story. Raises ConfigError (see
+    `sim.cluster`), and errors of the callbacks.
     """
     observer = _Observer(workload, slos, missed)
     recorder = observer.recorder

@@ -87,7 +87,7 @@ def kernels() -> Iterator[Finding]:
 
 
 def _chosen(dtype: str, from_rows: list[int | None]) -> str:
-    """Say for how many matrix shapes oneDNN is used, and from how many rows on."""
+    """Describe for how many matrix shapes oneDNN is used, and from how many rows on."""
     used = sorted(rows for rows in from_rows if rows is not None)
     if not used:
         return f"{dtype} by ours"

@@ -25,7 +25,7 @@ class AdapterSpec:
     priority: int = 0
     max_waiting: int = 10_000
     queue_seconds: float | None = None
-    """Bound as `ModelSpec.queue_seconds`; None: that of the base model."""
+    """Time after which a request that was not admitted fails; None: that of the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

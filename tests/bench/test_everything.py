@@ -15,7 +15,7 @@ def performed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Commands that were run, in order; nothing is."""
     commands: list[str] = []
 
-    def perform(run: Run, out: Path) -> int:
+    def perform(run: Run, out: Path, keep: Path | None) -> int:
         commands.append(run.command)
         return 0
 
@@ -84,7 +84,7 @@ def test_calls_that_run_beside_each_other_keep_each_others_records(
     monkeypatch.setattr(everything, "code_hash", lambda name, root: "today")
     commands: list[str] = []
 
-    def perform(run: Run, out: Path) -> int:
+    def perform(run: Run, out: Path, keep: Path | None) -> int:
         commands.append(run.command)
         if run.name == "pool":  # meanwhile another call runs the other
             call(monkeypatch, tmp_path, "--only", "fleet")
@@ -94,3 +94,33 @@ def test_calls_that_run_beside_each_other_keep_each_others_records(
     call(monkeypatch, tmp_path, "--only", "pool")
     call(monkeypatch, tmp_path)
     assert commands == ["pool", "fleet"]
+
+
+def test_what_was_measured_before_a_failure_is_kept_for_the_same_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(everything, "RUNS", (Run("pool", resumes=True), Run("fleet")))
+    monkeypatch.setattr(everything, "code_hash", lambda name, root: "today")
+    found: list[str] = []
+
+    def perform(run: Run, out: Path, keep: Path | None) -> int:
+        if keep is None:
+            assert run.name == "fleet"
+            return 0
+        found.append(keep.read_text() if keep.exists() else "")
+        keep.write_text(found[-1] + "measured ")
+        if found == [""]:
+            raise KeyboardInterrupt
+        return 0
+
+    monkeypatch.setattr(everything, "perform", perform)
+    monkeypatch.setattr("sys.argv", ["everything", "--out", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        everything.main()
+    call(monkeypatch, tmp_path)
+    call(monkeypatch, tmp_path, "--again")
+    assert found == ["", "measured ", ""]
+    assert not list((tmp_path / "kept").iterdir())
+    monkeypatch.setattr(everything, "code_hash", lambda name, root: "tomorrow")
+    call(monkeypatch, tmp_path)
+    assert found[3:] == [""]
