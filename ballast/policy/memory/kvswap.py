@@ -96,9 +96,10 @@ class KvSwap(MemoryPolicy):
     Layers are added as long as a decode step hides their copies, but for `slack` of its time (`cap`
     0: as long as there are any), each time enough for `ahead` times the present KV. They get pages
     of their own again when `reserve` of the KV pages stay free, or, in place of younger requests,
-    as soon as steps no longer hide their copies. `dirty`: store only what a step has written of a
-    layer; else all that it has loaded. `mixed`: bandwidth of the link each way while it carries
-    both ways, as part of that to the device alone. `by_price`: as of `Recompute`.
+    once steps are longer by more than `tolerance` of their time: with `slack` for both, requests
+    would be preempted and admitted again without end. `dirty`: store only what a step has written
+    of a layer; else all that it has loaded. `mixed`: bandwidth of the link each way while it
+    carries both ways, as part of that to the device alone. `by_price`: as of `Recompute`.
     """
 
     temporal: float = 0
@@ -108,6 +109,7 @@ class KvSwap(MemoryPolicy):
     dirty: float = 0
     cap: float = 1
     slack: float = 0.02
+    tolerance: float = 0.5
     ahead: float = 0.1
     reserve: float = 0.1
     mixed: float = 0.43
@@ -270,7 +272,7 @@ class KvSwap(MemoryPolicy):
 
     def _claim_of_slowed(self, view: DeviceView, m: ModelView) -> Claim | None:
         """Return the claim for pages of enough layers to bring a model's steps back within `slack`,
-        if they have become longer, as its KV has grown since its layers began to rotate.
+        if they are beyond `tolerance`, as its KV has grown since its layers began to rotate.
 
         Its precedence is that of the running requests, as all their steps are longer: it comes
         before requests admitted later.
@@ -278,7 +280,11 @@ class KvSwap(MemoryPolicy):
         now = m.kv_rotation
         if not self.cap or now is None or now == WHOLE or m.kv_swapping:
             return None
-        if m.residency is not Residency.RESIDENT or not m.running or self._hidden(view, m):
+        if (
+            m.residency is not Residency.RESIDENT
+            or not m.running
+            or self._within_tolerance(view, m)
+        ):
             return None
 
         def within(n: int) -> bool:
@@ -334,11 +340,11 @@ class KvSwap(MemoryPolicy):
             then=partial(self._home, view, m, layer, most),
         )
 
-    def _hidden(self, view: DeviceView, m: ModelView) -> bool:
-        """Whether a model's steps are within `slack` although layers rotate."""
+    def _within_tolerance(self, view: DeviceView, m: ModelView) -> bool:
+        """Whether a model's steps are within `tolerance` although layers rotate."""
         assert m.kv_rotation is not None, "its KV can rotate"
         alone = step_seconds(m)
-        return self._step(view, m, m.kv_rotation, alone, 0) <= alone * (1 + self.slack)
+        return self._step(view, m, m.kv_rotation, alone, 0) <= alone * (1 + self.tolerance)
 
     def _home(
         self, view: DeviceView, m: ModelView, layer: int, most: int, pages: int
