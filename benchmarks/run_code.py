@@ -3,7 +3,7 @@
 A benchmark runs its own module, what that imports, the modules it starts by name as processes, and
 all of `ballast` that a server is made of. Of the packages above a server only what it imports
 counts: a change of the simulator makes no figure of a live benchmark stale. Comments and docstrings
-do not count.
+do not count, nor does the policy of a baseline that the benchmark does not name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from pathlib import Path
 
 ABOVE_SERVER = ("sim", "bench", "dashboard", "cli_bench", "cli_place", "cli_simulate", "cli_story")
 """Of `ballast`: counted where imported; nothing below may import them (`tool.importlinter`)."""
+
+BASELINES = {Path("ballast/policy/memory/kvswap.py"): "kvswap"}
+"""Memory policies that no fleet has unless it states their preset, given beside them."""
 
 
 def code_hash(benchmark: str, root: Path) -> str:
@@ -37,6 +40,12 @@ def code_files(benchmark: str, root: Path) -> set[Path]:
             continue
         found.add(path)
         pending += _imported_files(path, root)
+    own = found - _server_files(root)
+    found -= {
+        root / policy
+        for policy, preset in BASELINES.items()
+        if not any(_can_state(path, preset) for path in own)
+    }
     return found | {  # a package's data goes with its modules
         data
         for folder in {path.parent for path in found} - {root / "ballast", root / "benchmarks"}
@@ -48,14 +57,18 @@ def code_files(benchmark: str, root: Path) -> set[Path]:
 @cache
 def normal_code(path: Path) -> bytes:
     """Content of a file; of a Python module without comments, docstrings and layout."""
-    content = path.read_bytes()
     if path.suffix != ".py":
-        return content
-    module = ast.parse(content)
+        return path.read_bytes()
+    return ast.dump(_without_texts(path)).encode()
+
+
+def _without_texts(path: Path) -> ast.Module:
+    """A Python module without docstrings."""
+    module = ast.parse(path.read_bytes())
     for node in ast.walk(module):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = [line for line in node.body if not _is_text(line)]
-    return ast.dump(module).encode()
+    return module
 
 
 def _is_text(statement: ast.stmt) -> bool:
@@ -64,6 +77,36 @@ def _is_text(statement: ast.stmt) -> bool:
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)
         and isinstance(statement.value.value, str)
+    )
+
+
+@cache
+def _can_state(path: Path, preset: str) -> bool:
+    """Whether a module has the name of a preset in a text, or has the names of all presets for
+    anything but to check a fleet file's."""
+    if path.suffix != ".py":
+        return False
+    module = _without_texts(path)
+    checks = {
+        id(node.value)
+        for node in ast.walk(module)
+        if isinstance(node, ast.keyword) and node.arg == "presets"
+    }
+    imported = any(
+        isinstance(node, ast.ImportFrom)
+        and node.module == "ballast.policy.presets"
+        and any(alias.name == "PRESETS" for alias in node.names)
+        for node in ast.walk(module)
+    )
+    return any(
+        (isinstance(node, ast.Constant) and isinstance(node.value, str) and preset in node.value)
+        or (
+            imported
+            and isinstance(node, ast.Name)
+            and node.id == "PRESETS"
+            and id(node) not in checks
+        )
+        for node in ast.walk(module)
     )
 
 

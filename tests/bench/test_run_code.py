@@ -14,14 +14,26 @@ TREE = {
     "ballast/cli_bench.py": "x = 1",
     "ballast/core/__init__.py": "",
     "ballast/core/a.py": '"""Text."""\n\ndef f():\n    """More."""\n    return 1  # why\n',
+    "ballast/policy/memory/kvswap.py": "k = 1",
+    "ballast/policy/presets.py": 'PRESETS = ("static", "kvswap")',
     "ballast/sim/__init__.py": "",
     "ballast/sim/clock.py": "tick = 1",
     "ballast/sim/link.py": "rate = 1",
     "ballast/sim/profiles/gpu.toml": "speed = 1",
     "benchmarks/__init__.py": "",
+    "benchmarks/baseline.py": "from benchmarks import rows",
     "benchmarks/child.py": "y = 1",
-    "benchmarks/live.py": 'COMMAND = ("-m", "benchmarks.child")',
-    "benchmarks/virtual.py": "def main():\n    from ballast.sim import clock\n    clock.tick\n",
+    "benchmarks/every.py": "from ballast.policy.presets import PRESETS\n\nROWS = list(PRESETS)\n",
+    "benchmarks/live.py": '"""Not kvswap."""\nCOMMAND = ("-m", "benchmarks.child")',
+    "benchmarks/rows.py": 'ROWS = ("kvswap_dirty",)',
+    "benchmarks/virtual.py": """
+from ballast.policy.presets import PRESETS
+
+def main():
+    from ballast.sim import clock
+    clock.tick
+    load(file, presets=PRESETS)
+""",
 }
 CHANGES = {
     "a docstring": ("ballast/core/a.py", TREE["ballast/core/a.py"].replace("More", "Less"), ""),
@@ -29,16 +41,18 @@ CHANGES = {
     "a server's code": (
         "ballast/core/a.py",
         TREE["ballast/core/a.py"].replace("return 1", "return 2"),
-        "live virtual",
+        "baseline every live virtual",
     ),
+    "a baseline's policy": ("ballast/policy/memory/kvswap.py", "k = 2", "baseline every"),
     "a started benchmark": ("benchmarks/child.py", "y = 2", "live"),
     "an imported simulator's module": ("ballast/sim/clock.py", "tick = 2", "virtual"),
     "a simulator's module that is not imported": ("ballast/sim/link.py", "rate = 2", ""),
     "the simulator's data": ("ballast/sim/profiles/gpu.toml", "speed = 2", "virtual"),
     "the command line's other subcommands": ("ballast/cli_bench.py", "x = 2", ""),
     "a compiled kernel": ("ballast/core/__pycache__/a.f-1.py311.nbc", "code", ""),
-    "a new module": ("ballast/core/b.py", "z = 1", "live virtual"),
+    "a new module": ("ballast/core/b.py", "z = 1", "baseline every live virtual"),
 }
+BENCHMARKS = ("baseline", "every", "live", "virtual")
 
 
 def make(root: Path) -> Path:
@@ -54,7 +68,7 @@ def test_a_change_makes_stale_what_depends_on_it(change: str, tmp_path: Path) ->
     name, text, stale = CHANGES[change]
     (after / name).parent.mkdir(exist_ok=True)
     (after / name).write_text(text)
-    changed = [b for b in ("live", "virtual") if code_hash(b, before) != code_hash(b, after)]
+    changed = [b for b in BENCHMARKS if code_hash(b, before) != code_hash(b, after)]
     assert changed == stale.split()
 
 
