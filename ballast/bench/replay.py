@@ -22,6 +22,7 @@ from ballast.core.errors import BallastError, BrokenPromise
 from ballast.core.event import ArrivalEvent, CancelEvent, Event, Output, TokenOutput
 from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
+from ballast.sim.frozen_heap import frozen_heap
 from ballast.workload.workload import Workload, WorkloadRequest
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -97,24 +98,25 @@ async def replay(
     never raised. `memory_every` is the time between memory samples, in seconds. `progress` gets
     how many requests have ended, under `name`; None: the workload's.
     """
-    clock = target.clock
-    recorder = RequestRecorder(clock.now())
-    sender = _Sender(target, recorder, timeout, progress, name or workload.name, workload)
-    samples: list[MemorySample] = []
-    sender.show()
-    watcher = asyncio.create_task(_watch(target, recorder.origin, samples, memory_every))
-    try:
-        async with asyncio.TaskGroup() as group:
-            for request in workload.requests:
-                submission = submission_for(request, prompts(request))
-                wait = recorder.origin + request.at - clock.now()
-                await sleep(max(0.0, wait))
-                group.create_task(sender.send(request, submission))
-        wall_seconds = clock.now() - recorder.origin
-    finally:
-        watcher.cancel()
-        with suppress(asyncio.CancelledError):
-            await watcher
+    with frozen_heap():
+        clock = target.clock
+        recorder = RequestRecorder(clock.now())
+        sender = _Sender(target, recorder, timeout, progress, name or workload.name, workload)
+        samples: list[MemorySample] = []
+        sender.show()
+        watcher = asyncio.create_task(_watch(target, recorder.origin, samples, memory_every))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request in workload.requests:
+                    submission = submission_for(request, prompts(request))
+                    wait = recorder.origin + request.at - clock.now()
+                    await sleep(max(0.0, wait))
+                    group.create_task(sender.send(request, submission))
+            wall_seconds = clock.now() - recorder.origin
+        finally:
+            watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await watcher
     decisions = await target.decisions(recorder.origin)
     return WorkloadReplay(recorder.records(), wall_seconds, tuple(samples), tuple(decisions))
 

@@ -32,6 +32,7 @@ from ballast.core.settings import FleetSettings
 from ballast.engine.model import ModelState
 from ballast.live.device import LiveDevice
 from ballast.live.machine import MakeMachine
+from ballast.sim.frozen_heap import frozen_heap
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.measure_copies import copying
 from ballast.sim.measure_link import LinkMeter
@@ -115,9 +116,10 @@ def calibrated(
             _activate_all(device, link, mapping)
         client.device = device
         sender = threading.Thread(target=client.send_bursts, daemon=True)
-        sender.start()
-        device.run()
-        sender.join()
+        with frozen_heap():
+            sender.start()
+            device.run()
+            sender.join()
         specs = list(device.specs.values())
         unserved = sorted(set(device.state.models) - client.served)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,21 @@ def test_requests_go_out_at_their_times() -> None:
     assert result.wall_seconds == 4.0
     assert result.memory[0].owners == {"kv:a": 7}
     assert result.decisions == (DecisionRecord(4.0, "d", "Evict", "a", ""),)
+
+
+def test_no_full_collection_meets_old_objects_while_requests_are_answered() -> None:
+    frozen: list[int] = []
+
+    class Watched(Scripted):
+        async def run(self, submission: Submission, recorder: RequestRecorder) -> None:
+            frozen.append(gc.get_freeze_count())
+            await super().run(submission, recorder)
+
+    steps = Steps()
+    run(workload(0.0, 1.0), Watched(steps.clock), steps)
+    assert len(frozen) == 2
+    assert min(frozen) > len(gc.get_objects()) / 2
+    assert gc.get_freeze_count() == 0
 
 
 def test_an_unanswered_request_holds_up_nobody_and_times_out() -> None:
