@@ -14,9 +14,9 @@ from contextlib import contextmanager
 def frozen_heap() -> Iterator[None]:
     """Collect garbage, then exempt all objects that are left from collections until the end.
 
-    A full collection stops the process for 0.3 to 0.5 s where half a million objects are alive, as
-    after imports and a few runs; an engine loop stands still meanwhile, and a client is late.
-    `ballast serve` freezes its heap as well.
+    A full collection takes 0.3 s where half a million objects are alive, as after imports and a few
+    runs; an engine loop stands still meanwhile, and a client is late. `ballast serve` freezes its
+    heap as well.
     """
     gc.collect()
     gc.freeze()
