@@ -88,10 +88,10 @@ MENDED: dict[str, tuple[Mended, ...]] = {
     "kvswap-slow": (
         Mended(
             life=0,
-            entry=87,
-            replayed={"action": "Preempt", "model": "a", "request_id": "q8-8"},
+            entry=150,
+            replayed={"action": "Preempt", "model": "a", "request_id": "q8-10"},
             reason="KV that had grown since its layers began to rotate made every step longer than "
-            "`slack` allows; it stayed on the host for as long as anybody was short of pages.",
+            "`tolerance` allows; it stayed on the host for as long as anybody was short of pages.",
         ),
     ),
     "mirage-small": (_scattered(0, 174, "m2", 3),),
