@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -27,6 +28,14 @@ DEADLINE = 240.0
 
 
 HELD_WORKER = "held_worker.py"
+
+
+def until(what: Callable[[], bool]) -> None:
+    """Returns when `what` holds; fails after the deadline."""
+    end = time.monotonic() + DEADLINE
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
 
 
 def error_line(stderr: str) -> str:

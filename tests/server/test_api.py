@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from tests.cluster.fake_device import BREAK, REFUSE
-from tests.server.process import ServerProcess
+from tests.server.process import ServerProcess, until
 
 MODEL = "atlas-chat"
 TEXT = "The 猫 sat — on the 👩‍👩‍👧 mat.\n\nThen it left."
@@ -336,10 +336,11 @@ def test_a_request_that_breaks_is_an_error(client: OpenAI) -> None:
 
 
 def test_unknown_fields_are_ignored_with_one_warning(echo: ServerProcess) -> None:
-    for _ in range(2):
+    for unknown in ("frobnicate", "frobnicate", "the_last"):
         echo.client.completions.create(
-            model=MODEL, prompt="a", extra_body={"frobnicate": 1, "user": "me"}
+            model=MODEL, prompt="a", extra_body={unknown: 1, "user": "me"}
         )
+    until(lambda: "the_last" in echo.output)  # an answer may be here before its warning
     assert echo.output.count("frobnicate") == 1
     assert "'user'" not in echo.output
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.process import ServerProcess, server
+from tests.server.process import ServerProcess, server, until
 from tests.server.test_admin import add, ask, order, pinned
 from tests.server.test_api import MODEL
-from tests.server.test_lifetime import until
 
 OTHER = "wren-mini"
 

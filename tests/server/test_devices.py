@@ -16,9 +16,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from ballast.cli import app
-from tests.server.process import ServerProcess, server
+from tests.server.process import ServerProcess, server, until
 from tests.server.test_crash import KINDS, MODELS, Stream, streamed_amid
-from tests.server.test_lifetime import until
 
 ADMIN = {"Authorization": "Bearer sk-admin"}
 

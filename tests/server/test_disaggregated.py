@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.server.process import ServerProcess, server
+from tests.server.process import ServerProcess, server, until
 from tests.server.test_crash import KINDS, MODELS, TOKENS, Stream, streamed_amid
 from tests.server.test_devices import ADMIN
-from tests.server.test_lifetime import until
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,8 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.server.process import DEADLINE, ServerProcess, server
+from tests.server.process import DEADLINE, ServerProcess, server, until
 from tests.server.test_api import sample, usage
-from tests.server.test_lifetime import until
 
 MODELS = ("atlas-chat", "wren-mini")
 MODEL = MODELS[0]

@@ -27,8 +27,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.cluster.fake_device import BREAK, DIE, HOLD, PAUSE, REFUSE, SILENT, STUCK, TELL
 from tests.server.fuzzing import Hit, Marksman, broken, fire
-from tests.server.process import DEADLINE, ServerProcess, server
-from tests.server.test_lifetime import until
+from tests.server.process import DEADLINE, ServerProcess, server, until
 
 SEED = int(os.environ.get("BALLAST_FUZZ_SEED", "1"))
 MODELS = ["atlas-chat", "wren-mini"]

@@ -15,8 +15,7 @@ import httpx
 import pytest
 
 from tests.cluster.fake_device import HOLD
-from tests.server.process import DEADLINE, ServerProcess, server
-from tests.server.test_lifetime import until
+from tests.server.process import DEADLINE, ServerProcess, server, until
 from tests.server.text.test_chat_template import RANGES
 
 MODEL = "atlas-chat"

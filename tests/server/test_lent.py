@@ -20,10 +20,9 @@ from ballast.models.on_cpu import on_cpu
 from ballast.models.profile_run import measured
 from ballast.policy.presets import PRESETS
 from ballast.weights.checkpoint import load_host_model
-from tests.server.process import ServerProcess, server
+from tests.server.process import ServerProcess, server, until
 from tests.server.test_crash import TOKENS, Stream, streamed_amid
 from tests.server.test_devices import ADMIN
-from tests.server.test_lifetime import until
 
 LENDER, BORROWER = "cpu:0", "cpu:1"
 MODEL = "wren-mini"

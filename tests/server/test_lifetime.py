@@ -7,8 +7,7 @@ import json
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,12 @@ import pytest
 from ballast.core.errors import ConfigError
 from ballast.server.http.address import bound
 from tests.cluster.fake_device import DIE, HOLD, PAUSE
-from tests.server.process import DEADLINE, ServerProcess, server
+from tests.server.process import DEADLINE, ServerProcess, server, until
 from tests.server.test_api import MODEL, sample
 
 
 def body(stream: bool, seed: int = HOLD) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "abc", "max_tokens": 6, "seed": seed, "stream": stream}
-
-
-def until(what: Callable[[], bool]) -> None:
-    """Returns when `what` holds; fails after the deadline."""
-    end = time.monotonic() + DEADLINE
-    while not what():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def running(server: ServerProcess) -> float:

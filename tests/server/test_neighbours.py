@@ -10,9 +10,8 @@ from typing import Any
 
 import httpx
 
-from tests.server.process import DEADLINE, ServerProcess, error_line
+from tests.server.process import DEADLINE, ServerProcess, error_line, until
 from tests.server.test_api import MODEL
-from tests.server.test_lifetime import until
 
 BALLAST = (sys.executable, "-c", "from ballast.cli import main; main()")
 ASKED: dict[str, Any] = {"model": MODEL, "prompt": "A ship", "max_tokens": 400, "seed": 4}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -13,14 +12,13 @@ import pytest
 from openai import OpenAI
 
 import ballast
-from tests.server.process import ServerProcess, server
+from tests.server.process import ServerProcess, server, until
 from tests.server.test_api import MODEL
 
 ADMIN = {"authorization": "Bearer sk-admin"}
 USER = {"authorization": "Bearer sk-user"}
 PAGE = {"origin": "https://chat.example"}
 ALIAS = "gpt-4o"
-DEADLINE = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +67,6 @@ def complete(to: ServerProcess, model: str, **more: object) -> httpx.Response:
 
 def admin(to: ServerProcess, method: str, path: str, **more: object) -> httpx.Response:
     return to.http.request(method, f"/admin/{path}", headers=ADMIN, **more)  # type: ignore[arg-type]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what is bound to come, however slow the machine."""
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def running(to: ServerProcess) -> dict[str, dict[str, object]]:

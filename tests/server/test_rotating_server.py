@@ -14,9 +14,8 @@ from ballast.bench.inprocess import InProcess
 from ballast.core.units import KiB
 from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
-from tests.server.process import ServerProcess, server
+from tests.server.process import ServerProcess, server, until
 from tests.server.test_crash import TOKENS, Stream, streamed_amid
-from tests.server.test_lifetime import until
 from tests.server.test_top import top
 
 BUSY = "atlas-chat"

@@ -20,10 +20,9 @@ from ballast.core.units import KiB
 from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
 from tests.cluster.tensor_parallel.test_group_machine import specs_of_ranks
-from tests.server.process import ServerProcess, server
+from tests.server.process import ServerProcess, server, until
 from tests.server.test_crash import KINDS, MODELS, Stream, streamed_amid
 from tests.server.test_devices import ADMIN
-from tests.server.test_lifetime import until
 
 Tokens = list[list[str]]
 

@@ -11,10 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.process import DEADLINE, ServerProcess
+from tests.server.process import DEADLINE, ServerProcess, until
 from tests.server.test_api import MODEL
 from tests.server.test_fuzz import check_unharmed
-from tests.server.test_lifetime import until
 
 LONG, CHOICES = 400, 16
 RESET = struct.pack("ii", 1, 0)
