@@ -143,6 +143,8 @@ def main() -> None:
         began = time.monotonic()
         kept = args.out / "kept" / f"{run.file_name}-{code[run.command]}"
         if run.resumes:
+            for of_other_code in set(kept.parent.glob(f"{run.file_name}-*")) - {kept}:
+                shutil.rmtree(of_other_code)
             kept.mkdir(parents=True, exist_ok=True)
         status = perform(run, args.out, kept / "measured" if run.resumes else None)
         if run.resumes and not status:

@@ -86,28 +86,19 @@ def _can_state(path: Path, preset: str) -> bool:
     anything but to check a fleet file's."""
     if path.suffix != ".py":
         return False
-    module = _without_texts(path)
-    checks = {
-        id(node.value)
-        for node in ast.walk(module)
-        if isinstance(node, ast.keyword) and node.arg == "presets"
-    }
-    imported = any(
-        isinstance(node, ast.ImportFrom)
-        and node.module == "ballast.policy.presets"
-        and any(alias.name == "PRESETS" for alias in node.names)
-        for node in ast.walk(module)
-    )
-    return any(
-        (isinstance(node, ast.Constant) and isinstance(node.value, str) and preset in node.value)
-        or (
-            imported
-            and isinstance(node, ast.Name)
-            and node.id == "PRESETS"
-            and id(node) not in checks
-        )
-        for node in ast.walk(module)
-    )
+    imported = False
+    names = checks = 0
+    for node in ast.walk(_without_texts(path)):
+        match node:
+            case ast.Constant(value=str(text)) if preset in text:
+                return True
+            case ast.ImportFrom(module="ballast.policy.presets", names=aliases):
+                imported |= any(alias.name == "PRESETS" for alias in aliases)
+            case ast.Name(id="PRESETS") | ast.Attribute(attr="PRESETS"):
+                names += 1
+            case ast.keyword(arg="presets", value=ast.Name(id="PRESETS")):
+                checks += 1
+    return imported and names > checks
 
 
 @cache

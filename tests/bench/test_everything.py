@@ -121,6 +121,8 @@ def test_what_was_measured_before_a_failure_is_kept_for_the_same_code(
     call(monkeypatch, tmp_path, "--again")
     assert found == ["", "measured ", ""]
     assert not list((tmp_path / "kept").iterdir())
+    (tmp_path / "kept" / "pool-today").mkdir()
     monkeypatch.setattr(everything, "code_hash", lambda name, root: "tomorrow")
     call(monkeypatch, tmp_path)
     assert found[3:] == [""]
+    assert not list((tmp_path / "kept").iterdir())
