@@ -321,7 +321,7 @@ def test_layers_do_not_come_home_for_requests_to_be_admitted_and_preempted(
     pages: int, rate: float
 ) -> None:
     """Two models in one pool on a link near its limit: swapping ended later than preempting alone,
-    with up to seven times as many preemptions."""
+    with up to six times as many preemptions."""
     link = LinkRates(2e9, 2e9, 0.86e9, 0.86e9)
     profile = MachineProfile(costs={m.name: COSTS for m in TWO}, link=link, overhead=1e-4)
     arrivals = submissions(["a", "b"], 60, 1, rate=rate)
