@@ -6,8 +6,6 @@ here does not, and supports neither look-around nor references to groups.
 
 from __future__ import annotations
 
-from llguidance import LLMatcher, LLTokenizer
-
 MOST_CHARACTERS = 1024
 
 
@@ -20,6 +18,9 @@ class ModulePattern:
     def __init__(self, text: str) -> None:
         if len(text) > MOST_CHARACTERS:
             raise ValueError(f"it is longer than {MOST_CHARACTERS} characters")
+        # Not above: images with a GPU lack it, and most fleets have no such pattern.
+        from llguidance import LLMatcher, LLTokenizer
+
         # PEFT matches `(.*\.)?(text)$` by `re.match`: with an anchor, that is the whole path.
         whole = text.startswith("^") and "|" not in text
         if "|" not in text:
