@@ -3,7 +3,8 @@
 A benchmark runs its own module, what that imports, the modules it starts by name as processes, and
 all of `ballast` that a server is made of. Of the packages above a server only what it imports
 counts: a change of the simulator makes no figure of a live benchmark stale. Comments and docstrings
-do not count, nor does the policy of a baseline that the benchmark does not name.
+do not count, nor does the policy of a baseline that the benchmark does not name, nor, as
+`everything` runs on CPUs, what runs on a GPU alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,20 @@ ABOVE_SERVER = ("sim", "bench", "dashboard", "cli_bench", "cli_place", "cli_simu
 
 BASELINES = {Path("ballast/policy/memory/kvswap.py"): "kvswap"}
 """Memory policies that no fleet has unless it states their preset, given beside them."""
+
+ON_GPUS = (
+    "ballast/cluster/tensor_parallel/cuda_*.py",
+    "ballast/kernels/gpu/*.py",
+    "ballast/kernels/plain/*.py",
+    "ballast/kernels/triton/*.py",
+    "ballast/kv/event_swapper.py",
+    "ballast/live/cuda_*.py",
+    "ballast/memory/cuda/*.py",
+    "ballast/models/gpu/*.py",
+    "ballast/weights/event_rotor.py",
+)
+"""Modules that a server without a GPU imports and does not run: counted where a benchmark itself
+imports one of them."""
 
 
 def code_hash(benchmark: str, root: Path) -> str:
@@ -46,6 +61,9 @@ def code_files(benchmark: str, root: Path) -> set[Path]:
         for policy, preset in BASELINES.items()
         if not any(_can_state(path, preset) for path in own)
     }
+    on_gpus = {path for pattern in ON_GPUS for path in root.glob(pattern)}
+    if not any(on_gpus.intersection(_imported_files(path, root)) for path in own):
+        found -= on_gpus
     return found | {  # a package's data goes with its modules
         data
         for folder in {path.parent for path in found} - {root / "ballast", root / "benchmarks"}

@@ -14,6 +14,9 @@ TREE = {
     "ballast/cli_bench.py": "x = 1",
     "ballast/core/__init__.py": "",
     "ballast/core/a.py": '"""Text."""\n\ndef f():\n    """More."""\n    return 1  # why\n',
+    "ballast/live/__init__.py": "",
+    "ballast/live/cuda_machine.py": "g = 1",
+    "ballast/live/machine.py": "from ballast.live.cuda_machine import g",
     "ballast/policy/memory/kvswap.py": "k = 1",
     "ballast/policy/presets.py": 'PRESETS = ("static", "kvswap")',
     "ballast/sim/__init__.py": "",
@@ -24,6 +27,7 @@ TREE = {
     "benchmarks/baseline.py": "from benchmarks import rows",
     "benchmarks/child.py": "y = 1",
     "benchmarks/every.py": "from ballast.policy.presets import PRESETS\n\nROWS = list(PRESETS)\n",
+    "benchmarks/gpu.py": "from ballast.live import cuda_machine",
     "benchmarks/live.py": '"""Not kvswap."""\nCOMMAND = ("-m", "benchmarks.child")',
     "benchmarks/rows.py": 'ROWS = ("kvswap_dirty",)',
     "benchmarks/virtual.py": """
@@ -41,8 +45,9 @@ CHANGES = {
     "a server's code": (
         "ballast/core/a.py",
         TREE["ballast/core/a.py"].replace("return 1", "return 2"),
-        "baseline every live virtual",
+        "baseline every gpu live virtual",
     ),
+    "code of GPUs alone": ("ballast/live/cuda_machine.py", "g = 2", "gpu"),
     "a baseline's policy": ("ballast/policy/memory/kvswap.py", "k = 2", "baseline every"),
     "a started benchmark": ("benchmarks/child.py", "y = 2", "live"),
     "an imported simulator's module": ("ballast/sim/clock.py", "tick = 2", "virtual"),
@@ -50,9 +55,9 @@ CHANGES = {
     "the simulator's data": ("ballast/sim/profiles/gpu.toml", "speed = 2", "virtual"),
     "the command line's other subcommands": ("ballast/cli_bench.py", "x = 2", ""),
     "a compiled kernel": ("ballast/core/__pycache__/a.f-1.py311.nbc", "code", ""),
-    "a new module": ("ballast/core/b.py", "z = 1", "baseline every live virtual"),
+    "a new module": ("ballast/core/b.py", "z = 1", "baseline every gpu live virtual"),
 }
-BENCHMARKS = ("baseline", "every", "live", "virtual")
+BENCHMARKS = ("baseline", "every", "gpu", "live", "virtual")
 
 
 def make(root: Path) -> Path:
