@@ -176,4 +176,5 @@ class Random:
     ) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
+        self.served.close()
         self._vm.close()

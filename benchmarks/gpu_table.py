@@ -92,10 +92,12 @@ def _pages(found: Found) -> Iterator[Line]:
         figure = f"{us['both']:.1f} us: {us['map']:.1f} + {us['unmap']:.1f}"
         yield Line("map + unmap of a recycled page", figure, "<= 70 us", result["goal_met"])
     for key, us in result.items():
-        if key.startswith("microseconds_"):
+        if key.startswith("microseconds_") and key != "microseconds_by_call":
             what = key.removeprefix("microseconds_").replace("_", " ")
             longest = f"longest call {max(us['longest_map'], us['longest_unmap']):.0f} us"
             yield Line(f"the same, {what}", f"{us['both']:.1f} us a page, {longest}")
+    for call, us in result.get("microseconds_by_call", {}).items():
+        yield Line(f"{call}, 2 MiB", f"{us:.1f} us")
     if "calls_wait_for_kernels" in result:
         waits = "yes" if result["calls_wait_for_kernels"] else "no"
         part = 100 * result["longest_of_kernel"]
@@ -118,6 +120,8 @@ def _decodes(found: Found) -> Iterator[Line]:
         figure = f"{1e3 * result['seconds']:.2f} ms"
         if "of_roofline" in result:
             figure += f", {100 * result['of_roofline']:.0f} % of the roofline"
+        if "device_seconds" in result:
+            figure += f" ({1e3 * result['device_seconds']:.2f} of it the device's)"
         yield Line(f"decode, {what}", figure, goal, result.get("goal_met"))
         if result.get("same_tokens") is False:
             yield Line(f"tokens by graph, {what}", "others than without", "the same", False)

@@ -34,7 +34,7 @@ from ballast.memory.cuda.link import CudaLink
 from ballast.memory.cuda.pinning import PinnedMemory
 from ballast.memory.cuda.vm import CudaVm
 from ballast.models.executor import ModelExecutor
-from ballast.models.gpu.executor import GpuTransformersModel
+from ballast.models.gpu.executor import GpuExecutor, GpuTransformersModel
 from ballast.models.gpu.fused import GpuFusedModel
 from ballast.models.gpu.graphs import GraphCache
 from ballast.weights.checkpoint import THREADS, load_host_model
@@ -89,6 +89,8 @@ class CudaMachine:
             self.vm.watch(stream)
         self._common = Scratch(self._compute.device) if device.lanes == 1 else None
         """Each model has its own where jobs of several run at the same time."""
+        self._executors: dict[str, list[GpuExecutor]] = {}
+        """Executors by model."""
         self._rotors: dict[str, EventRotor] = {}
         self._swappers: dict[str, EventSwapper] = {}
         """KV swappers by model, like the rotors."""
@@ -129,6 +131,7 @@ class CudaMachine:
         if self._graphs is not None:
             self._driver.set_current(self._context)
             self._graphs.forget(host.spec.name)
+        self._close_executors(host.spec.name)
         for kept in (self._rotors, self._swappers):
             gone = kept.pop(host.spec.name, None)
             if gone is not None:
@@ -157,7 +160,16 @@ class CudaMachine:
         where = (segments, kv.base, kv.layout, kv.range.range.n_bytes, compute.device)
         kind = GpuFusedModel if host.fused else GpuTransformersModel
         made = kind(host, *where, compute.attention, self._graphs, self._common)
+        self.keep(made)
         return (made,) * len(workspaces)
+
+    def keep(self, executor: GpuExecutor) -> None:
+        """Close an executor with its model, or with the machine, before streams are destroyed."""
+        self._executors.setdefault(executor.spec.name, []).append(executor)
+
+    def _close_executors(self, model: str) -> None:
+        for executor in self._executors.pop(model, ()):
+            executor.close()
 
     def cap(self, n_bytes: int) -> Cap:
         """Graphs keep what they compute in memory of the same allocator."""
@@ -222,6 +234,9 @@ class CudaMachine:
         self._driver.set_current(self._context)
         if self._graphs is not None:
             self._graphs.close()
+        for model in list(self._executors):
+            self._close_executors(model)
+        self._compute.release_pinned()
         for rotor in self._rotors.values():
             rotor.close()
         for swapper in self._swappers.values():

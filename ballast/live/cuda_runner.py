@@ -76,6 +76,10 @@ class GpuCompute(Protocol):
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
         """Return PyTorch's allocator on the device, capped at `n_bytes`."""
 
+    def release_pinned(self) -> None:
+        """Give back pinned memory that PyTorch keeps unused, and its events on the streams that
+        copied from it: before these streams are destroyed."""
+
     def recorder(self, stream: int) -> GraphRecorder:
         """Return a recorder of graphs on `stream`, which nothing else may use."""
 
@@ -102,6 +106,12 @@ class TorchOnGpu:
 
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
         return CudaAllocatorCap(self.device.index or 0, n_bytes)
+
+    def release_pinned(self) -> None:
+        torch.cuda.synchronize(self.device)
+        # Public from some version after 2.11 on.
+        public = getattr(torch.accelerator, "empty_host_cache", None)
+        (public or torch._C._host_emptyCache)()
 
     def recorder(self, stream: int) -> GraphRecorder:
         return TorchRecorder(self.device.index or 0, stream)

@@ -56,7 +56,7 @@ def test_the_script_needs_no_server() -> None:
     """What images with a GPU often lack is not asked for."""
     code = (
         "import sys\n"
-        "lacking = 'fastapi zmq ortools uvicorn msgspec pydantic pynvml typer llguidance httptools'\n"
+        "lacking = 'fastapi zmq ortools uvicorn msgspec pydantic pynvml typer llguidance'\n"
         "for name in lacking.split():\n"
         "    sys.modules[name] = None\n"
         "import benchmarks.gpu_check, benchmarks.gpu_pages, benchmarks.gpu_speed\n"

@@ -71,6 +71,9 @@ class OnHost:
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
         return Allocator(n_bytes)
 
+    def release_pinned(self) -> None:
+        """Nothing is pinned."""
+
     def recorder(self, stream: int) -> FakeRecorder:
         return self.recorders(stream)
 

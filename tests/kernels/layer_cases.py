@@ -48,7 +48,7 @@ def unaligned(x: torch.Tensor) -> torch.Tensor:
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, **NEAR[expected.dtype], equal_nan=True)
-    if GPU and expected.dtype is torch.bfloat16:
+    if GPU and expected.dtype is not torch.float32:
         # Triton's interpreter cuts off what does not fit, where GPUs round.
         assert (found.nan_to_num() != expected.nan_to_num()).float().mean() < 0.005
 

@@ -14,8 +14,9 @@ from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.settings import FleetSettings, KvLayout, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.sizing import GPU_LANE_BYTES
+from ballast.kernels.gpu.batch import GpuBatch
 from ballast.memory.cuda.calls import Attribute
-from ballast.models.gpu.executor import GpuTransformersModel
+from ballast.models.gpu.executor import GpuExecutor, GpuTransformersModel
 from ballast.models.gpu.fused import GpuFusedModel
 from tests.engine.checkpoints import make_llama
 from tests.engine.gpus import OnHost, beside, on_gpu, serving
@@ -38,6 +39,42 @@ def tight(
 ) -> FleetSettings:
     """Two of three models fit, and some long requests, and so many `more` pages."""
     return beside(on_gpu(fleet(paths, preset=preset), lanes), need(paths) + more)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_pinned_memory_is_freed_before_the_streams_that_copied_from_it(
+    paths: dict[str, Path],  # noqa: F811
+    driver: FakeDriver,
+    lanes: int,
+) -> None:
+    """PyTorch records events on them where it frees it: on one that is gone, it ends the
+    process."""
+    ended: list[int | str] = []
+    destroy = driver.destroy_stream
+
+    def noted(stream: int) -> None:
+        ended.append(stream)
+        destroy(stream)
+
+    driver.destroy_stream = noted  # type: ignore[method-assign]
+    compute = OnHost()
+    pinned: list[GpuBatch] = []
+
+    def release() -> None:
+        ended.append("pinned")
+        assert pinned
+        assert not any(batch._staged._stages for batch in pinned)
+
+    compute.release_pinned = release  # type: ignore[method-assign]
+    with serving(tight(paths, lanes), driver, compute) as server:
+        server.generate(asked(2))
+        for of_model in server.device.executors.values():
+            for executor in of_model:
+                assert isinstance(executor, GpuExecutor)
+                pinned += [*executor._decodes.values(), *executor._chunks.values()]
+        used = set(compute.streams)
+    assert used.isdisjoint(ended[: ended.index("pinned")])
+    assert used <= set(ended)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class CudaRankMachine(CudaMachine):
     ) -> GpuParallelModel:
         assert self._exchange is not None
         memory = (segments, kv.base, kv.layout, kv.n_bytes, self._compute.device)
-        return GpuParallelModel(
+        made = GpuParallelModel(
             host,
             *memory,
             self._compute.attention,
@@ -87,6 +87,8 @@ class CudaRankMachine(CudaMachine):
             exchange=self._exchange,
             followers=followers,
         )
+        self.keep(made)
+        return made
 
     def rotor(
         self, model: str, copies: Sequence[Copy], clock: Clock, on_settled: Callable[[], None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -45,13 +46,26 @@ class GpuAttention(Attention, Protocol):
 class Scratch:
     """Memory that all batches of a model share, since it runs one job at a time.
 
-    Grow-only buffers with stable addresses: requests up to the largest so far reuse one.
+    Grow-only buffers with stable addresses: requests up to the largest so far reuse one. Also knows
+    the pinned memory through which its batches are filled.
     """
 
     def __init__(self, device: torch.device, common: Scratch | None = None) -> None:
         """`common`: of several models, if their jobs never run at the same time."""
         self._device, self._common = device, common
         self._kept: dict[str, Tensor] = {}
+        self._staged: WeakSet[Staged] = WeakSet()
+
+    def staged(self, sizes: Sizes) -> Staged:
+        """Return tensors to be filled for each job."""
+        made = Staged(sizes, self._device)
+        self._staged.add(made)
+        return made
+
+    def close(self) -> None:
+        """Free the pinned memory of all batches, which run no job any more (`Staged`)."""
+        for staged in list(self._staged):
+            staged.close()
 
     def tensor(
         self, use: str, shape: tuple[int, ...], dtype: torch.dtype, *, common: bool = False
@@ -89,7 +103,8 @@ class GpuBatch:
         self.shape = AttentionShape(heads, kv.kv_heads, kv.block_tokens)
         self.few_tokens = 1 if bucket.decodes else self.shape.few
         """Bound of the new tokens of a sequence that is cut by its keys."""
-        self._staged = Staged(_sizes(bucket, self.shape), kv.device)
+        self.scratch = scratch or Scratch(kv.device)
+        self._staged = self.scratch.staged(_sizes(bucket, self.shape))
         views = self._staged.tensors
         self.tokens, self.positions = views["tokens"], views["positions"]
         self.wanted, self.slots = views["wanted"], views["slots"]
@@ -100,7 +115,6 @@ class GpuBatch:
         self.plan: AttentionPlan
         """Plan of the present job; unset before the first."""
         self.n_wanted = 0
-        self.scratch = scratch or Scratch(kv.device)
         self.out = self.scratch.tensor("out", (bucket.tokens, heads, kv.head_dim), kv.dtype)
         """Output of attention, reused by all layers, one after the other."""
         self._attention = attention(self)

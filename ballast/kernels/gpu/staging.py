@@ -37,6 +37,9 @@ class Staged:
     """Named tensors, one after the other in a buffer that is filled by one copy.
 
     `tensors`: zeros at first. What a captured CUDA graph reads there is the job that was sent last.
+
+    Close it before a stream that it was sent on is destroyed: where PyTorch frees pinned memory, it
+    records an event on every stream that has copied from it, and ends the process if one is gone.
     """
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
@@ -75,6 +78,10 @@ class Staged:
             event.record()
             self._copied[self._next] = event
         self._next = (self._next + 1) % STAGES
+
+    def close(self) -> None:
+        """Free the pinned memory: nothing can be sent any more. `tensors` stay."""
+        self._stages.clear()
 
     def _view(self, memory: Tensor, name: str) -> Tensor:
         field = self._fields[name]

@@ -23,6 +23,10 @@ MOST_ROWS, STEP_BYTES, STAGES = 8, 1024, 4
 """For `row_code`: rows of a matrix that a program reads side by side, bytes of each at once, and
 steps begun ahead and under way: 24 KiB on their way for each program."""
 
+ROTATE = {"num_warps": 1, "enable_fp_fusion": False}
+"""Options of `rotate_code`. Fused, a product that is rounded to 16 bits and then added becomes one
+multiply-add, which rounds once: other numbers than those of `transformers`."""
+
 LEAST_PROGRAMS = 4
 """Least programs of `row_code` per multiprocessor, if the matrix has as many rows."""
 
@@ -94,7 +98,7 @@ class TritonLayer:
             NORM=vectors.q_norm is not None,
             DTYPE=_kind(qkv.dtype),
             ALIGNED=_aligned(vectors.bias, vectors.q_norm, vectors.k_norm, keys, values),
-            num_warps=1,
+            **ROTATE,
         )
         return qkv.view(len(qkv), -1, kv.head_dim)[:, :heads]
 

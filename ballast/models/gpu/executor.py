@@ -94,6 +94,10 @@ class GpuExecutor(ModelExecutor):
         """Layers at which the current pass stops, and its callbacks."""
         self._stops: Stops | None = None
 
+    def close(self) -> None:
+        """Free the pinned memory of its batches; no job follows. Before streams are destroyed."""
+        self._scratch.close()
+
     @abstractmethod
     def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
         """Build the computation from each segment at its address; touches no memory there."""

@@ -31,7 +31,7 @@ class OnGpu(Served):
     """Served from plain tensors of the first GPU."""
 
     def __init__(
-        self, path: Path, impl: str = "generic", blocks: int = 64, **settings: Any
+        self, path: Path, impl: str = "generic", blocks: int = 128, **settings: Any
     ) -> None:
         said = {"model_impl": impl, "linear": "plain", **settings}
         asked = ModelSettings(name=path.name, path=str(path), **said)
@@ -175,6 +175,22 @@ def test_chunks_of_many_sizes_do_not_pile_up(tmp_path: Path) -> None:
     for n in range(20, 300, 20):
         model.batch([SequenceWork("a", [1] * n, 0, list(range(20)), None)])
     assert len(model._chunks) <= 8
+    served.close()
+
+
+def test_what_is_pinned_for_its_batches_is_freed_when_it_is_closed(tmp_path: Path) -> None:
+    """Also of those that it has dropped, and that the garbage collector may find much later: by
+    then the streams that PyTorch records an event on may be gone, which ends the process."""
+    llama(tmp_path)
+    served = Served(tmp_path, attention=PlainAttention)
+    model = device_model(served)
+    jobs = [[SequenceWork("a", [1] * n, 0, list(range(32)), None)] for n in range(10, 510, 20)]
+    jobs.append([SequenceWork("a", [3], 5, [0], GREEDY)])
+    batches = {id(batch): batch for batch in map(model.batch, jobs)}
+    assert len(batches) > len(model._chunks) + len(model._decodes), "some have been dropped"
+    assert all(batch._staged._stages for batch in batches.values())
+    model.close()
+    assert not any(batch._staged._stages for batch in batches.values())
     served.close()
 
 
