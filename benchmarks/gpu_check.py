@@ -12,7 +12,7 @@ not run:
   against `transformers` on the same GPU after the same tokens, in two rounds, the second by CUDA
   graphs; in float32 a difference counts where the reference's margin is 1e-4 or more; in bfloat16
   their part of all tokens, beside that which running the reference in a batch of two gives. Then in
-  float32 by the generic path, on two lanes, and while layers rotate.
+  float32 by the generic path, on two lanes, while layers rotate, and while KV is swapped.
 - `single_model`: seconds of decode steps at batch 1 and 32 over 1024 tokens of context, with a CUDA
   graph and without, over what reading weights and KV once at the measured bandwidth allows, and
   over `transformers`; on the fast path, the generic one, and the fast one with our own kernel for a
@@ -77,9 +77,10 @@ CASES: dict[str, dict[str, Any]] = {
     "float32, generic path": {"dtype": "float32", "impl": "generic"},
     "float32, two lanes": {"dtype": "float32", "lanes": 2},
     "float32, layers rotate": {"dtype": "float32", "rotating": True},
+    "float32, KV is swapped": {"dtype": "float32", "swapping": True},
 }
 """Of `exactness`."""
-MOVES = ("evictions", "preemptions", "layers_loaded")
+MOVES = ("evictions", "preemptions", "layers_loaded", "kv_rotations")
 """Of which there are some, or exactness under pressure has not been shown."""
 AT_ONCE = 4
 """Files of tests."""

@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.cluster.machine_choice import machine_of
 from ballast.core.request import Submission
+from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import GiB, MiB, ceil_div
 from ballast.live.machine import MakeMachine
-from benchmarks.rotations import RandomRotations
+from benchmarks.rotations import RandomRotations, RandomSwaps
 
 PAGE = 2 * MiB
 MARGIN = 1e-4
@@ -32,6 +33,8 @@ MARGIN = 1e-4
 VOCAB, LONGEST = 1024, 512
 DEVICE = DeviceSettings(name="cuda:0", budget_bytes=4 * GiB, page_bytes=PAGE, step_tokens=64)
 """Roomy; `tight` takes away what is too much."""
+SWAPPED_KV = 64 * MiB
+"""More memory where KV is swapped: with few blocks beside, no layer could leave."""
 Answers = Mapping[str, Answer]
 
 
@@ -97,12 +100,19 @@ def served(
     rotating: bool = False,
 ) -> tuple[list[Answers], dict[str, Any]]:
     """Answers of two rounds, the second with the graphs that were recorded after the first; what
-    happened. `rotating`: layers do, in other ways every few milliseconds."""
+    happened. `rotating`: layers do, in other ways every few milliseconds; so does which layers' KV
+    is swapped where the fleet's preset is `kvswap`."""
     with InProcess(fleet, make_machine=make) as server:
         device = server.device
+        loop = device.loop
+        swapped: set[Rotation] = set()
         if rotating:
-            loop = device.loop
             loop.use_preset(replace(loop.preset, memory=RandomRotations(loop.preset.memory)))
+        if fleet.preset == "kvswap":
+            loop.use_preset(replace(loop.preset, memory=RandomSwaps(loop.preset.memory)))
+            server.listen = lambda now, output: swapped.update(
+                m.kv.rotation for m in device.state.models.values()
+            )
         rounds: list[Answers] = []
         for i in range(2):
             rounds.append(server.generate([replace(r, id=f"{r.id}/{i}") for r in requests]))
@@ -119,6 +129,7 @@ def served(
                 for m in device.state.models.values()
                 if m.weights.rotor is not None
             ),
+            "kv_rotations": len(swapped - {WHOLE}),
         }
         device.state.pool.validate()
     return rounds, result
@@ -167,13 +178,19 @@ def proved(
     lanes: int = 1,
     rotating: bool = False,
     impl: str = "auto",
+    swapping: bool = False,
 ) -> dict[str, Any]:
-    """All of it: what was compared, and what happened meanwhile."""
+    """All of it: what was compared, and what happened meanwhile. `swapping`: KV is swapped, with
+    memory for all models."""
     device = replace(device, lanes=lanes)
     with tempfile.TemporaryDirectory() as home:
         models = make_models(Path(home), dtype, hidden, impl)
         requests = requests_for(models, each, tokens)
-        fleet = tight(models, device, make)
+        fleet = tight(models, device, make, resident=len(models) if swapping else 2)
+        if swapping:
+            budget = fleet.device.budget_bytes + SWAPPED_KV
+            device = replace(fleet.device, budget_bytes=budget)
+            fleet = replace(fleet, device=device, preset="kvswap", options={"pooled": 1})
         rounds, result = served(fleet, requests, make, rotating)
         if torch_device.type == "cuda":
             _forget()

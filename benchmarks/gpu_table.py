@@ -71,10 +71,9 @@ def _proofs(found: Found) -> Iterator[Line]:
     for case, result in _part(found, "exactness").items():
         if isinstance(result, Mapping) and "wrong" in result:
             goal = "0; moves" if result["must_be_exact"] else ""
-            moves = result["evictions"], result["preemptions"], result["layers_loaded"]
-            figure = (
-                f"{result['wrong']} of {result['tokens']}; moves {moves[0]}/{moves[1]}/{moves[2]}"
-            )
+            names = ("evictions", "preemptions", "layers_loaded", "kv_rotations")
+            moves = "/".join(str(result[name]) for name in names)
+            figure = f"{result['wrong']} of {result['tokens']}; moves {moves}"
             yield Line(f"tokens that differ, {case}", figure, goal, result["passed"])
     result = _part(found, "sanitizer")
     if "passed" in result:

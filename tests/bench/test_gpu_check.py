@@ -257,7 +257,14 @@ def test_a_path_that_fails_leaves_the_others_their_figures(
 def test_exactness_is_shown_where_something_moved(
     found: Findings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = {"wrong": 0, "tokens": 9, "evictions": 1, "preemptions": 0, "layers_loaded": 0}
+    result = {
+        "wrong": 0,
+        "tokens": 9,
+        "evictions": 1,
+        "preemptions": 0,
+        "layers_loaded": 0,
+        "kv_rotations": 0,
+    }
 
     def proved(torch_device: torch.device, dtype: str, **case: Any) -> dict[str, Any]:
         if "impl" in case:
@@ -272,6 +279,7 @@ def test_exactness_is_shown_where_something_moved(
         "tokens that differ, bfloat16": None,
         "tokens that differ, float32, two lanes": False,
         "tokens that differ, float32, layers rotate": True,
+        "tokens that differ, float32, KV is swapped": True,
         "`exactness`, float32, generic path": False,
     }
 
@@ -358,7 +366,9 @@ def on_stand_in(
     return make
 
 
-@pytest.mark.parametrize("case", ["float32, two lanes", "float32, layers rotate"])
+@pytest.mark.parametrize(
+    "case", ["float32, two lanes", "float32, layers rotate", "float32, KV is swapped"]
+)
 def test_the_small_fleet_is_exact_under_pressure(case: str) -> None:
     driver = AtOnce(n_bytes=1 << 30)
     device = DeviceSettings(
@@ -376,7 +386,10 @@ def test_the_small_fleet_is_exact_under_pressure(case: str) -> None:
     assert result["wrong"] == 0
     assert result["tokens"] == 3 * 2 * 6 * 2
     # Room that layers lend may be room enough.
-    moved = ("layers_loaded",) if "rotate" in case else ("evictions", "preemptions")
+    moved = {
+        "float32, layers rotate": ("layers_loaded",),
+        "float32, KV is swapped": ("kv_rotations",),
+    }.get(case, ("evictions", "preemptions"))
     assert sum(result[key] for key in moved) > 0
     assert driver.is_clean()
 
@@ -408,6 +421,7 @@ def test_results_are_a_table() -> None:
                 "evictions": 2,
                 "preemptions": 0,
                 "layers_loaded": 0,
+                "kv_rotations": 0,
                 "must_be_exact": True,
                 "passed": False,
             },

@@ -12,8 +12,9 @@ from ballast.core.rotation import Rotation
 from ballast.core.units import MiB
 from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.presets import Preset
+from benchmarks.rotations import RandomSwaps
 from tests.engine.gpus import AtOnce, OnHost, on_gpu, serving
-from tests.engine.test_kv_swap_live import RandomSwaps, paths, swapping  # noqa: F401
+from tests.engine.test_kv_swap_live import paths, swapping  # noqa: F401
 from tests.engine.test_rotating import with_path
 from tests.live.test_live_device import asked, fleet
 from tests.models.fake_graphs import Recorders, StaticAttention

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Action, Decision, SwapKv
 from ballast.core.errors import ConfigError
-from ballast.core.kv_swap import spread
-from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import FleetSettings
-from ballast.core.view import DeviceView, Residency
 from ballast.live.device import LiveDevice
-from ballast.policy.base import MemoryPolicy
 from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.presets import Preset
+from benchmarks.rotations import RandomSwaps
 from tests.engine.checkpoints import make_llama
 from tests.engine.test_rotating import with_path
 from tests.live.test_live_device import NAMES, asked, fleet
@@ -28,27 +23,6 @@ from tests.live.test_live_device import NAMES, asked, fleet
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {n: make_llama(root / n, i, num_hidden_layers=4 + i) for i, n in enumerate(NAMES)}
-
-
-@dataclass
-class RandomSwaps(MemoryPolicy):
-    """`policy`, and with every decision about KV of more or fewer layers than before, if may be."""
-
-    policy: MemoryPolicy
-    rng: random.Random = field(default_factory=lambda: random.Random(1))
-
-    def __call__(self, view: DeviceView, memo: object) -> Decision:
-        decision = self.policy(view, memo)
-        actions: list[Action] = list(decision.actions)
-        for m in view.models:
-            now = m.kv_rotation
-            if m.residency is not Residency.RESIDENT or m.kv_swapping or now is None:
-                continue
-            n = self.rng.randint(0, m.spec.n_layers)
-            slots = self.rng.randint(1, 3)
-            wanted = Rotation(spread(m.spec.n_layers, n), slots) if n > slots else WHOLE
-            actions.append(SwapKv(m.name, wanted, "at random"))
-        return replace(decision, actions=tuple(actions), wake_at=view.now + 0.003)
 
 
 def swapping(settings: FleetSettings, **options: float) -> FleetSettings:
