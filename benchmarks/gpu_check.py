@@ -15,8 +15,8 @@ not run:
   float32 by the generic path, on two lanes, while layers rotate, and while KV is swapped.
 - `single_model`: seconds of decode steps at batch 1 and 32 over 1024 tokens of context, with a CUDA
   graph and without, over what reading weights and KV once at the measured bandwidth allows, and
-  over `transformers`; on the fast path, the generic one, and the fast one with our own kernel for a
-  decode of one sequence (`one_row`: where that is faster, `ONE_ROW` in `models/gpu/fused.py`
+  over `transformers`; on the fast path, the generic one, and the fast one without our own kernel
+  for a decode of one sequence (`gemms`: where that is slower, `ONE_ROW` in `models/gpu/fused.py`
   pays); what recording takes.
 - `activation`: seconds to bring weights from pinned host memory into pages, mapping included, and
   that over the bandwidth of one plain copy. The host's bytes are one segment, again and again.

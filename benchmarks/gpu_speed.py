@@ -49,7 +49,7 @@ def single_model(
         if bytes_of(config) + kv_bytes + SPARE > gpu.free:
             found[size] = {"not_run": "it does not fit"}
             continue
-        for impl in ("fused", "generic", "one_row"):
+        for impl in ("fused", "generic", "gemms"):
             steps = attempted(partial(decode_steps, gpu, config, bandwidth, impl, make))
             if "broke_off" in steps:
                 steps = {"steps": steps}
@@ -88,7 +88,7 @@ def decode_steps(
     found: dict[str, dict[str, Any]] = {}
     made = Random(*shape, make=make, graphs=cache, impl=impl)
     with made as model:
-        for batch in BATCHES[:1] if impl == "one_row" else BATCHES:
+        for batch in BATCHES[:1] if impl == "gemms" else BATCHES:
             work = model.decodes(batch, CONTEXT)
 
             def step(work: list[SequenceWork] = work) -> list[int]:

@@ -248,7 +248,7 @@ def test_a_path_that_fails_leaves_the_others_their_figures(
     gpu_speed.single_model(cast(Gpu, StandIn()), found, {"8B": small()})
     assert found["8B_generic_steps"]["broke_off"] == "ValueError: it does not compile"
     assert found["8B_fused_batch_1"]["goal_met"]
-    assert found["8B_one_row_batch_1"]["seconds"] == 0.5
+    assert found["8B_gemms_batch_1"]["seconds"] == 0.5
     assert found["8B_over_transformers_batch_1"] > 0
     missed = [line.what for line in lines({"single_model": found}) if line.met is False]
     assert missed == ["`single_model`, 8B_generic_steps"]
@@ -340,7 +340,7 @@ def test_a_step_is_timed_with_a_graph_and_without() -> None:
     assert driver.is_clean()
 
 
-@pytest.mark.parametrize("impl", ["fused", "generic", "one_row"])
+@pytest.mark.parametrize("impl", ["fused", "generic", "gemms"])
 def test_weights_made_in_place_decode(impl: str) -> None:
     driver = FakeDriver(n_bytes=64 * MiB)
     config = small()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ first, first key, end of the keys, slot for a partial result (-1: the result is 
 MERGE_FIELDS = 4
 """Fields of a merge, for a tile cut into several items: first row of the batch, tokens, first slot,
 number of slots."""
+
+_NO_ITEMS: Array = np.empty((0, ITEM_FIELDS), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +168,22 @@ def plan(
         raise BrokenPromise(
             f"{counts[i]} tokens from position {starts[i]} do not fit into {sizes[i]} blocks"
         )
-    flat = np.concatenate([np.asarray(t, np.int32) for t in tables])
+    flat = np.fromiter(chain.from_iterable(tables), np.int32, sizes.sum())
     bounds, table_bounds = _bounds(count), _bounds(sizes)
-    row = np.arange(bounds[-1])
-    positions = row - np.repeat(bounds[:-1] - start, count)
-    at = np.repeat(table_bounds[:-1], count) + positions // shape.block_tokens
+    first, table = bounds[:-1], table_bounds[:-1]
+    if len(count) == bounds[-1]:  # a row of each
+        positions, at = start, table + start // shape.block_tokens
+    else:
+        positions = np.arange(bounds[-1]) - np.repeat(first - start, count)
+        at = np.repeat(table, count) + positions // shape.block_tokens
     slots = flat[at].astype(np.int64) * shape.block_tokens + positions % shape.block_tokens
     few = count <= shape.few
-    items, merges = _cut(
-        start[few], count[few], lengths[few], bounds[:-1][few], table_bounds[:-1][few]
-    )
+    if few.all():
+        items, merges = _cut(start, count, lengths, first, table)
+        tiles = _NO_ITEMS
+    else:
+        items, merges = _cut(start[few], count[few], lengths[few], first[few], table[few])
+        tiles = _tiles(shape.tile, start[~few], count[~few], first[~few], table[~few])
     return AttentionPlan(
         positions,
         slots.astype(np.int32),
@@ -183,7 +192,7 @@ def plan(
         flat,
         table_bounds.astype(np.int32),
         items,
-        _tiles(shape.tile, start[~few], count[~few], bounds[:-1][~few], table_bounds[:-1][~few]),
+        tiles,
         merges,
     )
 
@@ -193,27 +202,21 @@ def _cut(
 ) -> tuple[Array, Array]:
     """Return the items and merges of sequences that are one tile each."""
     pieces = (lengths + SPLIT - 1) // SPLIT
-    number = np.arange(pieces.sum()) - np.repeat(_bounds(pieces)[:-1], pieces)
     alone = pieces == 1
-    slots = _bounds(np.where(alone, 0, pieces))
-
-    def spread(of: Array) -> Array:
-        return np.repeat(of, pieces)
-
-    items = np.stack(
-        [
-            spread(tables),
-            spread(rows),
-            spread(count),
-            spread(start),
-            number * SPLIT,
-            np.minimum((number + 1) * SPLIT, spread(lengths)),
-            np.where(spread(alone), -1, spread(slots[:-1]) + number),
-        ],
-        axis=1,
-    )
-    merges = np.stack([rows, count, slots[:-1], pieces], axis=1)[~alone]
-    return items.astype(np.int32), merges.astype(np.int32)
+    slots = _bounds(np.where(alone, 0, pieces))[:-1]
+    # Of each item its tile, and its number among the tile's.
+    of = np.repeat(np.arange(len(pieces)), pieces)
+    number = np.arange(len(of)) - (np.cumsum(pieces) - pieces)[of]
+    items = np.empty((len(of), ITEM_FIELDS), np.int32)
+    items[:, 0] = tables[of]
+    items[:, 1] = rows[of]
+    items[:, 2] = count[of]
+    items[:, 3] = start[of]
+    items[:, 4] = number * SPLIT
+    items[:, 5] = np.minimum((number + 1) * SPLIT, lengths[of])
+    items[:, 6] = np.where(alone[of], -1, slots[of] + number)
+    merges = np.stack([rows, count, slots, pieces], axis=1)[~alone]
+    return items, merges.astype(np.int32)
 
 
 def _tiles(tokens: int, start: Array, count: Array, rows: Array, tables: Array) -> Array:
@@ -235,4 +238,6 @@ def _tiles(tokens: int, start: Array, count: Array, rows: Array, tables: Array) 
 
 def _bounds(sizes: Array) -> Array:
     """Return the offsets of consecutive parts of these sizes, and the end: int64 (n + 1)."""
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    bounds = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=bounds[1:])
+    return bounds

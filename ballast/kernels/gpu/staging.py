@@ -49,11 +49,18 @@ class Staged:
         for name, (shape, dtype) in sizes.items():
             self._fields[name] = field = _Field(at, shape, dtype)
             at += -(-field.n_bytes // ALIGNMENT) * ALIGNMENT
+        self._last = field.offset
+        """Offset of the last field."""
         self._device = torch.zeros(at, dtype=torch.uint8, device=device)
         self._on_gpu = device.type == "cuda"
         self._stages = [
             torch.zeros(at, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(STAGES)
         ]
+        self._arrays = [
+            {name: self._view(stage, name).numpy() for name in self._fields}
+            for stage in self._stages
+        ]
+        """Of each stage, its host arrays."""
         self._copied: list[torch.cuda.Event | None] = [None] * STAGES
         self._next = 0
         self.tensors = {name: self._view(self._device, name) for name in self._fields}
@@ -64,13 +71,12 @@ class Staged:
         copied = self._copied[self._next]
         if copied is not None:
             copied.synchronize()
-        stage = self._stages[self._next]
-        return {name: self._view(stage, name).numpy() for name in self._fields}
+        return self._arrays[self._next]
 
     def send(self, used: int) -> None:
         """Start the copy of all tensors to the device; of the last, which may be long, only `used`
         bytes."""
-        n_bytes = next(reversed(self._fields.values())).offset + used
+        n_bytes = self._last + used
         stage = self._stages[self._next]
         self._device[:n_bytes].copy_(stage[:n_bytes], non_blocking=True)
         if self._on_gpu:
@@ -81,6 +87,7 @@ class Staged:
 
     def close(self) -> None:
         """Free the pinned memory: nothing can be sent any more. `tensors` stay."""
+        self._arrays.clear()
         self._stages.clear()
 
     def _view(self, memory: Tensor, name: str) -> Tensor:

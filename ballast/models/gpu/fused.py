@@ -30,9 +30,9 @@ from ballast.weights.meta_module import rotary_of
 from ballast.weights.packing import DTYPES, WIDE
 from ballast.weights.segment import PLAIN, Segment
 
-ONE_ROW = False
-"""Whether a decode of one sequence is multiplied by our own kernel: not until `scripts/gpu_check`
-has shown on some GPU that it is faster than PyTorch's."""
+ONE_ROW = True
+"""Whether a decode of one sequence is multiplied by our own kernel: on an H200 a step of 8 billion
+parameters took 4.5 ms of the device with it, 4.9 with PyTorch's."""
 
 
 @dataclass(frozen=True, slots=True)
