@@ -25,7 +25,8 @@ from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import GiB, MiB, ceil_div
 from ballast.live.machine import MakeMachine
-from benchmarks.rotations import RandomRotations, RandomSwaps
+from benchmarks.kv_swaps import RandomSwaps
+from benchmarks.rotations import RandomRotations
 
 PAGE = 2 * MiB
 MARGIN = 1e-4

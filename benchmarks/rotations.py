@@ -1,13 +1,11 @@
-"""Policies that change at random which layers rotate, or whose KV is swapped, beside one that
-serves."""
+"""A policy that changes which layers rotate at random, every few steps, beside one that serves."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
 
-from ballast.core.actions import Action, Decision, Remap, SwapKv
-from ballast.core.kv_swap import spread
+from ballast.core.actions import Action, Decision, Remap
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.view import DeviceView, Residency
 from ballast.policy.base import MemoryPolicy
@@ -45,28 +43,3 @@ class RandomRotations(MemoryPolicy):
             return WHOLE
         layers = self.rng.sample(rotatable, m)
         return Rotation(tuple(sorted(layers)), self.rng.randint(1, m - 1))
-
-
-@dataclass
-class RandomSwaps(MemoryPolicy):
-    """Asks `policy`, and with every decision swaps KV of more or fewer layers than before, where it
-    may.
-
-    Not pure: it draws from its own generator.
-    """
-
-    policy: MemoryPolicy
-    rng: random.Random = field(default_factory=lambda: random.Random(1))
-
-    def __call__(self, view: DeviceView, memo: object) -> Decision:
-        decision = self.policy(view, memo)
-        actions: list[Action] = list(decision.actions)
-        for m in view.models:
-            now = m.kv_rotation
-            if m.residency is not Residency.RESIDENT or m.kv_swapping or now is None:
-                continue
-            n = self.rng.randint(0, m.spec.n_layers)
-            slots = self.rng.randint(1, 3)
-            wanted = Rotation(spread(m.spec.n_layers, n), slots) if n > slots else WHOLE
-            actions.append(SwapKv(m.name, wanted, "at random"))
-        return replace(decision, actions=tuple(actions), wake_at=view.now + 0.003)

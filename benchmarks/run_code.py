@@ -28,6 +28,7 @@ ON_GPUS = (
     "ballast/kernels/triton/*.py",
     "ballast/kv/event_swapper.py",
     "ballast/live/cuda_*.py",
+    "ballast/live/never_run.py",
     "ballast/memory/cuda/*.py",
     "ballast/models/gpu/*.py",
     "ballast/weights/event_rotor.py",

@@ -138,10 +138,11 @@ def test_a_gpu_that_uses_what_none_has_run_is_warned_of(made: MadeFleet) -> None
     gpu = replace(fleet.device, name="cuda:0", budget_bytes=1 << 30, page_bytes=2 << 20)
     assert "never run" not in by_check(list(doctor_fleet.fleet(replace(fleet, device=gpu))))
     lanes = replace(fleet, device=replace(gpu, lanes=2))
-    found = by_check(list(doctor_fleet.fleet(lanes)))["never run"]
+    assert "never run" not in by_check(list(doctor_fleet.fleet(lanes)))
+    group = replace(fleet, device=replace(gpu, tensor_parallel=2))
+    found = by_check(list(doctor_fleet.fleet(group)))["never run"]
     assert found.verdict is Verdict.WARN
-    assert "green contexts" in found.found
-    assert "groups" not in found.found
+    assert "groups of GPUs" in found.found
 
 
 def test_a_group_is_judged_by_what_each_rank_has(made: MadeFleet) -> None:

@@ -12,7 +12,7 @@ from ballast.core.rotation import Rotation
 from ballast.core.units import MiB
 from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.presets import Preset
-from benchmarks.rotations import RandomSwaps
+from benchmarks.kv_swaps import RandomSwaps
 from tests.engine.gpus import AtOnce, OnHost, on_gpu, serving
 from tests.engine.test_kv_swap_live import paths, swapping  # noqa: F401
 from tests.engine.test_rotating import with_path

@@ -13,7 +13,7 @@ from ballast.core.settings import FleetSettings
 from ballast.live.device import LiveDevice
 from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.presets import Preset
-from benchmarks.rotations import RandomSwaps
+from benchmarks.kv_swaps import RandomSwaps
 from tests.engine.checkpoints import make_llama
 from tests.engine.test_rotating import with_path
 from tests.live.test_live_device import NAMES, asked, fleet
