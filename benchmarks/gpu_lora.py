@@ -2,7 +2,7 @@
 
 Layers of an 8B Llama in bfloat16 with queries, keys and values as one matrix, gate and up as
 another, each adapted, by CUDA graph. There are so many layers that no cache holds their matrices.
-What `SPLIT` of `kernels/gpu/lora.py` should be is seen here: it was not run on a GPU yet.
+What `SPLIT` of `kernels/gpu/lora.py` should be is to be seen here.
 """
 
 from __future__ import annotations

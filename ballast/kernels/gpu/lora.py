@@ -28,7 +28,7 @@ TILE_FIELDS = 3
 rows has no effect."""
 SPLIT = 512
 """Inputs of a decode's row that one program sums: with few rows, unsplit inputs would leave most
-multiprocessors idle. A guess, not measured yet."""
+multiprocessors idle. A guess: other values were not tried."""
 CHUNK_SPLITS, CHUNK_FLOATS = 4, 256
 """Bounds, for longer chunks: parts into which inputs are cut, and sums of a row in all parts."""
 _NAMES = ("adapted", "adapted_wanted")

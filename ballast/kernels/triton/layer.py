@@ -1,6 +1,6 @@
 """Launch the Triton kernels of a layer's operations between its GEMMs; implements `LayerKernels`.
 
-Chosen by `gpu.layer`. Not tuned on a GPU yet. With TRITON_INTERPRET=1 (set before this module is
+Chosen by `gpu.layer`. Not tuned yet. With TRITON_INTERPRET=1 (set before this module is
 imported) it runs on CPU tensors, slowly, which is how it is tested.
 """
 

@@ -1,6 +1,6 @@
 """Launch the Triton kernels of LoRA, one group of linear modules after the other.
 
-Implements `Lora`; used by `models.gpu.adapters`. Not tuned on a GPU yet. With TRITON_INTERPRET=1
+Implements `Lora`; used by `models.gpu.adapters`. Not tuned yet. With TRITON_INTERPRET=1
 (set before this module is imported) it runs on CPU tensors, slowly, which is how it is tested.
 """
 

@@ -19,7 +19,7 @@ from ballast.kernels.triton import sampling_code as code
 Array = np.ndarray[Any, Any]
 
 BLOCK = 2048
-"""Tokens of one program. Not tuned on a GPU yet."""
+"""Tokens of one program. Not tuned yet."""
 
 
 class TritonGumbelMax:
