@@ -63,7 +63,8 @@ def code_files(benchmark: str, root: Path) -> set[Path]:
         if not any(_can_state(path, preset) for path in own)
     }
     on_gpus = {path for pattern in ON_GPUS for path in root.glob(pattern)}
-    if not any(on_gpus.intersection(_imported_files(path, root)) for path in own):
+    benchmarks = (path for path in own if path.parent == root / "benchmarks")
+    if not any(on_gpus.intersection(_imported_files(path, root)) for path in benchmarks):
         found -= on_gpus
     return found | {  # a package's data goes with its modules
         data

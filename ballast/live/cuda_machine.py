@@ -236,7 +236,8 @@ class CudaMachine:
             self._graphs.close()
         for model in list(self._executors):
             self._close_executors(model)
-        self._compute.release_pinned()
+        if self._driver.lost is None:
+            self._compute.release_pinned()
         for rotor in self._rotors.values():
             rotor.close()
         for swapper in self._swappers.values():

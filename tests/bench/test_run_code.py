@@ -20,7 +20,7 @@ TREE = {
     "ballast/policy/memory/kvswap.py": "k = 1",
     "ballast/policy/presets.py": 'PRESETS = ("static", "kvswap")',
     "ballast/sim/__init__.py": "",
-    "ballast/sim/clock.py": "tick = 1",
+    "ballast/sim/clock.py": "from ballast.live.cuda_machine import g\n\ntick = g",
     "ballast/sim/link.py": "rate = 1",
     "ballast/sim/profiles/gpu.toml": "speed = 1",
     "benchmarks/__init__.py": "",
