@@ -33,8 +33,8 @@ ON_GPUS = (
     "ballast/models/gpu/*.py",
     "ballast/weights/event_rotor.py",
 )
-"""Modules that a server without a GPU imports and does not run: counted where a benchmark itself
-imports one of them."""
+"""Modules of which a server without a GPU runs nothing but tests whether it has one: counted where
+a benchmark itself imports one of them."""
 
 
 def code_hash(benchmark: str, root: Path) -> str:

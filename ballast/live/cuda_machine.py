@@ -236,8 +236,7 @@ class CudaMachine:
             self._graphs.close()
         for model in list(self._executors):
             self._close_executors(model)
-        if self._driver.lost is None:
-            self._compute.release_pinned()
+        self._compute.release_pinned()
         for rotor in self._rotors.values():
             rotor.close()
         for swapper in self._swappers.values():
