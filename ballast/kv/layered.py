@@ -128,8 +128,11 @@ class LayeredBacking(Backing):
         self.layout = self.layout.rotating(wanted)
         self.pages = len(slabs) * self.layout.slab_pages
         back = [(self._at(layer, at), n) for layer in sorted(before - after) for at, n in runs]
-        shorts = [self.range.back_many(back), *(slot.back_many(runs) for slot in fresh)]
-        if any(shorts):
+        short = self.range.back_many(back)
+        slots = len(fresh) * self.layout.plane_pages * len(slabs)
+        # Of what is promised to the cache, slots need what is not free otherwise.
+        self._promise_slots(max(0, slots - self._pool.available(self._slot_owner)))
+        if any([short, *(slot.back_many(runs) for slot in fresh)]):
             raise DeviceError("map", "the machine has no memory for pages that were free")
         self._alias(runs)
         return True

@@ -72,6 +72,34 @@ def test_pages_promised_to_a_cache_back_its_slots_as_well() -> None:
     pool.validate()
 
 
+def test_pages_promised_to_a_cache_back_the_slots_of_layers_that_come_home() -> None:
+    """Fewer layers rotate, through more slots than before: one slot, which is new, has pages of its
+    own, out of those that were promised for the change."""
+    kv, pool = cache(24)
+    assert kv.turn(Rotation(spread(LAYERS, 4), 1))
+    table: list[int] = []
+    assert kv.grow(table, 4 * 2 * 2) is None
+    assert kv.pages == 6
+    assert pool.promise(kv.owner, 4) is None
+    others = pool.allocate("other", 14)
+    assert not isinstance(others, Short)
+    assert pool.free == 4, "all promised"
+    assert kv.turn(Rotation(spread(LAYERS, 3), 2))
+    assert (kv.pages, pool.free, pool.ledger.promised) == (10, 0, 0)
+    kv.validate([table])
+    pool.validate()
+
+
+def test_slots_take_free_pages_before_those_promised_to_the_cache() -> None:
+    kv, pool = cache(24)
+    assert kv.turn(Rotation(spread(LAYERS, 4), 1))
+    assert kv.grow([], 4 * 2 * 2) is None
+    assert pool.promise(kv.owner, 4) is None
+    assert kv.turn(Rotation(spread(LAYERS, 3), 2))
+    assert pool.ledger.promised_to(kv.owner) == 2, "its layers took theirs of it, the slot none"
+    pool.validate()
+
+
 def test_what_is_cached_stays_while_the_cache_is_fixed() -> None:
     kv, _ = cache(24)
     tokens = list(range(9))
