@@ -165,6 +165,11 @@ class Random:
             for i in range(batch)
         ]
 
+    def prefill(self, tokens: int) -> list[SequenceWork]:
+        """A job of so many first tokens of one sequence."""
+        blocks = range(ceil_div(tokens, self.spec.block_tokens))
+        return [SequenceWork("0", list(range(tokens)), 0, blocks, Sampling())]
+
     def __enter__(self) -> Random:
         return self
 

@@ -29,11 +29,15 @@ from benchmarks.gpu_model import Random, reference, spec_of
 
 CONTEXT, SEQUENCES = 1024, 32
 BATCHES = (1, SEQUENCES)
+PREFILLS = (32, 256)
+"""New tokens of one sequence."""
 GOALS = {"batch_1": 0.85, "batch_32": 0.70}
 """Of the bandwidth roofline, of an 8B model, by batch."""
 WITHOUT = "seconds_without"
 TIMES = 20
 """That a step is run."""
+STEADY = 10
+"""Times as often with a graph: the host's part of a step is twice as long in the first ones."""
 STEP_CONFIGS = {size: CONFIGS[size] for size in ("8B", "1B")}
 
 
@@ -79,8 +83,9 @@ def _of_transformers(gpu: Gpu, config: LlamaConfig, batch: int) -> dict[str, Any
 def decode_steps(
     gpu: Gpu, config: LlamaConfig, bandwidth: float, impl: str, make: Any
 ) -> dict[str, dict[str, Any]]:
-    """By batch: with CUDA graphs and without, and what the device takes of it with a graph
-    (`device_seconds`): the rest is the host's. `impl`, `make`: as `gpu_model.Random` takes them."""
+    """By batch, and of prefills: with CUDA graphs and without; of decodes what the device takes
+    with a graph (`device_seconds`): the rest is the host's. `impl`, `make`: as `gpu_model.Random`
+    takes them."""
     compute = gpu.compute()
     stream, twin = gpu.driver.new_stream(), gpu.driver.new_stream()
     cache = GraphCache(GRAPH_BYTES, lambda _: compute.recorder(twin))
@@ -109,6 +114,16 @@ def decode_steps(
                 "of_roofline": least / seconds,
                 **result,
             }
+        for n in PREFILLS if impl != "gemms" else ():
+            prompt = model.prefill(n)
+
+            def prefill(work: list[SequenceWork] = prompt) -> list[int]:
+                with compute.on(stream):
+                    return tokens_of(model.served.run(work))
+
+            result = with_and_without(prefill, cache, stream, gpu.held, TIMES)
+            seconds = min(v for k, v in result.items() if k in ("seconds_with_graph", WITHOUT))
+            found[f"prefill_{n}"] = {"seconds": seconds, **result}
         cache.close()
     for made_stream in (stream, twin):
         gpu.driver.destroy_stream(made_stream)
@@ -129,7 +144,7 @@ def with_and_without(
     """A decode step, before there is a graph of it and after. It ends with its tokens, on the host,
     so that the wall clock says how long it takes."""
 
-    def median() -> tuple[float, list[int]]:
+    def median(times: int = times) -> tuple[float, list[int]]:
         tokens: list[int] = []
 
         def run() -> None:
@@ -145,7 +160,7 @@ def with_and_without(
     recording = time.perf_counter() - begun
     after, now = free()
     replays = cache.report().replays
-    replayed, tokens = median()
+    replayed, tokens = median(STEADY * times)
     if cache.report().replays == replays:
         return {WITHOUT: eager, "broke_off": "nothing could be recorded: the log says why"}
     return {

@@ -117,11 +117,14 @@ def _decodes(found: Found) -> Iterator[Line]:
             continue
         goal = {"8B_fused_batch_1": ">= 85 %", "8B_fused_batch_32": ">= 70 %"}.get(key, "")
         figure = f"{1e3 * result['seconds']:.2f} ms"
+        prefill = "_prefill_" in key
+        if prefill and "seconds_without" in result:
+            figure += f"; without a graph {1e3 * result['seconds_without']:.2f} ms"
         if "of_roofline" in result:
             figure += f", {100 * result['of_roofline']:.0f} % of the roofline"
         if "device_seconds" in result:
             figure += f" ({1e3 * result['device_seconds']:.2f} of it the device's)"
-        yield Line(f"decode, {what}", figure, goal, result.get("goal_met"))
+        yield Line(what if prefill else f"decode, {what}", figure, goal, result.get("goal_met"))
         if result.get("same_tokens") is False:
             yield Line(f"tokens by graph, {what}", "others than without", "the same", False)
 

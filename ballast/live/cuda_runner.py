@@ -96,9 +96,13 @@ class TorchOnGpu:
     def __init__(self, ordinal: int) -> None:
         self.device = torch.device("cuda", ordinal)
         self.attention = attention_kernels(self.device)
+        self._external: dict[int, torch.cuda.Stream] = {}
 
     def on(self, stream: int) -> AbstractContextManager[object]:
-        there = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
+        there = self._external.get(stream)
+        if there is None:
+            there = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
+            self._external[stream] = there
         return torch.cuda.stream(there)
 
     def current(self) -> int:

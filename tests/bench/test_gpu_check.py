@@ -224,13 +224,17 @@ def test_steps_of_every_path_are_timed(found: Findings, monkeypatch: pytest.Monk
     for name, value in (("CONTEXT", 33), ("BATCHES", (1, 2)), ("SEQUENCES", 2), ("TIMES", 1)):
         monkeypatch.setattr(gpu_speed, name, value)
     monkeypatch.setattr(gpu_speed, "PAGE", PAGE)
+    monkeypatch.setattr(gpu_speed, "PREFILLS", (40,))
     gpu = StandIn()
     gpu_speed.single_model(cast(Gpu, gpu), found, {"tiny": small()}, StaticAttention)
     for impl in ("fused", "generic"):
         for batch in (1, 2):
             assert found[f"tiny_{impl}_batch_{batch}"]["same_tokens"]
+        assert found[f"tiny_{impl}_prefill_40"]["same_tokens"]
     assert found["tiny_over_transformers_batch_2"] > 0
-    assert any("transformers" in line.what for line in lines({"single_model": found}))
+    shown = {line.what: line.figure for line in lines({"single_model": found})}
+    assert any("transformers" in what for what in shown)
+    assert "without a graph" in shown["tiny fused prefill 40"]
     assert gpu.clean()
 
 
@@ -329,7 +333,7 @@ def test_a_step_is_timed_with_a_graph_and_without() -> None:
             lambda: gpu_speed.tokens_of(model.served.run(work)), cache, 1, lambda: (0, 0), 2
         )
         assert result["same_tokens"]
-        assert cache.report().replays == 4
+        assert cache.report().replays == 2 + 2 * gpu_speed.STEADY
         cache.cap_bytes = 0
         result = gpu_speed.with_and_without(
             lambda: gpu_speed.tokens_of(model.served.run(work[:1])), cache, 1, lambda: (0, 0), 2

@@ -71,7 +71,7 @@ def test_pinned_memory_is_freed_before_the_streams_that_copied_from_it(
         for of_model in server.device.executors.values():
             for executor in of_model:
                 assert isinstance(executor, GpuExecutor)
-                pinned += [*executor._decodes.values(), *executor._chunks.values()]
+                pinned += [*executor._kept.values(), *executor._chunks.values()]
         used = set(compute.streams)
     assert used.isdisjoint(ended[: ended.index("pinned")])
     assert used <= set(ended)

@@ -58,13 +58,14 @@ class FakeRecorder:
     def __init__(
         self, driver: FakeDriver | None = None, stream: int = 0, graph_bytes: int = 1 << 20
     ) -> None:
-        """`graph_bytes`: that a session's graphs take."""
         self.n_bytes = 0
+        self.session_bytes = graph_bytes
+        """Bytes that a session's graphs take."""
         self.graphs: list[FakeGraph] = []
         self.sessions = 0
         self.recorded = threading.Event()
         """Set whenever something was."""
-        self._driver, self._stream, self._each = driver, stream, graph_bytes
+        self._driver, self._stream = driver, stream
         self._mode: _Mode | None = None
         self._inside = self._usable = False
 
@@ -83,7 +84,7 @@ class FakeRecorder:
             self._inside = False
             if self._mode is not None:
                 raise Misuse("a recording was left open")
-            self.n_bytes += self._each
+            self.n_bytes += self.session_bytes
             if not self._usable:
                 self.clear()
         self.recorded.set()
@@ -180,7 +181,7 @@ def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class StaticAttention(PlainAttention):
-    """As its base; decodes by operators whose shapes and tensors are those of the bucket."""
+    """As its base, by operators whose shapes and tensors are those of the bucket."""
 
     replayable: ClassVar[bool] = True
     most_keys: ClassVar[int] = 512
@@ -188,9 +189,6 @@ class StaticAttention(PlainAttention):
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         batch, kv = self._batch, self._batch.kv
-        if not batch.bucket.decodes:
-            super().write(layer, key, value)
-            return
         for row in range(batch.n_tokens):
             slot = batch.slots[row : row + 1].long()
             live = slot >= 0
@@ -204,17 +202,21 @@ class StaticAttention(PlainAttention):
     def attend(self, layer: int, query: Tensor, out: Tensor, params: AttentionParams) -> None:
         batch, kv = self._batch, self._batch.kv
         more = (params.window, params.softcap, params.sinks)
-        if not batch.bucket.decodes or any(asked is not None for asked in more):
+        if any(asked is not None for asked in more):
             super().attend(layer, query, out, params)
             return
-        n, group, size = batch.bucket.sequences, batch.shape.group, kv.block_tokens
-        # Table and keys of each row, from its items, of which a long sequence has several.
-        live = torch.arange(len(batch.few)) < batch.counts[0]
-        row = torch.where(live, batch.few[:, 1], n).long()
-        first = torch.zeros(n + 1, dtype=torch.int64).scatter(0, row, batch.few[:, 0].long())
-        keys = torch.zeros(n + 1, dtype=torch.int64)
-        keys = keys.scatter_reduce(0, row, batch.few[:, 5].long(), "amax")
-        first, keys = first[:n, None], keys[:n, None]
+        n, group, size = batch.n_tokens, batch.shape.group, kv.block_tokens
+        # Table of each row, from its items, of which a long sequence has several.
+        items, row = torch.cat([batch.few, batch.many]).long(), torch.arange(n)[:, None]
+        live = torch.cat(
+            [
+                torch.arange(len(of)) < batch.counts[i]
+                for i, of in enumerate((batch.few, batch.many))
+            ]
+        )
+        mine = live & (row >= items[:, 1]) & (row < items[:, 1] + items[:, 2])
+        first = torch.where(mine, items[:, 0], 0).amax(1, keepdim=True)
+        keys = torch.where(mine.any(1), batch.positions + 1, 0)[:, None]
         place = torch.arange(-(-self.most_keys // size))
         # Only its own blocks are sure to be backed; padding has the first block of the first.
         at = torch.where(place * size < keys, first + place, torch.where(keys > 0, first, 0))

@@ -40,7 +40,7 @@ class GpuAttention(Attention, Protocol):
     """An implementation of attention for one bucket's jobs; `GpuBatch` checks its arguments."""
 
     replayable: ClassVar[bool]
-    """Whether `write` and `attend` of a bucket of decodes launch the same work for every job."""
+    """Whether `write` and `attend` launch the same work for every job of a bucket."""
 
 
 class Scratch:
@@ -127,7 +127,7 @@ class GpuBatch:
     @property
     def replayable(self) -> bool:
         """Whether a CUDA graph may be recorded over the batch."""
-        return self.bucket.decodes and self._attention.replayable
+        return self._attention.replayable
 
     @property
     def n_rows(self) -> int:

@@ -76,8 +76,9 @@ class TritonAttention:
         call = (layer, query, out, params)
         self._attend(batch.few, batch.counts[0:], self._few, self._few_rows, *call)
         if not batch.bucket.decodes:
-            # Not captured: as many programs as there are tiles.
-            self._attend(batch.many, batch.counts[1:], len(batch.plan.many), self._many_rows, *call)
+            # A graph serves any job of the bucket: programs for as many tiles as it may have.
+            tiles = batch.bucket.tiles(batch.shape)
+            self._attend(batch.many, batch.counts[1:], tiles, self._many_rows, *call)
         code.merge_code[(batch.bucket.sequences, batch.kv.kv_heads)](
             self._partial,
             out,

@@ -2,10 +2,11 @@
 
 The generic path is that of `models/transformers.py`: the same module and attention, with parameters
 and the job's tensors on the device. `models/gpu/fused.py` is the fast path. A job is filled into
-the batch of its bucket, whose addresses do not change: over a batch of decodes a CUDA graph can be
-recorded (`models/gpu/graphs.py`). The host waits for the device only to fetch tokens. Logits stay
-on the device where tokens can be chosen there (`kernels/gpu/sampling.py`); the rest of sampling
-runs on the host, by the function that all devices share.
+the batch of its bucket, whose addresses do not change: over a batch of decodes, or of a short
+prefill, a CUDA graph can be recorded (`models/gpu/graphs.py`). The host waits for the device only
+to fetch tokens. Logits stay on the device where tokens can be chosen there
+(`kernels/gpu/sampling.py`); the rest of sampling runs on the host, by the function that all devices
+share.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ballast.core.job import SequenceWork
 from ballast.core.request import Sampling
+from ballast.core.units import MiB
 from ballast.kernels import sampling
 from ballast.kernels.gpu.attention import attention_kernels
 from ballast.kernels.gpu.attention_plan import Bucket
@@ -41,7 +43,11 @@ from ballast.models.module import View, layers_of, placed
 from ballast.weights.host import HostModel
 
 CHUNK_BUCKETS = 8
-"""Most batches kept of buckets with prefills: no graph is recorded over them."""
+"""Most batches kept of buckets with prefills over which no graph was recorded."""
+PREFILL_BYTES = 32 * MiB
+"""Bytes that a layer computes up to which a prefill is recorded. Launched one by one, a prefill of
+some hundred tokens takes the host longer than the device; of larger ones, graphs would need more
+memory and gain little."""
 
 
 class GpuExecutor(ModelExecutor):
@@ -87,7 +93,8 @@ class GpuExecutor(ModelExecutor):
         )
         self._make = make or attention_kernels(device)
         self._sampler = GpuSampler(device)
-        self._decodes: dict[Bucket, GpuBatch] = {}
+        self._kept: dict[Bucket, GpuBatch] = {}
+        """Batches of decodes, and those over which a graph was recorded: it has their addresses."""
         self._chunks: OrderedDict[Bucket, GpuBatch] = OrderedDict()
         self._graphs = graphs
         self._cuts: tuple[int, ...] = ()
@@ -123,7 +130,7 @@ class GpuExecutor(ModelExecutor):
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
         self.check(work)
         bucket, cuts = self._bucket(work), tuple(sorted(self._begin_pass(work)))
-        graphs = self._graphs if bucket.decodes else None
+        graphs = self._graphs if self._worth_recording(bucket, cuts) else None
         recorded = None if graphs is None else graphs.find(self.spec.name, bucket, cuts)
         batch = self._filled(bucket if recorded is None else recorded.bucket, work)
         if recorded is not None:
@@ -177,16 +184,33 @@ class GpuExecutor(ModelExecutor):
         return Bucket.holding(counts, len(wanted_rows(work)), blocks, adapters)
 
     def _of(self, bucket: Bucket) -> GpuBatch:
-        kept = self._decodes if bucket.decodes else self._chunks
-        batch = kept.get(bucket)
+        batch = self._kept.get(bucket)
+        if batch is not None:
+            return batch
+        batch = self._chunks.pop(bucket, None)
         if batch is None:
-            if not bucket.decodes and len(self._chunks) == CHUNK_BUCKETS:
-                self._chunks.popitem(last=False)
             batch = GpuBatch(self._cache, self.spec.n_heads, bucket, self._make, self._scratch)
-            kept[bucket] = batch
-        elif not bucket.decodes:
-            self._chunks.move_to_end(bucket)
+        if bucket.decodes:
+            self._kept[bucket] = batch
+            return batch
+        if len(self._chunks) == CHUNK_BUCKETS:
+            self._chunks.popitem(last=False)
+        self._chunks[bucket] = batch
         return batch
+
+    def _worth_recording(self, bucket: Bucket, cuts: Sequence[int]) -> bool:
+        """Whether a graph may be recorded of the bucket's passes, which wait for the layers `cuts`.
+
+        Of decodes; of prefills up to `PREFILL_BYTES` that wait for no layer, whose pieces would
+        take the memory of many, and without adapters, whose tiles a prefill counts on the host.
+        """
+        if bucket.decodes:
+            return True
+        spec = self.spec
+        attention = (spec.n_heads + 2 * spec.kv_heads) * spec.head_dim
+        each = (3 * spec.intermediate + attention + 2 * spec.hidden) * self.dtype.itemsize
+        small = bucket.tokens * each <= PREFILL_BYTES
+        return small and not cuts and not bucket.adapters
 
     def _step(self, batch: GpuBatch, n: int, cuts: tuple[int, ...], stops: Stops | None) -> Tensor:
         """Return logits of the first `n` wanted rows, float32."""
@@ -195,6 +219,7 @@ class GpuExecutor(ModelExecutor):
 
     @torch.inference_mode()
     def _recorded(self, batch: GpuBatch, cuts: tuple[int, ...], recording: Recording) -> Tensor:
+        self._kept[batch.bucket] = batch
         return self._step(batch, batch.bucket.wanted, cuts, recording)
 
     def _reach(self, layer: int, *_: Any) -> None:

@@ -1,4 +1,6 @@
-"""Record CUDA graphs of decode steps while nothing runs, and replay them for jobs of their bucket.
+"""Record CUDA graphs of passes while nothing runs, and replay them for jobs of their bucket.
+
+Of decode steps and short prefills: executors say which are worth it.
 
 A graph holds virtual addresses, and those stay whatever happens to the pages beneath: it is valid
 as long as its model is served, resident or not. Recording runs nothing and touches no memory of the
@@ -35,8 +37,10 @@ from ballast.models.gpu.recording import GraphRecorder, Recording, Stops
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 * MiB
-"""Device memory that the driver is assumed to need for a piece beside its kernels' outputs; a guess
-until `scripts/gpu_check` has measured it."""
+"""Device memory that the driver is assumed to need for a piece beside its kernels' outputs: 0 to
+6 MiB on an H200."""
+MOST_PADDING = 2
+"""Rows of a recorded prefill for each row of a job that may use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,8 @@ class GraphCache:
         self._past: OrderedDict[GraphKey, Step] = OrderedDict()
         """Passes whose graphs were freed to make room, the latest last."""
         self._refused: dict[GraphKey, str] = {}
-        self._refused_models: dict[str, str] = {}
+        self._refused_models: dict[tuple[str, bool], str] = {}
+        """By model, and whether its decodes or its prefills: one may be recordable alone."""
         self._replays = self._eager = self._dropped = 0
         self._here = threading.local()
         self._running = 0
@@ -119,7 +124,7 @@ class GraphCache:
 
     def find(self, model: str, bucket: Bucket, cuts: Sequence[int] = ()) -> RecordedPass | None:
         """Find a recording for the thread's job: of a bucket for as many sequences, and at least as
-        many blocks."""
+        many blocks; of a prefill also for up to `MOST_PADDING` times as many rows."""
         stream = getattr(self._here, "stream", None)
         if stream is None:
             return None
@@ -130,20 +135,23 @@ class GraphCache:
                 if not larger:
                     self._eager += 1
                     return None
-                key = min(larger, key=lambda k: k.bucket.blocks)
+                key = min(larger, key=lambda k: (k.bucket.tokens, k.bucket.blocks))
             self._kept.move_to_end(key)
             self._replays += 1
             return self._kept[key]
 
     def want(self, model: str, bucket: Bucket, step: Step, cuts: Sequence[int] = ()) -> None:
         """Record that the thread's job ran without a graph: one may be recorded for the next
-        time."""
+        time. Of prefills only in the half of the memory that decodes have not taken: there are
+        many more kinds of them, and a full cache loses all graphs of a stream."""
         stream = getattr(self._here, "stream", None)
         if stream is None:
             return
         key = GraphKey(model, stream, bucket, tuple(cuts))
         with self._lock:
-            if key not in self._refused and model not in self._refused_models:
+            if not bucket.decodes and self.n_bytes > self.cap_bytes // 2:
+                return
+            if key not in self._refused and (model, bucket.decodes) not in self._refused_models:
                 wish = self._wanted.pop(key, None) or _Wish(step)
                 wish.runs += 1
                 self._wanted[key] = wish
@@ -195,7 +203,7 @@ class GraphCache:
                 self._past.pop(key, None)
             self._shrink()
             if made is not None and key not in self._kept:
-                if alone:
+                if alone or not key.bucket.decodes:
                     self._past.pop(key, None)
                     self._refuse(key, f"it takes more than {self.cap_bytes} bytes")
                 else:
@@ -212,7 +220,8 @@ class GraphCache:
             for keys in (self._kept, self._wanted, self._refused, self._past):
                 for key in [k for k in keys if k.model == model]:
                     del keys[key]
-            self._refused_models.pop(model, None)
+            for decodes in (True, False):
+                self._refused_models.pop((model, decodes), None)
             for stream in streams - {k.stream for k in self._kept}:
                 self._recorders[stream].clear()
 
@@ -256,8 +265,10 @@ class GraphCache:
             return None
         except RuntimeError as error:
             # A call within it cannot be recorded, for instance as it waits for the device.
-            self._refused_models[key.model] = str(error)
-            log.warning("%s runs without CUDA graphs: %s", key.model, error)
+            decodes = key.bucket.decodes
+            self._refused_models[key.model, decodes] = str(error)
+            passes = "decodes" if decodes else "prefills"
+            log.warning("%s runs %s without CUDA graphs: %s", key.model, passes, error)
             return None
         return RecordedPass(step, key.bucket, recording, output)
 
@@ -282,5 +293,6 @@ class GraphCache:
 def _holds(made: GraphKey, needed: GraphKey) -> bool:
     a, b = made.bucket, needed.bucket
     same = (made.model, made.stream, made.cuts) == (needed.model, needed.stream, needed.cuts)
-    same = same and (a.sequences, a.adapters) == (b.sequences, b.adapters)
-    return same and a.blocks >= b.blocks
+    same = same and (a.sequences, a.adapters, a.decodes) == (b.sequences, b.adapters, b.decodes)
+    rows = b.tokens <= a.tokens <= MOST_PADDING * b.tokens and a.wanted >= b.wanted
+    return same and rows and a.blocks >= b.blocks

@@ -187,7 +187,7 @@ def test_what_is_pinned_for_its_batches_is_freed_when_it_is_closed(tmp_path: Pat
     jobs = [[SequenceWork("a", [1] * n, 0, list(range(32)), None)] for n in range(10, 510, 20)]
     jobs.append([SequenceWork("a", [3], 5, [0], GREEDY)])
     batches = {id(batch): batch for batch in map(model.batch, jobs)}
-    assert len(batches) > len(model._chunks) + len(model._decodes), "some have been dropped"
+    assert len(batches) > len(model._chunks) + len(model._kept), "some have been dropped"
     assert all(batch._staged._stages for batch in batches.values())
     model.close()
     assert not any(batch._staged._stages for batch in batches.values())

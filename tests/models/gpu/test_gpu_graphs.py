@@ -17,6 +17,7 @@ from ballast.core.settings import AdapterSettings
 from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.kernels.plain.attention import PlainAttention
 from ballast.models.gpu import adapters as device_adapters
+from ballast.models.gpu import executor
 from ballast.models.gpu.executor import GpuExecutor
 from ballast.models.gpu.graphs import PIECE_BYTES, GraphCache
 from ballast.models.gpu.recording import GraphRecorder, Recording
@@ -68,7 +69,7 @@ def prefilled(served: Graphed, *sizes: int) -> list[SequenceWork]:
     found = []
     for i, prompt in enumerate(prompts_of(*sizes)):
         blocks = [2 * i + 1, 2 * i + 2]
-        served.run(SequenceWork(str(i), prompt, 0, blocks, None))
+        served.logits(SequenceWork(str(i), prompt, 0, blocks, None))
         found.append(decode(str(i), prompt[0], len(prompt), blocks))
     return found
 
@@ -191,12 +192,78 @@ def test_a_job_uses_a_graph_with_room_for_more_blocks(served: Graphed) -> None:
     assert not served.graphs.wanted
 
 
-def test_prefills_and_what_reads_its_plan_on_the_host_have_none(tmp_path: Path) -> None:
+def prefill(name: str, tokens: list[int], blocks: list[int], start: int = 0) -> SequenceWork:
+    return SequenceWork(name, tokens, start, blocks, GREEDY)
+
+
+def test_a_prefill_is_replayed_for_others_of_its_bucket_and_of_up_to_half_its_rows(
+    served: Graphed,
+) -> None:
+    """Beside decodes and alone; a chunk of a longer prompt of which no token is wanted, too."""
+    long, short, tiny = prompts_of(45, 33, 20)
+    (decoded,) = prefilled(served, 9)
+    served.run(prefill("a", long, [5, 6, 7]), decoded)
+    served.run(prefill("a", long, [5, 6, 7]))
+    served.record()
+    assert served.graphs.report().graphs == 2
+    plain = Served(Path(served.host.directory), attention=PlainAttention)
+    plain.logits(SequenceWork("0", prompts_of(9)[0], 0, decoded.blocks, None))
+    first = SequenceWork("d", long[:32], 0, [9, 10, 11], None)
+    jobs = [
+        [prefill("b", short, [5, 6, 7]), decode("0", 7, 9, [1, 2])],
+        [decode("0", 7, 9, [1, 2]), prefill("b", short, [8, 6, 7])],
+        [prefill("b", short, [7, 3, 4])],
+        [prefill("c", tiny, [4, 3])],  # 24 rows in a graph of 48
+        [first],
+        [prefill("d", long[32:], [9, 10, 11], 32), decode("0", 7, 9, [1, 2])],
+    ]
+    for job in jobs[:5]:
+        torch.testing.assert_close(served.run(*job), plain.logits(*job), rtol=0, atol=1e-4)
+    result = served.graphs.report()
+    assert (result.replays, result.eager) == (5, 2)
+    # What the replayed chunk wrote is read by one that runs without: 16 rows are far fewer.
+    torch.testing.assert_close(served.run(*jobs[5]), plain.logits(*jobs[5]), rtol=0, atol=1e-4)
+    assert served.graphs.report().eager == 3
+    plain.close()
+
+
+def test_the_batch_of_a_recorded_prefill_is_kept(served: Graphed) -> None:
+    """Its graph has the batch's addresses: dropped for batches of other sizes, another batch of the
+    bucket would be filled, and the graph would run the last job of the old one."""
+    long, other = prompts_of(45, 41)
+    served.run(prefill("a", long, [5, 6, 7]))
+    served.record()
+    model = served.device_model
+    for n in range(60, 300, 16):
+        model.batch([SequenceWork("x", [1] * n, 0, list(range(20)), None)])
+    plain = Served(Path(served.host.directory), attention=PlainAttention)
+    job = prefill("b", other, [5, 6, 7])
+    torch.testing.assert_close(served.run(job), plain.logits(job), rtol=0, atol=1e-4)
+    assert served.graphs.report().replays == 1
+    plain.close()
+
+
+def test_large_prefills_and_those_that_wait_for_layers_have_none(
+    served: Graphed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = prefill("a", prompts_of(45)[0], [5, 6, 7])
+    result = served.model.barriers
+    served.model.barriers = RecordedBarriers([1])
+    served.run(job)
+    served.model.barriers = result
+    monkeypatch.setattr(executor, "PREFILL_BYTES", 1000)
+    served.run(job)
+    assert not served.graphs.wanted
+    monkeypatch.undo()
+    served.run(job)
+    assert served.graphs.wanted
+
+
+def test_what_reads_its_plan_on_the_host_has_none(tmp_path: Path) -> None:
     llama(tmp_path)
     served = Graphed(tmp_path)
-    served.run(SequenceWork("a", [1, 2, 3], 0, [1], GREEDY))
-    assert not served.graphs.wanted
     served.device_model._make = PlainAttention
+    served.run(prefill("a", [1, 2, 3], [1]))
     served.run(decode("a", 4, 3, [1]))
     assert not served.graphs.wanted
     served.close()
@@ -285,6 +352,79 @@ def test_where_no_recorder_can_be_made_it_is_not_tried_for_ever() -> None:
     with graphs.on(1):
         graphs.want("a", ONE, filled(torch.ones(3)))  # type: ignore[arg-type]
     assert not graphs.wanted
+
+
+CHUNK = Bucket.holding([40], 1, 8)
+
+
+def test_prefills_take_only_what_decodes_have_left_of_half_the_memory() -> None:
+    graphs, _ = cache(4)
+    add(graphs, "a", CHUNK)
+    add(graphs, "a", ONE)
+    assert graphs.n_bytes <= graphs.cap_bytes // 2
+    add(graphs, "b", CHUNK)
+    with graphs.on(1):
+        graphs.want("c", CHUNK, filled(torch.ones(3)))  # type: ignore[arg-type]
+    assert not graphs.wanted
+    add(graphs, "a", TWO)
+    assert graphs.report().graphs == 4
+    assert not graphs.report().dropped
+
+
+def test_a_prefill_that_has_no_room_after_all_costs_decodes_their_graphs_once() -> None:
+    graphs, recorders = cache(2)
+    add(graphs, "a", ONE)
+    recorders.made[1].session_bytes *= 4
+    add(graphs, "a", CHUNK)
+    assert graphs.report().dropped == 2
+    assert not graphs.wanted
+    recorders.made[1].session_bytes //= 4
+    add(graphs, "a", ONE)
+    add(graphs, "a", CHUNK)
+    assert there(graphs, "a", ONE)
+    assert not there(graphs, "a", CHUNK)
+    assert graphs.report().dropped == 2
+
+
+def test_prefills_that_cannot_be_recorded_leave_decodes_theirs() -> None:
+    graphs, _ = cache(9)
+
+    def looks(recording: Recording) -> Tensor:
+        return torch.ones(2) * torch.ones(1).item()
+
+    with graphs.on(1):
+        graphs.want("a", CHUNK, looks)
+    graphs.record_one()
+    with graphs.on(1):
+        graphs.want("a", Bucket.holding([90], 1, 8), looks)
+    assert not graphs.wanted
+    add(graphs, "a", ONE)
+    assert there(graphs, "a", ONE)
+    graphs.forget("a")
+    with graphs.on(1):
+        graphs.want("a", CHUNK, looks)
+    assert graphs.wanted, "another model of that name"
+
+
+def test_which_jobs_a_recorded_prefill_runs() -> None:
+    graphs, _ = cache(9)
+    add(graphs, "a", Bucket.holding([60, 1], 2, 8))
+    add(graphs, "a", Bucket.holding([90, 1], 2, 1500))
+    for sizes, blocks, rows in (([50, 1], 8, 64), ([50, 1], 1500, 96), ([70, 1], 8, 96)):
+        with graphs.on(1):
+            found = graphs.find("a", Bucket.holding(sizes, 1, blocks))
+        assert found is not None
+        assert found.bucket.tokens == rows, "of those with room the one with least padding"
+    for other in (
+        Bucket.holding([20, 1], 2, 8),  # under half the rows of either
+        Bucket.holding([120, 1], 2, 8),
+        Bucket.holding([90], 1, 8),
+        Bucket.holding([30, 30, 30], 2, 8),
+        Bucket.holding([90, 1], 2, 1600),
+        Bucket.holding([90, 1], 2, 8, adapters=1),
+        Bucket.decode(2, 8),
+    ):
+        assert not there(graphs, "a", other), other
 
 
 def test_streams_have_graphs_of_their_own() -> None:
