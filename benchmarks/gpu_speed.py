@@ -37,7 +37,7 @@ WITHOUT = "seconds_without"
 TIMES = 20
 """That a step is run."""
 STEADY = 10
-"""Times as often with a graph: the host's part of a step is twice as long in the first ones."""
+"""Times as often with a graph: in a median of 20 the host's part looked twice as long."""
 STEP_CONFIGS = {size: CONFIGS[size] for size in ("8B", "1B")}
 
 
