@@ -15,7 +15,6 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import ceil_div
 from ballast.engine.state import DeviceState
-from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from ballast.weights.rotor import Loads
 from ballast.workload.workload import Workload
@@ -196,10 +195,10 @@ def _run(
         preset=preset,
         options=dict(options),
     )
-    profile = MachineProfile(
+    profile = replace(
+        device.profile.of(specs),
         costs={s.name: device.costs(s.name) for s in specs},
         link=device.rates,
-        overhead=device.profile.serving.overhead_seconds,
     )
     arrived = {s.id: s.arrival for s in arrivals}
     later = [replace(s, arrival=BEFORE + s.arrival) for s in arrivals]

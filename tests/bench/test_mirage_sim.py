@@ -122,6 +122,17 @@ def test_equal_runs_are_equal_and_answer_every_request(apart: bool) -> None:
     assert seen.summary() == run(setting, work, "static", {}, GH200).summary()
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_mapping_pages_takes_time(apart: bool) -> None:
+    """KV that grows by a page waits for the driver's calls, whole device or slice."""
+    assert GH200.profile.pages is not None
+    free = replace(GH200, profile=GH200.profile.model_copy(update={"pages": None}))
+    setting = Setting.of(C1, SHAREGPT, apart)
+    work = setting.requests(arrivals(40), 8.0, 1)
+    counted, uncounted = (run(setting, work, "recompute", {}, d).summary() for d in (GH200, free))
+    assert counted["p50_tpot"] > 1.001 * uncounted["p50_tpot"]
+
+
 def test_latencies_are_those_that_clients_saw() -> None:
     times = tuple(np.array(at) for at in ((1.0, 2.0, 4.0), (9.0, 9.5)))
     seen = Measured((0.0, 5.0), times, 2, 0, Loads(), Remapped(19.0, 9.5, 3, 2)).summary()
