@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,25 @@ def held(run: Run, file: Path) -> Run:
 
 
 def held_device(*given: Any) -> Any:
-    """As `live_device`."""
-    device = live_device(*given)
+    """As `live_device`. Models that join later are held as well."""
+    device: Any = live_device(*given)
     file = Path(os.environ[FILE])
-    for executors in device.executors.values():  # type: ignore[attr-defined]
-        for executor in {id(e): e for e in executors}.values():
-            executor.run = held(executor.run, file)
+    make = device.executors_of
+
+    def held_executors(*of: Any) -> Any:
+        executors = make(*of)
+        hold(executors, file)
+        return executors
+
+    device.executors_of = held_executors
+    for executors in device.executors.values():
+        hold(executors, file)
     return device
+
+
+def hold(executors: Iterable[Any], file: Path) -> None:
+    for executor in {id(e): e for e in executors}.values():
+        executor.run = held(executor.run, file)
 
 
 if __name__ == "__main__":
