@@ -49,7 +49,7 @@ def held_device(*given: Any) -> Any:
 
 
 def hold(executors: Iterable[Any], file: Path) -> None:
-    """Have these executors, of which lanes may share some, hold their jobs while `file` is there."""
+    """Have executors, of which lanes may share some, hold their jobs while `file` is there."""
     for executor in {id(e): e for e in executors}.values():
         executor.run = held(executor.run, file)
 
