@@ -17,9 +17,9 @@ from ballast import __version__
 from ballast.core.errors import BallastError
 from ballast.server.access.gate import Gate
 from ballast.server.admin.admin_service import AdminService
-from ballast.server.http.bodies import JsonRoute
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import answered
+from ballast.server.http.json_route import json_route
 from ballast.server.http.request_context import context_of
 from ballast.server.openai.records import Model, ModelList, RunningList, Version
 from ballast.server.routes.admin import add_admin_routes
@@ -39,7 +39,7 @@ error."""
 def create_app(service: Service, admin: AdminService) -> Gate:
     """Build the application, behind its gate."""
     app = FastAPI(title="Ballast", docs_url=None, redoc_url=None, responses=ERRORS)
-    app.router.route_class = JsonRoute
+    app.router.route_class = json_route()
     document(app)
     gate = Gate(
         app, lambda: service.settings, service.quotas, most_weight=lambda: service.most_weight
@@ -107,7 +107,9 @@ def _add_faults(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         what = f"{request.method} {request.url.path}: {error.detail}{_near(app, request)}"
-        return Fault(error.status_code, what, code).response(context_of(request.scope))
+        response = Fault(error.status_code, what, code).response(context_of(request.scope))
+        response.headers.update(error.headers or {})  # `Allow` of a 405
+        return response
 
     for kind in (Fault, BallastError):
         app.add_exception_handler(kind, ours)

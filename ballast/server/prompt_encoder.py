@@ -15,7 +15,7 @@ from ballast.server.generate.parameters import check_tokens
 from ballast.server.http.off_loop import off_loop
 from ballast.server.http.request_context import RequestContext
 from ballast.server.openai.request import ChatRequest, GenerateRequest
-from ballast.server.text.chat_template import TemplateJob, TemplateRenderer
+from ballast.server.text.chat_template import EncodedJob, TemplateRenderer
 from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
 
 
@@ -94,10 +94,11 @@ class PromptEncoder:
         tokenizer: Tokenizer,
         context: RequestContext,
     ) -> list[int]:
-        """Encode a conversation by the model's chat template. Raises InvalidRequest,
-        ContextLengthExceeded, and Unavailable."""
+        """Encode a conversation by the model's chat template, and drop its messages: the objects of
+        thousands of messages cost every garbage collection while the request is open. Raises
+        InvalidRequest, ContextLengthExceeded, and Unavailable."""
 
-        def prepare() -> TemplateJob:
+        def prepare() -> EncodedJob:
             messages = [m.for_template() for m in request.messages or ()]
             tools = request.shown_tools
             if tokenizer.dialect is not None:
@@ -110,7 +111,9 @@ class PromptEncoder:
                 more=request.chat_template_kwargs,
             )
 
-        text = await self._templates.render(await off_loop(context.large_body, prepare))
+        job = await off_loop(context.large_body, prepare)
+        request.messages = []
+        text = await self._templates.render(job, context.caller.name)
         special = bool(request.add_special_tokens)
         [tokens] = await self.encode_texts([text], spec, tokenizer, "messages", special=special)
         if not tokens:

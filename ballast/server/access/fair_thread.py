@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from ballast.core.fairqueue import FairQueue
+from ballast.server.http.fair_turns import FairTurns, TurnRefused
 from ballast.server.http.faults import Fault
 
 T = TypeVar("T")
@@ -25,8 +25,7 @@ class FairThread:
         of the waiting pieces of work, of one API key and in all."""
         self._name = name
         self._thread = ThreadPoolExecutor(1, name)
-        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(most_each, most)
-        self._busy = False
+        self._turns = FairTurns(most_each, most)
 
     async def run(self, key: str, work: Callable[[], T]) -> T:
         """Run `work` on the thread when it is the turn of `key` (the name of an API key); returns
@@ -34,28 +33,10 @@ class FairThread:
 
         Raises Fault (429) where the queue is full.
         """
-        loop = asyncio.get_running_loop()
-        if self._busy:
-            turn = loop.create_future()
-            refusal = self._waiting.put(key, turn)
-            if refusal is not None:
-                raise Fault(429, f"{self._name}: {refusal}", "queue_full")
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._next()  # its turn came at the same time
-                else:
-                    self._waiting.remove(key, turn)
-                raise
-        self._busy = True
-        done = loop.run_in_executor(self._thread, work)
-        done.add_done_callback(lambda _: self._next())
+        try:
+            await self._turns.acquire(key)
+        except TurnRefused as refusal:
+            raise Fault(429, f"{self._name}: {refusal}", "queue_full") from refusal
+        done = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        done.add_done_callback(lambda _: self._turns.release())
         return await asyncio.shield(done)  # a cancelled caller does not free the thread
-
-    def _next(self) -> None:
-        """Start the next waiting work, now that the thread is free."""
-        turn = self._waiting.take()
-        self._busy = turn is not None
-        if turn is not None:
-            turn.set_result(None)

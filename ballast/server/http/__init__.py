@@ -3,14 +3,16 @@
 `server` alone imports it. It depends on no model, and on no API except for their error envelopes.
 
 - `address`: The address that a server listens on, and who can reach it.
-- `bodies`: Estimates the cost of JSON bodies; decodes large ones off the event loop.
+- `bodies`: Estimates the cost of JSON bodies before they are decoded.
 - `connection_limits`: Bounds on the number of connections and on their idle time.
 - `connection`: Event loop and HTTP parser in C, where installed.
 - `cors`: Cross-origin requests.
 - `faults`: Status codes and error bodies of each API.
+- `fair_turns`: One piece of work at a time, API keys in turn.
 - `fields`: Types of request fields, with their bounds.
 - `file_limit`: The limit of open files.
 - `json_response`: Encoding of records, and error envelopes.
+- `json_route`: Decodes JSON bodies, one in each turn of the event loop.
 - `off_loop`: Threads for work that would block the event loop.
 - `request_context`: The context of one HTTP request, from arrival to the end of its response.
 - `sse`: Streams server-sent events; stops when the client disconnects.

@@ -1,4 +1,4 @@
-"""Estimate the cost of JSON bodies before decoding them, and decode large ones off the event loop.
+"""Estimate the cost of JSON bodies before decoding them.
 
 A body costs memory and time by the number of its values, not by its bytes: a million `{}` are 3 MB,
 but ten seconds of validation and a gigabyte of objects. `weight` is counted on the undecoded bytes,
@@ -8,13 +8,9 @@ at the speed of `memchr`; `access.gate` refuses bodies that weigh too much.
 from __future__ import annotations
 
 import asyncio
-import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
-from fastapi import Request
-from fastapi.routing import APIRoute
 from starlette.types import Receive
 
 SMALL_BYTES = 64 << 10
@@ -30,7 +26,7 @@ comma)."""
 _WINDOW = 1 << 18
 """Bytes that are weighed in one piece: the interpreter lock can change hands in between."""
 
-_LARGE = ThreadPoolExecutor(1, "bodies")
+LARGE = ThreadPoolExecutor(1, "bodies")
 """One thread, so that of several large bodies one is decoded at a time; the others wait as
 bytes."""
 
@@ -69,38 +65,7 @@ async def weigh(body: bytes, most: int) -> int:
     """Call `weight`, on a thread if the body is large."""
     if len(body) <= SMALL_BYTES:
         return weight(body, most)
-    return await asyncio.get_running_loop().run_in_executor(_LARGE, weight, body, most)
-
-
-class JsonRequest(Request):
-    """A request whose JSON body is decoded on a thread if it is large."""
-
-    async def json(self) -> Any:
-        """Decode the body. Raises JSONDecodeError."""
-        body = await self.body()
-        if len(body) <= SMALL_BYTES:
-            return await super().json()
-        return await asyncio.get_running_loop().run_in_executor(_LARGE, _decoded, body)
-
-
-def _decoded(body: bytes) -> Any:
-    # A tenth of `json.loads`' time for numbers, during which nothing else runs.
-    try:
-        return msgspec.json.decode(body)
-    except (ValueError, RecursionError) as error:
-        raise json.JSONDecodeError(str(error), "", 0) from error
-
-
-class JsonRoute(APIRoute):
-    """A FastAPI route whose requests are `JsonRequest`s; used for all routes."""
-
-    def get_route_handler(self) -> Any:
-        handle = super().get_route_handler()
-
-        async def handled(request: Request) -> Any:
-            return await handle(JsonRequest(request.scope, request.receive))
-
-        return handled
+    return await asyncio.get_running_loop().run_in_executor(LARGE, weight, body, most)
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:

@@ -50,6 +50,7 @@ def add_generating_routes(app: FastAPI, service: Service) -> None:
         service.warn(body)
         context = context_of(request.scope)
         chat = await off_loop(context.large_body, body.chat)
+        body.messages = []  # as `encode_conversation` drops those of `chat`
         with body.names():
             return await _answer(service, chat, request, "msg_", lambda h: MessageForm(h, body))
 
@@ -58,6 +59,7 @@ def add_generating_routes(app: FastAPI, service: Service) -> None:
         service.warn(body)
         context = context_of(request.scope)
         chat, repeated = await off_loop(context.large_body, lambda: (body.chat(), body.repeated()))
+        body.input = []  # as `encode_conversation` drops the messages of `chat`
         with body.names():
             return await _answer(
                 service, chat, request, "resp_", lambda h: ResponseForm(h, chat, repeated)

@@ -21,12 +21,13 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from ballast.core.errors import InvalidRequest, Unavailable
+from ballast.server.http.fair_turns import FairTurns
 
 CPU_SECONDS = 2.0
 """Most processor time for one conversation, in seconds; a conversation of eight megabytes takes a
@@ -62,6 +63,21 @@ class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
     variables: Mapping[str, Any]
     """Special tokens, and the client's `chat_template_kwargs`."""
 
+    def encoded(self) -> EncodedJob:
+        """Encode the job as JSON. Raises InvalidRequest for a value that JSON cannot spell."""
+        try:
+            return EncodedJob(self.template, msgspec.json.encode(self))
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise _refused(error) from error
+
+
+class EncodedJob(NamedTuple):
+    """A `TemplateJob` on its way to a child. Thousands of messages are one object, which no garbage
+    collection visits while the job waits."""
+
+    template: str
+    json: bytes
+
 
 class TemplateTooCostly(InvalidRequest):
     """Rendering took more time or memory than allowed."""
@@ -85,22 +101,18 @@ class TemplateRenderer:
         self._starting = asyncio.Lock()
         self._free = asyncio.Semaphore(CHILDREN)
         self._idle: list[_Child] = []
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks by template, held while it is rendered."""
+        self._turns: WeakValueDictionary[str, FairTurns] = WeakValueDictionary()
+        """Turns by template, held while it is rendered."""
 
-    async def render(self, job: TemplateJob) -> str:
-        """Render a conversation as text.
+    async def render(self, job: EncodedJob, key: str = "") -> str:
+        """Render a conversation as text when it is the turn of the API key named `key`.
 
         Raises InvalidRequest where the template refuses it, TemplateTooCostly, and Unavailable
         where no child can be started.
         """
-        try:
-            question = msgspec.json.encode(job)
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise _refused(error) from error
-        turn = self._turns.setdefault(job.template, asyncio.Lock())
-        async with turn, self._free:
-            reply = await self._ask(question)
+        turns = self._turns.setdefault(job.template, FairTurns())
+        async with turns.turn(key), self._free:
+            reply = await self._ask(job.json)
         kind, text = reply[:1], reply[1:].decode()
         if kind == TEXT:
             return text

@@ -13,7 +13,12 @@ from typing import Any
 
 from ballast.core.errors import CheckpointError, InvalidRequest, Unavailable
 from ballast.memory.syscalls import malloc_trim
-from ballast.server.text.chat_template import TemplateJob, TemplateRenderer, TemplateTooCostly
+from ballast.server.text.chat_template import (
+    EncodedJob,
+    TemplateJob,
+    TemplateRenderer,
+    TemplateTooCostly,
+)
 from ballast.server.text.detokenize import (
     ByteDetokenizer,
     Detokenizer,
@@ -151,7 +156,7 @@ class Tokenizer:
         answer: bool = True,
         continued: bool = False,
         more: Mapping[str, Any] | None = None,
-    ) -> TemplateJob:
+    ) -> EncodedJob:
         """Build the job that renders a conversation by the chat template; `more`: variables of the
         template.
 
@@ -179,7 +184,7 @@ class Tokenizer:
             add_generation_prompt=answer and not continued,
             continue_final_message=continued,
             variables={**self._tokenizer.special_tokens_map, **(more or {})},
-        )
+        ).encoded()
 
     async def try_template(self, renderer: TemplateRenderer, model: str) -> None:
         """Render a sample conversation, so that an endless chat template is found once, and not by

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from ballast.server.access.fair_thread import FairThread
+from ballast.server.http.fair_turns import FairTurns
 from ballast.server.http.faults import Fault
 
 DEADLINE = 30.0
@@ -67,6 +68,23 @@ def test_who_leaves_holds_nobody_up() -> None:
         assert await tasks[1] == "1"
         assert await tasks[3] == "3"
         assert work.done == ["0", "1", "3"]
+
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE))
+
+
+def test_work_that_ends_as_the_next_client_leaves_frees_the_thread() -> None:
+    """The next one's cancellation has begun, but it has not left the queue yet."""
+
+    async def scenario() -> None:
+        turns = FairTurns()
+        await turns.acquire("x")
+        late = asyncio.ensure_future(turns.acquire("x"))
+        await asyncio.sleep(0)
+        late.cancel()
+        turns.release()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        await turns.acquire("x")
 
     asyncio.run(asyncio.wait_for(scenario(), DEADLINE))
 

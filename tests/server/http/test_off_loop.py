@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +11,9 @@ import pytest
 
 from ballast.core.errors import ContextLengthExceeded
 from ballast.fleet.tokenizer import train_tokenizer
-from ballast.server.http import bodies
-from ballast.server.http.bodies import SMALL_BYTES, JsonRequest, weigh
+from ballast.server.http import bodies, json_route
+from ballast.server.http.bodies import SMALL_BYTES, weigh
+from ballast.server.http.json_route import BodyDecoder
 from ballast.server.http.off_loop import off_loop
 from ballast.server.http.request_context import RequestContext
 from ballast.server.prompt_encoder import PromptEncoder
@@ -88,16 +88,13 @@ def test_large_bodies_are_decoded_in_a_thread(monkeypatch: pytest.MonkeyPatch, s
         return noted
 
     monkeypatch.setattr(bodies, "weight", noting(bodies.weight))
-    monkeypatch.setattr(bodies, "_decoded", noting(bodies._decoded))
-    monkeypatch.setattr(json, "loads", noting(json.loads))
+    monkeypatch.setattr(json_route, "_decoded_large", noting(json_route._decoded_large))
+    monkeypatch.setattr(json_route, "_decoded_small", noting(json_route._decoded_small))
     body = b'"' + b"x" * (size - 2) + b'"'
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": body}
 
     async def scenario() -> None:
         await weigh(body, 100)
-        assert len(await JsonRequest({"type": "http"}, receive).json()) == size - 2
+        assert len(await BodyDecoder().decode(body, "")) == size - 2
 
     asyncio.run(scenario())
     assert [name.split("_")[0] for name in threads] == (

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,14 @@ import pytest
 from ballast.bench.server_process import children_of
 from ballast.core.errors import InvalidRequest, Unavailable
 from ballast.fleet.tokenizer import train_tokenizer
+from ballast.server.conversation import Message
+from ballast.server.http.request_context import RequestContext
+from ballast.server.openai.request import ChatRequest
+from ballast.server.prompt_encoder import PromptEncoder
 from ballast.server.text.chat_template import (
     CPU_SECONDS,
     MEMORY_BYTES,
+    EncodedJob,
     TemplateJob,
     TemplateRenderer,
     TemplateTooCostly,
@@ -55,7 +61,7 @@ class Rendering:
         return self.run(self.renderer.render(job(template, **variables)))
 
 
-def job(template: str, **variables: Any) -> TemplateJob:
+def job(template: str, **variables: Any) -> EncodedJob:
     return TemplateJob(
         template=template,
         messages=[USER],
@@ -63,7 +69,7 @@ def job(template: str, **variables: Any) -> TemplateJob:
         add_generation_prompt=True,
         continue_final_message=False,
         variables=variables,
-    )
+    ).encoded()
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +79,55 @@ def rendering() -> Iterator[Rendering]:
         made = Rendering(runner, cpu_seconds=0.5)
         yield made
         runner.run(made.renderer.close())
+
+
+def test_api_keys_take_turns_at_a_template(
+    runner_of_its_own: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[bytes] = []
+
+    async def answer(self: TemplateRenderer, question: bytes) -> bytes:
+        await asyncio.sleep(0)
+        rendered.append(question)
+        return b"t"
+
+    monkeypatch.setattr(TemplateRenderer, "_ask", answer)
+
+    async def scenario() -> None:
+        renderer = TemplateRenderer()
+        asked = [EncodedJob("same", f"{key}{i}".encode()) for key in "xy" for i in range(3)]
+        await asyncio.gather(*(renderer.render(job, job.json.decode()[0]) for job in asked))
+
+    runner_of_its_own.run(asyncio.wait_for(scenario(), DEADLINE))
+    assert rendered == [b"x0", b"x1", b"y0", b"x2", b"y1", b"y2"]
+
+
+def test_a_conversations_messages_are_dropped_once_they_are_encoded(
+    runner_of_its_own: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it waits for its template, thousands of objects would cost each garbage collection."""
+    asked = ChatRequest(model="m", messages=[Message(role="user", content="hello")])
+    left: list[int] = []
+
+    async def answer(self: TemplateRenderer, question: bytes) -> bytes:
+        left.append(len(asked.messages))
+        assert b"hello" in question
+        return b"thello"
+
+    monkeypatch.setattr(TemplateRenderer, "_ask", answer)
+    theirs = train_tokenizer(["hello"], 300, 99)
+    theirs.chat_template = "{{ messages }}"
+    spec: Any = SimpleNamespace(name="m", max_model_len=99)
+    encoder = PromptEncoder(TemplateRenderer())
+    encoding = encoder.encode_conversation(asked, spec, Tokenizer(theirs), RequestContext())
+    assert runner_of_its_own.run(encoding)
+    assert left == [0]
+
+
+@pytest.fixture
+def runner_of_its_own() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
 
 
 @pytest.mark.parametrize("template", ALL.values(), ids=ALL)
@@ -253,7 +308,7 @@ def test_limits_suffice_for_long_conversations() -> None:
             add_generation_prompt=True,
             continue_final_message=False,
             variables={},
-        )
+        ).encoded()
         try:
             assert len(await renderer.render(long)) > 8 << 20
         finally:
