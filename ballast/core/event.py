@@ -177,6 +177,8 @@ class TokenOutput:
     """The likeliest tokens and their log-probabilities, likeliest first, as many as asked for."""
     queued: float | None = None
     """Seconds from the request's arrival to its first admission; set with its first token only."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache at first admission; set with its first token only."""
 
 
 @dataclass(frozen=True, slots=True)

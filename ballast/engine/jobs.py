@@ -113,13 +113,14 @@ def _token(
     state: DeviceState, m: ModelState, request: Request, new: SampledToken, now: float
 ) -> list[Output]:
     """Append a sampled token to a request, and finish the request if it was the last one."""
-    queued = None
+    queued, cached = None, 0
     if request.first_token_at is None:
         assert request.admitted_at is not None
         queued = request.admitted_at - request.submission.arrival
+        cached = request.cached_tokens
     m.running.extend(request, new.token, now)
     n = request.generated
-    output = TokenOutput(request.id, new.token, n - 1, new.logprob, new.top, queued)
+    output = TokenOutput(request.id, new.token, n - 1, new.logprob, new.top, queued, cached)
     reason = "stop" if new.ends else finish_reason(m, request.submission, new.token, n)
     return [output] if reason is None else [output, _finished(state, m, request, reason)]
 

@@ -118,6 +118,8 @@ def test_levels_are_changed(ruled: ServerProcess) -> None:
     )
     assert slo == {"ttft": 0.5, "tpot": 0.2}
     assert order(ruled, "PATCH", "models/none", json=levels).status_code == 404
+    wrong_query = order(ruled, "DELETE", f"{path}?patience=-1")
+    assert (wrong_query.status_code, wrong_query.json()["error"]["param"]) == (400, "patience")
     for wrong, param in (
         ({"dtype": "float32"}, "dtype"),
         ({"limits": {"context": 3}}, "limits"),

@@ -108,6 +108,26 @@ def test_stop_strings_end_the_work_as_well(client: OpenAI, stream: bool) -> None
     assert reason == "stop"
 
 
+def test_cached_tokens_are_counted_where_a_stop_string_ends_the_answer(client: OpenAI) -> None:
+    prompt = "the harbour of the old town " * 12
+    arguments: Any = {"model": MODEL, "prompt": prompt, "max_tokens": 24, "seed": 5}
+    whole = client.completions.create(**arguments)
+    assert cached(client.completions.create(**arguments)) > 0
+    stopped = client.completions.create(**arguments, stop=whole.choices[0].text[2])
+    assert stopped.choices[0].finish_reason == "stop"
+    assert cached(stopped) == cached(client.completions.create(**arguments))
+
+
+def test_choices_do_not_count_what_the_first_of_them_has_cached(client: OpenAI) -> None:
+    prompt = "a lighthouse stands on every cape " * 8
+    answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=2, n=3)
+    assert cached(answer) == 0
+
+
+def cached(answer: Any) -> int:
+    return int(usage(answer).prompt_tokens_details.cached_tokens)
+
+
 def test_both_models_at_once(real: ServerProcess) -> None:
     async def scenario() -> None:
         async with real.async_client() as client:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from tests.cluster.fake_device import HOLD, SILENT
 from tests.server.process import ServerProcess, server
@@ -72,6 +72,18 @@ def test_alternatives_of_completions(client: OpenAI, echo: ServerProcess) -> Non
     assert result.top_logprobs is not None
     assert [list(t.values()) for t in result.top_logprobs] == [[-0.5, -1.5]] * 3
     assert [next(iter(t)) for t in result.top_logprobs] == result.tokens
+
+
+def test_offsets_count_what_a_possible_stop_string_holds_back(
+    client: OpenAI, echo: ServerProcess
+) -> None:
+    ids = tokenize(echo, prompt="a b c")["tokens"]
+    answer = client.completions.create(
+        model=MODEL, prompt=ids, logprobs=0, max_tokens=3, stop=["a b d"]
+    )
+    result = answer.choices[0].logprobs
+    assert result is not None
+    assert result.text_offset == [0, 1, 3]
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -230,6 +242,14 @@ def test_embeddings(echo: ServerProcess, form: str) -> None:
         values = [list(struct.unpack("<8f", base64.b64decode(v))) for v in values]
     assert values == [[2, 5, 6, 0, 0, 0, 0, 0], [3, 7, 8, 9, 0, 0, 0, 0]]
     assert result["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+
+
+def test_as_many_texts_are_embedded_as_openai_allows(client: OpenAI) -> None:
+    """LangChain sends a thousand at a time."""
+    result = client.embeddings.create(model=EMBEDDER, input=["a"] * 2048)
+    assert len(result.data) == 2048
+    with pytest.raises(BadRequestError, match=r"input: must be .* a list of at most 2048"):
+        client.embeddings.create(model=EMBEDDER, input=["a"] * 2049)
 
 
 def test_embeddings_by_the_official_client(client: OpenAI) -> None:

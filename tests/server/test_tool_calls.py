@@ -106,6 +106,18 @@ def test_structured_completions(real: ServerProcess) -> None:
     assert answer.choices[0].text in ("y", "n")
 
 
+def test_a_stop_string_within_a_call_is_no_end_of_a_call(echo: ServerProcess) -> None:
+    """Clients read the arguments of an answer that ends with `tool_calls`."""
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": CALL}], "tools": TOOLS}
+    asked["max_tokens"] = 100
+    [choice] = ask(echo.client, **asked, stop="Rom").choices
+    [call] = choice.message.tool_calls
+    assert call.function.arguments == '{"city": "'
+    assert choice.finish_reason == "stop"
+    [choice] = ask(echo.client, **asked, stop="</tool_call>").choices
+    assert choice.finish_reason == "tool_calls"
+
+
 def test_calls_are_read_back(echo: ServerProcess) -> None:
     """An echo says what it was told: content, a call, and a call that is none."""
     said = f"I look.{CALL}\n<tool_call>rain</tool_call>"

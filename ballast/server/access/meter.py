@@ -54,10 +54,10 @@ class RequestMeter:
         for output in outputs:
             if isinstance(output, TokenOutput):
                 tokens += 1
+                if output.index == 0 and output.request_id in self._first_choices:
+                    self._cached_tokens += output.cached_tokens
             elif isinstance(output, FinishedOutput):
                 self._finish_reasons[output.request_id] = output.reason
-                if output.request_id in self._first_choices:
-                    self._cached_tokens += output.cached_tokens
                 self._pace.ended()
             elif isinstance(output, FailedOutput):
                 self._finish_reasons[output.request_id] = "error"

@@ -83,10 +83,13 @@ class Choice:
 
     def add_token(self, output: TokenOutput) -> OutputPiece:
         """Add one token, and return its text. It ends the choice if it completes a stop string."""
+        if output.index == 0:
+            self.cached_tokens = output.cached_tokens
         if self._silent:
             return OutputPiece(self.index, "")
         self.output_tokens += 1
         self._last = output.token
+        offset = self._said + self._scanner.held
         text = ""
         if output.token not in self._ends or self.output_tokens <= self._stops.min_tokens:
             text = self._detokenizer.push(output.token)
@@ -94,7 +97,7 @@ class Choice:
             text = self._scanner.push(text)
         scored: tuple[Scored, ...] = ()
         if output.logprob is not None:
-            scored = (Scored(output.token, self._said, output.logprob, output.top),)
+            scored = (Scored(output.token, offset, output.logprob, output.top),)
         self._said += len(text)
         if self._scanner.matched is None:
             return self._parted(OutputPiece(self.index, text, scored))
@@ -102,7 +105,6 @@ class Choice:
 
     def end(self, output: FinishedOutput) -> OutputPiece:
         """End the choice after the worker's last token, and return the text that was held back."""
-        self.cached_tokens = output.cached_tokens
         if self._silent:
             self.finish_reason = "length"
             return OutputPiece(self.index, "", finish_reason="length")
@@ -119,8 +121,9 @@ class Choice:
 
     def _last_of(self, piece: OutputPiece, reason: str, by: int | str | None) -> OutputPiece:
         piece = self._parted(piece, last=True)
-        if reason == "stop" and self._calls is not None and self._calls.calls:
-            reason = "tool_calls"
+        calls = self._calls
+        if reason == "stop" and calls is not None and calls.calls and not calls.cut:
+            reason = "tool_calls"  # a stop string may end the output within a call
         self.finish_reason = reason
         return replace(piece, finish_reason=reason, stop_reason=by)
 

@@ -81,8 +81,9 @@ class Generation(RequestAnswer):
     @property
     def usage(self) -> Usage:
         """Token counts so far."""
-        choices = self._choices.values()
-        prompts = {c.prompt: c for c in choices}.values()  # each counts once
+        choices = list(self._choices.values())
+        # Each prompt counts once, by its first choice: the others find what that one has cached.
+        prompts = {c.prompt: c for c in reversed(choices)}.values()
         return Usage.of(
             sum(c.prompt_tokens for c in prompts),
             sum(c.output_tokens for c in choices),

@@ -102,8 +102,9 @@ class Fault(Exception):
         `content_type`: the request's header.
         """
         first = errors[0]
-        # ("body", field, index or branch of a union ...): clients know the field.
-        path = [str(part) for part in first["loc"] if part != "body"]
+        # ("body", field, index or branch of a union ...): clients know the field;
+        # and so it does for ("query", parameter) or ("path", parameter).
+        path = [str(part) for part in first["loc"][1:]]
         if first["type"] == "json_invalid":
             why = first.get("ctx", {}).get("error") or first["msg"]
             return cls(400, f"the body is not JSON: {why}", "invalid_request")
@@ -113,14 +114,14 @@ class Fault(Exception):
         if isinstance(form, type) and issubclass(form, Keys) and first["loc"][0] == "body":
             wrong = {**first, "loc": tuple(first["loc"][1:])}
             return cls(400, str(fault_of(wrong, form, pointer=place_of)), "invalid_request", param)
-        reason = _reason(param, first)
+        reason = _reason(first)
         where = "" if reason.startswith(f"{param}[") else f"{param}: "
         return cls(400, where + reason, "invalid_request", param)
 
     @property
     def text(self) -> str:
         """The message as valid Unicode: it may quote a client's text that is not."""
-        return self.message.encode(errors="replace").decode()
+        return _valid(self.message)
 
     def openai_body(self) -> bytes:
         """Encode the fault as JSON in the envelope of OpenAI's APIs."""
@@ -131,16 +132,15 @@ class Fault(Exception):
             507: "server_error",
         }
         default = "invalid_request_error"
-        return encode(
-            ErrorBody(Error(self.text, kind.get(self.status, default), self.param, self.code))
-        )
+        param = None if self.param is None else _valid(self.param)
+        return encode(ErrorBody(Error(self.text, kind.get(self.status, default), param, self.code)))
 
     def messages_body(self, request_id: str) -> bytes:
         """Encode the fault as JSON in the envelope of the Messages API, which has no place for the
         field at fault."""
         message = self.text
         if self.param is not None and not message.startswith(self.param):
-            message = f"{self.param}: {message}"
+            message = f"{_valid(self.param)}: {message}"
         default = "api_error" if self.status >= 500 else "invalid_request_error"
         kind = _MESSAGES_TYPES.get(self.status, default)
         return encode(MessagesErrorBody(MessagesError(kind, message), request_id))
@@ -159,6 +159,11 @@ class Fault(Exception):
         elif self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return Response(body, self.status, headers, "application/json")
+
+
+def _valid(text: str) -> str:
+    """Replace halves of surrogate pairs, which no client could decode."""
+    return text.encode(errors="replace").decode()
 
 
 def _of_body(error: Any, content_type: str | None) -> str:
@@ -181,9 +186,7 @@ def _in_words(error: Any) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _reason(param: str, error: Any) -> str:
-    if param == "prompt" and error["type"] != "missing":
-        return "must be a text, a list of texts, a list of token ids or a list of such lists"
+def _reason(error: Any) -> str:
     where = ".".join(str(part) for part in error["loc"][2:])
     value = error.get("input")
     if isinstance(value, str):

@@ -12,6 +12,9 @@ from pydantic import (
     ConfigDict,
     Field,
     StrictInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 
@@ -19,6 +22,8 @@ MOST_FIELDS = 256
 """Most fields of one request, known or not."""
 MOST_PROMPTS = 256
 """Most prompts of one request."""
+MOST_INPUTS = 2048
+"""Most texts to embed in one request, as OpenAI's API has it."""
 MOST_BIASED = 1024
 MOST_TOP = 20
 """Most alternatives returned with a token's log-probability."""
@@ -52,6 +57,19 @@ def _unicode(text: str) -> str:
     return text
 
 
+def _one_reason(most: int) -> WrapValidator:
+    """Describe what texts may be, instead of why each form of them did not fit."""
+
+    def validated(value: object, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            why = f"must be a text, a list of token ids, or a list of at most {most} of either"
+            raise ValueError(why) from None
+
+    return WrapValidator(validated)
+
+
 Text = Annotated[str, AfterValidator(_unicode)]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=_ID)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -71,15 +89,23 @@ LogitBias = Annotated[
     at_most(MOST_BIASED),
 ]
 """Bias by token id, written in decimal: JSON has no other keys."""
-Prompts = (
+Prompts = Annotated[
     Text
     | TokenIds
     | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
-)
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)],
+    _one_reason(MOST_PROMPTS),
+]
+Inputs = Annotated[
+    Text
+    | TokenIds
+    | Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)],
+    _one_reason(MOST_INPUTS),
+]
 
 
-def one_by_one(prompts: Prompts) -> list[str | list[int]]:
+def one_by_one(prompts: Prompts | Inputs) -> list[str | list[int]]:
     """Return the prompts as a list, each a text or a list of token ids."""
     if isinstance(prompts, str):
         return [prompts]

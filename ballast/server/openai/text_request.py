@@ -8,7 +8,7 @@ from pydantic import Field, StrictInt
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.conversation import Conversation
-from ballast.server.http.fields import Body, Prompts, Text, TokenId, one_by_one
+from ballast.server.http.fields import Body, Inputs, Text, TokenId, one_by_one
 
 
 class TokenizeRequest(Conversation):
@@ -32,7 +32,7 @@ class DetokenizeRequest(Body):
 class EmbeddingRequest(Body):
     """`POST /v1/embeddings`."""
 
-    input: Prompts
+    input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
     priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] | None = None

@@ -179,6 +179,11 @@ def _text(value: object, param: str) -> str:
         raise InvalidRequest("a text", param)
     if len(value) > MOST_TEXT:
         raise InvalidRequest(f"longer than {MOST_TEXT} characters", param)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        why = f"half a surrogate pair at character {error.start}"
+        raise InvalidRequest(why, param) from error
     return value
 
 

@@ -19,6 +19,11 @@ class StopScanner:
         self.matched: str | None = None
         """The stop string that ended the output."""
 
+    @property
+    def held(self) -> int:
+        """Number of characters that are held back."""
+        return len(self._held)
+
     def push(self, text: str) -> str:
         """Add text, and return the part so far that is safe to show and was not returned yet.
 

@@ -22,12 +22,15 @@ class ToolParser:
     def __init__(self, syntax: Syntax, names: frozenset[str], new_id: Callable[[], str]) -> None:
         self._syntax = syntax
         self._reader = CallReader(names, new_id)
+        self.cut = False
+        """Whether the output ended within a call."""
         self._run = self._read()
         next(self._run)
 
     @property
     def calls(self) -> int:
-        """Number of calls so far: with any, the output's finish reason is `tool_calls`."""
+        """Number of calls so far: with any, the output's finish reason is `tool_calls`, unless it
+        is `cut`."""
         return self._reader.calls
 
     def push(self, text: str) -> list[Delta]:
@@ -60,7 +63,8 @@ class ToolParser:
                 fresh = True
             except NoCall:
                 if reader.calls > before and (yield from reader.peek()) == END:
-                    reader.accept()  # calls that were cut off
+                    self.cut = True
+                    reader.accept()
                 fresh = not reader.give_up()
 
     def _content(self, fresh: bool) -> Reading[str | None]:

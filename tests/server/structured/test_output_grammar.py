@@ -271,6 +271,8 @@ def test_structured_outputs(tokenizer: Any, value: object, outputs: set[str]) ->
         ({"toml": "x"}, ".toml"),
         ({"regex": "("}, ".regex"),
         ({"regex": 1}, ".regex"),
+        ({"regex": "\ud800"}, ".regex"),
+        ({"grammar": "\ud800"}, ".grammar"),
         ({"choice": []}, ".choice"),
         ({"choice": [""]}, ".choice"),
         ({"choice": ["\ud800"]}, ".choice"),
