@@ -19,6 +19,7 @@ from benchmarks.robustness_target import (
     MODEL,
     OTHER_KEY,
     PART_KEY,
+    PATIENCE_SECONDS,
     VICTIM,
     Target,
     statuses,
@@ -27,6 +28,7 @@ from benchmarks.robustness_target import (
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WORDS = "hello wor "
 STALLED, PROBES = 8, 100
+BURST = 300
 CLIENTS, FLOOD_SECONDS = 130, 15.0
 UNREAD_SECONDS, UNREAD_MIB = 15.0, 64
 
@@ -105,6 +107,29 @@ def crowd_of_bodies(target: Target) -> str:
         thread.join()
     assert all(400 <= status < 500 for status, _ in found), statuses(found)
     return statuses(found)
+
+
+def burst_of_conversations(target: Target) -> str:
+    """Hundreds of conversations of ordinary length, all sent before one is answered."""
+    body = json.dumps(_messages(*[_said("x")] * 1900)).encode()
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {ATTACKER_KEY}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    connections = [target.connect(head.encode()) for _ in range(BURST)]
+    found: list[tuple[int, Any]] = []
+    try:
+        for each in connections:
+            each.sendall(body)
+        for each in connections:
+            each.settimeout(PATIENCE_SECONDS)
+            found.append((int(each.recv(100).split()[1]), None))
+    finally:
+        for each in connections:
+            each.close()
+    seen = f"{len(body) >> 10} KiB each: {statuses(found)}"
+    assert all(status < 500 for status, _ in found), seen
+    return seen
 
 
 def stalled_bodies(target: Target) -> str:
@@ -242,6 +267,7 @@ CLIENT_ATTACKS: tuple[tuple[str, str, Callable[[Target], str]], ...] = (
         refused(CHAT, lambda: b'{"model": "m", "messages": [' + b"{}," * 10**7 + b"{}]}"),
     ),
     ("twenty such bodies at a time", "refused", crowd_of_bodies),
+    (f"{BURST} conversations at once", "not 5xx", burst_of_conversations),
     ("8 MB of text", "refused", refused(TEXT, lambda: _prompt(WORDS * 800_000))),
     ("7 MB of text in a message", "refused", refused(CHAT, lambda: _messages(_said("a" * LARGE)))),
     (
