@@ -77,13 +77,27 @@ def _page(value: Any) -> int:
     return size
 
 
+def _in_path(name: str) -> str:
+    """Refuse a name that clients could not put into a path: they drop these parts of one."""
+    wrong = next((part for part in name.split("/") if part in ("", ".", "..")), None)
+    if wrong is not None:
+        raise ValueError(f"a name has no part {wrong!r} between slashes")
+    return name
+
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[int, BeforeValidator(_size), Field(gt=0, lt=2**63)]
 SizeOrNone = Annotated[int, BeforeValidator(_size), Field(ge=0, lt=2**63)]
 PageSize = Annotated[int, BeforeValidator(_page)]
 Bandwidth = Annotated[float, BeforeValidator(_bandwidth), Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
+Name = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128),
+    AfterValidator(_in_path),
+]
+Context = Annotated[int, Field(ge=2, lt=2**31)]
+"""A token of the prompt, and one to generate."""
 DeviceName = Annotated[str, Field(min_length=1, max_length=128)]
 Origin = Annotated[str, AfterValidator(_origin)]
 Secret = Annotated[str, BeforeValidator(_secret)]
@@ -114,7 +128,7 @@ class LiveLimitKeys(Keys):
 class LimitKeys(LiveLimitKeys):
     """Bounds on one model's requests and context."""
 
-    context: Count | None = None
+    context: Context | None = None
     """Most tokens of prompt and output together."""
 
 
