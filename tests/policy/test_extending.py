@@ -23,13 +23,15 @@ SHORT = (Shortage("a", "r1", 4, limited=False),)
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    """What the page's code defines."""
-    module = types.ModuleType("extending")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, module.__name__, module)  # dataclasses look it up
-        for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+    """What the page's code defines; each block stands alone."""
+    defined: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        module = types.ModuleType("extending")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, module.__name__, module)  # dataclasses look it up
             exec(block, vars(module))
-    return vars(module)
+        defined |= vars(module)
+    return defined
 
 
 def test_the_policy_of_the_page_preempts_before_it_evicts(page: dict[str, Any]) -> None:
