@@ -162,11 +162,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("fleet", type=Path)
     parser.add_argument("--echo", action="store_true", help="a device that repeats the prompt")
+    parser.add_argument("--h11", action="store_true", help="as where httptools is missing")
     parser.add_argument("--spare", action="store_true", help="a spare worker, as by default")
     parser.add_argument("--ping", type=float, help="seconds of silence before a ping")
     parser.add_argument("--drain", type=float, default=30.0)
     parser.add_argument("--changes", type=Path, help="where they are kept")
     arguments = parser.parse_args()
+    if arguments.h11:
+        sys.modules["uvicorn.protocols.http.httptools_impl"] = None  # type: ignore[assignment]
     logging.basicConfig(level=logging.WARNING)
 
     from ballast.core.settings import FleetSettings
