@@ -95,6 +95,15 @@ MENDED: dict[str, tuple[Mended, ...]] = {
         ),
     ),
     "mirage-small": (_scattered(0, 174, "m2", 3),),
+    "played-swap": (
+        Mended(
+            life=0,
+            entry=369,
+            replayed={"promises": [{"model": "m0", "weights": 0, "kv": 2}]},
+            reason="pages that were freed for a request under `swap` were promised to nobody; "
+            "with several lanes the victim took them back, and was preempted again",
+        ),
+    ),
     "recompute-pooled": (_scattered(0, 102, "m0", 1), _scattered(2, 70, "m0", 3)),
 }
 """By name of the story, one for each life that differs: it goes its own way from there."""

@@ -26,6 +26,7 @@ from ballast.policy.market.cover import AcceptedOffer
 from ballast.policy.market.page_budget import PageBudget
 from tests.sim.scenarios import (
     FIRST_ORDERS,
+    TURNS,
     Ask,
     Choices,
     Drawn,
@@ -56,6 +57,8 @@ def test_promises_are_kept(scenario: Scenario) -> None:
 
 
 BUSY = Ask(after=0.0, model=1, prompt=250, output=20, n=6, gap=0.3)
+WIDE = Model(weight_pages=5, kv_heads=4)
+"""Only one such model has a place."""
 MENDED = {
     "cached prefixes make way for a model that was evicted": Scenario(
         preset="kvswap",
@@ -161,6 +164,121 @@ MENDED = {
             Ask(after=0.5, model=1, prompt=290, output=4),
         ),
     ),
+    "a model without a place does not come for a request that is refused": Scenario(
+        preset="recompute",
+        models=(replace(WIDE, share=3.0, ttl=0.3), WIDE),
+        more_weights=0,
+        kv_pages=12,
+        acts=(
+            Ask(after=1.0, model=1, prompt=16, output=4),
+            Ask(after=1.0, model=0, prompt=16, output=4),
+        ),
+    ),
+    "nor where layers of KV are swapped": Scenario(
+        preset="kvswap",
+        models=(replace(WIDE, share=3.0, ttl=0.3), WIDE),
+        more_weights=0,
+        kv_pages=12,
+        acts=(
+            Ask(after=1.0, model=1, prompt=16, output=4),
+            Ask(after=1.0, model=0, prompt=16, output=4),
+        ),
+    ),
+    "a younger request makes way before one fails": Scenario(
+        preset="balloon",
+        link=1e6,
+        models=(
+            Model(layers=3, weight_pages=5, kv_heads=4),
+            Model(weight_pages=5, kv_heads=2, ttft=0.05),
+        ),
+        more_weights=0,
+        kv_pages=21,
+        acts=(
+            Ask(after=0.1, model=0, prompt=15, output=4),
+            Ask(after=0.05, model=1, prompt=15, output=40),
+        ),
+    ),
+    "a model that loses its place while it loads is evicted when it has come": Scenario(
+        preset="static",
+        link=1e6,
+        models=(Model(weight_pages=5), Model(weight_pages=5)),
+        joining=(Model(weight_pages=5, share=3.0),),
+        more_weights=100,
+        kv_pages=10,
+        acts=(
+            Order(after=0.01, what="join"),
+            Ask(after=5.0, model=2, prompt=16, output=4),
+        ),
+    ),
+    "a pinned model, which stays anyway, keeps its place": Scenario(
+        preset="static",
+        models=(Model(weight_pages=5), Model(weight_pages=5, pinned=True)),
+        joining=(Model(weight_pages=5, share=3.0),),
+        more_weights=100,
+        kv_pages=10,
+        acts=(
+            Order(after=1.0, what="join"),
+            Ask(after=5.0, model=2, prompt=16, output=4),
+            Ask(after=5.0, model=1, prompt=16, output=4),
+        ),
+    ),
+    "an idle model that an operator brought makes way for the next turn's weights": Scenario(
+        preset="swap",
+        models=(
+            Model(weight_pages=6),
+            Model(weight_pages=6),
+            Model(layers=6, weight_pages=5),
+        ),
+        more_weights=0,
+        kv_pages=14,
+        acts=(
+            Ask(after=0.1, model=1, prompt=16, output=4),
+            Order(after=0.5, what="activate", model=0),
+            Ask(after=1.0, model=2, prompt=16, output=4),
+        ),
+    ),
+    "a cache beyond a share that has shrunk makes way for others within theirs": Scenario(
+        preset="static",
+        models=(Model(weight_pages=2), Model(weight_pages=2)),
+        more_weights=100,
+        kv_pages=20,
+        acts=(
+            Ask(after=0.1, model=0, prompt=260, output=5),
+            Order(after=0.1, what="change", model=1, amount=18),
+            Ask(after=5.0, model=1, prompt=560, output=10),
+        ),
+    ),
+    "pages freed for a request beside the model of the turn are kept for it": Scenario(
+        preset="swap+adbs",
+        lanes=2,
+        models=(Model(pinned=True), Model(pinned=True, kv_heads=2, max_running=2), Model(layers=3)),
+        more_weights=30,
+        kv_pages=8,
+        acts=(
+            Ask(after=0.515, model=0, prompt=300, output=3),
+            Ask(after=1.28, model=1, prompt=82, output=159),
+            Ask(after=0.755, model=2, prompt=1, output=159),
+            Ask(after=0.0, model=1, prompt=15, output=37, n=5),
+        ),
+    ),
+    "blocks at hand beside pages are not moved together for others": Scenario(
+        preset="recompute",
+        lanes=3,
+        page_kib=64,
+        models=(
+            Model(),
+            Model(layers=6),
+            Model(layers=6, kv_heads=4, ttft=0.05),
+            Model(layers=3, kv_heads=4),
+        ),
+        more_weights=100,
+        acts=(
+            Ask(after=0.0, model=3, prompt=15, output=400, n=2),
+            Ask(after=0.3, model=1, prompt=288, output=400, n=2),
+            Ask(after=0.0, model=1, prompt=286, output=4, priority=5),
+            Ask(after=0.3, model=2, prompt=128, output=4, n=4, stem=64),
+        ),
+    ),
 }
 """What they found, each with what is right."""
 
@@ -168,6 +286,27 @@ MENDED = {
 @pytest.mark.parametrize("what", MENDED)
 def test_what_was_mended_stays_so(what: str) -> None:
     assert Run(MENDED[what])()["out_of_memory"] == 0
+
+
+@pytest.mark.parametrize("preset", ["recompute", "mirage", "kvswap"])
+def test_a_request_that_its_limit_stops_for_ever_fails_beside_turns(preset: str) -> None:
+    """A model joins while it runs, and leaves it less than it has: else turns pass for ever."""
+    small = Model(weight_pages=2)
+    beyond = Scenario(
+        preset=preset,
+        options=(*TURNS, ("preemptive", 1.0)),
+        models=(small, replace(small, pinned=True)),
+        joining=(small,),
+        more_weights=100,
+        kv_pages=24,
+        acts=(
+            Ask(after=0.05, model=0, prompt=300, output=460),
+            Order(after=0.5, what="join"),
+            Ask(after=0.5, model=1, prompt=300, output=4),
+            Ask(after=0.5, model=2, prompt=300, output=4),
+        ),
+    )
+    assert Run(beyond)()["out_of_memory"] == 1
 
 
 # -- defects that were mended, put back -----------------------------------------------------------

@@ -148,6 +148,26 @@ def test_the_request_that_cannot_be_served_fails_and_no_other() -> None:
     assert "it needs 16 pages of KV cache, and alone it would have 10" in failed["old"].reason
 
 
+def test_a_model_is_not_pinned_where_another_could_never_be_served() -> None:
+    """Its open requests would wait for as long as the pinned one has some."""
+    world = World([spec("a", 30), spec("b", 20), spec("c", 10)], 45)
+    world.device.submit(asked("b", "b", 100, 200))
+    world.device.submit(asked("a", "a", 100, 10, at=0.05))
+    pin = Change(model="b", slo=Slo(), priority=3, max_waiting=9, queue_seconds=None, pinned=True)
+    refused = world.device._operate(0.1, pin)
+    assert refused is not None
+    assert "a needs a device of at least" in refused
+    assert "for weights, those of pinned models among them" in refused
+    b = world.state.models["b"].spec
+    assert (b.pinned, b.priority) == (False, 0)
+    assert world.device._operate(0.1, replace(pin, model="c")) is None
+    assert world.device._operate(0.1, replace(pin, model="c", priority=4)) is None
+    c = world.state.models["c"].spec
+    assert (c.pinned, c.priority) == (True, 4)
+    world.device.finish(0.1)
+    assert all(isinstance(end, FinishedOutput) for end in world.ends.values())
+
+
 def test_a_busy_lender_recalls_what_a_request_lacks() -> None:
     """Not only once nothing goes on any more."""
     # In turns, `b` takes its pages as soon as they are there.

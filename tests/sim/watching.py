@@ -397,7 +397,7 @@ class Watch:
         if self.comes_and_goes:
             gone = [o for o in others if o.idle and not o.spec.pinned]
             idle = sum(o.own_pages - o.freed_pages + o.kv_pages - o.cached_pages for o in gone)
-        if self.undoes and view.now >= first.order.arrival + self.patience * m.spec.slo.ttft:
+        if self.undoes and _overdue(view, first, self.patience):
             younger = sum(self._undone_for(view, m, first, o) for o in view.models)
         there = free + caches + idle + younger
         aside = sum(map(pool.ledger.promised_to, owners))
@@ -411,16 +411,16 @@ class Watch:
     def _kept(view: DeviceView, m: ModelView) -> bool:
         """Whether caches are kept for a request that is overdue and comes before the first of `m`,
         where requests that wait undo nobody."""
-        due = _due(m.spec.slo, m.waiting[0].order)
-        firsts = ((o.spec.slo, o.waiting[0].order) for o in view.models if o.waiting and o is not m)
-        return any(
-            view.now >= order.arrival + 0.5 * slo.ttft and _due(slo, order) < due
-            for slo, order in firsts
-        )
+        due = _due(m.waiting[0])
+        firsts = (o.waiting[0] for o in view.models if o.waiting and o is not m)
+        return any(_overdue(view, r, 0.5) and _due(r) < due for r in firsts)
 
     def _is_overtaken(self, now: float, state: DeviceState, view: DeviceView) -> None:
         admitted = [
-            (m, r) for m in state.models.values() for r in m.running if r.id not in self._running
+            (state.models[o.name], r)
+            for o in view.models
+            for r in o.running
+            if r.id not in self._running
         ]
         late: dict[str, Overtaken] = {}
         for v in view.models:
@@ -428,7 +428,7 @@ class Watch:
                 continue
             first = v.waiting[0]
             short = [s for s in view.shortages if s.request_id == first.id and not s.limited]
-            if not short or now < first.order.arrival + 0.5 * v.spec.slo.ttft:
+            if not short or not _overdue(view, first, 0.5):
                 continue
             if state.pool.ledger.promised_to(state.models[v.name].kv.owner) >= short[0].pages:
                 continue  # it lacks none any more: when it goes on is for the order of compute
@@ -438,10 +438,11 @@ class Watch:
                 continue
             late[first.id] = found
             for m, r in admitted:
-                if _due(m.spec.slo, r.order) <= _due(v.spec.slo, first.order) or v.name == r.model:
+                if _due(r) <= _due(first) or v.name == m.spec.name:
                     continue
-                grown = m.kv.pages - self._kv_pages.get(r.model, 0)
-                found.pages += max(0, min(grown, m.kv.most_pages(len(r.blocks))))
+                grown = m.kv.pages - self._kv_pages.get(m.spec.name, 0)
+                blocks = len(state.requests[r.id].blocks)
+                found.pages += max(0, min(grown, m.kv.most_pages(blocks)))
             insist(
                 found.pages < found.lacked,
                 f"at {now} others got {found.pages} pages since {first.id} is overdue,",
@@ -466,9 +467,13 @@ class Watch:
             insist(not passing, f"at {now} {passing} passed {id}, which was put first")
 
 
-def _due(slo: Slo, order: Precedence) -> tuple[int, float]:
+def _due(r: RequestView) -> tuple[int, float]:
     """By what those who wait are put in order, where they undo nobody."""
-    return order.rank, order.arrival + min(slo.ttft, 10.0)
+    return r.order.rank, min(r.due, r.order.arrival + 10.0)
+
+
+def _overdue(view: DeviceView, r: RequestView, patience: float) -> bool:
+    return view.now >= r.order.arrival + patience * (r.due - r.order.arrival)
 
 
 def _difference(a: ModelView, b: ModelView) -> str:

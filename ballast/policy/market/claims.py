@@ -41,7 +41,7 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
             continue  # it has a claim of its own
         kv = max(0, m.first_pages - view.borrowed)
         if m.residency is not Residency.ABSENT:
-            due = _due(m, first)
+            due = _due(first)
             claims.append(Claim(m.name, first.order, kv, may_preempt=False, due=due))
             continue
         overdue, overdue_at = _overdue(view, m, first, patience)
@@ -57,7 +57,7 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
                 first_pages=kv,
                 segments=m.shared,
                 then=partial(_activate, m.name),
-                due=_due(m, first),
+                due=_due(first),
                 gain=_gain(view, m, overdue_at),
             )
         )
@@ -99,7 +99,7 @@ def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], flo
             urgent, overdue_at = _overdue(view, m, r, patience)
             wake = earliest(wake, overdue_at)
         if r is not None:
-            due = 0.0 if urgent else _due(m, r)
+            due = 0.0 if urgent else _due(r)
             gain = math.inf if urgent else _gain(view, m, overdue_at)
             claims.append(
                 Claim(
@@ -148,7 +148,7 @@ def kv_claims(
                     False,
                     s.blocks,
                     overdue=overdue,
-                    due=_due(m, first),
+                    due=_due(first),
                     gain=_gain(view, m, overdue_at),
                 )
             )
@@ -168,17 +168,24 @@ def queue_claims(view: DeviceView, most: int) -> list[Claim]:
             for r in m.waiting[1 : max(1, min(most, m.spec.max_running - len(m.running)))]:
                 blocks = ceil_div(r.tokens, m.spec.block_tokens)
                 pages = ceil_div(blocks, m.slab_blocks) * m.slab_pages
-                due = _due(m, r)
+                due = _due(r)
                 claims.append(Claim(m.name, r.order, pages, False, blocks, due=due))
     return claims
 
 
-def _due(m: ModelView, r: RequestView) -> float:
-    """Return when a request's first token is due: its TTFT level, bounded so that no request is
-    overtaken forever, unless an admission policy puts it behind all."""
+def _due(r: RequestView) -> float:
+    """Return when a request's first token is due, bounded so that no request is overtaken forever,
+    unless an admission policy puts it behind all."""
     if r.place >= BEHIND_ALL:
         return math.inf
-    return r.order.arrival + min(m.spec.slo.ttft, LONGEST_WAIT)
+    return min(r.due, r.order.arrival + LONGEST_WAIT)
+
+
+def _ttft(m: ModelView, r: RequestView) -> float:
+    """Return the TTFT level of a request, in seconds: that of its model, or its adapter's own."""
+    of_model = m.spec.slo.ttft
+    is_models = r.due == r.order.arrival + of_model
+    return of_model if is_models else r.due - r.order.arrival  # the difference is rounded
 
 
 def _overdue(
@@ -187,7 +194,7 @@ def _overdue(
     """Return whether a request has waited for `patience` of its TTFT service level, and else when
     it will have, if ever. Negative `patience`: it has, whatever its place."""
     behind = r.place >= BEHIND_ALL and patience >= 0
-    at = math.inf if behind else r.order.arrival + patience * m.spec.slo.ttft
+    at = math.inf if behind else r.order.arrival + patience * _ttft(m, r)
     if view.now >= at:
         return True, None
     return False, at if at < math.inf else None

@@ -58,8 +58,8 @@ def cover(
     such a claim simply waits. A claim that cannot be covered keeps no pages from later ones, whose
     work is undone for it as soon as that covers it. But an `overdue` claim that may not undo work
     keeps free pages, and those that could be freed without harm to work (cached prefixes, scattered
-    blocks), so that it is not overtaken forever; if it lacks no page, as its model has blocks at
-    hand, it keeps these.
+    blocks), so that it is not overtaken forever. Once it is covered it keeps its model's scattered
+    blocks, as it needs blocks at hand beside the pages.
 
     `budget`: what earlier claims of the same decision have left. `by_price`: take the offers of all
     sources cheapest first, for each claim only as long as they cost less than it gains; else take
@@ -88,7 +88,7 @@ def cover(
                 continue
             actions.accept(chosen)
             needs = budget.needs(claim)
-        elif needs == 0 and claim.overdue and not claim.may_preempt:
+        if claim.overdue and not claim.may_preempt:
             own = [o for o in _offers(view, claim, sources) if o.at_hand and o.owner == claim.model]
             budget.reserve(own, sum(offer.pages for offer in own))
         there = needs <= budget.free

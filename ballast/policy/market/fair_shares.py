@@ -10,6 +10,7 @@ Used by the memory policies `balloon`, `recompute`, `mirage` and `kvswap`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,12 +54,18 @@ class Sharing:
 
     def claims(self, found: Sequence[Claim]) -> list[Claim]:
         """Let claims of requests that wait for admission undo work only if they are entitled to;
-        one that is not becomes overdue instead, so that free pages are kept for it."""
+        one that is not becomes overdue instead, so that free pages are kept for it.
+
+        `found`: all claims of the decision. Those more important than one that may undo work are
+        unchanged: it would come before them, and take what it had undone for them before.
+        """
         if not self.fair:
             return list(found)
-        return [self._without_undoing(c) if c.admission and c.may_preempt else c for c in found]
+        bounded = [self._bounded(c) if c.admission and c.may_preempt else c for c in found]
+        least = max((c.order.rank for c in bounded if c.may_preempt), default=-math.inf)
+        return [c if c.order.rank < least else b for c, b in zip(found, bounded, strict=True)]
 
-    def _without_undoing(self, claim: Claim) -> Claim:
+    def _bounded(self, claim: Claim) -> Claim:
         view = self.view
         running = (m.running[-1] for m in view.models if m.running)
         if any(youngest.order.rank > claim.order.rank for youngest in running):

@@ -21,8 +21,9 @@ from ballast.policy.market.offers import (
     loose_blocks,
     own_prefix,
     younger_models,
+    younger_requests,
 )
-from ballast.policy.memory.defaults import last_resort
+from ballast.policy.memory.defaults import last_resort, unservable
 from ballast.policy.memory.reactivation import come_back, evicted
 
 _AT_ONCE = -1.0
@@ -66,7 +67,7 @@ class Balloon(MemoryPolicy):
             own_prefix,
         ]
         covered = cover(
-            view, [*absent, *sharing.claims(short)], sources, by_price=bool(self.by_price)
+            view, sharing.claims([*absent, *short]), sources, by_price=bool(self.by_price)
         )
         actions = [*sharing.holds, *covered.actions]
         if self.restore:
@@ -78,11 +79,12 @@ class Balloon(MemoryPolicy):
         return Decision(tuple(actions), memo, wake, covered.promises, sharing.holding)
 
     def when_stuck(self, view: DeviceView) -> Sequence[Action]:
-        """If no request runs, make room at once for those that wait, oldest first, by evicting
-        younger models too; else, or if that finds nothing, use the common last resort."""
-        if any(m.running for m in view.models):
+        """Make room at once for all that lack pages, oldest first, by preempting younger requests
+        and evicting younger models too. Use the common last resort if that finds nothing, or if the
+        device could not serve some request alone."""
+        if unservable(view) is not None:
             return last_resort(view)
         absent, _ = activation_claims(view, _AT_ONCE)
         short, _ = shortage_claims(view, _AT_ONCE)
-        sources = [cached_prefixes, idle_models, lent_pages, younger_models]
+        sources = [cached_prefixes, idle_models, lent_pages, younger_requests, younger_models]
         return cover(view, [*absent, *short], sources).actions or last_resort(view)

@@ -108,18 +108,30 @@ def sacrifice(view: DeviceView) -> tuple[ModelView, RequestView, str]:
     is never undone; its pages then serve those before it. Third: the oldest, as no request holds
     pages and still it was not served.
     """
-    requests = sorted(
-        ((m, r) for m in view.models for r in (*m.running, *m.waiting)), key=lambda mr: mr[1].order
-    )
-    for m, r in requests:
-        needed, room = _pages_alone(m, r), _room_alone(view, m)
-        if needed > room:
-            return m, r, f"it needs {needed} pages of KV cache, and alone it would have {room}"
+    hopeless = unservable(view)
+    if hopeless is not None:
+        return hopeless
+    requests = _by_order(view)
     for m, r in reversed(requests[1:]):
         if r.pages or r.blocks:
             return m, r, "its pages serve requests that came before it"
     m, r = requests[0]
     return m, r, "no other request holds any"
+
+
+def unservable(view: DeviceView) -> tuple[ModelView, RequestView, str] | None:
+    """Return the oldest request that the device could not serve alone; None: there is none."""
+    for m, r in _by_order(view):
+        needed, room = _pages_alone(m, r), _room_alone(view, m)
+        if needed > room:
+            return m, r, f"it needs {needed} pages of KV cache, and alone it would have {room}"
+    return None
+
+
+def _by_order(view: DeviceView) -> list[tuple[ModelView, RequestView]]:
+    """Return all requests with their models, oldest first."""
+    found = ((m, r) for m in view.models for r in (*m.running, *m.waiting))
+    return sorted(found, key=lambda mr: mr[1].order)
 
 
 def _pages_alone(m: ModelView, r: RequestView) -> int:

@@ -135,7 +135,7 @@ class KvSwap(MemoryPolicy):
         wake, promises = None, tuple[Promise, ...]()
         if self.pooled:
             to_come, absent_at = activation_claims(view, PATIENCE)
-            absent = [c for c in to_come if c.then is not None]  # evicted (operator, ttl)
+            absent = [c for c in to_come if c.then and c.model in standing.division.pages]
             wake = earliest(absent_at, short_at)
             sources: list[Source] = [
                 cached_prefixes,

@@ -75,6 +75,7 @@ class Recompute(MemoryPolicy):
         wake, promises = None, tuple[Promise, ...]()
         if self.pooled:
             absent, absent_at = activation_claims(view, PATIENCE)
+            absent = [c for c in absent if c.model in standing.division.pages]
             short, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
             sources = [cached_prefixes, loose_blocks, lent_pages, sharing.younger, own_prefix]
             short, limited = part_limited(view, short)

@@ -23,19 +23,25 @@ from ballast.policy.market.page_budget import PageBudget
 def placed(view: DeviceView) -> tuple[list[ModelView], int]:
     """Return the models that have a place, and the pages that their weights leave.
 
-    Models are placed in descending order of their configured share while the weights fit with at
-    least one page of KV for each; segments that several models contain count once.
+    Models are placed in order while the weights fit with at least one page of KV for each; segments
+    that several models contain count once.
     """
     room = view.total - view.arena
     found: list[ModelView] = []
     there: set[str] = set()
-    for m in sorted(view.models, key=lambda m: -m.spec.share):
+    for m in in_order_of_places(view):
         pages = m.own_pages + sum(s.pages for s in m.shared if s.owner not in there)
         if pages + 1 <= room:
             found.append(m)
             room -= pages + 1
             there.update(s.owner for s in m.shared)
     return found, room + len(found)
+
+
+def in_order_of_places(view: DeviceView) -> list[ModelView]:
+    """Return the models with the pinned ones first, as these stay on the device, each in descending
+    order of their configured share."""
+    return sorted(view.models, key=lambda m: (not m.spec.pinned, -m.spec.share))
 
 
 def shares(view: DeviceView) -> dict[str, int]:
@@ -48,10 +54,11 @@ def shares(view: DeviceView) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Division of KV pages among models; valid while the models and their configured shares are the
-    same."""
+    """Division of KV pages among models; valid while the models, their configured shares and their
+    order of places are the same."""
 
     among: tuple[tuple[str, float], ...]
+    """(model, configured share), in the order of places."""
     pages: dict[str, int]
 
 
@@ -82,7 +89,7 @@ def keep_places(
     Returns the division in force, and the actions.
     """
     actions: list[Action] = []
-    among = tuple((m.name, m.spec.share) for m in view.models)
+    among = tuple((m.name, m.spec.share) for m in in_order_of_places(view))
     anew = known is None or known.among != among
     if known is None or anew:
         known = Division(among, divide(view))
@@ -92,6 +99,7 @@ def keep_places(
         if m.name not in known.pages:
             why = f"{m.name} has no place: the fixed shares of the others fill the device"
             actions += [Refuse(m.name, r.id, why) for r in m.waiting]
+            actions += [] if anew else _give_up_place(m)
         elif not anew and m.residency is Residency.ABSENT and m.waiting:
             if m.missing_pages <= view.free - view.promised:
                 actions.append(Activate(m.name, why="its place has become free"))
@@ -105,9 +113,14 @@ def cover_within(
 ) -> list[Action]:
     """Cover claims where every model has its own limit, so that no model takes another's pages.
 
-    Requests that lack pages of the pool then lack those lent to other devices: these are recalled.
+    Requests that lack pages of the pool then lack those lent to other devices, which are recalled,
+    or those that others hold beyond shares that have shrunk: these drop their cached prefixes.
     """
-    actions = recalls(view, sum(s.pages for s in view.shortages if not s.limited))
+    lacking = sum(s.pages for s in view.shortages if not s.limited)
+    actions = recalls(view, lacking)
+    if lacking > view.coming:
+        for m in view.models:
+            actions += _within_share(m, m.limit)
     return actions + cover_limited(view, claims, sources)
 
 
@@ -151,14 +164,25 @@ def recalls(view: DeviceView, pages: int) -> list[Action]:
 def _take_place(m: ModelView, share: int | None) -> list[Action]:
     """Bring a model to its new `share`; None: it has lost its place."""
     if share is None:
-        resident = m.residency is Residency.RESIDENT
-        return [Evict(m.name, why="the fixed shares of the others fill the device")] * resident
-    actions: list[Action] = [Limit(m.name, share, why="fixed share")]
-    if m.kv_pages > share and m.cached_pages:
-        actions.append(DropCache(m.name, m.kv_pages - share, why="its fixed share is smaller now"))
+        return _give_up_place(m)
+    actions: list[Action] = [Limit(m.name, share, why="fixed share"), *_within_share(m, share)]
     if m.residency is Residency.ABSENT:
         actions.append(Activate(m.name, why="fixed share"))
     return actions
+
+
+def _give_up_place(m: ModelView) -> list[Action]:
+    """Evict a model without a place, unless it is absent, loading or pinned."""
+    if m.residency is not Residency.RESIDENT or m.spec.pinned:
+        return []
+    return [Evict(m.name, why="the fixed shares of the others fill the device")]
+
+
+def _within_share(m: ModelView, share: int | None) -> list[Action]:
+    """Drop cached prefixes of a model that holds more than its `share`."""
+    if share is None or m.kv_pages <= share or not m.cached_pages:
+        return []
+    return [DropCache(m.name, m.kv_pages - share, why="its fixed share is smaller now")]
 
 
 def within(view: DeviceView, m: ModelView, more: int = 0) -> DeviceView:

@@ -56,11 +56,12 @@ class WholeModels(MemoryPolicy):
             turn = replace(turn, since=view.now)
         claims, _ = shortage_claims(view, patience=float("inf"))
         sources = [cached_prefixes, lent_pages, idle_models, younger_requests, younger_models]
-        actions += cover(view, claims, sources).actions
+        covered = cover(view, claims, sources)
+        actions += covered.actions
         if heir is None:
             if current.held:
                 actions.append(Hold(current.name, False, why="nobody else waits"))
-            return Decision(tuple(actions), turn)
+            return Decision(tuple(actions), turn, promises=covered.promises)
         over_at = turn.since + self.quantum
         at = phase(turn, current, view.now, self.quantum)
         if at is TurnPhase.OVER and resident:
@@ -74,18 +75,19 @@ class WholeModels(MemoryPolicy):
             return self._start(view, heir, [*actions, evict])
         if at is TurnPhase.DRAINS and not current.held and resident:
             actions.append(Hold(current.name, True, why=f"its turn is over, {heir.name} waits"))
-        return Decision(tuple(actions), turn, over_at if view.now < over_at < inf else None)
+        wake = over_at if view.now < over_at < inf else None
+        return Decision(tuple(actions), turn, wake, covered.promises)
 
     @staticmethod
     def _start(view: DeviceView, heir: ModelView, actions: list[Action]) -> Decision:
-        """Activate `heir` after `actions`. Pinned models stay; if their cached prefixes are in the
-        way, these are dropped."""
+        """Activate `heir` after `actions`. Cached prefixes and idle models in its way go; pinned
+        models stay."""
         evicted = {a.model for a in actions if isinstance(a, Evict)}
         gone = [m for m in view.models if m.name in evicted and not m.spec.pinned]
         stay = replace(view, models=tuple(m for m in view.models if m not in gone))
         budget = PageBudget(view)
         budget.coming += sum(m.evictable_pages for m in gone)
         claim = Claim(heir.name, oldest(heir), heir.missing_pages, may_preempt=False, weights=True)
-        drops = gather(stay, claim, [cached_prefixes], budget)
-        actions = [*actions, *drops, Activate(heir.name, why="its turn")]
+        freed = gather(stay, claim, [cached_prefixes, idle_models], budget)
+        actions = [*actions, *freed, Activate(heir.name, why="its turn")]
         return Decision(tuple(actions), ModelTurn(heir.name, since=inf))

@@ -159,25 +159,28 @@ class RoundRobinTurns:
 
 def starved(view: DeviceView, m: ModelView) -> bool:
     """Whether a model has requests, and each that could run next lacks more pages than are free."""
-    if m.busy or m.idle:
-        return False
     free = max(0, view.free - view.promised) + view.borrowed + m.cached_pages
-    room = free if m.limit is None else min(free, m.limit - m.kv_pages + m.cached_pages)
-    lack = {s.request_id for s in view.shortages if s.model == m.name and s.pages > room}
-    first = m.waiting[: int(len(m.running) < m.spec.max_running)]
-    return all(r.id in lack for r in (*m.running, *first))
+    return not m.busy and not m.idle and _lack_more(view, m, free)
 
 
 def _helpless(view: DeviceView) -> bool:
-    """Whether nothing runs, and every model that could run lacks more pages than can be freed from
-    caches."""
-    if any(m.busy or m.running for m in view.models):
+    """Whether nothing runs, and every request that could run next lacks more pages than can be
+    freed from caches."""
+    if any(m.busy for m in view.models):
         return False
     room = view.coming + view.borrowed + sum(pages for _, pages in view.lent)
     room += sum(m.cached_pages for m in view.models)
-    lack = {s.request_id for s in view.shortages if s.pages > room}
-    here = [m for m in view.models if m.waiting and m.residency is Residency.RESIDENT]
-    return all(m.waiting[0].id in lack for m in here)
+    here = (m for m in view.models if not m.idle and m.residency is Residency.RESIDENT)
+    return all(_lack_more(view, m, room) for m in here)
+
+
+def _lack_more(view: DeviceView, m: ModelView, pages: int) -> bool:
+    """Whether each request of a model that could run next lacks more than `pages`, or than the
+    model's limit leaves."""
+    room = pages if m.limit is None else min(pages, m.limit - m.kv_pages + m.cached_pages)
+    lack = {s.request_id for s in view.shortages if s.model == m.name and s.pages > room}
+    first = m.waiting[: int(len(m.running) < m.spec.max_running)]
+    return all(r.id in lack for r in (*m.running, *first))
 
 
 def _resident(view: DeviceView, name: str) -> ModelView | None:

@@ -95,7 +95,8 @@ def test_of_models_that_only_wait_that_comes_first_whose_first_token_is_due_firs
     """As its prompt will be; but no service level counts as longer than LONGEST_WAIT."""
 
     def absent(name: str, i: int, arrival: float, ttft: float) -> ModelView:
-        m = model(name, ABSENT, pages=10, waiting=(request(i, arrival=arrival),))
+        waits = request(i, arrival=arrival)._replace(due=arrival + ttft)
+        m = model(name, ABSENT, pages=10, waiting=(waits,))
         return replace(m, spec=replace(m.spec, slo=Slo(ttft=ttft, tpot=0.1)))
 
     for first, patient, urgent in (("urgent", 9.0, 0.5), ("patient", 1e9, LONGEST_WAIT - 0.5)):
@@ -103,6 +104,17 @@ def test_of_models_that_only_wait_that_comes_first_whose_first_token_is_due_firs
         b = absent("urgent", 2, 9.9 if first == "urgent" else 10.4, urgent)
         decision = Balloon(patience=1.0)(device(a, b, free=12, now=10.2), None)
         assert [(type(x), x.model) for x in decision.actions] == [(Activate, first)]
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_request_waits_for_the_service_level_of_its_adapter(tuned: bool) -> None:
+    """It is overdue, and may have `young` undone, after half of 0.1 s; its base has 10 s."""
+    first = request(1, arrival=9.9)._replace(due=9.9 + (0.1 if tuned else 10.0))
+    old = model("old", ABSENT, pages=50, waiting=(first,))
+    old = replace(old, spec=replace(old.spec, slo=Slo(ttft=10.0, tpot=0.1)))
+    young = model("young", pages=30, kv=4, running=(request(2, arrival=9.95, pages=4),))
+    decision = Balloon()(device(old, young, free=20), None)
+    assert bool(of_kind(decision, Evict)) == tuned
 
 
 # -- no more than is needed -----------------------------------------------------------------------

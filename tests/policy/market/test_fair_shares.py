@@ -109,3 +109,24 @@ def test_a_request_without_a_share_left_undoes_no_work_until_it_is_put_first() -
     view = world(replace(a, waiting=(first._replace(place=-1),)), view.model("b"))
     assert share_out(view, fair=True).claims([claim]) == [claim]
     assert victims(view, claim) == ["r4", "r6"]
+
+
+def test_a_more_important_request_does_not_wait_behind_claims_that_undo_work() -> None:
+    """A less important one would take the pages that it had undone for this one before."""
+
+    def important(r: RequestView) -> RequestView:
+        return r._replace(order=r.order._replace(rank=-5))
+
+    a = big()
+    first = important(request(3, arrival=2.0))
+    a = replace(a, running=tuple(map(important, a.running)), waiting=(first,))
+    b = model("b", waiting=(request(6, arrival=2.5),), first=4)
+    sharing = share_out(device(a, b, free=0, now=NOW), fair=True)
+    claim = Claim("a", first.order, 4, may_preempt=True, admission=True)
+    other = Claim("b", b.waiting[0].order, 4, may_preempt=True, admission=True)
+    absent = Claim("c", other.order, 20, may_preempt=True, weights=True)
+    for entitled in (other, absent):
+        assert sharing.claims([claim, entitled]) == [claim, entitled]
+    waits = claim._replace(may_preempt=False, overdue=True)
+    assert sharing.claims([claim]) == [waits]
+    assert sharing.claims([claim, waits._replace(model="b", order=other.order)])[0] == waits

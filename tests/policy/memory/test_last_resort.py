@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ballast.core.actions import Evict, Recall, Refuse
+from ballast.core.actions import Evict, Preempt, Recall, Refuse
 from ballast.core.view import Shortage
 from ballast.policy.presets import PRESETS, resolve
 from tests.policy.worlds import device, model, request
@@ -21,7 +21,7 @@ def test_what_is_lent_is_recalled_before_a_request_fails() -> None:
 
 
 def test_the_request_that_could_never_be_served_fails_before_newer_ones() -> None:
-    """Else the newest that holds pages, and never the oldest."""
+    """Else none fails, as the newest that holds pages makes way, and never the oldest."""
     short = (Shortage("a", "r1", 1, limited=False),)
     huge = model("h", waiting=(request(0, tokens=100_000),))
     a = model("a", kv=5, running=(request(1, pages=2), request(2, pages=3)))
@@ -29,7 +29,10 @@ def test_the_request_that_could_never_be_served_fails_before_newer_ones() -> Non
     (refusal,) = policy.when_stuck(device(huge, a, free=0, shortages=short))
     assert isinstance(refusal, Refuse)
     assert (refusal.model, refusal.request_id) == ("h", "r0")
-    (refusal,) = policy.when_stuck(device(a, free=0, shortages=short))
+    (preemption,) = policy.when_stuck(device(a, free=0, shortages=short))
+    assert isinstance(preemption, Preempt)
+    assert preemption.request_id == "r2"
+    (refusal,) = resolve("static").memory.when_stuck(device(a, free=0, shortages=short))
     assert isinstance(refusal, Refuse)
     assert refusal.request_id == "r2"
 

@@ -18,9 +18,12 @@ from tests.policy.worlds import device, layered, model, request
 SHARES = dict.fromkeys("abc", 20)
 
 
-def memory(turn: ModelTurn | None = None, active: str = "a", **more: object) -> MirageMemo:
-    """Of a device that has been serving: no places are to be given, nobody has just come."""
-    among = tuple((name, 1.0) for name in "abc")
+def memory(
+    turn: ModelTurn | None = None, active: str = "a", order: str = "abc", **more: object
+) -> MirageMemo:
+    """Of a device that has been serving: no places are to be given, nobody has just come. `order`:
+    of places."""
+    among = tuple((name, 1.0) for name in order)
     standing = Standing(Division(among, SHARES), turn)
     return MirageMemo(standing, frozenset(active), **more)  # type: ignore[arg-type]
 
@@ -149,7 +152,7 @@ def test_all_are_active_that_have_requests_where_there_are_no_turns() -> None:
 
 def test_pinned_models_and_those_without_equal_layers_lend_nothing() -> None:
     pinned = layered(model("c", pinned=True))
-    decision = Mirage()(short_of(2, busy(), model("b"), pinned), memory())
+    decision = Mirage()(short_of(2, busy(), model("b"), pinned), memory(order="cab"))
     assert kinds(decision.actions) == ["Preempt"]
 
 
