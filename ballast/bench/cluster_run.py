@@ -105,7 +105,6 @@ def run_cluster(
     `sim.cluster`), and errors of the callbacks.
     """
     observer = _Observer(workload, slos, missed)
-    recorder = observer.recorder
     cluster = Cluster(
         kinds,
         specs,
@@ -118,7 +117,7 @@ def run_cluster(
         sink_of=sink_of,
         files=files,
         busiest=busiest_of(workload),
-        steps=recorder.tokens,
+        steps=observer.recorder.tokens,
     )
     observer.devices = cluster.devices
     prompts = prompts_of(vocabularies_of(specs))
@@ -126,15 +125,14 @@ def run_cluster(
     def arrivals() -> Iterator[Submission]:
         for n, request in enumerate(workload.requests):
             submission = submission_for(request, prompts(request))
-            recorder.sent(request, submission.id, request.at)
-            observer.silent[submission.id] = request
+            observer.record_arrival(request, submission.id)
             progress(n)
             yield submission
 
     seconds = cluster.run(arrivals())
     progress(len(workload.requests))
     report = Report.of(
-        recorder.records(),
+        observer.recorder.records(),
         slos,
         seconds,
         observer.gauge.samples(),
@@ -166,6 +164,11 @@ class _Observer:
         """Requests without an output so far, by submission id."""
         self._slos = slos
         self._missed = missed
+
+    def record_arrival(self, request: WorkloadRequest, submission_id: str) -> None:
+        """Record a request that has arrived."""
+        self.recorder.sent(request, submission_id, request.at)
+        self.silent[submission_id] = request
 
     def record_output(self, device: str, at: float, output: Output) -> None:
         """Record an output; report a first token that is late, or an error instead, to `missed`."""

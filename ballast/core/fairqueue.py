@@ -1,6 +1,6 @@
 """Queue items of several owners (API keys) in round-robin order, within bounds.
 
-Used by `live.grammar_cache` and `server.access.fair_thread`, so that no owner waits for all items
+Used by `live.grammar_cache` and `server.http.fair_turns`, so that no owner waits for all items
 of another.
 """
 

@@ -23,6 +23,7 @@ from ballast.core.actions import (
 )
 from ballast.core.errors import ConfigError
 from ballast.core.event import CommandEvent, Output
+from ballast.core.model import ModelSpec
 from ballast.core.story import Story
 from ballast.core.units import ceil_div
 from ballast.core.view import Residency
@@ -150,12 +151,9 @@ class CommandHandler:
         present = [*state.models.values(), m]
         wanted = largest_jobs((o.spec for o in present), settings)
         arena = max(state.arena.pages, ceil_div(wanted, settings.page_bytes))
-        others = [o.spec for o in state.models.values()]
-        layered = state.make_swapper is not None
-        try:
-            check_room(m.spec, others, settings, layered=layered, aside=state.set_aside)
-        except ConfigError as error:
-            return str(error)
+        too_small = self._too_small_for(m.spec)
+        if too_small is not None:
+            return too_small
         if not self._grow_arena(arena, outputs):
             return (
                 f"its largest jobs take {arena - state.arena.pages} pages of activations more than "
@@ -164,6 +162,19 @@ class CommandHandler:
         for other in state.models.values():
             other.weights.share(shared)
         state.enrol(m)
+        return None
+
+    def _too_small_for(self, spec: ModelSpec) -> Refusal:
+        """Return why not every model could be served with `spec` on the device; None: each could.
+
+        It replaces the model's present spec, if it has one."""
+        state = self._state
+        others = [m.spec for m in state.models.values() if m.spec.name != spec.name]
+        layered = state.make_swapper is not None
+        try:
+            check_room(spec, others, state.settings, layered=layered, aside=state.set_aside)
+        except ConfigError as error:
+            return str(error)
         return None
 
     def _grow_arena(self, pages: int, outputs: list[Output]) -> bool:
@@ -189,8 +200,10 @@ class CommandHandler:
         self._story.record_decision(self._state.now, action, refused)
 
     def _change(self, m: ModelState, adapter: int | None, c: Change) -> Refusal:
+        """Replace the levels of a model or adapter, or change nothing and return the reason: a
+        model is not pinned if another could then never be served."""
         if adapter is None:
-            m.spec = replace(
+            spec = replace(
                 m.spec,
                 slo=c.slo,
                 priority=c.priority,
@@ -201,6 +214,11 @@ class CommandHandler:
                 pinned=c.pinned,
                 ttl=c.ttl,
             )
+            if spec.pinned and not m.spec.pinned:
+                too_small = self._too_small_for(spec)
+                if too_small is not None:
+                    return too_small
+            m.spec = spec
         else:
             changed = replace(
                 m.spec.adapters[adapter],

@@ -3,7 +3,6 @@
 `server` alone imports it.
 
 - `fair_shares`: Divides a capacity fairly between API keys.
-- `fair_thread`: Runs work on one thread, API keys in turn.
 - `gate`: Bounds on open requests and on the bytes and time of their bodies.
 - `keys`: Authentication by key, and the routes that each key opens.
 - `meter`: Tokens and time of one client's request, for quotas and the log.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ballast.core.errors import InvalidRequest
-from ballast.server.access.fair_thread import FairThread
+from ballast.server.http.fair_turns import FairThread
 from ballast.server.http.off_loop import off_loop
 from ballast.server.http.request_context import RequestContext
 from ballast.server.openai.request import ChatRequest, GenerateRequest

@@ -8,7 +8,7 @@
 - `connection`: Event loop and HTTP parser in C, where installed.
 - `cors`: Cross-origin requests.
 - `faults`: Status codes and error bodies of each API.
-- `fair_turns`: One piece of work at a time, API keys in turn.
+- `fair_turns`: One piece of work at a time, on the loop or on a thread, API keys in turn.
 - `fields`: Types of request fields, with their bounds.
 - `file_limit`: The limit of open files.
 - `json_response`: Encoding of records, and error envelopes.

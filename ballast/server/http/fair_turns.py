@@ -1,7 +1,8 @@
 """Let one piece of work of all API keys run at a time, taking the keys in turn.
 
 Used on an event loop by `json_route` (bodies), `text.chat_template` (templates) and
-`access.fair_thread` (a thread), so that no key waits for all requests of another.
+`generate.output_constraint` (a thread that checks grammars), so that no key waits for all requests
+of another.
 """
 
 from __future__ import annotations
@@ -9,9 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from ballast.core.fairqueue import FairQueue
+from ballast.server.http.faults import Fault
+
+T = TypeVar("T")
 
 
 class TurnRefused(Exception):
@@ -64,3 +70,29 @@ class FairTurns:
             yield
         finally:
             self.release()
+
+
+class FairThread:
+    """One thread that runs work for several API keys in turn; used from one event loop at a
+    time."""
+
+    def __init__(self, name: str, most_each: int, most: int) -> None:
+        """`name`: of the thread, and of its work in errors to clients. `most_each`, `most`: bounds
+        of the waiting pieces of work, of one API key and in all."""
+        self._name = name
+        self._thread = ThreadPoolExecutor(1, name)
+        self._turns = FairTurns(most_each, most)
+
+    async def run(self, key: str, work: Callable[[], T]) -> T:
+        """Run `work` on the thread when it is the turn of `key` (the name of an API key); returns
+        its result.
+
+        Raises Fault (429) where the queue is full.
+        """
+        try:
+            await self._turns.acquire(key)
+        except TurnRefused as refusal:
+            raise Fault(429, f"{self._name}: {refusal}", "queue_full") from refusal
+        done = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        done.add_done_callback(lambda _: self._turns.release())
+        return await asyncio.shield(done)  # a cancelled caller does not free the thread

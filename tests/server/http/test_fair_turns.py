@@ -1,4 +1,4 @@
-"""Work for one thread: keys take turns, too much is refused, and who leaves holds nobody up."""
+"""Work in turns: API keys alternate, too much is refused, and who leaves holds nobody up."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from ballast.server.access.fair_thread import FairThread
-from ballast.server.http.fair_turns import FairTurns
+from ballast.server.http.fair_turns import FairThread, FairTurns
 from ballast.server.http.faults import Fault
 
 DEADLINE = 30.0
