@@ -20,6 +20,7 @@ from ballast.cli_common import (
     importing,
     load,
     with_preset,
+    writable,
     write_json,
     write_page,
 )
@@ -45,9 +46,11 @@ ProfileName = Annotated[
         "`ballast profile`; default: this machine, measured now."
     ),
 ]
-JsonFile = Annotated[Path | None, typer.Option(help="Write the reports here.")]
-PictureFile = Annotated[Path | None, typer.Option(help="Draw the reports here.")]
-HtmlFile = Annotated[Path | None, typer.Option(help="Write a page with pictures here.")]
+JsonFile = Annotated[Path | None, typer.Option(callback=writable, help="Write the reports here.")]
+PictureFile = Annotated[Path | None, typer.Option(callback=writable, help="Draw the reports here.")]
+HtmlFile = Annotated[
+    Path | None, typer.Option(callback=writable, help="Write a page with pictures here.")
+]
 
 
 def bench(
@@ -143,7 +146,9 @@ def demo(
 
 def profile(
     fleet_file: FleetFile,
-    to: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.toml"),
+    to: Annotated[Path, typer.Option(callback=writable, help="The profile's file.")] = Path(
+        "profile.toml"
+    ),
     device: Annotated[str, typer.Option(help="What the profile calls this machine.")] = "here",
     rounds: Annotated[int, typer.Option(min=1, help="More are slower and steadier.")] = 4,
     http: Annotated[

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ballast.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -36,7 +38,7 @@ Rate = Annotated[
     float | None,
     typer.Option(help="Requests per second, on average; default: a trace's own, else 2."),
 ]
-Seed = Annotated[int, typer.Option(help="Of the workload.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the workload.")]
 Start = Annotated[float, typer.Option(min=0.0, help="Seconds into a trace, as recorded.")]
 Spread = Annotated[
     float | None,
@@ -75,6 +77,23 @@ def with_preset(fleet: FleetSettings, preset: str | None) -> FleetSettings:
         fleet = replace(fleet, preset=preset, options={})
     preset_of(fleet)
     return fleet
+
+
+def writable(file: Path | None) -> Path | None:
+    """Refuse an option's output file before a long run if it could not be written after it; creates
+    the folder. Raises ConfigError."""
+    if file is None:
+        return None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        there = file.exists()
+        with file.open("ab"):
+            pass
+        if not there:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(str(file), error.strerror, "a file that can be written") from error
+    return file
 
 
 def write_json(file: Path, document: object) -> None:

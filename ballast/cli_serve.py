@@ -48,7 +48,7 @@ def doctor(
 
 
 BindHost = Annotated[str, typer.Option(help="Address to bind; loopback by default.")]
-BindPort = Annotated[int, typer.Option(help="0 takes a free one.")]
+BindPort = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
 PresetInstead = Annotated[str | None, typer.Option(help="Instead of the fleet file's.")]
 StoryAppend = Annotated[
     Path | None,

@@ -20,6 +20,7 @@ from ballast.cli_common import (
     Workload,
     importing,
     load,
+    writable,
     write_json,
     write_page,
 )
@@ -85,8 +86,12 @@ Drift = Annotated[
 ]
 
 
-ReportsFile = Annotated[Path | None, typer.Option(help="Write the reports here.")]
-PageFile = Annotated[Path | None, typer.Option(help="Write a page with pictures here.")]
+ReportsFile = Annotated[
+    Path | None, typer.Option(callback=writable, help="Write the reports here.")
+]
+PageFile = Annotated[
+    Path | None, typer.Option(callback=writable, help="Write a page with pictures here.")
+]
 
 
 def simulate(
@@ -164,7 +169,9 @@ Seeds = Annotated[
         "--seed on, until the interval of the answers settles. 1: one, without an interval.",
     ),
 ]
-TriedFile = Annotated[Path | None, typer.Option(help="Write what was tried here.")]
+TriedFile = Annotated[
+    Path | None, typer.Option(callback=writable, help="Write what was tried here.")
+]
 
 
 def plan(

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ballast.cli_common import writable
+
 app = typer.Typer(help="Replay and compare the stories of runs.", no_args_is_help=True)
 
 StoryPath = Annotated[Path, typer.Argument(metavar="FILE", help="As `--story` writes it.")]
@@ -43,7 +45,8 @@ def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="A story, as `--story` writes it.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another: live or simulated.")],
     json: Annotated[
-        Path | None, typer.Option(help="Write the comparison here.", show_default=False)
+        Path | None,
+        typer.Option(callback=writable, help="Write the comparison here.", show_default=False),
     ] = None,
 ) -> None:
     """Two runs side by side: latencies, service levels, jobs, and where decisions first differ."""

@@ -264,3 +264,35 @@ def test_a_fault_in_what_is_to_be_simulated(
     command, *options = arguments
     with pytest.raises(BallastError, match=says):
         invoke(command, "fleet.yaml", *options)
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_an_output_that_could_not_be_written_is_refused_before_the_run(
+    tmp_path: Path, option: str
+) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(KNOWN)
+    wrong = (tmp_path, fleet / "out.json")
+    for file in wrong:
+        with pytest.raises(ConfigError, match="a file that can be written"):
+            invoke("simulate", fleet, "--devices", "L4", option, file)
+
+
+def test_a_port_or_seed_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    for wrong in (("--port", 99999), ("--port", -1)):
+        refused = CliRunner().invoke(app, ["serve", "fleet.yaml", *map(str, wrong)])
+        assert refused.exit_code == 2
+    refused = CliRunner().invoke(app, ["simulate", "fleet.yaml", "--seed", "-1"])
+    assert refused.exit_code == 2
+
+
+def test_a_rate_is_refused_for_a_trace_of_one_moment(tmp_path: Path) -> None:
+    fleet, trace = tmp_path / "fleet.yaml", tmp_path / "trace.jsonl"
+    fleet.write_text(KNOWN)
+    request = '{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n'
+    trace.write_text(2 * request)
+    run = ("simulate", fleet, "--devices", "L4", "--workload", trace)
+    with pytest.raises(ConfigError, match="all requests of the trace come at one moment"):
+        invoke(*run, "--rate", 2)
+    with pytest.raises(ConfigError, match="most tokens: 0"):
+        invoke(*run, "--most-tokens", 0)

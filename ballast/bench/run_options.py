@@ -107,7 +107,10 @@ def _trace(file: Path, rate: float | None, seconds: float, start: float, seed: i
             raise ConfigError("start", start, f"at most {trace.seconds:g}: there the trace ends")
         trace = trace.window(start, math.nextafter(trace.seconds, math.inf))
     if rate is not None:
-        trace = trace.scale_rate(rate / trace.stats().rate)
+        recorded = trace.stats().rate
+        if not recorded:
+            raise ConfigError("rate", rate, "none: all requests of the trace come at one moment")
+        trace = trace.scale_rate(rate / recorded)
     return trace.window(0.0, seconds)
 
 

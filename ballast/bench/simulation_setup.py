@@ -39,7 +39,7 @@ class WorkloadOptions:
             names,
             rate=self.rate,
             seconds=self.seconds,
-            most_tokens=self.most_tokens or MOST_TOKENS,
+            most_tokens=MOST_TOKENS if self.most_tokens is None else self.most_tokens,
             seed=seed,
             start=self.start,
             spread=self.spread,

@@ -34,8 +34,9 @@ def read_document(text: str, environ: Mapping[str, str], source: str) -> Any:
 
     Raises ConfigError: `source` is not YAML, a key appears twice, a variable is not set.
     """
-    loader = yaml.SafeLoader(text)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:
             return None
@@ -44,8 +45,15 @@ def read_document(text: str, environ: Mapping[str, str], source: str) -> Any:
         return loader.construct_document(root)
     except yaml.YAMLError as error:
         raise ConfigError(source, _where(error), "the file must be one YAML document") from error
+    except (
+        ValueError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # PyYAML on a bad date, number ...
+        raise ConfigError(source, str(error), "the file must be one YAML document") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _scalars(

@@ -465,7 +465,22 @@ def test_a_fault_of_the_server_section_tells_no_secret(
         assert secret not in str(error)
 
 
-@pytest.mark.parametrize("text", ["", "- 1", "a: [", "a: 1\n---\nb: 2", "a: !!python/name:os 1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "- 1",
+        "a: [",
+        "a: 1\n---\nb: 2",
+        "a: !!python/name:os 1",
+        "a: 2024-13-45",
+        "a: !!int abc",
+        "a: !!timestamp abc",
+        "a: \x07",
+        f"a: {'9' * 5000}",
+        f"a: {'[' * 3000}",
+    ],
+)
 def test_not_a_fleet_file(home: Path, text: str) -> None:
     assert fault(home, text).key == str(home / "fleet.yaml")
 
