@@ -29,7 +29,7 @@ def read_keys(file: Path | Traversable, root: type[K]) -> K:
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(file), str(error), "a file that can be read") from error
+        raise ConfigError(str(file), None, f"it cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(file), str(error), "the file must be TOML") from error
     try:
