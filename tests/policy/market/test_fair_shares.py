@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.core.actions import Hold
+from ballast.core.actions import Activate, Evict, Hold, Promise
 from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
 from ballast.policy.market.claim_and_offer import Claim
 from ballast.policy.market.claims import LONGEST_WAIT
 from ballast.policy.market.fair_shares import fair_shares, share_out, younger_requests_by_share
+from ballast.policy.memory.balloon import Balloon
 from tests.policy.worlds import device, model, request
 
 NOW = 3.0
@@ -130,3 +131,21 @@ def test_a_more_important_request_does_not_wait_behind_claims_that_undo_work() -
     waits = claim._replace(may_preempt=False, overdue=True)
     assert sharing.claims([claim]) == [waits]
     assert sharing.claims([claim, waits._replace(model="b", order=other.order)])[0] == waits
+
+
+def test_a_more_important_request_does_not_wait_behind_a_model_to_be_activated() -> None:
+    """`c` needs the free pages beside those of `d`, and is less important than the request of `a`,
+    which is beyond its share."""
+
+    def important(r: RequestView) -> RequestView:
+        return r._replace(order=r.order._replace(rank=-5))
+
+    first = important(request(3, arrival=2.0))
+    a = replace(big(), running=tuple(map(important, big().running)), waiting=(first,))
+    c = model("c", Residency.ABSENT, pages=10, waiting=(request(6, arrival=2.1),))
+    b = model("b", waiting=(request(7, arrival=0.5),))
+    d = model("d", pages=8)
+    view = device(a, b, c, d, free=4, shortages=(lacks("a", first, 4),), now=NOW)
+    decision = Balloon()(view, None)
+    assert decision.promises == (Promise("a", 0, 4),)
+    assert not any(isinstance(x, Activate | Evict) for x in decision.actions)

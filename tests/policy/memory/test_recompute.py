@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ballast.core.actions import Activate, DropCache, Hold, Limit, Preempt
+from ballast.core.actions import Activate, DropCache, Hold, Limit, Preempt, Refuse
 from ballast.core.view import Residency, Shortage
+from ballast.policy.base import MemoryPolicy
+from ballast.policy.memory.kvswap import KvSwap
+from ballast.policy.memory.mirage import Mirage
 from ballast.policy.memory.recompute import Recompute, Standing
 from ballast.policy.memory.static import Division, FixedShares
 from ballast.policy.memory.temporal_sharing import ModelTurn
@@ -52,6 +55,17 @@ def test_who_waits_for_admission_undoes_nobody() -> None:
     lack = (Shortage("a", "r1", 4, limited=False),)
     view = device(a, model("b"), model("c"), free=0, shortages=lack)
     assert Recompute(pooled=1)(view, standing()).actions == ()
+
+
+@pytest.mark.parametrize("policy", [Recompute(), Mirage(), KvSwap()], ids=repr)
+def test_a_model_without_a_place_is_not_activated(policy: MemoryPolicy) -> None:
+    """Its request is refused anyway, and its weights would delay those of the model that has the
+    place, which was evicted meanwhile."""
+    placed = model("a", ABSENT, pages=60, share=3.0, limit=36)
+    without = model("b", ABSENT, pages=60, waiting=(request(1),))
+    view = device(placed, without, free=96)
+    actions = policy(view, policy(view, None).memo).actions
+    assert [(type(x), x.model) for x in actions] == [(Refuse, "b")]
 
 
 # -- turns ------------------------------------------------------------------------------------
