@@ -46,6 +46,7 @@ ProfileName = Annotated[
         "`ballast profile`; default: this machine, measured now."
     ),
 ]
+ProfileTo = Annotated[Path, typer.Option(callback=writable, help="The profile's file.")]
 JsonFile = Annotated[Path | None, typer.Option(callback=writable, help="Write the reports here.")]
 PictureFile = Annotated[Path | None, typer.Option(callback=writable, help="Draw the reports here.")]
 HtmlFile = Annotated[
@@ -146,9 +147,7 @@ def demo(
 
 def profile(
     fleet_file: FleetFile,
-    to: Annotated[Path, typer.Option(callback=writable, help="The profile's file.")] = Path(
-        "profile.toml"
-    ),
+    to: ProfileTo = Path("profile.toml"),
     device: Annotated[str, typer.Option(help="What the profile calls this machine.")] = "here",
     rounds: Annotated[int, typer.Option(min=1, help="More are slower and steadier.")] = 4,
     http: Annotated[

@@ -81,9 +81,9 @@ def with_preset(fleet: FleetSettings, preset: str | None) -> FleetSettings:
 
 def writable(file: Path | None) -> Path | None:
     """Refuse an option's output file before a long run if it could not be written after it; creates
-    the folder. Raises ConfigError."""
-    if file is None:
-        return None
+    the folder. A pipe is not tried: its reader would take the trial for all. Raises ConfigError."""
+    if file is None or file.is_fifo():
+        return file
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         there = file.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from ballast import __version__
 from ballast.bench.report import Report
 from ballast.cli import app
+from ballast.cli_common import writable
 from ballast.core.errors import BallastError, ConfigError
 from ballast.core.settings import Slo
 from ballast.fleet.fleet_source import FleetSource
@@ -296,3 +298,10 @@ def test_a_rate_is_refused_for_a_trace_of_one_moment(tmp_path: Path) -> None:
         invoke(*run, "--rate", 2)
     with pytest.raises(ConfigError, match="most tokens: 0"):
         invoke(*run, "--most-tokens", 0)
+
+
+def test_a_pipe_as_output_is_not_tried(tmp_path: Path) -> None:
+    """Opening it would wait for a reader, who would see it end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert writable(pipe) == pipe

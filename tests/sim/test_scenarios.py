@@ -59,6 +59,16 @@ def test_promises_are_kept(scenario: Scenario) -> None:
 BUSY = Ask(after=0.0, model=1, prompt=250, output=20, n=6, gap=0.3)
 WIDE = Model(weight_pages=5, kv_heads=4)
 """Only one such model has a place."""
+PLACELESS = Scenario(
+    preset="recompute",
+    models=(replace(WIDE, share=3.0, ttl=0.3), WIDE),
+    more_weights=0,
+    kv_pages=12,
+    acts=(
+        Ask(after=1.0, model=1, prompt=16, output=4),
+        Ask(after=1.0, model=0, prompt=16, output=4),
+    ),
+)
 MENDED = {
     "cached prefixes make way for a model that was evicted": Scenario(
         preset="kvswap",
@@ -164,26 +174,8 @@ MENDED = {
             Ask(after=0.5, model=1, prompt=290, output=4),
         ),
     ),
-    "a model without a place does not come for a request that is refused": Scenario(
-        preset="recompute",
-        models=(replace(WIDE, share=3.0, ttl=0.3), WIDE),
-        more_weights=0,
-        kv_pages=12,
-        acts=(
-            Ask(after=1.0, model=1, prompt=16, output=4),
-            Ask(after=1.0, model=0, prompt=16, output=4),
-        ),
-    ),
-    "nor where layers of KV are swapped": Scenario(
-        preset="kvswap",
-        models=(replace(WIDE, share=3.0, ttl=0.3), WIDE),
-        more_weights=0,
-        kv_pages=12,
-        acts=(
-            Ask(after=1.0, model=1, prompt=16, output=4),
-            Ask(after=1.0, model=0, prompt=16, output=4),
-        ),
-    ),
+    "a model without a place does not come for a request that is refused": PLACELESS,
+    "nor where layers of KV are swapped": replace(PLACELESS, preset="kvswap"),
     "a younger request makes way before one fails": Scenario(
         preset="balloon",
         link=1e6,
