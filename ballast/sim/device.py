@@ -199,8 +199,10 @@ class SimDevice:
 
     @property
     def open_requests(self) -> int:
-        """Requests that have arrived and have not ended, as of its clock."""
-        return len(self.state.requests) + self._heap.late
+        """Requests that have been sent here and have not ended, as of its clock. They count from
+        when they are routed, as in the live controller: of those that arrive at one moment, each
+        is routed by what the ones before it got."""
+        return len(self.state.requests) + self._heap.undelivered
 
     def held_tokens(self, submission: Submission) -> int:
         """Number of a request's prompt tokens whose KV is on the device, as of its clock."""

@@ -43,14 +43,19 @@ class StepsAheadHeap(EventHeap):
         """Taken by `ready`."""
         self._late: dict[str, tuple[int, float]] = {}
         """Arrivals that are put off, by request id: for how many jobs so far, and until when."""
+        self._undelivered: set[str] = set()
+        """Ids of requests whose arrival has been scheduled, and that the loop has not got."""
 
     @property
-    def late(self) -> int:
-        """Requests that have arrived and have not been delivered to the loop."""
-        return len(self._late)
+    def undelivered(self) -> int:
+        """Requests that have been sent to the device and not delivered to the loop: they arrive
+        at this very moment, or later, or are put off."""
+        return len(self._undelivered)
 
     def schedule(self, at: float, event: Event, then: Callable[[], None] | None = None) -> int:
         number = super().schedule(at, event, then)
+        if isinstance(event, ArrivalEvent):
+            self._undelivered.add(event.submission.id)
         if self._steps and isinstance(event, JobDoneEvent):
             self._ends[event.job.id] = at
             held, self._held = self._held, []
@@ -85,6 +90,9 @@ class StepsAheadHeap(EventHeap):
             due = self._left(events) if self._steps else events
             if not events:
                 break
+        self._undelivered.difference_update(
+            event.submission.id for event in due if isinstance(event, ArrivalEvent)
+        )
         return due
 
     def _left(self, events: list[Event]) -> list[Event]:

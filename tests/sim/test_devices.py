@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -98,6 +99,32 @@ def test_replicas_share_the_requests_by_what_is_open() -> None:
     assert all(isinstance(end, FinishedOutput) for end in ends)
     assert all(mine == least for mine, least in open_then)
     assert min(sent.values()) > 20
+
+
+@pytest.mark.parametrize("together", [1, 3, 12, 31])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_arrivals_of_one_moment_go_to_different_replicas(together: int, ahead: int) -> None:
+    """As in traces whose stamps are whole seconds, or seconds apart."""
+    names, settings = ["d0", "d1", "d2"], fleet("balloon", SPECS, 400)
+    profile = replace(PROFILE, ahead=ahead)
+    devices = {
+        name: SimDevice(
+            settings.device, SPECS[:1], resolve(settings.preset), profile, lambda at, o: None
+        )
+        for name in names
+    }
+    drawn = submissions(["a"], 4 * together, seed=7)
+    arrivals = [replace(s, arrival=3.0 * (n // together)) for n, s in enumerate(drawn)]
+    sent: dict[float, Counter[str]] = {}
+
+    def note(submission: Submission, chosen: str) -> None:
+        sent.setdefault(submission.arrival, Counter())[chosen] += 1
+
+    book = FleetBook({"a": names})
+    simulate_devices(controller(devices, book), arrivals, sent=note)
+    for counts in sent.values():
+        assert max(counts[d] for d in names) - min(counts[d] for d in names) <= 1
+    assert all(d.open_requests == 0 for d in devices.values())
 
 
 def run(outputs: list[tuple[float, str, Output]]) -> None:

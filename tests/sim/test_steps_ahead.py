@@ -99,8 +99,8 @@ def test_what_follows_a_late_arrival_stays_behind_it() -> None:
     heap.schedule(2.0, CancelEvent("late"))
     heap.schedule(2.5, DrainEvent())
     assert heap.take(2.75) == []
-    assert heap.late == 1
+    assert heap.undelivered == 1
     seen = [heap.take(None) for _ in range(3)]
     kinds = [[type(event) for event in events] for events in seen]
     assert kinds == [[JobDoneEvent], [ArrivalEvent], [CancelEvent, DrainEvent]]
-    assert heap.late == 0
+    assert heap.undelivered == 0
