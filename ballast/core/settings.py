@@ -245,11 +245,15 @@ class ServerSettings:
     drain_seconds: float = 30.0
     """Time for open requests to end after SIGTERM."""
     silent_seconds: float = 20.0
-    """Time without a message after which a worker is killed and restarted."""
+    """Time without a message or processor time after which a worker is killed and restarted."""
+    starting_seconds: float = 120.0
+    """The same for a worker that starts."""
     stuck_seconds: float = 300.0
-    """Duration of a job, or of a turn of the loop, after which a worker is killed."""
+    """Duration of a job, of a turn of the loop, or of computing without a message, after which a
+    worker is killed."""
     loading_seconds: float = 600.0
-    """Time without progress of loading after which a starting worker is killed."""
+    """Time without progress of loading, or of computing without a message, after which a starting
+    worker is killed."""
     spare_worker: bool = True
     """Whether a process with its libraries loaded waits to replace a worker that dies."""
 

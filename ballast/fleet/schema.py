@@ -317,6 +317,7 @@ class ServerKeys(Keys):
         ServerSettings().drain_seconds
     )
     silent_seconds: Positive = ServerSettings().silent_seconds
+    starting_seconds: Positive = ServerSettings().starting_seconds
     stuck_seconds: Positive = ServerSettings().stuck_seconds
     loading_seconds: Positive = ServerSettings().loading_seconds
     spare_worker: bool = ServerSettings().spare_worker
@@ -333,6 +334,7 @@ class ServerKeys(Keys):
             send_seconds=self.send_seconds,
             drain_seconds=self.drain_seconds,
             silent_seconds=self.silent_seconds,
+            starting_seconds=self.starting_seconds,
             stuck_seconds=self.stuck_seconds,
             loading_seconds=self.loading_seconds,
             spare_worker=self.spare_worker,

@@ -9,9 +9,12 @@ called wren embed: a prompt becomes its length and its first tokens, not of leng
 from __future__ import annotations
 
 import array
+import ctypes
+import itertools
 import os
 import queue
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +109,10 @@ class EchoDevice:
             raise MemoryError("no room for the pool")
         if fleet.options.get("mute"):
             signal.pause()  # as if loading took for ever
+        if seconds := os.environ.get("FAKE_DEVICE_COMPUTES"):
+            _compute_with_the_lock(float(seconds))
+        if os.environ.get("FAKE_DEVICE_CLUTCHES"):
+            ctypes.PyDLL(None).sleep(3600)  # with the interpreter lock, as `PyDLL` keeps it
         self.failed = {m.name: "it is broken" for m in fleet.models if "broken" in m.path}
         self.specs = {
             m.name: replace(spec(m.name, m.max_model_len or 256), pinned=m.pinned)
@@ -267,6 +274,16 @@ class EchoDevice:
 
     def close(self) -> None:
         pass
+
+
+def _compute_with_the_lock(seconds: float) -> None:
+    """Take so much processor time in one call that keeps the interpreter lock."""
+    n, used = 1000, 0.0
+    while used < seconds:
+        n = int(n * min(10.0, 1.2 * seconds / used)) if used > 0 else 10 * n
+        began = time.thread_time()
+        sum(itertools.repeat(1, n))
+        used = time.thread_time() - began
 
 
 def _tokens(s: Submission, begin: int, end: int) -> list[TokenOutput]:

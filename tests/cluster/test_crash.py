@@ -110,6 +110,43 @@ def test_loading_that_does_not_go_on_is_ended() -> None:
     asyncio.run(scenario())
 
 
+BRIEF = ServerSettings(silent_seconds=0.5, starting_seconds=0.5)
+
+
+def test_a_worker_that_computes_while_it_cannot_send_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It keeps the interpreter lock for longer than it may be silent: no heartbeat comes."""
+    monkeypatch.setenv("FAKE_DEVICE_COMPUTES", "1.5")
+
+    async def scenario() -> None:
+        async with running(replace(FLEET, server=BRIEF)) as (controller, first):
+            assert present(controller) is first
+            assert controller.devices.restarts == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("how", "limits", "why"),
+    [
+        ("CLUTCHES", BRIEF, r"it said nothing for 0\.5 s, and used no processor time"),
+        ("COMPUTES", replace(BRIEF, loading_seconds=1.0), r"nothing for 1 s, though it used"),
+    ],
+)
+def test_a_worker_that_starts_for_ever_is_ended(
+    how: str, limits: ServerSettings, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"FAKE_DEVICE_{how}", "30")
+
+    async def scenario() -> None:
+        with pytest.raises(Unavailable, match=why):
+            async with running(replace(FLEET, server=limits)):
+                pass
+
+    asyncio.run(scenario())
+
+
 def test_poison_fails_and_its_companions_do_not_notice() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):

@@ -398,6 +398,7 @@ server:
   ping_seconds: 1
   drain_seconds: 0
   silent_seconds: 5.5
+  starting_seconds: 45
   stuck_seconds: 60
   loading_seconds: 900
   spare_worker: false
@@ -429,6 +430,7 @@ def test_the_server_section(home: Path) -> None:
         ping_seconds=1,
         drain_seconds=0,
         silent_seconds=5.5,
+        starting_seconds=45,
         stuck_seconds=60,
         loading_seconds=900,
         spare_worker=False,

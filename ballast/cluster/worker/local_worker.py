@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.flight_recorder import FlightRecorder, flight_memory
-from ballast.cluster.worker.liveness_watch import LivenessWatch
+from ballast.cluster.worker.liveness_watch import LivenessWatch, process_activity
 from ballast.core.errors import Unavailable
 from ballast.core.settings import FleetSettings, ServerSettings
 from ballast.transport.sockets import PrivateDirectory, ServerSocket
@@ -64,7 +64,7 @@ class LocalWorker:
             undo.pop_all()
         self._process: asyncio.subprocess.Process | None = None
         self._exited: asyncio.Task[int] | None = None
-        self._watch = LivenessWatch(self.kill)
+        self._watch = LivenessWatch(self.kill, lambda: process_activity(self.pid))
         self._connected = False
         self._killed_for = ""
         self._closed = False
@@ -118,6 +118,7 @@ class LocalWorker:
         while True:
             message = await self._expect()
             if isinstance(message, ReadyMsg):
+                self._watch.note_ready()
                 return message
             if isinstance(message, NotReadyMsg):
                 raise Unavailable(f"the worker cannot start: {message.reason}")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ballast.server.http.watchdog import EXIT_CODE
+from ballast.server.http.watchdog import EXIT_CODE, LEAST_SHARE, counted_part
 from tests.server.process import DEADLINE
 
 IMPORTS = """
@@ -45,6 +45,14 @@ def test_a_loop_that_hangs_is_ended_with_its_stack(hang: str) -> None:
 
 def test_who_keeps_the_interpreter_lock_is_ended_too() -> None:
     assert run("time.sleep(0.3); re.match('(a+)+$', 'a' * 60 + 'b')").returncode == signal.SIGPROF
+
+
+def test_ticks_that_others_had_on_a_busy_machine_do_not_count() -> None:
+    """At a load of ten the loop has a tenth of the time; a loop that waits for something hangs."""
+    assert counted_part(0.1) == 0.1
+    assert counted_part(LEAST_SHARE) == LEAST_SHARE, "so that any hang ends some time"
+    assert counted_part(0.0) == counted_part(LEAST_SHARE / 2) == 1.0
+    assert counted_part(1.0) == counted_part(1.3) == 1.0, "a late tick counts as one"
 
 
 def test_a_loop_that_turns_is_left_alone() -> None:
