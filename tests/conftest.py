@@ -1,6 +1,10 @@
 """Processes that tests start run the checkout that the tests are from, whichever is installed; and
 no example of a property fails for the time that it took on a busy machine.
 
+Properties are tried with the same examples each time, so that a run says something of the code and
+not of the dice. `--hypothesis-profile long` (`make check`) draws others, and many more; what it
+finds is kept as an `@example`.
+
 `BALLAST_TEST_SPEED=20` runs the tests as on a machine twenty times as fast: the clock of devices in
 the tests' own process goes as much slower. `scripts/test_everywhere` uses it.
 """
@@ -17,10 +21,16 @@ from hypothesis import HealthCheck, settings
 from ballast.core.event import Event
 from ballast.live.inbox import MonotonicClock, QueueInbox
 
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("long", settings.get_profile("untimed"), max_examples=4000)
+LONG_EXAMPLES = 1000
+"""Examples of each property that has no number of its own, in the profile `long`."""
+settings.register_profile(
+    "fixed", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+settings.register_profile(
+    "long", settings.get_profile("fixed"), derandomize=False, max_examples=LONG_EXAMPLES
+)
 # pytest's --hypothesis-profile loads another one later.
-settings.load_profile("untimed")
+settings.load_profile("fixed")
 
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

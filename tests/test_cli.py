@@ -29,7 +29,7 @@ def ballast(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "ballast.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

@@ -318,7 +318,7 @@ def test_a_browser_draws_the_page(width: int, tmp_path: Path) -> None:
             f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900", "--dump-dom",
             file.as_uri(),
         ],
-        capture_output=True, text=True, check=True, timeout=120,
+        capture_output=True, text=True, check=True, timeout=240,
     ).stdout  # fmt: skip
     found = re.search(r'data-seen="([^"]*)"', dom)
     assert found is not None, "the scripts have not run to their end"

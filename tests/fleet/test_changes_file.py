@@ -150,7 +150,7 @@ def test_of_two_servers_that_write_at_once_one_is_refused(
 
     def replacing(source: str, target: Path) -> None:
         late.start()
-        assert waits.wait(60)
+        assert waits.wait(240)
         replace(source, target)
 
     def waiting(_: float) -> None:

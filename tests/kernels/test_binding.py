@@ -113,7 +113,7 @@ def test_the_only_lane_that_has_all_cpus_is_bound(
     models = [Where() for _ in range(lanes)]
     made = CpuRunner({"m": models}, events.put, VirtualClock(), threads, lanes)
     made.start(Job(1, 0, "m", (SequenceWork("r", (1,), 0, [0], None),)))
-    events.get(timeout=60.0)
+    events.get(timeout=240)
     made.close()
     assert models[0].masks == [{CPUS[0]} if binds else set(CPUS)]
 
@@ -130,7 +130,7 @@ events, clock, model = queue.SimpleQueue(), VirtualClock(), Where()
 made = CpuRunner({{"m": [model]}}, events.put, clock, {len(CPUS)})
 def run(id):
     made.start(Job(id, 0, "m", (SequenceWork("r", (1,), 0, [0], None),)))
-    events.get(timeout=60.0)
+    events.get(timeout=240)
 run(1)
 for task in os.listdir("/proc/self/task"):
     os.sched_setaffinity(int(task), {{{CPUS[-1]}}})

@@ -28,7 +28,7 @@ from tests.engine.test_requests import GRAMMAR, asked, fleet, path  # noqa: F401
 from tests.live.test_command_executor import ordered
 from tests.policy import worlds
 
-DEADLINE = 60.0
+DEADLINE = 240.0
 """Seconds after which a wait counts as failed; no test waits so long to pass."""
 SPEC = worlds.spec("m")
 

@@ -20,7 +20,7 @@ from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories
 from tests.live.test_live_device import asked, fleet, paths  # noqa: F401
 
-DEADLINE = 60.0
+DEADLINE = 240.0
 """Seconds after which a wait counts as failed; no test waits so long to pass."""
 
 

@@ -85,7 +85,7 @@ assert strict.check(), strict.used
 assert (strict.trims, cap.trims) == (1, 0)
 assert cap.check()
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -113,5 +113,5 @@ cap = AllocatorCap(0)
 job = torch.empty(20 * MiB, dtype=torch.uint8).fill_(1)
 assert cap.used > 15 * MiB, cap.used
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

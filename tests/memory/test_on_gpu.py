@@ -156,9 +156,9 @@ def test_copies_both_ways_from_pinned_memory(real: CudaDriver, vm: CudaVm) -> No
     assert pins.pin(address, 4 * PAGE, read_only=False)
     back = np.zeros(4 * PAGE, dtype=np.uint8)
     link.start(1, [Copy(r.base, address, 4 * PAGE)])
-    assert result.get(timeout=60).error is None
+    assert result.get(timeout=240).error is None
     link.start(2, [Copy(back.ctypes.data, r.base, 4 * PAGE)], direction=Direction.TO_HOST)
-    assert result.get(timeout=60).error is None
+    assert result.get(timeout=240).error is None
     start = address - source.data_ptr()
     assert (back == source.numpy()[start : start + 4 * PAGE]).all()
     link.close()
@@ -206,7 +206,7 @@ def test_pages_go_to_another_process(vm: CudaVm) -> None:
     assert ours.recv(2) == bytes([1, 2])
     assert ours.recv(1) == b"k"
     assert (page(r, 0)[9].item(), page(r, 1)[9].item()) == (1, 77)
-    assert child.wait(60) == 0
+    assert child.wait(240) == 0
     ours.close()
 
 

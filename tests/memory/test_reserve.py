@@ -43,10 +43,10 @@ def test_it_fills_up_in_the_background_and_after_each_lease(memfd: MemfdVm) -> N
     reserve = PopulatedReserve(pool, 8)
     reserve.start()
     reserve.start()
-    assert stepped.acquire(timeout=30)
-    assert stepped.acquire(timeout=30)
+    assert stepped.acquire(timeout=240)
+    assert stepped.acquire(timeout=240)
     assert isinstance(pool.allocate("a", 5), tuple)
-    assert stepped.acquire(timeout=30)
+    assert stepped.acquire(timeout=240)
     reserve.close()
     reserve.close()
     assert pool.populated >= 4
@@ -102,7 +102,7 @@ PopulatedReserve(Pool(vm, 4096)).start()
 link = HostLink(VirtualClock(), print, LinkRates.even(1.0), threads=2)
 link.start(1, [Copy(r.base, r.base + 32 * 65536, 32 * 65536)])
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 
@@ -122,8 +122,8 @@ def test_a_driver_that_fails_lets_it_rest_until_the_next_lease(memfd: MemfdVm) -
     pool.populate_some = failing  # type: ignore[method-assign]
     reserve = PopulatedReserve(pool, 8)
     reserve.start()
-    assert tried.acquire(timeout=30)
+    assert tried.acquire(timeout=240)
     assert isinstance(pool.allocate("a", 1), tuple)
-    assert tried.acquire(timeout=30), "its thread goes on"
+    assert tried.acquire(timeout=240), "its thread goes on"
     reserve.close()
     pool.validate()

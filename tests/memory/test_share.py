@@ -55,7 +55,7 @@ def test_two_processes_see_each_others_writes(memfd: MemfdVm) -> None:
         [sys.executable, "-c", _CHILD, str(theirs.fileno())], pass_fds=[theirs.fileno()]
     )
     theirs.close()
-    ours.settimeout(60)
+    ours.settimeout(240)
     send_pages(ours, memfd.export([5, 9, 10]))
     assert ours.recv(3) == bytes([1, 2, 3])
     mine[:3, 2] = [7, 8, 9]
@@ -65,7 +65,7 @@ def test_two_processes_see_each_others_writes(memfd: MemfdVm) -> None:
     send_pages(ours, memfd.export([20]))
     assert ours.recv(1) == b"k"
     assert (mine[3] == 77).all()
-    assert child.wait(60) == 0
+    assert child.wait(240) == 0
     ours.close()
 
 

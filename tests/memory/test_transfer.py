@@ -42,7 +42,7 @@ class DoneEvents:
         self.queue.put(done)
 
     def next(self) -> TransferDoneEvent:
-        return self.queue.get(timeout=60)
+        return self.queue.get(timeout=240)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ class Held:
     def now(self) -> float:
         if threading.current_thread() is threading.main_thread():
             return 0.0
-        self.go.wait(60)
+        self.go.wait(240)
         self.looks += 1
         return self.step * self.looks
 
@@ -258,7 +258,7 @@ def test_nothing_of_a_failed_batch_is_written_after_its_end(
         if copy.src == 1:
             failed.set()
             raise DeviceError("link", "the host is gone")
-        assert failed.wait(60)
+        assert failed.wait(240)
         written.set()
 
     monkeypatch.setattr("ballast.memory.transfer.copy_checked", copy)
@@ -300,10 +300,10 @@ def test_a_transfer_is_followed_batch_by_batch(done_events: DoneEvents) -> None:
     watch = Followed(done_events)
     copies = [Copy(target.ctypes.data, source.ctypes.data, 35_000)]
     link.start(1, copies, watch=watch)
-    assert watch.over.wait(60)
+    assert watch.over.wait(240)
     broken = Followed(done_events)
     link.start(2, [*copies, Copy(0, source.ctypes.data, 5)], watch=broken)
-    assert broken.over.wait(60)
+    assert broken.over.wait(240)
     link.close()
     assert watch.landed_bytes == [10_000, 20_000, 30_000]
     assert watch.end == [(None, True)]

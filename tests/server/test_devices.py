@@ -109,7 +109,7 @@ def test_streams_take_their_kv_along(real: ServerProcess, two: ServerProcess) ->
 
     def order(wanted: str) -> int:
         path = f"/admin/devices/cpu:1/{wanted}"
-        return two.http.post(path, headers=ADMIN, timeout=60).status_code
+        return two.http.post(path, headers=ADMIN, timeout=240).status_code
 
     draining = threading.Thread(target=order, args=["drain"])
 
@@ -126,7 +126,7 @@ def test_streams_take_their_kv_along(real: ServerProcess, two: ServerProcess) ->
     finally:
         assert order("uncordon") == 200
         path = "/admin/models/wren-mini/withdraw?device=cpu:0"
-        assert two.http.post(path, headers=ADMIN, timeout=60).status_code == 200
+        assert two.http.post(path, headers=ADMIN, timeout=240).status_code == 200
 
 
 def test_operators_move_models(two: ServerProcess) -> None:
@@ -170,7 +170,7 @@ def test_streams_go_on_elsewhere_when_their_device_is_drained(
 
     def order(wanted: str, device: str) -> int:
         path = f"/admin/devices/{device}/{wanted}"
-        return two.http.post(path, headers=ADMIN, timeout=60).status_code
+        return two.http.post(path, headers=ADMIN, timeout=240).status_code
 
     def cordoned() -> dict[str, bool]:
         state = two.http.get("/admin/state", headers=ADMIN).json()

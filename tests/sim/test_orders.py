@@ -131,19 +131,37 @@ def test_a_model_alone_is_served_first_come_first_served(
 
 
 @settings(max_examples=15)
-@given(arrivals, st.sampled_from([0.05, 0.3, 1.0]), st.sampled_from([0.01, 0.02, 0.05]))
+@given(
+    arrivals,
+    st.sampled_from([0.05, 0.3, 1.0]),
+    st.sampled_from([0.01, 0.02, 0.05]),
+    st.sampled_from([0.0, 1.0]),
+)
+# The second can no longer be in time when the third has come, which still can, and is.
+@example([(0.05, 128, 1, 0), (0.05, 160, 1, 0), (0.055, 1, 1, 0)], 0.05, 0.05, 0.0)
+@example([(0.05, 128, 1, 0), (0.05, 160, 1, 0), (0.055, 1, 1, 0)], 0.05, 0.05, 1.0)
 def test_a_model_alone_computes_prompts_in_their_order(
-    asked: list[tuple[float, int, int, int]], ttft: float, tpot: float
+    asked: list[tuple[float, int, int, int]], ttft: float, tpot: float, late_last: float
 ) -> None:
-    """Where streams leave time for parts of prompts alone."""
+    """Where streams leave time for parts of prompts alone. The order is that of the queue: of
+    arrival, but that admission puts requests behind others that can no longer be in time."""
     only = replace(spec("only", 10), slo=Slo(ttft=ttft, tpot=tpot))
     requests = [
         request(i, "only", at, prompt, output)
         for i, (at, prompt, output, _) in enumerate(sorted(asked))
     ]
-    records, _ = serve("balloon+deadline", [only], requests, observe=never_idle)
-    firsts = [r.first_token for r in sorted(records, key=lambda r: r.id)]
-    assert firsts == sorted(t for t in firsts if t is not None)
+    options = {"late_last": late_last}
+    records, done = serve("balloon+deadline", [only], requests, options=options, observe=never_idle)
+    moved = [e["requests"] for e in done.story.entries if e.get("action") == "Reorder"]
+    late = {id for ids in moved for id in ids}
+    assert late_last or not late
+    for part in (True, False):
+        firsts = [
+            r.first_token
+            for r in sorted(records, key=lambda r: r.id)
+            if (f"w{r.id}" in late) is part
+        ]
+        assert firsts == sorted(t for t in firsts if t is not None)
 
 
 def test_a_short_answer_of_a_model_alone_does_not_wait_for_the_next_prompt() -> None:

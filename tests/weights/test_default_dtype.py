@@ -62,7 +62,7 @@ def test_no_thread_notices_a_build_beside_it(monkeypatch: pytest.MonkeyPatch) ->
     make = nn.Embedding.__init__
 
     def together(self: nn.Embedding, *arguments: Any, **more: Any) -> None:
-        both.wait(60)
+        both.wait(240)
         beside = threading.Thread(target=lambda: seen.append(torch.zeros(1).dtype))
         beside.start()
         beside.join()

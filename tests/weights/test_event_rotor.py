@@ -64,7 +64,7 @@ class World:
         """As the engine does: settle, change pages, turn."""
         self.settled.clear()
         self.rotor.settle()
-        assert self.settled.wait(60)
+        assert self.settled.wait(240)
         before = dict(self.mapped)
         whole = {i for i in range(N) if ctypes.string_at(self.base + i * PAGE, 1)[0] == i + 1}
         slots = {layer: i % wanted.slots for i, layer in enumerate(wanted.layers)}
@@ -221,4 +221,4 @@ def test_who_waits_is_told_also_when_the_driver_cannot(world: World) -> None:
     world.settled.clear()
     world.driver.fail("finish")
     world.rotor.settle()
-    assert world.settled.wait(60)
+    assert world.settled.wait(240)

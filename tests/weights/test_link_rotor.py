@@ -265,7 +265,7 @@ def test_passes_wait_for_what_a_load_has_not_brought_yet() -> None:
     job.start()
     assert not passed.is_set()
     watch.ended(None)
-    job.join(60)
+    job.join(240)
     assert passed.is_set()
     assert rotor.begin_pass() == frozenset()
     assert rotor.stalled() >= 0

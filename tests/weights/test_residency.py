@@ -210,7 +210,7 @@ def test_bytes_arrive_again_after_the_pages_were_written_by_another() -> None:
     try:
         for transfer in range(2):
             assert weights.activate(transfer) is None
-            assert arrived.acquire(timeout=30)
+            assert arrived.acquire(timeout=240)
             for segment, array in zip(weights.segments, host, strict=True):
                 assert ctypes.string_at(segment.address, array.size) == array.tobytes()
             weights.evict()

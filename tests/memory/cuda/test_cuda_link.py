@@ -49,7 +49,7 @@ class Gate(FakeDriver):
         self.open = threading.Event()
 
     def wait(self, event: int) -> None:
-        assert self.open.wait(60)
+        assert self.open.wait(240)
         super().wait(event)
 
 
@@ -78,12 +78,12 @@ def test_all_copies_land_before_the_end_is_told(
     base, to = source.ctypes.data, r.base
     cuts = [0, 1, 500, 30_000, 30_001, 123_457]
     link.start(9, [Copy(to + a, base + a, b - a) for a, b in pairwise(cuts)])
-    done = done_events.get(timeout=60)
+    done = done_events.get(timeout=240)
     assert (done.transfer_id, done.n_bytes, done.error) == (9, 123_457, None)
     assert done.seconds > 0
     assert (array_at(to, (123_457,), "uint8") == source).all()
     link.start(10, [Copy(back.ctypes.data, to, 123_457)], "kv", Direction.TO_HOST)
-    assert done_events.get(timeout=60).transfer_id == 10
+    assert done_events.get(timeout=240).transfer_id == 10
     assert (back == source).all()
     assert link.bytes_per_second != PRIOR_BYTES_PER_SECOND
     cuda.unmap(r, 0, 2)
@@ -92,7 +92,7 @@ def test_all_copies_land_before_the_end_is_told(
 def test_nothing_to_copy(link: CudaLink, done_events: queue.Queue[TransferDoneEvent]) -> None:
     link.start(1, [])
     link.start(2, [Copy(8, 8, 0)])
-    ends = [done_events.get(timeout=60) for _ in range(2)]
+    ends = [done_events.get(timeout=240) for _ in range(2)]
     assert [(d.transfer_id, d.n_bytes, d.error) for d in ends] == [(1, 0, None), (2, 0, None)]
 
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_copied(
     link.start(2, [Copy(r.base, source.ctypes.data, -5)])
     link.start(3, [Copy(0, source.ctypes.data, 5)])
     link.start(4, [Copy(r.base, source.ctypes.data, PAGE)])
-    ends = [done_events.get(timeout=60) for _ in range(4)]
+    ends = [done_events.get(timeout=240) for _ in range(4)]
     assert [e.transfer_id for e in ends] == [1, 2, 3, 4]
     assert ["cuMemcpyAsync" in (e.error or "") for e in ends] == [True, True, True, False]
     assert ends[0].n_bytes < PAGE
@@ -116,10 +116,10 @@ def test_what_cannot_be_copied(
     for call in ("wait", "record", "copy_to_device"):
         driver.fail(call)
         link.start(5, [Copy(r.base, source.ctypes.data, 25_000)])
-        end = done_events.get(timeout=60)
+        end = done_events.get(timeout=240)
         assert "asked for" in (end.error or ""), call
     link.start(6, [Copy(r.base, source.ctypes.data, PAGE)])
-    assert done_events.get(timeout=60).error is None
+    assert done_events.get(timeout=240).error is None
     for stream in driver.streams:
         driver.run(stream)
     cuda.unmap(r, 0, 1)
@@ -136,7 +136,7 @@ def test_streams_share_by_bytes(done_events: queue.Queue[TransferDoneEvent]) -> 
     link.start(0, [Copy(r.base, source.ctypes.data, 40_000)], "long")
     link.start(1, [Copy(r.base, source.ctypes.data, 4_300)], "short")
     driver.open.set()
-    ends = [done_events.get(timeout=60) for _ in range(2)]
+    ends = [done_events.get(timeout=240) for _ in range(2)]
     assert [e.transfer_id for e in ends] == [1, 0]
     link.close()
     vm.close()
@@ -159,7 +159,7 @@ def test_closing_tells_what_was_not_finished(done_events: queue.Queue[TransferDo
     driver.open.set()
     link.close()
     link.close()
-    ends = [done_events.get(timeout=60) for _ in range(2)]
+    ends = [done_events.get(timeout=240) for _ in range(2)]
     assert [e.transfer_id for e in ends] == [1, 2]
     assert all("closed" in (e.error or "") and e.n_bytes < 40_000 for e in ends)
     with pytest.raises(DeviceError, match="closed"):

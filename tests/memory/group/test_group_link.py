@@ -40,7 +40,7 @@ def test_it_lands_with_the_last_rank() -> None:
     link.landed(TransferDoneEvent(7, 5, 60.0))
     link.landed(TransferDoneEvent(8, 5, 1.0, "torn"))
     for _ in range(2):
-        ended.get(timeout=60)
+        ended.get(timeout=240)
     assert (result, carried) == ([], [(7, 1), (8, 1)])
     link.landed(TransferDoneEvent(8, 5, 2.0))
     link.landed(TransferDoneEvent(7, 5, 50.0))

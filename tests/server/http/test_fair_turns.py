@@ -11,7 +11,7 @@ import pytest
 from ballast.server.http.fair_turns import FairThread, FairTurns
 from ballast.server.http.faults import Fault
 
-DEADLINE = 30.0
+DEADLINE = 240.0
 
 
 class Work:

@@ -11,7 +11,7 @@ import pytest
 from ballast.server.http.bodies import SMALL_BYTES
 from ballast.server.http.json_route import TINY_BYTES, BodyDecoder
 
-DEADLINE = 30.0
+DEADLINE = 240.0
 
 
 def body(size: int) -> bytes:
