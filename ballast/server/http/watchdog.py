@@ -1,10 +1,10 @@
 """End a server process whose event loop hangs, or that does not stop in time when it should.
 
 A thread counts ticks since the loop last turned. A tick in which the loop's thread computed counts
-for the processor time that it had: the rest of it went to others on a busy machine. Code that keeps the interpreter lock stops that
-thread too: then the kernel's CPU-time timer (SIGPROF), which the thread resets at every tick, ends
-the process. Ticks are counted, not clock time, so that a process that was stopped, or a machine
-that slept, does not count as hung. Used by `serve`.
+for the processor time that it had: the rest of it went to others on a busy machine. Code that keeps
+the interpreter lock stops that thread too: then the kernel's CPU-time timer (SIGPROF), which the
+thread resets at every tick, ends the process. Ticks are counted, not clock time, so that a process
+that was stopped, or a machine that slept, does not count as hung. Used by `serve`.
 """
 
 from __future__ import annotations
