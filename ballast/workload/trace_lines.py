@@ -1,15 +1,18 @@
-"""Read lines and CSV rows of trace files, gzip or plain; errors name the file and the line.
+"""Read trace files, gzip or plain: lines, CSV rows and JSON lines; errors name file and line.
 
-Used by `workload.traces` and `workload.servegen`.
+All traces are read here. A byte-order mark, blank lines, any line ends, quoted headers and blanks
+around column names do not matter. Used by `workload.traces`, `block_traces` and `servegen`.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
 
@@ -19,28 +22,33 @@ from ballast.workload.workload import WorkloadError
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, text) of a UTF-8 file. Raises WorkloadError where it is unreadable."""
+    """(line number from 1, text without its end) of each line that is not blank, of a UTF-8 file.
+    Raises WorkloadError where it is unreadable."""
     line = 0
     try:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
         opener = gzip.open if packed else open
-        with opener(path, "rt", encoding="utf-8") as lines:
+        with opener(path, "rt", encoding="utf-8-sig") as lines:
             for line, text in enumerate(lines, start=1):
-                yield line, text
+                if text.strip():
+                    yield line, text.rstrip("\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise WorkloadError(f"cannot be read: {error}", str(path), line + 1) from error
+
+
+def columns_of(header: str) -> list[str]:
+    """The column names of a CSV file's first line."""
+    return [name.strip() for name in next(csv.reader([header], skipinitialspace=True), [])]
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """(line number, row) of a CSV file with a header; a row is one line."""
     lines = read_lines(path)
     _, first = next(lines, (0, ""))
-    header = next(csv.reader([first]), [])
+    header = columns_of(first)
     for line, text in lines:
-        values = next(csv.reader([text]), [])
-        if not values:
-            continue
+        values = next(csv.reader([text], skipinitialspace=True), [])
         if len(values) != len(header):
             fault = f"{len(values)} columns where the header has {len(header)}"
             raise WorkloadError(fault, str(path), line)
@@ -70,10 +78,22 @@ def number(row: dict[str, str], column: str) -> float:
     return value
 
 
-def tokens(row: dict[str, str], column: str) -> int:
-    """Parse a whole number of tokens; 0 becomes 1, since a request without tokens cannot be
-    served."""
+def whole(row: dict[str, str], column: str) -> int:
+    """Parse a whole number, 0 or more, such as a count of tokens. Raises KeyError or ValueError."""
     value = number(row, column)
     if value != int(value):
         raise ValueError(f"{column}: {row[column]!r} is not a whole number")
-    return max(1, int(value))
+    return int(value)
+
+
+def moment(row: dict[str, str], column: str) -> float:
+    """Seconds since 1970 of an ISO 8601 time of any zone; UTC where it names none. Raises KeyError
+    or ValueError."""
+    text = row[column]
+    close = re.sub(r"\s+(?=[Z+-])|\s*UTC$", "", text.strip().upper())  # the zone at the time
+    try:
+        at = datetime.fromisoformat(close)
+    except ValueError:
+        allowed = "write 2024-05-12 00:00:10.25, with a zone (Z, +08:00) or without"
+        raise ValueError(f"{column}: {text!r} is not a time: {allowed}") from None
+    return (at.replace(tzinfo=UTC) if at.tzinfo is None else at).timestamp()

@@ -35,6 +35,41 @@ MOONCAKE = """{"timestamp": 500, "input_length": 700, "output_length": 3, "hash_
 """
 
 
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,GPT-4,1087,0,1087,API log
+"""
+BURSTGPT_SESSIONS = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,\
+Total tokens,Log Type
+100.0,0b1c-7f,43,GPT-4,906,446,1352,Conversation log
+151.5,,2,ChatGPT,36,29,65,API log
+"""
+
+
+def bailian(chat: int, parent: int, at: float, tokens: int, blocks: Iterable[int]) -> str:
+    row = {
+        "chat_id": chat,
+        "parent_chat_id": parent,
+        "timestamp": at,
+        "input_length": tokens,
+        "output_length": 132,
+        "type": "text",
+        "turn": 1,
+        "hash_ids": list(blocks),
+    }
+    return json.dumps(row) + "\n"
+
+
+BAILIAN = (
+    bailian(159, -1, 61.5, 37, [4, 5, 6])
+    + bailian(160, -1, 62.0, 16, [9])
+    + bailian(170, 159, 63.5, 64, [4, 5, 7, 8])
+    + bailian(171, 170, 64.5, 65, [4, 5, 7, 8, 2**64 - 1])
+    + bailian(180, 3, 65.0, 16, [9])
+    + bailian(181, 3, 66.0, 16, [9])
+)
+
+
 def turn(t: float, blocks: Iterable[int], **more: Any) -> dict[str, Any]:
     ids = list(blocks)
     return {
@@ -135,6 +170,99 @@ def test_mooncake_shares_prefixes(tmp_path: Path) -> None:
     assert a[512] != b[512]
 
 
+def test_a_row_whose_blocks_do_not_fit_its_length_is_refused(tmp_path: Path) -> None:
+    short = MOONCAKE.replace("[0, 2]", "[0]")
+    with pytest.raises(WorkloadError, match=r"line 2: hash_ids: 1 blocks, but .*600 tokens are 2"):
+        load_trace(write(tmp_path / "m.jsonl", short))
+    # Bailian's rows, read as Mooncake's, once made five devices of one.
+    for kind, other, text in (("mooncake", "bailian", BAILIAN), ("bailian", "mooncake", MOONCAKE)):
+        text = text.replace('{"timestamp"', '{"chat_id": 1, "timestamp"')
+        with pytest.raises(WorkloadError, match=rf"line 1: .* blocks of \d+ \({other}\)"):
+            load_trace(write(tmp_path / "x.jsonl", text), kind=kind)
+    for size, fits in ((4, True), (9, False), (2, False)):
+        path = write(tmp_path / "a.jsonl", AGENTIC.replace('size": 4', f'size": {size}'))
+        if fits:
+            load_trace(path)
+        else:
+            with pytest.raises(WorkloadError, match="line 1: a turn of s1 at 0 s has 2 hash_ids"):
+                load_trace(path)
+
+
+def test_burstgpt(tmp_path: Path) -> None:
+    w = load_trace(write(tmp_path / "b.csv", BURSTGPT))
+    result = [(r.at, r.model, r.prompt_tokens, r.output_tokens, r.session) for r in w.requests]
+    assert result == [(0.0, "ChatGPT", 472, 18, None), (40.0, "GPT-4", 1087, 1, None)]
+    assert w.labels == ("1 requests recorded with 0 output tokens have 1",)
+    named = load_trace(write(tmp_path / "s.csv.gz", BURSTGPT_SESSIONS), kind="burstgpt")
+    assert [(r.at, r.session) for r in named.requests] == [(0.0, "0b1c-7f"), (51.5, None)]
+
+
+def test_bailian_has_seconds_blocks_of_16_and_chats(tmp_path: Path) -> None:
+    w = load_trace(write(tmp_path / "qwen_traceA.jsonl", BAILIAN))
+    assert [r.at for r in w.requests] == [0.0, 0.5, 2.0, 3.0, 3.5, 4.5]
+    a, b, c, d, _, e = (prompt_for(r, 30_000) for r in w.requests)
+    assert a[:32] == c[:32]
+    assert a[32:37] != c[32:37]
+    assert c == d[:64]
+    assert b == e
+    sessions = [r.session for r in w.requests]
+    assert sessions[0] == sessions[2] == sessions[3] != sessions[1]
+    assert sessions[4] == sessions[5] not in sessions[:4], "turns whose first is not in the file"
+
+
+def _quoted(text: str) -> str:
+    header, rows = text.split("\n", 1)
+    return ",".join(f'"{name}"' for name in header.split(",")) + "\n" + rows
+
+
+@pytest.mark.parametrize(
+    "text", [ARENA, AZURE, BURSTGPT, GENTD, MOONCAKE, BAILIAN, AGENTIC], ids=lambda t: t[:20]
+)
+def test_how_a_file_is_written_does_not_matter(tmp_path: Path, text: str) -> None:
+    """Byte-order mark, line ends, blank lines, quoted headers and blanks behind commas."""
+    plain = load_trace(write(tmp_path / "t.csv", text))
+    variants = [
+        text.rstrip("\n"),
+        text.replace("\n", "\n\n"),
+        "\n \n" + text + "\n\t\n",
+        text.replace("\n", "\r\n"),
+        text.replace("\n", "\r\n \r\n"),
+    ]
+    if not text.startswith("{"):
+        variants += [_quoted(text), text.replace(",", ", "), text.replace("\n", " \n", 1)]
+    for variant in variants:
+        for mark in (b"", b"\xef\xbb\xbf"):
+            (tmp_path / "t.csv").write_bytes(mark + variant.encode())
+            assert load_trace(tmp_path / "t.csv").requests == plain.requests, (variant, mark)
+            (tmp_path / "t.csv.gz").write_bytes(gzip.compress(mark + variant.encode()))
+            assert load_trace(tmp_path / "t.csv.gz").requests == plain.requests, (variant, mark)
+
+
+def test_servegen_is_read_by_the_same_reader(tmp_path: Path) -> None:
+    sample = ServeGenSample(start=300, seconds=300, rate=2.0, seed=3)
+    plain = load_trace(servegen_files(tmp_path), servegen=sample)
+    for name, text in (("rates.csv.gz", _quoted(RATES)), ("length_pdfs.jsonl.gz", PDFS)):
+        odd = "\ufeff" + text.replace("\n", "\r\n\r\n")
+        (tmp_path / name).write_bytes(gzip.compress(odd.encode()))
+    assert load_trace(tmp_path / "rates.csv.gz", servegen=sample) == plain
+
+
+@pytest.mark.parametrize(
+    ("zone", "hours"),
+    [("", 0), ("Z", 0), ("z", 0), ("+00:00", 0), ("+08:00", 8), ("+0800", 8), ("+08", 8),
+     ("-05:30", -5.5), (" UTC", 0), (" +08:00", 8)],
+)  # fmt: skip
+def test_times_of_any_zone(tmp_path: Path, zone: str, hours: float) -> None:
+    fractions = ["", ",5", *(f".{'125' * 3}"[: n + 1] for n in range(1, 10))]
+    times = [(s, f) for s in ("T", " ", "t") for f in fractions]
+    rows = ["2024-05-12T00:00:00Z", *(f"2024-05-13{s}00:00:07{f}{zone}" for s, f in times)]
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f'"{r}",1,1\n' for r in rows)
+    first, *rest = load_trace(write(tmp_path / "z.csv", text)).requests
+    assert first.at == 0.0
+    due = [24 * 3600 + 7 + float("0" + f.replace(",", ".")) - 3600 * hours for _, f in times]
+    assert [r.at for r in rest] == pytest.approx(sorted(due), abs=2e-6)
+
+
 def test_agentic_flattens_subagents_and_keeps_sessions_apart(tmp_path: Path) -> None:
     w = load_trace(write(tmp_path / "a.jsonl.gz", AGENTIC), session_gap=100.0)
     result = [(r.at, r.model, r.session) for r in w.requests]
@@ -222,7 +350,13 @@ def test_servegen_needs_lengths_and_demand(tmp_path: Path) -> None:
         ("m.jsonl", MOONCAKE.replace("600", "-600"), 2, "input_length"),
         ("a.jsonl", AGENTIC + '{"id": "s3", "block_size": 0, "requests": []}\n', 3, "block_size"),
         ("r.csv", RATES.replace("Weibull", "Pareto", 1), 3, "Pareto"),
-        ("x.csv", "a,b\n1,2\n", 1, "not a known trace format"),
+        ("x.csv", "a,b\n1,2\n", 1, r"not a known trace format.*\(a, b\).*burstgpt: Timestamp"),
+        ("x.jsonl", '\n\n{"a": 1}\n', 3, r"not a known trace format.*\(a\).*bailian: chat_id"),
+        ("x.jsonl", '{"a": \n', 1, "truncated"),
+        ("b.csv", BURSTGPT + "9,,1,1,2,API log\n", 4, "Model: empty"),
+        ("b.csv", BURSTGPT + "soon,GPT-4,1,1,2,API log\n", 4, "Timestamp: 'soon'"),
+        ("b.jsonl", BAILIAN + bailian(1, -1, 70.0, 17, [1]), 7, "1 blocks.*17 tokens are 2 blocks"),
+        ("a.csv", AZURE + "2030-01-01 00:00:00 CET,1,1\n", 4, "CET.*with a zone"),
         ("x.csv", "", 1, "not a known trace format"),
     ],
 )
