@@ -154,6 +154,7 @@ def _with_options(
 ) -> ServerSettings:
     """Return `server` with the command line's options. Raises ConfigError."""
     from ballast.core.settings import KeySettings
+    from ballast.server.http.origins import check_origins
 
     if drain_seconds is not None:
         server = replace(server, drain_seconds=drain_seconds)
@@ -164,6 +165,7 @@ def _with_options(
             where = same[0] if same else "admin_key"
             raise ConfigError("--api-key", "(hidden)", f"the fleet file has it already: {where}")
         server = replace(server, keys=(*server.keys, secret))
+    check_origins(server)
     return server
 
 

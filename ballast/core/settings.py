@@ -231,6 +231,9 @@ class ServerSettings:
     """Key of the admin routes; None: there are no admin routes."""
     cors_origins: tuple[str, ...] = ()
     """Origins (`scheme://host[:port]`, or `*`: any) whose pages browsers let read responses."""
+    hosts: tuple[str, ...] = ()
+    """Names by which clients reach the server, beside loopback names and IP addresses; empty: with
+    keys any, without keys no other."""
     most_open: int = 4096
     """Bound of the open generating requests; more are refused (429)."""
     most_connections: int = 8192

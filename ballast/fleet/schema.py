@@ -36,6 +36,7 @@ from ballast.core.settings import (
 from ballast.core.units import parse_bytes
 
 OS_PAGE = 4096
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 
 
@@ -70,6 +71,12 @@ def _origin(value: str) -> str:
     return value
 
 
+def _host(value: str) -> str:
+    if not _HOST.fullmatch(value):
+        raise ValueError("a host reads ballast.example, without scheme, port or path")
+    return value
+
+
 def _page(value: Any) -> int:
     size = _size(value)
     if size < OS_PAGE or size & (size - 1):
@@ -100,6 +107,7 @@ Context = Annotated[int, Field(ge=2, lt=2**31)]
 """A token of the prompt, and one to generate."""
 DeviceName = Annotated[str, Field(min_length=1, max_length=128)]
 Origin = Annotated[str, AfterValidator(_origin)]
+Host = Annotated[str, AfterValidator(_host)]
 Secret = Annotated[str, BeforeValidator(_secret)]
 
 
@@ -308,6 +316,7 @@ class ServerKeys(Keys):
     keys: list[ApiKeyKeys] = Field(default_factory=list)
     admin_key: Secret | None = Field(default=None, repr=False)
     cors_origins: Annotated[tuple[Origin, ...], Field(strict=False)] = ()
+    hosts: Annotated[tuple[Host, ...], Field(strict=False)] = ()
     most_open: Count = ServerSettings().most_open
     most_connections: Count = ServerSettings().most_connections
     most_body: Size = ServerSettings().most_body_bytes
@@ -327,6 +336,7 @@ class ServerKeys(Keys):
             keys=tuple(key.settings() for key in self.keys),
             admin_key=self.admin_key,
             cors_origins=self.cors_origins,
+            hosts=self.hosts,
             most_open=self.most_open,
             most_connections=self.most_connections,
             most_body_bytes=self.most_body,

@@ -51,6 +51,7 @@ def create_app(service: Service, admin: AdminService) -> Gate:
     add_admin_routes(app, service, admin)
     add_generating_routes(app, service)
     add_text_routes(app, service)
+    gate.routes = app.routes
     return gate
 
 
@@ -99,8 +100,7 @@ def _add_faults(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        content_type = request.headers.get("content-type")
-        fault = Fault.of_validation(error.errors(), _form(request), content_type)
+        fault = Fault.of_validation(error.errors(), _form(request))
         return fault.response(context_of(request.scope))
 
     async def http(request: Request, error: Exception) -> Response:

@@ -37,6 +37,8 @@ from ballast.server.http.connection import new_loop, protocol
 from ballast.server.http.connection_limits import Connections, limited
 from ballast.server.http.cors import Cors
 from ballast.server.http.file_limit import OTHER_FILES, check_files
+from ballast.server.http.origins import SameOrigin, check_origins
+from ballast.server.http.route_match import RouteMatch
 from ballast.server.http.watchdog import Watchdog
 from ballast.server.observe.request_log import log_request
 from ballast.server.observe.request_watch import Listener, Watch
@@ -96,6 +98,7 @@ def serve(
         forgo_torch()
     reading = reading or source.read()
     check_files(reading.fleet)
+    check_origins(reading.fleet.server)
     source.settle(reading)
     tracer = tracing(otlp_endpoint, MonotonicClock(), WallClock())
     with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -132,7 +135,7 @@ async def _serve(
                     lambda: service.settings.most_connections, lambda: OTHER_FILES + len(broker)
                 )
                 await _answer(
-                    service, admin, listener, operator, ready, tracer, watchdog, connections
+                    service, admin, host, listener, operator, ready, tracer, watchdog, connections
                 )
             return 0
         finally:
@@ -213,6 +216,7 @@ def _load_tokenizers(
 async def _answer(
     service: Service,
     admin: AdminService,
+    name: str,
     listener: socket.socket,
     operator: OperatorSignals,
     ready: Callable[[int], None] | None,
@@ -224,7 +228,7 @@ async def _answer(
     gate = create_app(service, admin)
     gate.crowded = lambda: connections.full
     service.metrics.connections.set_function(lambda: connections.open)
-    http = _http_server(service, gate, tracer, connections)
+    http = _http_server(service, gate, tracer, connections, name)
     host, port = listener.getsockname()[:2]
     running = asyncio.ensure_future(http.serve(sockets=[listener]))
     if await _first(running, http.up):
@@ -245,12 +249,15 @@ async def _answer(
 
 
 def _http_server(
-    service: Service, gate: Gate, tracer: Tracing | None, connections: Connections
+    service: Service, gate: Gate, tracer: Tracing | None, connections: Connections, name: str
 ) -> HttpServer:
-    """Build the HTTP server, with the application inside its gate, keys, CORS and request watch."""
+    """Build the HTTP server, with the application inside its gate, keys, CORS, checks of host and
+    route, and request watch. `name`: of the address that it listens on."""
     listeners: list[Listener] = [log_request] if tracer is None else [log_request, tracer]
+    guarded = Cors(Guard(gate, service.keys), lambda: service.settings)
+    checked = SameOrigin(guarded, lambda: service.settings, (name,))
     app = Watch(
-        Cors(Guard(gate, service.keys), lambda: service.settings),
+        RouteMatch(checked, gate.routes),
         service.metrics,
         service.clock,
         listeners,

@@ -317,6 +317,12 @@ def test_an_origin_is_a_scheme_and_a_host(home: Path, origin: str) -> None:
     assert (error.key, error.value) == ("server.cors_origins[0]", origin)
 
 
+@pytest.mark.parametrize("host", ["http://a.example", "a.example:80", "*", "", "a/b", "-a", "a b"])
+def test_a_host_is_a_name_alone(home: Path, host: str) -> None:
+    error = fault(home, MINIMAL + f"server: {{hosts: [{host!r}]}}\n")
+    assert (error.key, error.value) == ("server.hosts[0]", host)
+
+
 ADAPTERS = """
 defaults: {dtype: float32, priority: 1, limits: {context: 64, waiting: 7, queue_seconds: 3}}
 models:
@@ -392,6 +398,7 @@ server:
       isolated: true
     - {name: team-b, key: sk-bbb}
   admin_key: ${KEY_ADMIN}
+  hosts: [ballast.example, box]
   most_open: 10
   most_connections: 20
   most_body: 1MiB
@@ -424,6 +431,7 @@ def test_the_server_section(home: Path) -> None:
             KeySettings(name="team-b", key="sk-bbb"),
         ),
         admin_key="sk-admin",
+        hosts=("ballast.example", "box"),
         most_open=10,
         most_connections=20,
         most_body_bytes=MiB,

@@ -32,7 +32,7 @@ def dial(running: ServerProcess) -> socket.socket:
 def request(**more: Any) -> bytes:
     asked = {"model": MODEL, "prompt": [9, 8, 7], "max_tokens": LONG, "ignore_eos": True, **more}
     body = json.dumps(asked).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
     head += "content-type: application/json\r\nconnection: close\r\n\r\n"
     return head.encode() + body
 
@@ -119,7 +119,7 @@ def test_what_is_no_http_is_refused(real: ServerProcess) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),  # TLS
         b"\r\n" * 400 + b"\x00" * 400,
         b"GET / HTTP/9.9\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}",
         b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n",
     ):

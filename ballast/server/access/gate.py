@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ballast.core.settings import ServerSettings
@@ -21,6 +22,7 @@ from ballast.server.access.quotas import KeyQuotas
 from ballast.server.http.bodies import MOST_WEIGHT, SMALL_BYTES, WEIGHT_BYTES, replayed, weigh
 from ballast.server.http.faults import Fault
 from ballast.server.http.request_context import Caller, context_of
+from ballast.server.http.route_match import pattern_of
 
 BODY_SECONDS = 60.0
 """Seconds in which a request's body must arrive; a slower client is refused (408)."""
@@ -58,6 +60,8 @@ class Gate:
         """Bytes of memory that bodies take, by key."""
         self._open = FairShares()
         """Generating requests whose response is not complete, by key."""
+        self.routes: Sequence[BaseRoute] = ()
+        """Routes of the application."""
         self.crowded: Callable[[], bool] = lambda: False
         """Whether more connections are open than allowed."""
         self.draining = False
@@ -76,7 +80,7 @@ class Gate:
         return self._bodies.held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in FREE or scope["method"] not in _WITH_BODY:
+        if pattern_of(scope) in FREE or scope["method"] not in _WITH_BODY:
             # A body that the client may send is not read: it takes neither memory nor time.
             await self._app(scope, replayed(b"", receive), send)
             return
@@ -207,7 +211,7 @@ class Gate:
 
 def generates(scope: Scope) -> bool:
     """Whether a request makes models or tokenizers work: every POST outside `/admin`."""
-    path = scope["path"]
+    path = pattern_of(scope)
     return scope["method"] == "POST" and path != "/admin" and not path.startswith("/admin/")
 
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ballast.core.settings import ServerSettings
 from ballast.server.http.faults import Fault
 from ballast.server.http.request_context import ANYONE, STRANGER, Caller, context_of
+from ballast.server.http.route_match import pattern_of
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ class ApiKeys:
         return found
 
     def check(self, caller: Caller, method: str, path: str) -> None:
-        """Raise Fault (401, 403 or 404) where the route is not open to the caller."""
+        """Raise Fault (401, 403 or 404) where the route is not open to the caller; `path`: the
+        pattern of the route, or the path of a request that no route serves."""
         if path in FREE:
             return
         if path in _OF_ALL and caller.key is not None and caller.key.models is not None:
@@ -96,7 +98,7 @@ class Guard:
         context = context_of(scope)
         context.caller = self._keys.caller(presented(scope["headers"]))
         try:
-            self._keys.check(context.caller, scope["method"], scope["path"])
+            self._keys.check(context.caller, scope["method"], pattern_of(scope))
         except Fault as fault:
             await fault.response(context)(scope, receive, send)
             return

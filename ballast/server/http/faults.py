@@ -93,13 +93,10 @@ class Fault(Exception):
         return cls(status, failed.reason, failed.code, retry_after=retry_after)
 
     @classmethod
-    def of_validation(
-        cls, errors: Sequence[Any], form: Any = None, content_type: str | None = None
-    ) -> Fault:
+    def of_validation(cls, errors: Sequence[Any], form: Any = None) -> Fault:
         """Convert pydantic's list of errors: the first field at fault, and the reason.
 
         `form`: type of the body; errors in settings are worded as those of the fleet file are.
-        `content_type`: the request's header.
         """
         first = errors[0]
         # ("body", field, index or branch of a union ...): clients know the field;
@@ -109,7 +106,7 @@ class Fault(Exception):
             why = first.get("ctx", {}).get("error") or first["msg"]
             return cls(400, f"the body is not JSON: {why}", "invalid_request")
         if not path:
-            return cls(400, _of_body(first, content_type), "invalid_request")
+            return cls(400, _of_body(first), "invalid_request")
         param = path[0]
         if isinstance(form, type) and issubclass(form, Keys) and first["loc"][0] == "body":
             wrong = {**first, "loc": tuple(first["loc"][1:])}
@@ -166,13 +163,10 @@ def _valid(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _of_body(error: Any, content_type: str | None) -> str:
+def _of_body(error: Any) -> str:
     """Describe the error in a body as a whole."""
     if error["type"] == "missing":
         return "the body is empty: send a JSON object"
-    if isinstance(error.get("input"), bytes):  # not decoded
-        header = "no Content-Type" if not content_type else f"Content-Type {content_type[:80]!r}"
-        return f"the request has {header}: send JSON, with `Content-Type: application/json`"
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return "the body must be a JSON object"
     return _in_words(error)

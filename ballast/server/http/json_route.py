@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 
 from ballast.server.http.bodies import LARGE, SMALL_BYTES
 from ballast.server.http.fair_turns import FairTurns
+from ballast.server.http.faults import Fault
 from ballast.server.http.request_context import context_of
 
 TINY_BYTES = 4 << 10
@@ -58,11 +59,25 @@ def json_route() -> type[APIRoute]:
             handle = super().get_route_handler()
 
             async def handled(request: Request) -> Any:
-                return await handle(JsonRequest(request.scope, request.receive))
+                decoded = JsonRequest(request.scope, request.receive)
+                if self.body_field is not None and await decoded.body():
+                    check_json(request.headers.get("content-type"))
+                return await handle(decoded)
 
             return handled
 
     return JsonRoute
+
+
+def check_json(content_type: str | None) -> None:
+    """Raise Fault (400) for a body of another type than JSON: web pages can send such bodies to
+    other origins without asking them."""
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    main, _, sub = kind.partition("/")
+    if main != "application" or not (sub == "json" or sub.endswith("+json")):
+        header = f"Content-Type {content_type[:80]!r}" if content_type else "no Content-Type"
+        why = f"the request has {header}: send JSON, with `Content-Type: application/json`"
+        raise Fault(400, why, "invalid_request")
 
 
 def _decoded_small(body: bytes) -> Any:

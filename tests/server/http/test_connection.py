@@ -17,7 +17,7 @@ from ballast.server.http.connection import HEAD_BYTES, protocol
 from tests.server.process import DEADLINE, ServerProcess, server
 
 START = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
     b"content-type: application/json\r\n"
 )
 CHUNKED = START + b"transfer-encoding: chunked\r\n\r\n"
@@ -75,7 +75,7 @@ def test_a_body_may_come_in_any_pieces(echo: ServerProcess) -> None:
 
 
 def test_requests_one_after_the_other_do_not_add_up(echo: ServerProcess) -> None:
-    once = b"GET /live HTTP/1.1\r\nhost: a\r\nx-long: %b\r\n" % (b"a" * (HEAD_BYTES // 2))
+    once = b"GET /live HTTP/1.1\r\nhost: localhost\r\nx-long: %b\r\n" % (b"a" * (HEAD_BYTES // 2))
     said = answer(echo, [*[once + b"\r\n"] * 4, once + b"connection: close\r\n\r\n"])
     assert said.count(b"HTTP/1.1 200") == 5
 
@@ -97,13 +97,13 @@ def any_echo(request: pytest.FixtureRequest, echo_file: Path) -> Iterator[Server
         yield running
 
 
-POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 H2C = b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\nupgrade: h2c\r\n"
 WEBSOCKET = (
     b"connection: upgrade\r\nupgrade: websocket\r\n"
     b"sec-websocket-key: YQ==\r\nsec-websocket-version: 13\r\n"
 )
-LAST = b"GET /live HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+LAST = b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
 @pytest.mark.parametrize("offer", [H2C, WEBSOCKET], ids=["h2c", "websocket"])
@@ -157,7 +157,8 @@ def test_a_head_with_an_offer_is_bounded(echo: ServerProcess) -> None:
 @pytest.mark.parametrize("offer", [b"", H2C], ids=["plain", "offer"])
 def test_connect_is_refused(any_echo: ServerProcess, offer: bytes) -> None:
     said = answer(
-        any_echo, [b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\nconnection: close\r\n" + offer + b"\r\n"]
+        any_echo,
+        [b"CONNECT a:1 HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + offer + b"\r\n"],
     )
     assert said.startswith(b"HTTP/1.1 4")
 
