@@ -66,7 +66,15 @@ class DeviceRecord:
     def takes(self, name: str) -> bool:
         """Return whether it accepts new requests for a model, or an adapter of one."""
         found = (base.name for base in self.specs.values() if name in _names(base))
-        return not self.cordoned and any(base not in self.leaving for base in found)
+        accepted = any(base not in self.leaving for base in found)
+        return accepted and not self.cordoned and name not in self.set_aside
+
+    @property
+    def set_aside(self) -> dict[str, str]:
+        """Models and adapters that refuse requests since their last ones failed, with the reason,
+        by its last report."""
+        models = () if self.report is None else self.report.models
+        return {name: why for m in models for name, why in m.set_aside.items()}
 
     def full(self, base: ModelSpec) -> bool:
         """Return whether the device would refuse another request of a model, by its last report.

@@ -75,6 +75,13 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
         return {**self.unreadable, **{n: why for n, why in found.items() if n not in served}}
 
     @property
+    def set_aside(self) -> dict[str, str]:
+        """Models and adapters that serve, but refuse requests on all of their devices since their
+        last ones failed, with the reason."""
+        models = () if self.report is None else self.report.models
+        return {name: why for m in models for name, why in m.set_aside.items()}
+
+    @property
     def report(self) -> DeviceReport | None:
         """Sum of the devices' last reports; None before the first one."""
         reports = [d.report for d in self._devices.values() if d.report is not None]

@@ -92,6 +92,8 @@ class OpenRequests:
         """Add requests, new or from another device, and send those that may be sent."""
         for request in requests:
             request.sent = request.begun = request.departing = False
+            queue = self._queue_of(request.submission.model)
+            request.vocab = None if queue is None else queue[1].vocab
             self._changed = True
             self._open[request.submission.id] = request
             self._silent[request.submission.model] += not request.output_tokens

@@ -155,6 +155,8 @@ class OpenRequest:
     """When its client got its first token, on the same clock."""
     output_tokens: list[int] = field(default_factory=list)
     """Output tokens that the client has."""
+    vocab: int | None = None
+    """Number of its model's tokens; None: unknown."""
     expiry: asyncio.TimerHandle | None = None
     """Timer that fails it, if it has not been sent by then."""
     scored: int = 0
@@ -183,13 +185,21 @@ class OpenRequest:
         self.cancel_expiry()
         return submission
 
+    def _check_tokens(self, output: TokenOutput) -> None:
+        if self.vocab is not None:
+            for token in (output.token, *(token for token, _ in output.top)):
+                if not 0 <= token < self.vocab:
+                    named = f"{output.request_id} was given token {token}"
+                    raise BrokenPromise(f"{named}; {self.submission.model} has {self.vocab}")
+
     def undelivered_part(self, output: Output) -> Output | None:
         """Return the part of an output that the client does not have yet; None: it has all of it.
 
-        Raises BrokenPromise for a gap in the tokens.
+        Raises BrokenPromise for a gap in the tokens, and for a token outside of the vocabulary.
         """
         match output:
             case TokenOutput():
+                self._check_tokens(output)
                 if output.index < len(self.output_tokens):
                     return None
                 if output.index > len(self.output_tokens):

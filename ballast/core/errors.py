@@ -12,6 +12,7 @@
     |  |- ContextLengthExceeded
     |  |- UnknownModel
     |  `- NeverFits         the request needs more memory than its model can ever get here
+    |- NonFiniteOutput      a model computed NaN or infinity for a request: mend the model
     |- Unavailable          the service drains or the worker is gone: try again elsewhere or later
     |- NotKept              an operator's change could not be recorded: make room, or let it write
     |- DeviceError          an operating system or driver call failed; the books are as before
@@ -106,6 +107,18 @@ class NeverFits(RequestError):
     """The request's KV cache could not fit even with the device to itself."""
 
     code = "insufficient_memory"
+
+
+class NonFiniteOutput(BallastError):
+    """A model has computed numbers that are not finite for a request, which ends with this."""
+
+    code = "not_finite"
+
+    def __init__(self, model: str, what: str) -> None:
+        super().__init__(
+            f"{model!r} computed {what} that are not finite (NaN or infinity); its weights, or its "
+            "dtype's range, do not suffice for this request"
+        )
 
 
 class Unavailable(BallastError):

@@ -76,6 +76,8 @@ class ModelReport:
     stall_seconds: float = 0.0
     """Seconds in which its jobs waited for these loads."""
     steps: StepTokens = StepTokens()
+    set_aside: dict[str, str] = field(default_factory=dict)
+    """Why requests for its name, or an adapter's, are refused: its last ones failed."""
     traffic: Traffic = field(default_factory=Traffic)
     """Recent traffic: rate of accepted requests, mean lengths of ended ones."""
 

@@ -29,6 +29,7 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `pausing`: Pause and resume of requests.
 - `plan`: Form a model's next job: decodes, prefill chunks, admissions.
 - `promises`: Pages reserved for models whose claims have been covered.
+- `quarantine`: Set aside models whose requests fail with non-finite numbers.
 - `queue_deadlines`: Deadlines of requests that wait for admission.
 - `report`: The `DeviceReport` of a device, read without stopping it.
 - `return_borrowed`: Move KV out of borrowed pages that are recalled.

@@ -34,6 +34,8 @@ def refusal(s: Submission, m: ModelState, adapter: int | None, room: int) -> tup
     """
     if m.residency is Residency.FAILED:
         return "model_failed", f"the weights of {s.model!r} could not be brought in"
+    if s.model in m.quarantine.reasons:
+        return "model_failed", m.quarantine.reasons[s.model]
     if not s.prompt or s.max_tokens < 0:
         return "invalid_request", "a request needs a prompt, and generates no less than nothing"
     if s.embed and not m.spec.embeds:

@@ -115,6 +115,8 @@ class CommandHandler:
         if isinstance(wanted, Leave):
             state.unname(m)
             return None
+        if isinstance(wanted, Activate):
+            m.quarantine.lift(s.name for s in m.spec.served)
         here = (Residency.RESIDENT, Residency.ACTIVATING)
         gone = (Residency.ABSENT, Residency.EVICTING)
         if m.residency in (here if isinstance(wanted, Activate) else gone):

@@ -42,8 +42,12 @@ def done(state: DeviceState, event: JobDoneEvent) -> list[Output]:
         m.running.compute(request, work.end)
         request.isolated = False
     outputs: list[Output] = []
+    set_aside: list[str] = []
     for result in event.results:
         request = state.requests[result.request_id]
+        name = request.submission.model
+        if m.quarantine.judge(name, result):
+            set_aside.append(name)
         if request.cancelled:
             continue
         if isinstance(result, SampledToken):
@@ -65,6 +69,8 @@ def done(state: DeviceState, event: JobDoneEvent) -> list[Output]:
         else:
             state.remember(m, open_request)
     outputs += _settle(state, m, event.job)
+    for name in set_aside:
+        outputs += state.fail_all(m, "model_failed", m.quarantine.reasons[name], name)
     return outputs
 
 

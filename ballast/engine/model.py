@@ -22,6 +22,7 @@ from ballast.core.view import ModelView, Residency, Shortage
 from ballast.engine.batch import Batch, Paused
 from ballast.engine.cost_estimator import CostEstimator
 from ballast.engine.life import Life
+from ballast.engine.quarantine import Quarantine
 from ballast.engine.waiting import Waiting
 from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import KvSwapper
@@ -97,6 +98,8 @@ class ModelState:
     prefill_seconds: float | None = None
     """Seconds of its last job with prefill, without waiting for layers."""
     traffic: TrafficStats = field(default_factory=TrafficStats)
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    """Names under which its requests are refused, since they failed; no policy sees it."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

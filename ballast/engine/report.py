@@ -80,6 +80,7 @@ def _model(m: ModelState, now: float) -> ModelReport:
         copy_seconds=loads.copy_seconds,
         stall_seconds=loads.stall_seconds,
         steps=StepTokens(tuple(m.step_counts), m.step_tokens),
+        set_aside=dict(m.quarantine.reasons),
         traffic=m.traffic.expected(now),
     )
 

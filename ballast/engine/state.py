@@ -176,11 +176,15 @@ class DeviceState:
         m.last_used = self.now
         return output
 
-    def fail_all(self, m: ModelState, code: str, reason: str) -> list[Output]:
-        """End every request of a model with an error."""
+    def fail_all(
+        self, m: ModelState, code: str, reason: str, name: str | None = None
+    ) -> list[Output]:
+        """End every request of a model with an error; `name`: those for the model or its adapter
+        of this name alone."""
         return [
             self.end(r, RequestState.FAILED, FailedOutput(r.id, code, reason))
             for r in [*m.running, *m.waiting, *m.paused.values()]
+            if name is None or r.submission.model == name
         ]
 
     def fail(self, request: Request, code: str, reason: str) -> Output:

@@ -7,10 +7,15 @@ a counter-based generator (Philox 4x32-10; Salmon et al., SC'11) with the seed a
 position, choice) as counter. There is no state: a request that was preempted, moved or resumed
 after a crash continues with the tokens it would have had, whatever else is in its batch.
 Log-probabilities are always those of the raw logits.
+
+A row without a finite maximum has no token: where the raw logits have none, the model is at fault;
+where only the modified ones have none, the request is (`NoToken`). Other rows are not affected.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +33,15 @@ Array = np.ndarray[Any, Any]
 
 Scores = tuple[float, tuple[tuple[int, float], ...]]
 """(log-probability of a token; the likeliest tokens with theirs, likeliest first)."""
+
+
+class NoToken(enum.Enum):
+    """Why a row of logits has no token."""
+
+    NOT_FINITE = "not finite"
+    """The raw logits have no finite maximum: NaN, +inf, or -inf for all tokens."""
+    NONE_LEFT = "none left"
+    """Biases, penalties, bans and grammar leave no token with a finite logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +63,48 @@ def sample(
     params: Sequence[Sampling],
     positions: Sequence[int],
     shapes: Mapping[int, SamplingContext] = _NO_SHAPES,
-) -> tuple[list[int], dict[int, Scores]]:
+) -> tuple[list[int | NoToken], dict[int, Scores]]:
     """Choose one token for each row of `logits` (n, vocab), float32 and contiguous.
 
     `positions[i]`: index of the new token in its whole sequence; `shapes`: by row, for rows with
-    `Sampling.shaped`. Returns the tokens, and by row the log-probabilities that `params` request.
+    `Sampling.shaped`. Returns the tokens, and by row the log-probabilities that `params` request;
+    a row without a token has none.
     Min-p keeps tokens of at least that share of the likeliest's probability; of these, top-k keeps
     those not below the k-th largest logit; of these, top-p keeps the fewest most probable ones with
     at least that total probability. Equal logits: the smaller index first.
     """
     n = logits.shape[0]
-    tokens = [0] * n
-    greedy = [i for i, p in enumerate(params) if p.temperature <= 0.0]
-    if greedy:
-        rows = logits if len(greedy) == n else logits[greedy]
-        for i, token in zip(greedy, rows.argmax(-1).tolist(), strict=True):
-            tokens[i] = token
-    if len(greedy) < n:
-        array = logits.numpy()
-        for i, p in enumerate(params):
-            if p.temperature > 0.0 and i not in shapes:
-                tokens[i] = _drawn(array[i], p, positions[i])
-    for i, shape in shapes.items():
-        row = shaped(logits[i].numpy(), params[i], shape)
-        greedy_row = params[i].temperature <= 0.0
-        tokens[i] = int(row.argmax()) if greedy_row else _drawn(row, params[i], positions[i])
-    scored = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+    tokens: list[int | NoToken] = [NoToken.NOT_FINITE] * n
+    likeliest = logits.argmax(-1)
+    largest = logits.gather(1, likeliest[:, None])[:, 0].tolist()
+    sound = [i for i in range(n) if math.isfinite(largest[i])]
+    array = logits.numpy()
+    for i in sound:
+        shape, p = shapes.get(i), params[i]
+        if shape is not None:
+            tokens[i] = _shaped_token(array[i], p, shape, positions[i])
+        elif p.temperature > 0.0:
+            tokens[i] = _drawn(array[i], p, positions[i])
+        else:
+            tokens[i] = int(likeliest[i])
+    scored = {
+        i: (token, p.logprobs)
+        for i, (token, p) in enumerate(zip(tokens, params, strict=True))
+        if p.logprobs is not None and not isinstance(token, NoToken)
+    }
     if not scored:
         return tokens, {}
-    found = scores(logits, list(scored), [tokens[i] for i in scored], list(scored.values()))
-    return tokens, dict(zip(scored, found, strict=True))
+    chosen, top = zip(*scored.values(), strict=True)
+    return tokens, dict(zip(scored, scores(logits, list(scored), chosen, top), strict=True))
+
+
+def _shaped_token(row: Array, p: Sampling, shape: SamplingContext, position: int) -> int | NoToken:
+    """Choose the token of a row whose logits are modified first."""
+    row = shaped(row, p, shape)
+    likeliest = int(row.argmax())
+    if not math.isfinite(row[likeliest]):
+        return NoToken.NONE_LEFT
+    return _drawn(row, p, position) if p.temperature > 0.0 else likeliest
 
 
 def scores(

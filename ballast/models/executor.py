@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ballast.core.errors import BrokenPromise, InvalidRequest
+from ballast.core.errors import BrokenPromise, InvalidRequest, NonFiniteOutput
 from ballast.core.event import EmbeddingOutput, FailedOutput, JobResult, PromptScoresOutput
 from ballast.core.job import SampledToken, SequenceWork
 from ballast.core.request import Sampling
 from ballast.kernels import sampling
 from ballast.kernels.paged_attention import KvArray, PagedBatch
+from ballast.kernels.sampling import NoToken
 from ballast.kv.layout import Layout
 from ballast.models.barriers import Barriers
 from ballast.models.grammar import Grammars, Matcher
@@ -73,7 +74,11 @@ class ModelExecutor(ABC):
         """
 
     def run(self, work: Sequence[SequenceWork]) -> list[JobResult]:
-        """Compute KV for all of `work`, and sample the sequences that require it, in order."""
+        """Compute KV for all of `work`, and sample the sequences that require it, in order.
+
+        Where the model computes what is not finite for a sequence, its result is a `FailedOutput`;
+        the others' results are not affected.
+        """
         results: list[JobResult] = []
         embedded = [w for w in work if w.embed]
         if embedded:
@@ -85,22 +90,39 @@ class ModelExecutor(ABC):
         sampled = [w for w in work if w.sample is not None]
         if any(w.scoring is not None for w in work):
             logits = logits.cpu()
-            results += _scores(work, logits)
+            results += self._scores(work, logits)
+            unscored = {r.request_id for r in results if isinstance(r, FailedOutput)}
             ends = (np.cumsum([len(w.wanted) for w in work]) - 1).tolist()
-            logits = logits[[e for w, e in zip(work, ends, strict=True) if w.sample is not None]]
+            sampled = [w for w in sampled if w.request_id not in unscored]
+            ids = {w.request_id for w in sampled}
+            logits = logits[[e for w, e in zip(work, ends, strict=True) if w.request_id in ids]]
         if not sampled:
             return results
         shapes, matchers, failed = self._shapes(sampled)
         params = [w.sample for w in sampled if w.sample is not None]
         tokens, scores = self.choose(logits, params, [w.end for w in sampled], shapes)
         for i, w in enumerate(sampled):
+            token = tokens[i]
             if i in failed:
                 results.append(failed[i])
-                continue
-            ends = i in matchers and matchers[i].ends(tokens[i])
-            logprob, top = scores.get(i, UNSCORED)
-            results.append(SampledToken(w.request_id, tokens[i], logprob, top, ends))
+            elif isinstance(token, NoToken):
+                results.append(self._no_token(w, token))
+            else:
+                ends = i in matchers and matchers[i].ends(token)
+                logprob, top = scores.get(i, UNSCORED)
+                results.append(SampledToken(w.request_id, token, logprob, top, ends))
         return results
+
+    def _no_token(self, w: SequenceWork, why: NoToken) -> FailedOutput:
+        if why is NoToken.NOT_FINITE:
+            return self._not_finite(w, "logits")
+        reason = "its biases, penalties and grammar leave no token that could come next"
+        return FailedOutput(w.request_id, InvalidRequest.code, reason)
+
+    def _not_finite(self, w: SequenceWork, what: str) -> FailedOutput:
+        name = self.spec.name if w.adapter is None else self.spec.adapters[w.adapter].name
+        error = NonFiniteOutput(name, what)
+        return FailedOutput(w.request_id, error.code, str(error))
 
     def stalled(self) -> float:
         """Return the seconds that jobs have waited for layers since the last call."""
@@ -116,17 +138,33 @@ class ModelExecutor(ABC):
         params: Sequence[Sampling],
         positions: Sequence[int],
         shapes: Mapping[int, sampling.SamplingContext],
-    ) -> tuple[list[int], dict[int, sampling.Scores]]:
+    ) -> tuple[list[int | NoToken], dict[int, sampling.Scores]]:
         """Sample as `sampling.sample` does; called by `run` with the tensor that `logits`
         returned."""
         return sampling.sample(logits, params, positions, shapes)
 
-    def _embedded(self, work: Sequence[SequenceWork]) -> list[EmbeddingOutput]:
+    def _embedded(self, work: Sequence[SequenceWork]) -> list[EmbeddingOutput | FailedOutput]:
         unit = torch.nn.functional.normalize(self.hidden(work).float(), dim=-1).numpy()
+        finite = np.isfinite(unit).all(-1)
         return [
             EmbeddingOutput(w.request_id, unit[i].astype("<f4").tobytes())
+            if finite[i]
+            else self._not_finite(w, "embeddings")
             for i, w in enumerate(work)
         ]
+
+    def _scores(
+        self, work: Sequence[SequenceWork], logits: Tensor
+    ) -> list[PromptScoresOutput | FailedOutput]:
+        found: list[PromptScoresOutput | FailedOutput] = []
+        at = 0
+        for w in work:
+            if w.scoring is not None:
+                rows = range(at, at + len(w.scoring.targets))
+                finite = logits[rows.start : rows.stop].amax(-1).isfinite().all()
+                found.append(_scored(w, logits, rows) if finite else self._not_finite(w, "logits"))
+            at += len(w.wanted)
+        return found
 
     def _shapes(
         self, sampled: Sequence[SequenceWork]
@@ -152,33 +190,31 @@ class ModelExecutor(ABC):
         return shapes, matchers, failed
 
     def rows(self, work: Sequence[SequenceWork]) -> Rows:
-        """Return the rows of a job. Raises BrokenPromise if a sequence is longer than the model's
-        context."""
+        """Return the rows of a job. Raises BrokenPromise as `check`."""
         self.check(work)
         return Rows(self._kv, self.spec.n_heads, work)
 
     def check(self, work: Sequence[SequenceWork]) -> None:
-        """Raise BrokenPromise if a sequence is longer than the model's context."""
+        """Raise BrokenPromise if a sequence is longer than the model's context, or has a token
+        outside of the vocabulary: kernels read the embeddings at tokens' addresses."""
+        vocab = self.spec.vocab
         for w in work:
+            if w.tokens and not 0 <= min(w.tokens) <= max(w.tokens) < vocab:
+                raise BrokenPromise(f"{w.request_id}: a token is outside of the {vocab} known")
             if w.end > self.spec.max_model_len:
                 raise BrokenPromise(
                     f"{w.request_id}: {w.end} tokens, the model has {self.spec.max_model_len}"
                 )
 
 
-def _scores(work: Sequence[SequenceWork], logits: Tensor) -> list[PromptScoresOutput]:
-    prompt_scores = []
-    at = 0
-    for w in work:
-        if w.scoring is not None:
-            n = len(w.scoring.targets)
-            rows = range(at, at + n)
-            found = sampling.scores(logits, rows, w.scoring.targets, [w.scoring.top] * n)
-            top = tuple(likeliest for _, likeliest in found) if w.scoring.top else ()
-            logprobs = tuple(own for own, _ in found)
-            prompt_scores.append(PromptScoresOutput(w.request_id, w.scoring.start, logprobs, top))
-        at += len(w.wanted)
-    return prompt_scores
+def _scored(w: SequenceWork, logits: Tensor, rows: range) -> PromptScoresOutput:
+    """Score a prompt's targets by their rows of `logits`."""
+    scoring = w.scoring
+    assert scoring is not None
+    scores = sampling.scores(logits, rows, scoring.targets, [scoring.top] * len(rows))
+    top = tuple(likeliest for _, likeliest in scores) if scoring.top else ()
+    logprobs = tuple(own for own, _ in scores)
+    return PromptScoresOutput(w.request_id, scoring.start, logprobs, top)
 
 
 def wanted_rows(work: Sequence[SequenceWork]) -> list[int]:

@@ -42,6 +42,12 @@ class ServedModels:
         failed = self._controller.devices.failed
         return {name: why for name, why in failed.items() if self._may_use(caller, name)}
 
+    def set_aside(self, caller: Caller = ANYONE) -> dict[str, str]:
+        """Return the models that refuse requests since their last ones failed, and that `caller`
+        may use, with the reason of each."""
+        aside = self._controller.devices.set_aside
+        return {name: why for name, why in aside.items() if self._may_use(caller, name)}
+
     @property
     def aliases(self) -> dict[str, str]:
         """Further names of the fleet's models and adapters, each with the own name that it stands

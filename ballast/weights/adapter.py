@@ -31,6 +31,7 @@ from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.settings import AdapterSettings
 from ballast.weights.assemble import READABLE, Recipe, Sources
 from ballast.weights.config import read_json
+from ballast.weights.finite import fault_of, is_finite
 from ballast.weights.host import HostAdapter, HostBytes, HostModel, HostTier, LoraDelta
 from ballast.weights.module_pattern import ModulePattern
 from ballast.weights.packing import DTYPES
@@ -54,6 +55,7 @@ _REFUSED = {
     "alora_invocation_tokens": "activation by a token",
     "arrow_config": "routing between adapters",
 }
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 _PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
 """Initialisations that leave the base's weights as they are."""
 
@@ -282,6 +284,8 @@ def _pairs(path: Path, config: _Config, modules: Mapping[str, tuple[int, int]]) 
         if module not in halves:
             continue
         rank, scale = config.of(module)
+        if abs(scale) > _LARGEST_SCALE:
+            raise CheckpointError(str(config.path), None, f"a scale of {scale:g}, beyond float32")
         if not 1 <= rank <= MAX_RANK:
             raise UnsupportedModel(
                 f"{config.path}: rank {rank} of {module!r}; 1 to {MAX_RANK} are supported"
@@ -304,7 +308,15 @@ def _read(pairs: Sequence[Pair], dtype: torch.dtype) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     with Sources([Recipe.of(half) for pair in pairs for half in (pair.a, pair.b)]) as sources:
         for pair in pairs:
-            a, b = (sources.read(Recipe.of(half), dtype) for half in (pair.a, pair.b))
+            a, b = (_finite(Recipe.of(half), sources, dtype) for half in (pair.a, pair.b))
             found[f"{pair.module}.lora_A"] = a
             found[f"{pair.module}.lora_B"] = b.t().contiguous()
     return found
+
+
+def _finite(half: Recipe, sources: Sources, dtype: torch.dtype) -> Tensor:
+    """Read one matrix. Raises CheckpointError if it is not finite."""
+    matrix = sources.read(half, dtype)
+    if not is_finite(matrix):
+        raise fault_of([half], sources, dtype)
+    return matrix

@@ -2,8 +2,9 @@
 
 Everything that can be known from configuration and headers is checked first
 (`ballast.weights.manifest`); then the files are read, converted to the dtype in which the model is
-served, packed and hashed, by several threads. The files are closed before serving begins. Used by
-the live device machines and tensor-parallel ranks; never touches device memory.
+served, packed, checked for NaN and infinity, and hashed, by several threads. The files are closed
+before serving begins. Used by the live device machines and tensor-parallel ranks; never touches
+device memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ballast.weights import packing, packing_experts
 from ballast.weights.adapter import load_adapters
 from ballast.weights.assemble import Recipe, Sources, concatenate
 from ballast.weights.config import config_of
+from ballast.weights.finite import fault_of, is_finite
 from ballast.weights.host import HostBytes, HostModel, HostTier
 from ballast.weights.manifest import Manifest, ManifestRequest, read_manifest
 from ballast.weights.origin import origin_of
@@ -123,7 +125,7 @@ def _fill(
         def read_part(name: str, start: int, target: Tensor) -> None:
             sources.fill(plan[name], start, target)
 
-        def fill(piece: Piece) -> bytes:
+        def write(piece: Piece) -> Tensor:
             tensor = piece.tensor
             if tensor.layout in packing_experts.LAYOUTS:
                 expert = piece.start // tensor.piece_bytes
@@ -133,6 +135,13 @@ def _fill(
             parts = [plan[name] for name in tensor.sources]
             recipe = concatenate(parts, 0) if len(parts) > 1 else parts[0]
             return _copy(piece, recipe, sources, packing.DTYPES[tensor.dtype])
+
+        def fill(piece: Piece) -> bytes:
+            target = write(piece)
+            if not is_finite(target):
+                read_from = [plan[n] for n in piece.tensor.sources if not absent(n, shard)]
+                raise fault_of(read_from, sources, packing.read_dtype(piece.tensor, served))
+            return hashlib.sha256(target.view(torch.uint8).numpy().data).digest()
 
         def origin(segment: Segment) -> str | None:
             return origin_of(segment, plan, sources, lambda name: absent(name, shard))
@@ -183,17 +192,16 @@ def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
     )
 
 
-def _write(piece: Piece, elements: Tensor) -> bytes:
-    """Copy a whole tensor to its place in the segment; returns its SHA-256."""
+def _write(piece: Piece, elements: Tensor) -> Tensor:
+    """Copy a whole tensor to its place in the segment; returns it there."""
     if elements.nbytes != piece.n_bytes:
         raise BrokenPromise(f"{piece.tensor.names}: {elements.nbytes} bytes, not {piece.n_bytes}")
     target = tensor_at(piece.address, elements.shape, elements.dtype)
-    target.copy_(elements)
-    return hashlib.sha256(target.view(torch.uint8).numpy().data).digest()
+    return target.copy_(elements)
 
 
-def _copy(piece: Piece, recipe: Recipe, sources: Sources, dtype: torch.dtype) -> bytes:
-    """Read one piece of a tensor and convert it on the way; returns the SHA-256 of the result."""
+def _copy(piece: Piece, recipe: Recipe, sources: Sources, dtype: torch.dtype) -> Tensor:
+    """Read one piece of a tensor and convert it on the way; returns the result, in its place."""
     target = tensor_at(piece.address, (piece.n_bytes // dtype.itemsize,), dtype)
     sources.fill(recipe, piece.start // dtype.itemsize, target)
-    return hashlib.sha256(target.view(torch.uint8).numpy().data).digest()
+    return target

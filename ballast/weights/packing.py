@@ -34,6 +34,8 @@ GATED_WIDE = "gated wide"
 SHIFTED = "shifted"
 """Layout of a norm's weights w: 1 + w in float32, as bfloat16 would round it."""
 
+_VECTORS = (WIDE, GATED_WIDE, SHIFTED)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes that can be served."""
 
@@ -96,13 +98,15 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
     return (("embeddings", (first,)), *middle, ("head", (end, last)))
 
 
-def build(tensor: PackedTensor, read: Read, served: torch.dtype) -> Tensor:
-    """Build the elements of a packed tensor as they lie in memory, flat.
+def read_dtype(tensor: PackedTensor, served: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor's sources are read: vectors that are kept in float32 are
+    rounded to the `served` dtype all the same."""
+    return served if tensor.layout in _VECTORS else DTYPES[tensor.dtype]
 
-    Vectors that are kept in float32 are rounded to the `served` dtype all the same.
-    """
-    vector = tensor.layout in (WIDE, GATED_WIDE, SHIFTED)
-    dtype = served if vector else DTYPES[tensor.dtype]
+
+def build(tensor: PackedTensor, read: Read, served: torch.dtype) -> Tensor:
+    """Build the elements of a packed tensor as they lie in memory, flat."""
+    vector, dtype = tensor.layout in _VECTORS, read_dtype(tensor, served)
     parts = [read(name, dtype) for name in tensor.sources]
     stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
     if tensor.layout in (GATED, GATED_WIDE):

@@ -4,7 +4,8 @@ Used by the GPU executor. A token is a function of logits, parameters, seed and 
 `sampling.py`, on the host, defines it. The device decides only tokens that provably equal the
 host's:
 
-- Greedy: the first of the largest logits, exact on either.
+- Greedy: the first of the largest logits, exact on either; where that is not finite, the host
+  decides.
 - Temperature alone: Gumbel-max in float32 with a bound of each score's error. Where the best score
   less its error is above every other plus its own, the token is the host's.
 - With top-k, min-p or top-p: the device moves a row's `CANDIDATES` largest logits, and the host
@@ -81,11 +82,13 @@ class GpuSampler:
         params: Sequence[Sampling],
         positions: Sequence[int],
         shapes: Mapping[int, sampling.SamplingContext],
-    ) -> tuple[list[int], dict[int, sampling.Scores]]:
+    ) -> tuple[list[int | sampling.NoToken], dict[int, sampling.Scores]]:
         """As `sampling.sample`."""
         if logits.device.type != self._device.type:
             return sampling.sample(logits, params, positions, shapes)
-        found = self._decided(logits, params, positions, shapes)
+        found: dict[int, int | sampling.NoToken] = {
+            **self._decided(logits, params, positions, shapes)
+        }
         host = [i for i in range(len(params)) if i not in found]
         if not host:
             return [found[i] for i in range(len(params))], {}
@@ -119,8 +122,10 @@ class GpuSampler:
         found: dict[int, int | None] = {}
         if greedy:
             # Of equals the first, as on the host.
-            likeliest = logits.argmax(-1).tolist()
-            found |= {i: likeliest[i] for i in greedy}
+            first = logits.argmax(-1)
+            finite = logits.gather(1, first[:, None])[:, 0].isfinite()
+            likeliest = torch.where(finite, first, -1).tolist()
+            found |= {i: likeliest[i] if likeliest[i] >= 0 else None for i in greedy}
         if plain and self._whole is not None:
             given = [params[i] for i in plain], [positions[i] for i in plain]
             found |= dict(zip(plain, self._whole(logits, plain, *given), strict=True))

@@ -156,7 +156,7 @@ class GpuExecutor(ModelExecutor):
         params: Sequence[Sampling],
         positions: Sequence[int],
         shapes: Mapping[int, sampling.SamplingContext],
-    ) -> tuple[list[int], dict[int, sampling.Scores]]:
+    ) -> tuple[list[int | sampling.NoToken], dict[int, sampling.Scores]]:
         """Sample on the device, and on the host only rows that `GpuSampler` has to move there."""
         return self._sampler.sample(logits, params, positions, shapes)
 

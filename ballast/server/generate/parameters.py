@@ -69,9 +69,11 @@ def _or(value: T | None, default: T) -> T:
 
 
 def check_tokens(tokens: Collection[int], spec: ModelSpec, field: str) -> None:
-    """Raise InvalidRequest if a token id is beyond the vocabulary."""
+    """Raise InvalidRequest if a token id is outside of the vocabulary."""
     if tokens and max(tokens) >= spec.vocab:
         raise InvalidRequest(f"{field}: token id {max(tokens)} is not below {spec.vocab}", field)
+    if tokens and min(tokens) < 0:
+        raise InvalidRequest(f"{field}: token id {min(tokens)} is negative", field)
 
 
 def check_fits(spec: ModelSpec, prompt_tokens: int, output_tokens: int, field: str) -> None:

@@ -31,8 +31,10 @@ _STATUS = {
     "context_length_exceeded": 400,
     "insufficient_memory": 400,
     "model_not_found": 404,
+    "not_finite": 422,
     "queue_full": 429,
     "queue_timeout": 429,
+    "model_failed": 503,
     "out_of_memory": 503,
     "unavailable": 503,
 }
@@ -45,6 +47,7 @@ _MESSAGES_TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
+    422: "api_error",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
@@ -123,6 +126,7 @@ class Fault(Exception):
     def openai_body(self) -> bytes:
         """Encode the fault as JSON in the envelope of OpenAI's APIs."""
         kind = {
+            422: "server_error",
             429: "rate_limit_error",
             500: "server_error",
             503: "server_error",

@@ -286,8 +286,8 @@ def _message(pieces: Iterable[OutputPiece]) -> ChatMessage:
 
 
 def _finite(logprob: float | None) -> float:
-    """Bound a log-probability: JSON has no infinities."""
-    return _LEAST if logprob is None else max(logprob, _LEAST)
+    """Bound a log-probability: JSON has no infinities, and no NaN."""
+    return logprob if logprob is not None and logprob > _LEAST else _LEAST
 
 
 def _by_choice(pieces: Iterable[OutputPiece], choices: int) -> list[list[OutputPiece]]:

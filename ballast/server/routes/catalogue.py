@@ -100,13 +100,14 @@ def _serving(service: Service, spec: ModelSpec, name: str) -> Model:
     report = service.controller.devices.report
     reports = report.models if report is not None else ()
     where = next((m.residency for m in reports if m.name == base), Residency.ABSENT.value)
+    why = service.controller.devices.set_aside.get(spec.name)
     return Model(
         id=name,
         created=service.started,
         root=base,
         parent=spec.base,
         max_model_len=spec.max_model_len,
-        status=status_of(where),
+        status=status_of(where) if why is None else ModelStatus("failed", why),
     )
 
 

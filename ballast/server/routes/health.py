@@ -37,7 +37,10 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
             content["missing"] = service.controller.devices.missing
         caller = context_of(request.scope).caller
         if caller.known:
-            content["failed"] = service.models.failed(caller)
+            content["failed"] = {
+                **service.models.failed(caller),
+                **service.models.set_aside(caller),
+            }
         return _answer(200 if content["status"] == "ok" else 503, **content)
 
 
