@@ -16,6 +16,7 @@ clock.
 - `event`: Events that change a device's state, and outputs that it sends to clients.
 - `fairqueue`: A bounded queue in which owners take turns.
 - `fleet`: The view and the decision of a fleet policy: placement of models over devices.
+- `gemm_traffic`: Bytes of a GEMM over host link and device memory, by dataflow (C2CServe, 5.2).
 - `job`: Jobs: prefill chunks and decode steps of one model, and their results.
 - `kv_swap`: Which layers' KV is swapped, and what that adds to a forward pass (MIRAGE, 3.2, 7.4).
 - `lease`: Leases of pages that one device lends to another, and their messages.

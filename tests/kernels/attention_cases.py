@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.kernels.gpu.batch import GpuBatch, Scratch
 from ballast.kernels.gpu.kv import GpuKv
 from ballast.kernels.triton.attention import TritonAttention
+from benchmarks.interpreted import chained_dots
 from tests.kernels.reference import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
@@ -233,6 +235,30 @@ def test_neither_batch_nor_place_nor_bucket_change_a_bit_of_a_decode(dtype: torc
         batch = alone.batch(8, lambda b: TritonAttention(b, 5), Bucket.decode(1 + i, 50))
         found = run(alone, batch, part)  # type: ignore[arg-type]
         assert torch.equal(found[0], together[i])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "sunk"),
+    [(torch.float32, 100, True), (torch.float16, None, False), (torch.bfloat16, None, True)],
+)
+def test_neither_batch_nor_chunks_change_a_bit_of_an_invariant_row(
+    dtype: torch.dtype, window: int | None, sunk: bool
+) -> None:
+    torch.manual_seed(2)
+    make = partial(TritonAttention, invariant=True)
+    sinks = torch.randn(8).mul(4).to(dtype) if sunk else None
+    # Two sequences' chunks, over a multiple of SPLIT; then parts of the first one by themselves.
+    job = Job.of([(490, 60), (40, 3)], kv_heads=2, dim=32, dtype=dtype)
+    qkv = inputs(job, 8)
+    with chained_dots():
+        whole = run(job, job.batch(8, make), qkv, window, sinks=sinks)
+        compare(job, whole, qkv, window, sinks=sinks)
+        for at, count in ((0, 1), (0, 25), (9, 3), (21, 1), (30, 19), (59, 1)):
+            part = slice(at, at + count)
+            alone = Job(job.kv, [490 + at], [count], job.tables[:1], [])
+            q, k, v = (x[part] for x in qkv)
+            found = run(alone, alone.batch(8, make), (q, k, v), window, sinks=sinks)
+            assert torch.equal(found, whole[part])
 
 
 @pytest.mark.parametrize("window", [None, 20])

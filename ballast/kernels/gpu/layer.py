@@ -63,6 +63,10 @@ class LayerKernels(Protocol):
     def gate(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up (T, I) of `gate_up` (T, 2 I): gates before ups."""
 
+    def multiply(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """Return x W^T (T, n) of `x` (T, k) and `matrix` (n, k). By Triton, in 16 bits, a
+        row's result does not depend on the other rows."""
+
     def multiply_row(
         self,
         x: Tensor,

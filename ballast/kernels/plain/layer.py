@@ -56,6 +56,9 @@ class PlainLayer:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
+    def multiply(self, x: Tensor, matrix: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, matrix)
+
     def multiply_row(
         self,
         x: Tensor,

@@ -15,7 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ballast.kernels.attention import AttentionParams
-from ballast.kernels.gpu.attention_plan import FEW_ROWS, ITEM_FIELDS, MANY_ROWS, MERGE_FIELDS
+from ballast.kernels.gpu.attention_plan import (
+    FEW_ROWS,
+    ITEM_FIELDS,
+    MANY_ROWS,
+    MERGE_FIELDS,
+    SPLIT,
+)
 from ballast.kernels.gpu.batch import GpuBatch
 from ballast.kernels.triton import attention_code as code
 
@@ -32,8 +38,11 @@ class TritonAttention:
 
     replayable: ClassVar[bool] = True
 
-    def __init__(self, batch: GpuBatch, programs: int | None = None) -> None:
-        """`programs`: how many take the items of cut tiles, over all KV heads."""
+    def __init__(
+        self, batch: GpuBatch, programs: int | None = None, invariant: bool = False
+    ) -> None:
+        """`programs`: how many take the items of cut tiles, over all KV heads. `invariant`: a row's
+        result depends neither on the batch nor on how its sequence is cut into chunks."""
         self._batch = batch
         kv, shape = batch.kv, batch.shape
         if programs is None:
@@ -45,8 +54,9 @@ class TritonAttention:
         self._partial = batch.scratch.tensor(
             "partial", shape_of_partial, torch.float32, common=True
         )
-        self._few_rows = _power(rows, FEW_ROWS)
         self._many_rows = _power(shape.tile * shape.group, MANY_ROWS)
+        self._few_rows = self._many_rows if invariant else _power(rows, FEW_ROWS)
+        self._invariant = invariant
         self._dim = _power(kv.head_dim, NARROWEST)
         self._dtype = getattr(tl, str(kv.dtype).removeprefix("torch."))
         self._widen = widened(kv.dtype, kv.device)
@@ -74,11 +84,12 @@ class TritonAttention:
     def attend(self, layer: int, query: Tensor, out: Tensor, params: AttentionParams) -> None:
         batch, sinks = self._batch, params.sinks
         call = (layer, query, out, params)
-        self._attend(batch.few, batch.counts[0:], self._few, self._few_rows, *call)
+        self._attend(batch.few, batch.counts[0:], self._few, self._few_rows, 0, *call)
         if not batch.bucket.decodes:
             # A graph serves any job of the bucket: programs for as many tiles as it may have.
             tiles = batch.bucket.tiles(batch.shape)
-            self._attend(batch.many, batch.counts[1:], tiles, self._many_rows, *call)
+            cut = SPLIT if self._invariant else 0
+            self._attend(batch.many, batch.counts[1:], tiles, self._many_rows, cut, *call)
         code.merge_code[(batch.bucket.sequences, batch.kv.kv_heads)](
             self._partial,
             out,
@@ -94,6 +105,7 @@ class TritonAttention:
             FIELDS=MERGE_FIELDS,
             SINKS=sinks is not None,
             DTYPE=self._dtype,
+            enable_fp_fusion=not self._invariant,
         )
 
     def _attend(
@@ -102,6 +114,7 @@ class TritonAttention:
         count: Tensor,
         programs: int,
         rows: int,
+        cut: int,
         layer: int,
         query: Tensor,
         out: Tensor,
@@ -141,6 +154,9 @@ class TritonAttention:
             WIDEN=self._widen,
             DTYPE=self._dtype,
             ALIGNED=self._aligned(layer),
+            CUT=cut,
+            # Contracted to multiply-adds, two kernels could round differently.
+            enable_fp_fusion=not self._invariant,
             **sizes(rows, self._dim, kv.dtype),
         )
 

@@ -4,7 +4,9 @@
 turn until the count in device memory is reached, so that a captured launch fits any job.
 Scores and sums are float32; so are products, unless K and V are 16 bits wide: those are multiplied
 as they are, and weights are rounded to their dtype before they meet V. Sums of a row run over keys
-in steps of `N` from the item's first, whatever is beside it.
+in steps of `N` from the item's first, whatever is beside it. With items of longer chunks cut like
+decodes (`CUT`) and equal M, N and D, a row's result is the same to the bit in a decode, in a chunk
+of any length and in any batch.
 
 `keys`, `values`: addresses of a layer's K and V in block 0, as numbers, multiples of `ALIGNED`
 bytes: Triton's launcher refuses a pointer to what no page backs, and block 0 may be such. `sinks`,
@@ -70,6 +72,88 @@ def _sunk(sinks, head, real, largest, weight, total, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _merged(largest, weight, total, other_largest, other_weight, other_total):
+    """Sums of rows over some keys, and over the keys after them: over both. What has seen no key
+    changes nothing."""
+    now = tl.maximum(largest, other_largest)
+    base = tl.where(now == NOTHING, 0.0, now)
+    before = tl.exp2(largest - base)
+    share = tl.exp2(other_largest - base)
+    weight = weight * before + other_weight * share
+    total = total * before[:, None] + other_total * share[:, None]
+    return now, weight, total
+
+
+@triton.jit
+def _over_keys(
+    q,
+    keys,
+    values,
+    tables,
+    table,
+    kv_head,
+    position,
+    low,
+    begin,
+    end,
+    block_stride,
+    scale,
+    window,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Sums over keys from `low` to `end` in steps of N from `begin`: largest score (base 2), sum of
+    weights, weighted sum of values."""
+    d = tl.arange(0, D)
+    largest = tl.full([M], NOTHING, tl.float32)
+    weight = tl.zeros([M], tl.float32)
+    total = tl.zeros([M, D], tl.float32)
+    for step in range(begin, end, N):
+        key = step + tl.arange(0, N)
+        seen = (key >= low) & (key < end)
+        block = tl.load(tables + table + key // BLOCK_TOKENS, mask=seen, other=0)
+        inside = (key % BLOCK_TOKENS) * KV_HEADS * DIM + kv_head * DIM
+        place = block.to(tl.int64) * block_stride + inside
+        there = seen[:, None] & (d < DIM)[None, :]
+        k = tl.load(keys + place[:, None] + d[None, :], mask=there, other=0.0)
+        v = tl.load(values + place[:, None] + d[None, :], mask=there, other=0.0)
+        if WIDEN:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFTCAP:
+            # By the series of tanh near 0, where the difference of exponentials cancels.
+            x = score / softcap
+            square = x * x
+            series = 1.0 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315)))
+            far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+            score = softcap * tl.where(square < 0.04, x * series, far)
+        score = score * LOG2_E
+        visible = seen[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            visible = visible & (key[None, :] > position[:, None] - window)
+        score = tl.where(visible, score, NOTHING)
+        now = tl.maximum(largest, tl.max(score, 1))
+        base = tl.where(now == NOTHING, 0.0, now)
+        p = tl.exp2(score - base[:, None])
+        before = tl.exp2(largest - base)
+        weight = weight * before + tl.sum(p, 1)
+        if not WIDEN:
+            p = p.to(v.dtype)
+        total = total * before[:, None] + tl.dot(p, v, input_precision="ieee")
+        largest = now
+    return largest, weight, total
+
+
+@triton.jit
 def attend_code(
     query,
     keys,
@@ -101,12 +185,14 @@ def attend_code(
     WIDEN: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """Programs (any number, KV_HEADS). M rows, N keys, D >= DIM elements at once, powers of two.
 
     `partial` (slots, KV_HEADS, partial_rows, DIM + 4) float32: per row its sum, its largest score
     (base 2) and its sum of weights, and two of nothing, which keep rows aligned. `WIDEN`: multiply
-    in float32.
+    in float32. `CUT`: merge the sums of this many keys each in registers, as `merge_code` does
+    those of items; 0: one sum over all keys of an item.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     keys = tl.multiple_of(keys.to(tl.pointer_type(DTYPE)), ALIGNED)
@@ -137,43 +223,65 @@ def attend_code(
         low = first
         if WINDOW:
             low = tl.maximum(first, start - window + 1)
-        largest = tl.full([M], NOTHING, tl.float32)
-        weight = tl.zeros([M], tl.float32)
-        total = tl.zeros([M, D], tl.float32)
-        for begin in range(low // N * N, end, N):
-            key = begin + tl.arange(0, N)
-            seen = (key >= low) & (key < end)
-            block = tl.load(tables + table + key // BLOCK_TOKENS, mask=seen, other=0)
-            inside = (key % BLOCK_TOKENS) * KV_HEADS * DIM + kv_head * DIM
-            place = block.to(tl.int64) * block_stride + inside
-            there = seen[:, None] & (d < DIM)[None, :]
-            k = tl.load(keys + place[:, None] + d[None, :], mask=there, other=0.0)
-            v = tl.load(values + place[:, None] + d[None, :], mask=there, other=0.0)
-            if WIDEN:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if SOFTCAP:
-                # By the series of tanh near 0, where the difference of exponentials cancels.
-                x = score / softcap
-                square = x * x
-                series = 1.0 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315)))
-                far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
-                score = softcap * tl.where(square < 0.04, x * series, far)
-            score = score * LOG2_E
-            visible = seen[None, :] & (key[None, :] <= position[:, None])
-            if WINDOW:
-                visible = visible & (key[None, :] > position[:, None] - window)
-            score = tl.where(visible, score, NOTHING)
-            now = tl.maximum(largest, tl.max(score, 1))
-            base = tl.where(now == NOTHING, 0.0, now)
-            p = tl.exp2(score - base[:, None])
-            before = tl.exp2(largest - base)
-            weight = weight * before + tl.sum(p, 1)
-            if not WIDEN:
-                p = p.to(v.dtype)
-            total = total * before[:, None] + tl.dot(p, v, input_precision="ieee")
-            largest = now
+        if CUT:
+            largest = tl.full([M], NOTHING, tl.float32)
+            weight = tl.zeros([M], tl.float32)
+            total = tl.zeros([M, D], tl.float32)
+            for part in range(low // CUT * CUT, end, CUT):
+                part_largest, part_weight, part_total = _over_keys(
+                    q,
+                    keys,
+                    values,
+                    tables,
+                    table,
+                    kv_head,
+                    position,
+                    low,
+                    tl.maximum(part, low // N * N),
+                    tl.minimum(part + CUT, end),
+                    block_stride,
+                    scale,
+                    window,
+                    softcap,
+                    KV_HEADS,
+                    DIM,
+                    BLOCK_TOKENS,
+                    M,
+                    N,
+                    D,
+                    WINDOW,
+                    SOFTCAP,
+                    WIDEN,
+                )
+                largest, weight, total = _merged(
+                    largest, weight, total, part_largest, part_weight, part_total
+                )
+        else:
+            largest, weight, total = _over_keys(
+                q,
+                keys,
+                values,
+                tables,
+                table,
+                kv_head,
+                position,
+                low,
+                low // N * N,
+                end,
+                block_stride,
+                scale,
+                window,
+                softcap,
+                KV_HEADS,
+                DIM,
+                BLOCK_TOKENS,
+                M,
+                N,
+                D,
+                WINDOW,
+                SOFTCAP,
+                WIDEN,
+            )
         if slot < 0:
             if SINKS:
                 total, weight = _sunk(sinks, head, real, largest, weight, total, DTYPE)
@@ -227,14 +335,9 @@ def merge_code(
             line = ((slot + s).to(tl.int64) * KV_HEADS + kv_head) * partial_rows + r
             at = partial + line * (DIM + 4)
             theirs = tl.load(at + DIM, mask=real, other=NOTHING)
-            now = tl.maximum(largest, theirs)
-            base = tl.where(now == NOTHING, 0.0, now)
-            before = tl.exp2(largest - base)
-            share = tl.exp2(theirs - base)
-            weight = weight * before + tl.load(at + DIM + 1, mask=real, other=0.0) * share
+            share = tl.load(at + DIM + 1, mask=real, other=0.0)
             part = tl.load(at[:, None] + d[None, :], mask=filled, other=0.0)
-            total = total * before[:, None] + part * share[:, None]
-            largest = now
+            largest, weight, total = _merged(largest, weight, total, theirs, share, part)
         head = kv_head * GROUP + r % GROUP
         place = (row + token).to(tl.int64) * (HEADS * DIM) + head * DIM
         if SINKS:

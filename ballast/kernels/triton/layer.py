@@ -15,6 +15,7 @@ from ballast.kernels.gpu.batch import GpuBatch
 from ballast.kernels.gpu.layer import HeadVectors
 from ballast.kernels.triton import layer_code as code
 from ballast.kernels.triton.attention import LOADED, multiprocessors
+from ballast.kernels.triton.gemm import INVARIANT_DTYPES, invariant_gemm
 from ballast.kernels.triton.row_code import row_code
 
 GATED = 1024
@@ -107,6 +108,11 @@ class TritonLayer:
         out = gate_up.new_empty(rows, width)
         code.gate_code[(rows, triton.cdiv(width, GATED))](gate_up, out, width, BLOCK=GATED)
         return out
+
+    def multiply(self, x: Tensor, matrix: Tensor) -> Tensor:
+        if x.dtype not in INVARIANT_DTYPES:
+            return torch.nn.functional.linear(x, matrix)
+        return invariant_gemm(x, matrix)
 
     def multiply_row(
         self,

@@ -12,4 +12,10 @@ from tests.kernels.triton_here import run_interpreted
 
 @pytest.mark.slow
 def test_cases_hold_in_the_interpreter() -> None:
-    run_interpreted("attention_cases.py", "layer_cases.py", "lora_cases.py", "sampling_cases.py")
+    run_interpreted(
+        "attention_cases.py",
+        "gemm_cases.py",
+        "layer_cases.py",
+        "lora_cases.py",
+        "sampling_cases.py",
+    )

@@ -1,0 +1,101 @@
+"""Launch the batch-invariant GEMM: a row's product does not depend on the rows beside it.
+
+cuBLAS chooses another kernel, and so another order of summation, for another number of rows. Here
+every element is one chain of matrix instructions in ascending order over K (`triton/gemm_code.py`),
+so that tile shapes may follow the number of rows. That all shapes of `TILES` give the same bits is
+asserted on GPUs by `tests/kernels/gemm_cases.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ballast.kernels.triton.attention import LOADED, multiprocessors, widened
+from ballast.kernels.triton.gemm_code import gemm_code
+
+INVARIANT_DTYPES = (torch.bfloat16, torch.float16)
+"""What `invariant_gemm` multiplies; in float32 other orders have changed no token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Shape of an output tile, and how a program computes it."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+
+
+TILES = (
+    Tile(128, 256, 64, 3, 8),
+    Tile(128, 128, 64, 4, 8),
+    Tile(64, 128, 64, 4, 4),
+    Tile(64, 64, 64, 5, 4),
+    Tile(64, 32, 64, 6, 4),
+    Tile(64, 16, 64, 6, 4),
+)
+"""The largest of which every multiprocessor gets one is taken, else the last. All of a depth, which
+decides the order of summation in Triton's interpreter."""
+ONE_CHAIN = (8, 9)
+"""Major compute capabilities on which all of `TILES` take the same matrix instructions. Elsewhere
+`COMMON` serves all numbers of rows."""
+COMMON = TILES[3]
+
+
+def invariant_gemm(x: Tensor, matrix: Tensor, tile: Tile | None = None) -> Tensor:
+    """Return x W^T (m, n) of `x` (m, k) and `matrix` W (n, k), whose rows are contiguous, of one
+    dtype of 16 bits. `tile`: by default chosen by the sizes and the device."""
+    (m, k), n = x.shape, len(matrix)
+    out = x.new_empty(m, n)
+    if not out.numel():
+        return out
+    if tile is None:
+        tile = tile_of(m, n, multiprocessors(x.device), _capability(x.device))
+    address = matrix.data_ptr()
+    aligned = LOADED if address % LOADED == 0 and k % 8 == 0 else x.dtype.itemsize
+    gemm_code[(triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
+        x,
+        address,
+        out,
+        m,
+        n,
+        k,
+        x.stride(0),
+        M=tile.rows,
+        N=tile.columns,
+        K=tile.depth,
+        STAGES=tile.stages,
+        EVEN=k % tile.depth == 0,
+        WIDEN=widened(x.dtype, x.device),
+        DTYPE=getattr(tl, str(x.dtype).removeprefix("torch.")),
+        ALIGNED=aligned,
+        num_warps=tile.warps,
+    )
+    return out
+
+
+def tile_of(m: int, n: int, multiprocessors: int, capability: int) -> Tile:
+    """Choose the tile of a product of m rows and n columns on a GPU."""
+    if capability not in ONE_CHAIN:
+        return COMMON
+    fitting = (t for t in TILES if t.rows == 64 or m > 64)
+    enough = (
+        t for t in fitting if triton.cdiv(m, t.rows) * triton.cdiv(n, t.columns) >= multiprocessors
+    )
+    return next(enough, TILES[-1])
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    """Major compute capability; of a CPU, where the interpreter runs, that of all tiles."""
+    if device.type != "cuda":
+        return ONE_CHAIN[-1]
+    return int(torch.cuda.get_device_properties(device).major)
