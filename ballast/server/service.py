@@ -31,6 +31,7 @@ from ballast.server.generate.parameters import check_fits, most_tokens, sampling
 from ballast.server.http.bodies import MOST_WEIGHT
 from ballast.server.http.faults import Fault
 from ballast.server.http.fields import Body
+from ballast.server.http.refused_fields import refuse_fields
 from ballast.server.http.request_context import Caller, RequestContext
 from ballast.server.observe.device_metrics import DeviceCollector
 from ballast.server.observe.metrics import Metrics
@@ -43,8 +44,8 @@ from ballast.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_MOST_WARNED = 1000
-"""Most names of ignored fields that are remembered as logged."""
+_MOST_WARNED, _LONGEST_WARNED = 1000, 80
+"""Most names of ignored fields that are remembered as logged, and most characters of each."""
 
 
 class Service:
@@ -105,7 +106,7 @@ class Service:
         """Submit a request to a model; `answer_id` becomes the answer's id. Raises RequestError,
         Fault or Unavailable."""
         arrived = self.clock.now()
-        self.warn(request)
+        self.check_fields(request)
         context.request, context.answer_id = request, answer_id
         request.check()
         self._check_queue(spec)
@@ -124,7 +125,7 @@ class Service:
                     request, len(choices), p, text, prompt, tokenizer, stops, constraint
                 )
             submissions += made
-        meter, stream = self._submit(submissions, spec, context.caller)
+        meter, stream = self._submit(submissions, spec, context.caller, request.cache_salt)
         self.metrics.asked(spec.name, request.choices, request.most_tokens)
         generation = Generation(
             spec.name, choices, stream, meter, arrived, self.clock, self.metrics
@@ -139,7 +140,7 @@ class Service:
         RequestError, Fault or Unavailable."""
         arrived = self.clock.now()
         spec = self.models.find(request.model, context.caller)
-        self.warn(request)
+        self.check_fields(request)
         if not spec.embeds:
             raise InvalidRequest(f"the model {spec.name!r} does not embed texts", "model")
         if request.dimensions not in (None, spec.hidden):
@@ -162,7 +163,7 @@ class Service:
                     embed=True,
                 )
             )
-        meter, stream = self._submit(submissions, spec, context.caller)
+        meter, stream = self._submit(submissions, spec, context.caller, request.cache_salt)
         embedding = Embedding(
             spec.name, submissions, stream, meter, arrived, self.clock, self.metrics
         )
@@ -170,16 +171,21 @@ class Service:
         return embedding
 
     def _submit(
-        self, submissions: Sequence[Submission], spec: ModelSpec, caller: Caller
+        self,
+        submissions: Sequence[Submission],
+        spec: ModelSpec,
+        caller: Caller,
+        cache_salt: str | None,
     ) -> tuple[RequestMeter, OutputStream]:
-        """Charge submissions to the caller's key and send them to the devices. Raises UnknownModel,
-        Fault or Unavailable."""
+        """Charge submissions to the caller's key and send them to the devices; `cache_salt`: the
+        request's own. Raises UnknownModel, Fault or Unavailable."""
         spec = self.models.find(spec.name, caller)  # it may have been removed meanwhile
         queue = spec.base or spec.name
         self.quotas.prompt(caller.key, prompt_tokens(submissions))
-        if caller.key is not None:
-            key = caller.key.name
-            submissions = [replace(s, salt=caller.salt, tenant=key) for s in submissions]
+        salt = caller.salted(cache_salt)
+        if caller.key is not None or salt:
+            tenant = "" if caller.key is None else caller.key.name
+            submissions = [replace(s, salt=salt, tenant=tenant) for s in submissions]
         stream = self.controller.router.submit(
             submissions, caller.name if self.settings.several_keys else ""
         )
@@ -211,12 +217,14 @@ class Service:
         models = () if report is None else report.models
         return sum(m.waiting for m in models if m.name == model)
 
-    def warn(self, request: Body) -> None:
-        """Log each ignored field once: clients tend to send the same ones every time."""
-        for name in request.ignored:
+    def check_fields(self, request: Body) -> None:
+        """Log each ignored field once: clients tend to send the same ones every time. Raises
+        InvalidRequest for those that must not be ignored."""
+        refuse_fields(request)
+        for name in (name[:_LONGEST_WARNED] for name in request.ignored):
             if name not in self._warned and len(self._warned) < _MOST_WARNED:
                 self._warned.add(name)
-                log.warning("the request field %.80r is ignored", name)
+                log.warning("the request field %r is ignored", name)
 
 
 def _priority_offset(requested: int | None, caller: Caller) -> int:

@@ -15,6 +15,7 @@
 - `json_route`: Decodes JSON bodies, one in each turn of the event loop.
 - `off_loop`: Threads for work that would block the event loop.
 - `origins`: Refuses foreign hosts and origins: requests that web pages make browsers send.
+- `refused_fields`: Refuses request fields that must not be ignored.
 - `request_context`: The context of one HTTP request, from arrival to the end of its response.
 - `route_match`: Finds the route of a request before anything is decided by it.
 - `sse`: Streams server-sent events; stops when the client disconnects.

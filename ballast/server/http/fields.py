@@ -79,6 +79,8 @@ Stop = Annotated[
     | None,
     BeforeValidator(_listed),
 ]
+CacheSalt = Annotated[Text, Field(min_length=1, max_length=256)]
+"""Salt that keeps cached prefixes apart from those of requests with another one, as in vLLM."""
 Penalty = Annotated[float, FINITE, Field(ge=-2, le=2)]
 LogitBias = Annotated[
     dict[

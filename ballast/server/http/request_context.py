@@ -53,6 +53,11 @@ class Caller:
         isolated = self.apart if self.key.isolated is None else self.key.isolated
         return f"key:{self.key.name}" if isolated else ""
 
+    def salted(self, cache_salt: str | None) -> str:
+        """Salt of a request with its own `cache_salt`. No key's name has the separator, so no two
+        pairs share a salt."""
+        return self.salt if cache_salt is None else f"{self.salt}\0{cache_salt}"
+
     def may_use(self, model: str) -> bool:
         """Whether the caller's key gives access to a model."""
         return self.key is None or self.key.models is None or model in self.key.models

@@ -16,6 +16,7 @@ from ballast.server.http.fields import (
     MOST_PROMPTS,
     MOST_TOP,
     Body,
+    CacheSalt,
     Count,
     LogitBias,
     Penalty,
@@ -59,6 +60,7 @@ class Sampled(Body):
     stream: bool | None = None
     priority: Annotated[StrictInt, Field(ge=-_PRIORITY, lt=_PRIORITY)] | None = None
     """Priority as in vLLM: a smaller number comes earlier."""
+    cache_salt: CacheSalt | None = None
     user: Text | None = None
 
 

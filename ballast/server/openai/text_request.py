@@ -8,7 +8,7 @@ from pydantic import Field, StrictInt
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.conversation import Conversation
-from ballast.server.http.fields import Body, Inputs, Text, TokenId, one_by_one
+from ballast.server.http.fields import Body, CacheSalt, Inputs, Text, TokenId, one_by_one
 
 
 class TokenizeRequest(Conversation):
@@ -36,6 +36,7 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
     priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: CacheSalt | None = None
     user: Text | None = None
 
     @property

@@ -47,7 +47,7 @@ def add_generating_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages", responses=MESSAGES_ERRORS | responses_of(Message, streams=True))
     async def messages(body: MessagesRequest, request: Request) -> Response:
         check_version(request.headers)
-        service.warn(body)
+        service.check_fields(body)
         context = context_of(request.scope)
         chat = await off_loop(context.large_body, body.chat)
         body.messages = []  # as `encode_conversation` drops those of `chat`
@@ -56,7 +56,7 @@ def add_generating_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", responses=responses_of(ResponseRecord, streams=True))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        service.warn(body)
+        service.check_fields(body)
         context = context_of(request.scope)
         chat, repeated = await off_loop(context.large_body, lambda: (body.chat(), body.repeated()))
         body.input = []  # as `encode_conversation` drops the messages of `chat`

@@ -39,7 +39,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         context = context_of(request.scope)
         spec = service.models.find(body.model, context.caller)
         tokenizer = service.models.tokenizer(spec.name)
-        service.warn(body)
+        service.check_fields(body)
         body.check()
         if body.prompt is None:
             tokens = await service.prompts.encode_conversation(body, spec, tokenizer, context)
@@ -59,7 +59,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", responses=responses_of(Detokenized))
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         spec = service.models.find(body.model, context_of(request.scope).caller)
-        service.warn(body)
+        service.check_fields(body)
         most = max(spec.max_model_len, MOST_DETOKENIZED)
         if len(body.tokens) > most:
             raise InvalidRequest(f"tokens: at most {most}, not {len(body.tokens)}", "tokens")
@@ -73,7 +73,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         check_version(request.headers)
         context = context_of(request.scope)
         spec = service.models.find(body.model, context.caller)
-        service.warn(body)
+        service.check_fields(body)
         chat = await off_loop(context.large_body, body.chat)
         with body.names():
             tokens = await service.prompts.encode_conversation(
