@@ -29,9 +29,16 @@ from ballast.bench.server_process import serving
 from benchmarks.common import finish, options
 from benchmarks.resident import Memory, resident_mib
 from benchmarks.robustness_checkpoints import CHECKPOINT_ATTACKS
+from benchmarks.robustness_children import CHILD_ATTACKS
 from benchmarks.robustness_clients import CLIENT_ATTACKS
 from benchmarks.robustness_operators import OPERATOR_ATTACKS
-from benchmarks.robustness_target import VICTIM, VICTIM_KEY, Target, make_target_fleet
+from benchmarks.robustness_target import (
+    SECRETS,
+    VICTIM,
+    VICTIM_KEY,
+    Target,
+    make_target_fleet,
+)
 from benchmarks.witness import Seen, WitnessProcess, witness
 
 LIVE_SECONDS, GAP_SECONDS = 0.1, 0.25
@@ -58,7 +65,8 @@ class Attack:
 
 
 ATTACKS = tuple(
-    Attack(*attack) for attack in (*CLIENT_ATTACKS, *OPERATOR_ATTACKS, *CHECKPOINT_ATTACKS)
+    Attack(*attack)
+    for attack in (*CLIENT_ATTACKS, *CHILD_ATTACKS, *OPERATOR_ATTACKS, *CHECKPOINT_ATTACKS)
 )
 
 
@@ -107,7 +115,7 @@ def attacked(directory: Path) -> Iterator[tuple[Target, WitnessProcess]]:
     file = make_target_fleet(directory)
     with (
         (directory / "log").open("w") as log,
-        serving(file, "--log-level", "error") as running,
+        serving(file, "--log-level", "error", environment=os.environ | SECRETS) as running,
         witness(running.url, VICTIM_KEY, VICTIM) as by,
     ):
         target = Target(running.url, running.pid, file, log)

@@ -33,6 +33,9 @@ server:
   drain_seconds: 5
 """
 PATIENCE_SECONDS = 120.0
+SECRET = "a-secret-of-the-server"
+SECRETS = dict.fromkeys(("HF_TOKEN", "BALLAST_ALICE", "HTTPS_PROXY", "NVIDIA_API_KEY"), SECRET)
+"""Variables of the server's environment that its children must not have."""
 
 
 def make_target_fleet(directory: Path) -> Path:

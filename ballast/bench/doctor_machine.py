@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ballast.bench.doctor_finding import Finding, judged
+from ballast.isolation.confinement import missing
 from ballast.kernels.choice_file import ChoiceFile
 
 _LEAST_TORCH = (2, 11)
@@ -96,7 +97,7 @@ def _chosen(dtype: str, from_rows: list[int | None]) -> str:
 
 
 def limits() -> Iterator[Finding]:
-    """Limits that the administrator or the shell set for this process."""
+    """Limits that the administrator, the shell or the kernel set for this process."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield judged(
         "open files",
@@ -110,6 +111,14 @@ def limits() -> Iterator[Finding]:
         _limit(threads),
         f"`ulimit -u {_LEAST_THREADS * 16}`",
         warn=threads != resource.RLIM_INFINITY and threads < _LEAST_THREADS,
+    )
+    lacking = missing()
+    yield judged(
+        "confinement",
+        f"no {' and no '.join(lacking)}" if lacking else "seccomp and Landlock",
+        "a parser that a hostile file has taken over can do more than read files: use a kernel and "
+        "a container runtime that have them",
+        warn=bool(lacking),
     )
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
     yield judged(

@@ -9,9 +9,9 @@
 The zygote is forked from a process that has already imported the modules that calls need, and only
 forks: so a call costs a fork, not the imports, and a child that hangs, takes all memory or crashes
 ends alone. Arguments are pickled, since they come from this process; results are msgpack of the
-type that the caller names, since the file that a child has read may have corrupted it. This limits
-accidents and malice in *data*; it is no sandbox for code. `weights.manifest.fork_zygote` makes the
-zygote in which workers read checkpoints.
+type that the caller names, since the file that a child has read may have corrupted it. Children are
+confined (`confinement`): code that a file makes them run reads files, and no more.
+`weights.manifest.fork_zygote` makes the zygote in which workers read checkpoints.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import msgspec
 from ballast.core import errors
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError, LimitExceeded, brief
 from ballast.isolation.calls import A, R
+from ballast.isolation.confinement import confine
 from ballast.isolation.limits import Limits
 from ballast.isolation.orphan import die_with
 
@@ -267,6 +268,7 @@ def _run(
     try:
         die_with(zygote)
         limits.apply()
+        confine()
         reply = _called(request, prepare, limits)
         with open(writing, "wb") as file:
             file.write(_LENGTH.pack(len(reply)))

@@ -27,6 +27,7 @@ from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
 from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.fleet.fleet_source import FleetReading, FleetSource
+from ballast.isolation.confinement import conceal_memory, missing
 from ballast.live.inbox import MonotonicClock
 from ballast.server.access.gate import Gate
 from ballast.server.access.keys import Guard
@@ -89,13 +90,14 @@ def serve(
     main thread no signals are handled. Traces go to the collector at `otlp_endpoint`, or at the one
     that the environment names, if any. `reading`: of `source`, if it has been read. `own_process`:
     the process is the server's own. A watchdog ends it where it hangs, also after this function has
-    returned, and it can import no PyTorch from now on.
+    returned, it can import no PyTorch from now on, and other processes cannot read its memory.
 
     Raises ConfigError if the fleet is wrong, the address cannot be bound or the process may not
     open as many files as it needs, Unavailable if no model can be served.
     """
     if own_process:
         forgo_torch()
+        conceal_memory()
     reading = reading or source.read()
     check_files(reading.fleet)
     check_origins(reading.fleet.server)
@@ -366,6 +368,8 @@ class OperatorSignals:
 def _announce(service: Service, host: str, port: int) -> None:
     if not is_loopback(host) and not service.keys.asked:
         log.warning("listening on %s without keys: everybody who reaches it can use it", host)
+    if lacking := missing():
+        log.warning("children are confined less: this kernel has no %s", " and no ".join(lacking))
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(service.models.visible_to())
     write_line(f"ballast: serving {names} at http://{shown}:{port}/v1", sys.stdout)

@@ -103,7 +103,7 @@ class EchoDevice:
         progress: Progress,
         segments: SegmentClient | None,
     ) -> None:
-        if (file := os.environ.get("FAKE_DEVICE_FAILS")) and Path(file).exists():
+        if (file := os.environ.get("BALLAST_TEST_DEVICE_FAILS")) and Path(file).exists():
             raise MemoryError("no room for the pool now")
         if fleet.options.get("unbuildable"):
             raise MemoryError("no room for the pool")

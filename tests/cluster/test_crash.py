@@ -206,7 +206,7 @@ def test_a_worker_that_cannot_be_replaced_is_lost_until_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "broken"
-    monkeypatch.setenv("FAKE_DEVICE_FAILS", str(broken))
+    monkeypatch.setenv("BALLAST_TEST_DEVICE_FAILS", str(broken))
     monkeypatch.setattr(keeping, "BACKOFF_SECONDS", 0.01)
 
     async def scenario() -> None:

@@ -180,7 +180,7 @@ def test_a_device_that_is_lost_loses_what_no_other_can_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "broken"
-    monkeypatch.setenv("FAKE_DEVICE_FAILS", str(broken))
+    monkeypatch.setenv("BALLAST_TEST_DEVICE_FAILS", str(broken))
     monkeypatch.setattr(keeping, "BACKOFF_SECONDS", 0.01)
 
     async def scenario() -> None:

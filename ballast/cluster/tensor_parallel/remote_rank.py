@@ -16,6 +16,7 @@ from contextlib import ExitStack
 
 from ballast.core.event import TransferDoneEvent
 from ballast.core.settings import FleetSettings
+from ballast.isolation.environment import child_environment
 from ballast.transport.tensor_parallel.rank_connections import RankConnection, RankGone
 from ballast.transport.tensor_parallel.rank_messages import LayersSettledEvent, TransferLandedEvent
 
@@ -53,6 +54,7 @@ class RemoteRank:
                 (*COMMAND, "--parent", str(os.getpid()), *options),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[end.fileno() for _, end in pairs.values()],
+                env=child_environment(),
             )
         connections = {name: RankConnection(end) for name, (end, _) in pairs.items()}
         self.memory, self.models, self.jobs = (

@@ -21,6 +21,7 @@ from ballast.cluster.worker.flight_recorder import FlightRecorder, flight_memory
 from ballast.cluster.worker.liveness_watch import LivenessWatch, process_activity
 from ballast.core.errors import Unavailable
 from ballast.core.settings import FleetSettings, ServerSettings
+from ballast.isolation.environment import child_environment
 from ballast.transport.sockets import PrivateDirectory, ServerSocket
 from ballast.transport.worker_messages.codec import ToServer, ToWorker
 from ballast.transport.worker_messages.lifecycle_messages import (
@@ -139,6 +140,7 @@ class LocalWorker:
                 *options,
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=tuple(fds.values()),
+                env=child_environment(),
             )
         finally:
             if worker_end is not None:

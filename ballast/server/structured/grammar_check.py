@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from pathlib import Path
 from typing import IO
+
+from ballast.isolation.confinement import confine
+from ballast.isolation.environment import child_environment
 
 CPU_SECONDS = 0.3
 """Most processor time for one grammar, in seconds; the worker that runs its model will need as
@@ -80,16 +81,12 @@ class GrammarCheck:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    import ballast
-
-    root = str(Path(ballast.__file__).parents[1])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
         [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path},
+        env=child_environment(),
     )
 
 
@@ -116,6 +113,7 @@ def _child() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    confine()
     tokenizer = LLTokenizer("byte")
     while True:
         grammar = _received(sys.stdin.buffer).decode()

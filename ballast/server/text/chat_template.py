@@ -15,18 +15,17 @@ Python's internals, but not from endless loops or unbounded texts. So each runs 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from ballast.core.errors import InvalidRequest, Unavailable
+from ballast.isolation.environment import child_environment
 from ballast.server.http.fair_turns import FairTurns
 
 CPU_SECONDS = 2.0
@@ -188,11 +187,7 @@ class TemplateRenderer:
                 self._control.send(KILL + child.number.to_bytes(NUMBER_BYTES, "big"))
 
     async def _start(self) -> None:
-        import ballast
-
-        root = str(Path(ballast.__file__).parents[1])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": path}
+        quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         # SEQPACKET keeps the bounds of messages: each is read alone.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
@@ -205,7 +200,7 @@ class TemplateRenderer:
                     *command,
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=(fd,),
-                    env={**os.environ, **quiet},
+                    env=child_environment(quiet),
                 )
             except OSError as error:
                 await self._end()

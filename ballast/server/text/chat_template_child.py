@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from ballast.isolation.confinement import confine
 from ballast.isolation.orphan import die_with
 from ballast.server.text.chat_template import (
     FORK,
@@ -57,6 +58,7 @@ def main(control_fd: int, cpu_seconds: float, memory_bytes: int) -> None:
                     die_with(parent)
                     control.close()
                     _limit(memory_bytes)
+                    confine()
                     _answer(socket.socket(fileno=fds[0]), render_jinja_template, cpu_seconds)
                     os._exit(0)
                 os.close(fds[0])
