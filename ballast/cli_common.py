@@ -60,13 +60,15 @@ def importing() -> Iterator[None]:
         yield
 
 
-def load(file: Path, *, simulated: bool = False) -> FleetSettings:
-    """The fleet file, resolved against the presets there are and the checkpoints' sizes."""
+def load(file: Path, *, simulated: bool = False, partial: bool = False) -> FleetSettings:
+    """The fleet file, resolved against the presets there are and the checkpoints' sizes; options as
+    of `load_fleet`."""
     from ballast.fleet.fleet_file import load_fleet
     from ballast.policy.presets import PRESETS
     from ballast.weights.page_size import with_page_sizes
 
-    return with_page_sizes(load_fleet(file, presets=PRESETS, simulated=simulated))
+    fleet = load_fleet(file, presets=PRESETS, simulated=simulated, partial=partial)
+    return with_page_sizes(fleet)
 
 
 def with_preset(fleet: FleetSettings, preset: str | None) -> FleetSettings:

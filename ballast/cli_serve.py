@@ -31,7 +31,7 @@ def doctor(
 
     from ballast.bench.progress import shown
 
-    fleet = None if fleet_file is None else load(fleet_file)
+    fleet = None if fleet_file is None else load(fleet_file, partial=True)
     with importing():
         from ballast.bench.doctor import examine, table
         from ballast.bench.doctor_finding import Verdict

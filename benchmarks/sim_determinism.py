@@ -34,7 +34,7 @@ from ballast.core.settings import (
     Slo,
 )
 from ballast.core.units import MiB
-from ballast.fleet.fleet_file import CATALOGUE
+from ballast.fleet.entry_directory import CATALOGUE
 from ballast.sim.cluster import Kind, parse_kinds
 from ballast.sim.cluster_files import NO_FILES, ClusterFiles, LendingOrder
 from ballast.sim.cost_switches import CostSwitches

@@ -17,7 +17,7 @@ from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
 from ballast.core.capability import GpuReach
 from ballast.core.errors import BallastError, ConfigError, DeviceError
 from ballast.core.model import ModelSpec, kv_room, weight_bytes, weight_pages
-from ballast.core.settings import DeviceSettings, FleetSettings
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
 from ballast.engine.sizing import check_room, kv_layout, pages_aside, set_aside
 from ballast.isolation.calls import Isolation
@@ -45,8 +45,12 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
         except BallastError as error:
             cure = "mend or replace the checkpoint, or take the model out of the file"
             faults.append(Finding(model.name, Verdict.FAIL, str(error), cure))
+            faults += _without_base(model)
             continue
         specs.append(host.spec)
+        for a in host.adapters:
+            found = f"an adapter of {model.name}, of rank {a.spec.rank}"
+            yield judged(a.spec.name, f"{found}, {format_bytes(a.segment.n_bytes)}", "")
         if (clipped := clipped_context(model, host.spec)) is not None:
             cure = "lower `limits.context`, or leave it out"
             faults.append(Finding(model.name, Verdict.WARN, clipped, cure))
@@ -83,6 +87,13 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
     named = "the budgets" if settings.others else "the budget"
     what = f"{named} and all weights on the host"
     yield doctor_memory.room(budget + weights, what, surely=False)
+
+
+def _without_base(model: ModelSettings) -> Iterator[Finding]:
+    """Fail the adapters of a model that cannot be loaded, by their own faults where known."""
+    for adapter in model.adapters:
+        why = adapter.fault or f"its base {model.name} cannot be loaded"
+        yield Finding(adapter.name, Verdict.FAIL, why, "see its base")
 
 
 def _group(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, ModelSettings
-from ballast.fleet.fleet_file import CATALOGUE
+from ballast.fleet.entry_directory import CATALOGUE
 from ballast.sim.model_catalogue import facts
 
 CONTEXT = 32768

@@ -6,7 +6,7 @@ Used by the controller's parts to look up devices and by the server's routes for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -37,7 +37,8 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
         self._combined: DeviceReport | None = None
         """The sum of `_reports`."""
         self.unreadable: Mapping[str, str] = {}
-        """Models whose tokenizer the server could not load, with the reason."""
+        """Models that the server itself could not take in, with the reason: their tokenizer could
+        not be loaded, or a fleet file that was read again names them and no device could."""
         self.decisions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=DECISIONS_KEPT)
         """Recent policy decisions of all devices, oldest first, each with its time on the event
         loop's clock."""
@@ -195,7 +196,11 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
         left = names_of(self.fleet)
         self.fleet = changed(self.fleet, command)
         left -= names_of(self.fleet)
-        self.unreadable = {n: why for n, why in self.unreadable.items() if n not in left}
+        self.keep_unreadable(self.unreadable.keys() - left)
+
+    def keep_unreadable(self, names: Collection[str]) -> None:
+        """Forget why other models than `names` could not be taken in."""
+        self.unreadable = {n: why for n, why in self.unreadable.items() if n in names}
 
     def decision_made(self, device: RemoteDevice, moment: float, decision: dict[str, Any]) -> None:
         """Append a device's policy decision to `decisions`."""

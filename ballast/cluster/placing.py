@@ -27,10 +27,15 @@ Homes = Mapping[str, Sequence[str]]
 def homes_of(fleet: FleetSettings) -> dict[str, list[str]]:
     """Return the devices of each model of a fleet that is about to start.
 
-    Raises ConfigError for a model that no device has room for, or that names an unknown device.
+    A model that no device has room for goes to the largest, which refuses it, so that the others
+    are served. Raises ConfigError for a model that names an unknown device.
     """
     homes = {m.name: named(m, fleet) for m in fleet.models if m.devices}
-    return homes | placed([m for m in fleet.models if not m.devices], fleet, homes)
+    largest = max((device for device, _ in fleet.devices.values()), key=lambda d: d.budget_bytes)
+    free = [m for m in fleet.models if not m.devices]
+    misfits = [m for m in free if fleet.others and _bytes(m) > largest.budget_bytes]
+    found = placed([m for m in free if m not in misfits], fleet, homes)
+    return homes | found | {m.name: [largest.name] for m in misfits}
 
 
 def named(model: ModelSettings, fleet: FleetSettings) -> list[str]:
@@ -143,6 +148,8 @@ def _share_of(own: DeviceSettings, fleet: FleetSettings, cores: int) -> int:
 def _bytes(model: ModelSettings) -> int:
     """Return the approximate bytes of a model's weights; 1 if the checkpoint is unreadable, which
     its load reports."""
+    if model.fault:
+        return 1
     try:
         return max(1, served_bytes(Path(model.path), model.dtype))
     except (CheckpointError, OSError):

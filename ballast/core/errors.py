@@ -5,6 +5,7 @@
     BallastError
     |- ConfigError          a setting is wrong: fix the named key
     |- CheckpointError      a checkpoint is unusable: fix or replace the named file and tensor
+    |- NotThere             a model's directory cannot be had: mend its entry, or bring it there
     |- UnsupportedModel     an architecture Ballast cannot serve: choose another
     |- LimitExceeded        reading a checkpoint takes more than any should: mend or replace it
     |- RequestError         the client's fault; the request is refused, nothing else changes
@@ -67,6 +68,10 @@ class CheckpointError(BallastError):
         where = file if tensor is None else f"{file}, tensor {tensor!r}"
         super().__init__(f"{where}: {reason}")
         self.file, self.tensor, self.reason = file, tensor, reason
+
+
+class NotThere(BallastError):
+    """A model or adapter whose directory could not be had when its entry was read."""
 
 
 class UnsupportedModel(BallastError):

@@ -47,6 +47,8 @@ class AdapterSettings:
     """Time after which a request that was not admitted fails; None: the base's."""
     aliases: tuple[str, ...] = ()
     """Further names that clients may use for it."""
+    fault: str = ""
+    """Why its directory cannot be had, so that it is not served; empty: nothing is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,8 @@ class ModelSettings:
     """Devices that serve it, each with the whole model; empty: one is chosen by its size."""
     aliases: tuple[str, ...] = ()
     """Further names that clients may use for it."""
+    fault: str = ""
+    """Why its directory cannot be had, so that it is not served; empty: nothing is known."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -309,12 +313,19 @@ class FleetSettings:
         return f"{models} from {', '.join(budgets)}, {self.preset}"
 
     @property
+    def entries(self) -> list[ModelSettings | AdapterSettings]:
+        """All models, each before its adapters."""
+        return [entry for model in self.models for entry in (model, *model.adapters)]
+
+    @property
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """Aliases of each model and adapter that has any, by its own name."""
-        served: list[ModelSettings | AdapterSettings] = []
-        for model in self.models:
-            served += (model, *model.adapters)
-        return {s.name: s.aliases for s in served if s.aliases}
+        return {entry.name: entry.aliases for entry in self.entries if entry.aliases}
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """Why models and adapters cannot be had, by own name; empty where nothing is known."""
+        return {entry.name: entry.fault for entry in self.entries if entry.fault}
 
     @property
     def has_gpus(self) -> bool:

@@ -8,6 +8,7 @@ do. It imports `core` only.
 - `changes`: Operators' changes to a fleet, stored as differences against its file.
 - `cross_checks`: Checks that concern several keys of the file.
 - `document`: YAML with `${ENV}` expansion, duplicate-key errors and key paths.
+- `entry_directory`: Find the directory of a checkpoint or adapter: a path, or a hub id.
 - `faults`: Errors of the schema as sentences that name key, value and allowed values.
 - `fleet_difference`: Compute the steps that turn a running server's fleet into another.
 - `fleet_file`: The fleet file as `FleetSettings`.
@@ -22,4 +23,5 @@ do. It imports `core` only.
 - `text`: Training text for small models.
 - `tokenizer`: A byte-level BPE tokenizer with a chat template, trained in place.
 - `train`: A plain next-token training loop on CPU.
+- `unfinished_download`: Recognize an unfinished download by what it leaves.
 """

@@ -6,7 +6,7 @@ Used by the admin service. Only compares settings; applies nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 from ballast.fleet.levels import levels_of, with_levels
@@ -36,6 +36,7 @@ _FLEET = {
     "other_links": "links",
 }
 _APART = ("models", "server", "home")
+_NOT_KEYS = ("adapters", "aliases", "fault")
 
 
 def difference(old: FleetSettings, new: FleetSettings) -> FleetDifference:
@@ -73,12 +74,17 @@ def difference(old: FleetSettings, new: FleetSettings) -> FleetDifference:
 
 
 def _unlike(a: ModelSettings, b: ModelSettings) -> tuple[str, ...]:
-    """Keys in which models of equal levels differ."""
+    """Keys in which models of equal levels differ. A directory that is not there now is no other
+    one: what was loaded from it is served on."""
+    if b.fault:
+        b = replace(b, path=a.path)
     found = [
         _MODEL.get(f.name, f.name)
         for f in fields(ModelSettings)
-        if f.name not in ("adapters", "aliases") and getattr(a, f.name) != getattr(b, f.name)
+        if f.name not in _NOT_KEYS and getattr(a, f.name) != getattr(b, f.name)
     ]
-    if {x.name: x.path for x in a.adapters} != {x.name: x.path for x in b.adapters}:
+    before = {x.name: x.path for x in a.adapters}
+    after = {x.name: before.get(x.name, x.path) if x.fault else x.path for x in b.adapters}
+    if before != after:
         found.append("adapters")
     return tuple(found)

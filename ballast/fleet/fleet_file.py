@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,15 @@ from ballast.core.settings import (
 )
 from ballast.fleet.cross_checks import check_fleet
 from ballast.fleet.document import read_document
+from ballast.fleet.entry_directory import (
+    ADAPTER,
+    CATALOGUE,
+    CHECKPOINT,
+    DirectoryKind,
+    find_directory,
+)
 from ballast.fleet.faults import HIDDEN, first_fault
-from ballast.fleet.hub import fetch, is_hub_id
+from ballast.fleet.hub import fetch
 from ballast.fleet.key_hints import place_of
 from ballast.fleet.schema import (
     ADAPTER_KEYS,
@@ -36,9 +44,6 @@ from ballast.fleet.schema import (
     SimulatedFleetKeys,
 )
 
-CATALOGUE = "catalogue:"
-"""Prefix of the name of a public model, in place of a path: only its sizes are known."""
-
 
 def load_fleet(
     path: str | Path,
@@ -47,6 +52,7 @@ def load_fleet(
     environ: Mapping[str, str] | None = None,
     fetch_hub: Callable[[str, str], str] = fetch,
     simulated: bool = False,
+    partial: bool = False,
 ) -> FleetSettings:
     """Read, check and resolve the fleet file at `path`.
 
@@ -54,11 +60,14 @@ def load_fleet(
     `fetch_hub(id, key)`. `presets` are the names that `preset` may have. A fleet that is only
     `simulated` may name models of the catalogue, and needs no devices: without any, its device has
     a budget of 0. Raises ConfigError naming the key (``models[2].slo.ttft``), its value and what is
-    allowed.
+    allowed. Entries whose directory is not there are named together; where `partial`, they have a
+    `fault` instead, unless that leaves no model.
     """
     file = Path(path)
     keys = read_keys(file, presets=presets, environ=environ, simulated=simulated)
-    return resolved(keys, numbered(keys.models), file.parent, fetch_hub, simulated)
+    return resolved(
+        keys, numbered(keys.models), file.parent, fetch_hub, simulated=simulated, partial=partial
+    )
 
 
 def read_keys(
@@ -93,9 +102,12 @@ def resolved(
     entries: Placed,
     home: Path,
     fetch_hub: Callable[[str, str], str] = fetch,
+    *,
     simulated: bool = False,
+    partial: bool = False,
 ) -> FleetSettings:
-    """Settings with these models; relative paths start at `home`. Raises ConfigError."""
+    """Settings with these models; relative paths start at `home`; `partial` as for `load_fleet`.
+    Raises ConfigError."""
     home = home.absolute()
     devices = keys.device_settings() or [DeviceSettings(budget_bytes=0)]
     for i, device in enumerate(devices):
@@ -103,8 +115,13 @@ def resolved(
             allowed = "how long several ranks take is not simulated: 1"
             raise ConfigError(f"devices[{i}].tensor_parallel", device.tensor_parallel, allowed)
     links = [_link(keys, device.name) for device in devices]
+    models, faults = _models(entries, home, fetch_hub, simulated)
+    if faults and (not partial or all(model.fault for model in models)):
+        first, *others = faults
+        why = "; ".join((first.allowed, *map(str, others)))
+        raise ConfigError(first.key, first.value, why)
     return FleetSettings(
-        models=_models(entries, home, fetch_hub, simulated),
+        models=models,
         device=devices[0],
         link=links[0],
         others=tuple(devices[1:]),
@@ -141,28 +158,42 @@ def entry_settings(
         raise ConfigError("adapter", entry.adapter, why)
     if entry.path is None:
         raise ConfigError("path", None, "the key is required")
-    return entry.settings(_directory(entry.path, "path", home, fetch_hub, _CHECKPOINT), ())
+    return entry.settings(find_directory(entry.path, "path", home, fetch_hub, CHECKPOINT), ())
 
 
 def _models(
     entries: Placed, home: Path, fetch_hub: Callable[[str, str], str], simulated: bool
-) -> tuple[ModelSettings, ...]:
-    """The models, each with its adapters, in the entries' order."""
-    paths: dict[str, str] = {}
+) -> tuple[tuple[ModelSettings, ...], list[ConfigError]]:
+    """The models, each with its adapters, in the entries' order; the faults of those that are not
+    there."""
+    faults: list[ConfigError] = []
+
+    def located(at: str, text: str, wanted: DirectoryKind) -> tuple[str, str]:
+        """The directory of an entry, and what is wrong with it."""
+        try:
+            return find_directory(text, at, home, fetch_hub, wanted), ""
+        except ConfigError as error:
+            faults.append(error)
+            return text, str(error)
+
+    bases: dict[str, tuple[str, str]] = {}
     adapters: dict[str, list[AdapterSettings]] = {}
     for at, entry in entries:
         if simulated and entry.path is not None and entry.path.startswith(CATALOGUE):
-            paths[entry.name] = entry.path
+            bases[entry.name] = entry.path, ""
         elif entry.path is not None:
-            paths[entry.name] = _directory(entry.path, f"{at}.path", home, fetch_hub, _CHECKPOINT)
+            bases[entry.name] = located(f"{at}.path", entry.path, CHECKPOINT)
         if entry.adapter is not None and entry.base is not None:
-            path = _directory(entry.adapter, f"{at}.adapter", home, fetch_hub, _ADAPTER)
-            adapters.setdefault(entry.base, []).append(entry.adapter_settings(path))
-    return tuple(
-        entry.settings(paths[entry.name], tuple(adapters.get(entry.name, ())))
-        for _, entry in entries
-        if entry.name in paths
-    )
+            path, fault = located(f"{at}.adapter", entry.adapter, ADAPTER)
+            adapter = replace(entry.adapter_settings(path), fault=fault)
+            adapters.setdefault(entry.base, []).append(adapter)
+    found = []
+    for _, entry in entries:
+        if entry.name in bases:
+            path, fault = bases[entry.name]
+            settings = entry.settings(path, tuple(adapters.get(entry.name, ())))
+            found.append(replace(settings, fault=fault))
+    return tuple(found), faults
 
 
 def _check(values: Any, source: str, form: type[FleetKeys]) -> FleetKeys:
@@ -216,58 +247,3 @@ def _shown(parts: tuple[str | int, ...]) -> bool:
     if len(parts) > 1 and parts[1] == "keys":
         plain = ApiKeyKeys.model_fields.keys() - {"key"}
     return not plain.isdisjoint(str(part) for part in parts[1:])
-
-
-_CHECKPOINT = (
-    "config.json",
-    "a checkpoint directory (config.json, *.safetensors, tokenizer files)",
-)
-_ADAPTER = (
-    "adapter_config.json",
-    "an adapter's directory (adapter_config.json, adapter_model.safetensors)",
-)
-"""A file that the directory must have, and what the directory is."""
-
-
-def _is_gguf(hub_id: str, local: Path, file: str) -> bool:
-    """Whether a path or hub id means weights in llama.cpp's format: a file, a directory that holds
-    such files and not `file`, or a repository that is called so."""
-    if hub_id.lower().endswith(".gguf"):
-        return True
-    if os.path.exists(local):
-        return not os.path.isfile(local / file) and any(local.glob("*.gguf"))
-    return is_hub_id(hub_id) and "gguf" in hub_id.partition("@")[0].lower().split("-")
-
-
-def _directory(
-    text: str,
-    key: str,
-    base: Path,
-    fetch_hub: Callable[[str, str], str],
-    wanted: tuple[str, str],
-) -> str:
-    """The directory that `text` names: a path first, a hub id if there is none."""
-    file, kind = wanted
-    if text.startswith(CATALOGUE):
-        allowed = f"models of the catalogue are sizes without weights, for simulations; give {kind}"
-        raise ConfigError(key, text, allowed)
-    hub_id = text.removeprefix("hf:")
-    local = base / os.path.expanduser(text)  # which, unlike pathlib, takes any text
-    if _is_gguf(hub_id, local, file):
-        allowed = (
-            "GGUF files are not read: give the model that this one was converted from, as a "
-            "directory or hub id with config.json and *.safetensors (hf:org/name; the GGUF's page "
-            "on the hub names it as base model)"
-        )
-        raise ConfigError(key, text, allowed)
-    if text == hub_id and (os.path.exists(local) or not is_hub_id(text)):
-        if not os.path.isfile(local / file):
-            raise ConfigError(
-                key,
-                text,
-                f"it must be {kind}, or a hub id such as hf:org/name; looked in {local}",
-            )
-        return str(local)
-    if not is_hub_id(hub_id):
-        raise ConfigError(key, text, "a hub id reads hf:org/name or hf:org/name@revision")
-    return fetch_hub(hub_id, key)

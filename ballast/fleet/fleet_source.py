@@ -63,14 +63,15 @@ class FleetSource:
         return self._kept.changes
 
     def read(self) -> FleetReading:
-        """Read and merge both files. Raises ConfigError, which names the file or the key."""
+        """Read and merge both files; models that cannot be had carry their `fault`. Raises
+        ConfigError, which names the file or the key, or all models if none of them can be had."""
         kept = self._kept.read()
         keys = read_keys(self.file, presets=self._presets, environ=self._environ)
         entries = merged(keys.models, kept)
         if not entries.entries:
             allowed = f"operators have removed all models; see {self._kept.path}"
             raise ConfigError("models", [m.name for m in keys.models], allowed)
-        fleet = resolved(keys, entries.entries, self.file.parent, self._fetch_hub)
+        fleet = resolved(keys, entries.entries, self.file.parent, self._fetch_hub, partial=True)
         models, changes, notes = changed(fleet.models, entries.changes)
         models, changes, moved = rehomed(models, changes, fleet.devices)
         return FleetReading(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ballast.core.errors import ConfigError
+from ballast.core.errors import ConfigError, brief
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 _WANTED = [
@@ -30,7 +30,7 @@ def fetch(hub_id: str, key: str) -> str:
 
     Raises ConfigError naming `key`: no such repository, no access, or no network and not cached.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -55,7 +55,9 @@ def fetch(hub_id: str, key: str) -> str:
         raise ConfigError(key, hub_id, f"not a hub id: {error}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         allowed = (
-            "it is not in the local cache and the hub could not be reached: "
-            "download it where there is a network, and give its directory as path"
+            f"it is not in the local cache ({constants.HF_HUB_CACHE}) and the hub could not be "
+            "reached: download it where there is a network, and give its directory as path"
         )
         raise ConfigError(key, hub_id, allowed) from error
+    except Exception as error:  # whatever else the library, or the hub's answer, makes it raise
+        raise ConfigError(key, hub_id, f"it could not be fetched: {brief(error)}") from error

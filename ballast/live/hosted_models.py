@@ -58,7 +58,8 @@ class HostedModels:
 
     def load(self, settings: ModelSettings, threads: int = THREADS) -> HostModel:
         """Load a model into the host tier. Raises as `load_host_model`, and what `vet` raises."""
-        self._vet(settings)
+        if not settings.fault:
+            self._vet(settings)
         host = self._machine.load(settings, self.tier, threads)
         if (clipped := clipped_context(settings, host.spec)) is not None:
             log.warning("%s: %s", settings.name, clipped)

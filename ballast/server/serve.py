@@ -24,7 +24,7 @@ from ballast.cluster.controller import Controller
 from ballast.cluster.logs import write_line
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
-from ballast.core.errors import CheckpointError, Unavailable
+from ballast.core.errors import BallastError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.fleet.fleet_source import FleetReading, FleetSource
 from ballast.isolation.confinement import conceal_memory, missing
@@ -99,6 +99,8 @@ def serve(
         forgo_torch()
         conceal_memory()
     reading = reading or source.read()
+    for name, why in reading.fleet.faults.items():
+        log.warning("%s is left out, others are served: %s", name, why)
     check_files(reading.fleet)
     check_origins(reading.fleet.server)
     source.settle(reading)
@@ -210,7 +212,7 @@ def _load_tokenizers(
         names = [model.name, *(a.name for a in model.adapters)]
         try:
             loaded |= dict.fromkeys(names, Tokenizer.load(model.path, model.tool_parser))
-        except CheckpointError as error:
+        except BallastError as error:
             failed |= dict.fromkeys(names, str(error))
     return loaded, failed
 

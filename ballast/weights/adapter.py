@@ -24,11 +24,13 @@ from ballast.core.errors import (
     BallastError,
     CheckpointError,
     LimitExceeded,
+    NotThere,
     UnsupportedModel,
     brief,
 )
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.settings import AdapterSettings
+from ballast.fleet.unfinished_download import unfinished
 from ballast.weights.assemble import READABLE, Recipe, Sources
 from ballast.weights.config import read_json
 from ballast.weights.finite import fault_of, is_finite
@@ -102,9 +104,11 @@ def load_adapter(
     """Read, check, convert and seal the adapter at `settings.path`.
 
     `modules`: as for `load_adapters`. Raises CheckpointError (file, tensor, reason),
-    UnsupportedModel, LimitExceeded if reading takes more than its limits, and DeviceError if host
-    memory does not suffice.
+    UnsupportedModel, NotThere for settings with a `fault`, LimitExceeded if reading takes more than
+    its limits, and DeviceError if host memory does not suffice.
     """
+    if settings.fault:
+        raise NotThere(settings.fault)
     wanted = AdapterSource(Path(settings.path), dict(modules))
     try:
         pairs = tier.isolation.call(read_pairs, wanted, tuple[Pair, ...])
@@ -149,8 +153,8 @@ def read_pairs(wanted: AdapterSource) -> tuple[Pair, ...]:
     try:
         config = _Config.read(wanted.directory / CONFIG)
         if not path.is_file():
-            reason = "there is no such file; only safetensors are read"
-            raise CheckpointError(str(path), None, reason)
+            left = unfinished(wanted.directory) or "only safetensors are read"
+            raise CheckpointError(str(path), None, f"there is no such file; {left}")
         return _pairs(path, config, wanted.modules)
     except BallastError:
         raise

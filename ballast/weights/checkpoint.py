@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ballast.core.errors import BrokenPromise, CheckpointError, LimitExceeded
+from ballast.core.errors import BrokenPromise, CheckpointError, LimitExceeded, NotThere
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.isolation.calls import Here, Isolation
@@ -55,9 +55,9 @@ def load_host_model(
     them, has to be requested. Tensors that `transformers` keeps in float32 stay in that.
 
     Raises CheckpointError (file, tensor, reason), UnsupportedModel, ConfigError for settings that
-    do not fit the model, LimitExceeded if reading takes more than its limits, and DeviceError if
-    host memory does not suffice. An adapter with any of these faults is left out, and listed in
-    `failed`.
+    do not fit the model, NotThere for settings with a `fault`, LimitExceeded if reading takes more
+    than its limits, and DeviceError if host memory does not suffice. An adapter with any of these
+    faults is left out, and listed in `failed`.
     """
     tier = tier or HostTier()
     manifest = _examined(ManifestRequest(settings, shard), tier.isolation)
@@ -103,6 +103,8 @@ def read_spec(
 
 
 def _examined(reading: ManifestRequest, isolation: Isolation) -> Manifest:
+    if reading.settings.fault:
+        raise NotThere(reading.settings.fault)
     try:
         return isolation.call(read_manifest, reading, Manifest)
     except LimitExceeded as error:

@@ -37,7 +37,8 @@ def with_page_sizes(fleet: FleetSettings) -> FleetSettings:
     The models of a device are those whose settings name it, or no device. CPU devices get the same
     size, that of one that states its own, as pages are lent and KV moves between equal ones only.
     Nothing changes if KV lies layer by layer, which grows by pages of all layers at once, or if a
-    checkpoint cannot be read: loading it then reports the fault.
+    checkpoint cannot be read: loading it then reports the fault. Models with a `fault` do not
+    count.
     """
     devices = [device for device, _ in fleet.devices.values()]
     unsized = {device.name: device for device in devices if _is_unsized(device)}
@@ -45,9 +46,10 @@ def with_page_sizes(fleet: FleetSettings) -> FleetSettings:
     layered = any(d.kv_layout is KvLayout.PER_LAYER for d in unsized.values())
     if not unsized or layered or any(d.page_bytes != LARGE_PAGE for d in others):
         return fleet
-    sizes = {m.name: _segment_bytes(m) for m in fleet.models}
+    models = [m for m in fleet.models if not m.fault]
+    sizes = {m.name: _segment_bytes(m) for m in models}
     for device in unsized.values():
-        own = [m for m in fleet.models if not m.devices or device.name in m.devices]
+        own = [m for m in models if not m.devices or device.name in m.devices]
         segments = [sizes[m.name] for m in own]
         if not _fit_large_pages(segments, device) or _crowd(own, sizes, device):
             return fleet

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ballast.core.errors import CheckpointError
+from ballast.fleet.unfinished_download import is_lfs_pointer, unfinished
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -68,21 +69,30 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
     index = directory / INDEX
     if not index.is_file():
         raise CheckpointError(
-            str(directory),
-            None,
-            f"has neither {SINGLE} nor {INDEX}; other formats need to be converted first",
+            str(directory), None, f"has neither {SINGLE} nor {INDEX}; " + _why_none(directory)
         )
-    found: dict[str, Stored] = {}
-    headers: dict[str, dict[str, Stored]] = {}
-    for name, shard in _weight_map(index).items():
-        if shard not in headers:
-            path = directory / shard
-            if Path(shard).name != shard or not path.is_file():
-                raise CheckpointError(str(path), name, f"a shard that {INDEX} lists is missing")
-            headers[shard] = read_header(path)
-        if name in headers[shard]:
-            found[name] = headers[shard][name]
-    return found
+    weight_map = _weight_map(index)
+    shards = dict.fromkeys(weight_map.values())
+    missing = [s for s in shards if Path(s).name != s or not (directory / s).is_file()]
+    if missing:
+        which = f"{len(missing)} of the {len(shards)} shards that {INDEX} lists"
+        first = next(name for name, shard in weight_map.items() if shard == missing[0])
+        raise CheckpointError(
+            str(directory / missing[0]), first, f"an unfinished download: {which} are missing"
+        )
+    headers = {shard: read_header(directory / shard) for shard in shards}
+    return {
+        name: headers[shard][name] for name, shard in weight_map.items() if name in headers[shard]
+    }
+
+
+def _why_none(directory: Path) -> str:
+    """Return why a directory may have no weights that can be read."""
+    if (left := unfinished(directory)) is not None:
+        return f"it is {left}"
+    if any(directory.glob("*.safetensors")):
+        return "an unfinished download: it has some files of weights, and none that says of what"
+    return "other formats need to be converted first"
 
 
 def served_bytes(directory: Path, dtype: str) -> int:
@@ -110,12 +120,15 @@ def read_header(path: Path) -> dict[str, Stored]:
     with open(path, "rb", buffering=0) as file:
         prefix = file.read(8)
         if len(prefix) < 8:
-            raise CheckpointError(str(path), None, f"truncated: it has {size} bytes, no header")
+            raise _truncated(path, None, f"it has {size} bytes, no header")
+        if is_lfs_pointer(path):
+            why = "it is a pointer of Git LFS, which `git lfs pull` replaces by the file"
+            raise CheckpointError(str(path), None, f"an unfinished download: {why}")
         (length,) = struct.unpack("<Q", prefix)
         if length > _MOST_HEADER:
             raise CheckpointError(str(path), None, "corrupt: not a safetensors header")
         if 8 + length > size:
-            raise CheckpointError(str(path), None, "truncated within its header")
+            raise _truncated(path, None, "it ends within its header")
         raw = os.pread(file.fileno(), length, 8)
     try:
         header = json.loads(raw.decode("utf-8"))
@@ -143,10 +156,12 @@ def _entry(path: Path, name: str, entry: Any, data: int, size: int) -> Stored:
             str(path), name, f"corrupt header: {end - begin} bytes for {dtype} of shape {shape}"
         )
     if data + end > size:
-        raise CheckpointError(
-            str(path), name, f"truncated: it ends at byte {data + end}, the file has {size}"
-        )
+        raise _truncated(path, name, f"it ends at byte {data + end}, the file has {size}")
     return Stored(path, name, dtype, shape, data + begin, end - begin)
+
+
+def _truncated(path: Path, tensor: str | None, how: str) -> CheckpointError:
+    return CheckpointError(str(path), tensor, f"truncated, as an unfinished download is: {how}")
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -114,6 +114,7 @@ class EchoDevice:
         if os.environ.get("FAKE_DEVICE_CLUTCHES"):
             ctypes.PyDLL(None).sleep(3600)  # with the interpreter lock, as `PyDLL` keeps it
         self.failed = {m.name: "it is broken" for m in fleet.models if "broken" in m.path}
+        self.failed |= fleet.faults
         self.specs = {
             m.name: replace(spec(m.name, m.max_model_len or 256), pinned=m.pinned)
             for m in fleet.models

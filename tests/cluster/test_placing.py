@@ -71,11 +71,14 @@ def test_a_model_has_a_device_that_prefills_and_one_that_decodes(tmp_path: Path)
     assert homes(Role.BOTH, Role.DECODE, Role.DECODE)["a"][0] == "cpu:0"
 
 
-def test_a_model_larger_than_every_device_is_refused(tmp_path: Path) -> None:
-    large = checkpoint(tmp_path, "large", 9 * MiB)
+def test_a_model_larger_than_every_device_is_left_to_the_largest_to_refuse(tmp_path: Path) -> None:
+    """At the start, so that others are served; a model that is added is refused at once."""
+    large, small = checkpoint(tmp_path, "large", 9 * MiB), checkpoint(tmp_path, "small", MiB)
     assert homes_of(fleet(large, budgets=(16, 18))) == {"large": ["cpu:1"]}
+    both = fleet(large, small, budgets=(16, 17, 16))
+    assert homes_of(both) == {"large": ["cpu:1"], "small": ["cpu:1"]}
     with pytest.raises(ConfigError, match=r"large has 18MiB of weights, the largest device 17MiB"):
-        homes_of(fleet(large, budgets=(16, 17)))
+        placed([large], both, {})
 
 
 def test_a_device_that_there_is_not_is_named() -> None:

@@ -165,8 +165,8 @@ def test_the_fleet_file_is_followed(file: Path) -> None:
         assert add(running, name="twice", path="more").status_code == 201
         assert order(running, "POST", f"models/{MODEL}/pin").status_code == 200
 
-        edit(file, "models:", "models:\n  - {name: late, path: late}\n  - {name: x, path: no}")
-        reload(running, lambda: "all stays as it was: models[1].path" in running.output)
+        edit(file, "models:", "models:\n  - {name: late, path: late}\n  - {name: x, pat: no}")
+        reload(running, lambda: "all stays as it was: models[1].pat" in running.output)
         assert set(models(running)) == {MODEL, OTHER, "new", "twice"}
 
         file.write_text(good)

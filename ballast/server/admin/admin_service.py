@@ -221,6 +221,7 @@ class AdminService:
                     return
                 await asyncio.to_thread(self._source.settle, reading)
                 self._file = reading.names
+                self._controller.devices.keep_unreadable(names_of(reading.fleet))
                 self.configure(reading.fleet)
                 found = difference(self._controller.devices.fleet, reading.fleet)
                 failed = set(self._controller.devices.failed)
@@ -235,15 +236,23 @@ class AdminService:
             )
             for new in reading.fleet.models:
                 if new in found.added or new.name in failed:
-                    await self._try(f"adding {new.name}", self._load(new))
+                    await self._try_load(new)
             self._controller.devices.set_aliases(reading.fleet.aliases)
             await self._drop(found.removed)
         self._tell(found, failed)
 
+    async def _try_load(self, new: ModelSettings) -> None:
+        """Load a model of the fleet file; if that fails, list the reason with those that failed."""
+        why = await self._try(f"adding {new.name}", self._load(new))
+        devices = self._controller.devices
+        if why is not None and new.name not in devices.specs:
+            names = (new.name, *(a.name for a in new.adapters))
+            devices.unreadable = {**devices.unreadable, **dict.fromkeys(names, why)}
+
     async def _drop(self, removed: Iterable[str]) -> None:
         for name in removed:
             names = self._names(name)
-            if await self._try(f"removing {name}", self.execute(Remove(name, PATIENCE))):
+            if await self._try(f"removing {name}", self.execute(Remove(name, PATIENCE))) is None:
                 self._service.remove_models(names)
 
     async def _load(self, model: ModelSettings) -> None:
@@ -266,14 +275,15 @@ class AdminService:
         await tokenizer.try_template(self._service.templates, settings.name)
         return tokenizer
 
-    async def _try(self, what: str, doing: Awaitable[object]) -> bool:
+    async def _try(self, what: str, doing: Awaitable[object]) -> str | None:
+        """Returns why it was not done, which is logged; None if it was."""
         try:
             await doing
         except (BallastError, Fault) as error:
             log.error("%s was not done: %s", what, error)
             self._died = self._died or isinstance(error, Unavailable)
-            return False
-        return True
+            return str(error)
+        return None
 
     def _tell(self, found: FleetDifference, tried: Container[str]) -> None:
         """Log the result of a reload: the changes made, and those that take effect later. `tried`:

@@ -34,22 +34,22 @@ def status_of(residency: str) -> ModelStatus:
 
 
 def listed(service: Service, caller: Caller) -> list[Model]:
-    """List the models that a caller may use: those that serve, in the fleet's order, each before
-    its aliases, and then those that failed to."""
+    """List the models that serve and that a caller may use, in the fleet's order, each before its
+    aliases. Those that could not be loaded or are set aside are in `/health`, and are described by
+    name."""
+    aside = service.models.set_aside(caller)
     models, aliases = service.models.visible_to(caller), service.controller.devices.fleet.aliases
     return [
-        *(
-            _serving(service, spec, name)
-            for spec in models.values()
-            for name in (spec.name, *aliases.get(spec.name, ()))
-            if name == spec.name or name not in models
-        ),
-        *(_failed(service, name, why) for name, why in service.models.failed(caller).items()),
+        _serving(service, spec, name)
+        for spec in models.values()
+        if spec.name not in aside
+        for name in (spec.name, *aliases.get(spec.name, ()))
+        if name == spec.name or name not in models
     ]
 
 
 def described(service: Service, name: str, caller: Caller) -> Model:
-    """Describe one of the listed models. Raises UnknownModel."""
+    """Describe a model that serves, or that failed to. Raises UnknownModel."""
     own = service.models.own_name(name)
     spec = service.models.visible_to(caller).get(own)
     if spec is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ballast.core.errors import CheckpointError, InvalidRequest, Unavailable
+from ballast.fleet.unfinished_download import unfinished
 from ballast.memory.syscalls import malloc_trim
 from ballast.server.text.chat_template import (
     EncodedJob,
@@ -104,7 +105,8 @@ class Tokenizer:
                 str(path), trust_remote_code=False, local_files_only=True
             )
         except Exception as error:  # whatever a broken file makes the library raise
-            raise CheckpointError(str(path), None, f"no usable tokenizer: {error}") from error
+            why = unfinished(Path(path)) or error
+            raise CheckpointError(str(path), None, f"no usable tokenizer: {why}") from error
         return cls(loaded, tool_parser)
 
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
