@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ballast.cli_common import (
+    GENERATED,
     FleetFile,
     Presets,
     Rate,
     Seed,
+    SessionGap,
     Spread,
     Start,
     StoryTo,
+    TraceModels,
     Workload,
     importing,
     load,
+    print_plain,
     with_preset,
     writable,
     write_json,
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 
     from ballast.bench.machine_load import OtherLoad
     from ballast.bench.report import Report
+    from ballast.core.settings import FleetSettings
 
 
 Seconds = Annotated[float, typer.Option(help="Length of the workload.")]
@@ -56,7 +61,7 @@ HtmlFile = Annotated[
 
 def bench(
     fleet_file: FleetFile,
-    workload: Workload = "bursty",
+    workload: Workload = None,
     preset: Presets = None,
     rate: Rate = None,
     seconds: Seconds = 60.0,
@@ -64,6 +69,8 @@ def bench(
     seed: Seed = 0,
     start: Start = 0.0,
     spread: Spread = None,
+    session_gap: SessionGap = None,
+    trace_models: TraceModels = None,
     url: RunningServer = None,
     virtual: Virtual = False,
     profile: ProfileName = None,
@@ -77,7 +84,6 @@ def bench(
 
     from ballast.bench.machine_load import OtherLoad
     from ballast.bench.progress import shown
-    from ballast.cluster.machine_check import check_machine
 
     if profile is not None and not virtual:
         raise ConfigError("--profile", profile, "it goes with --virtual")
@@ -85,7 +91,7 @@ def bench(
         raise ConfigError("--story", str(story), "with --url it is the server's: `serve --story`")
     fleet = load(fleet_file)
     if measures := url is None and profile is None:
-        check_machine(fleet)
+        _check_machine(fleet)
     with importing():
         from ballast.bench.run import compare_live, compare_virtual, replay_http
         from ballast.bench.run_options import slos_of
@@ -93,10 +99,10 @@ def bench(
         from ballast.sim.profile import device_profile
 
     device = None if profile is None else device_profile(profile)
-    options = WorkloadOptions(workload, rate, seconds, most_tokens, seed, start, spread)
-    work = options.drawn(list(slos_of(fleet)), seed)
-    console = Console()
-    console.print(f"{len(work.requests)} requests: {work.describe()}")
+    part = start, spread, session_gap, trace_models
+    options = WorkloadOptions(workload or GENERATED, rate, seconds, most_tokens, seed, *part)
+    work, console = options.drawn(list(slos_of(fleet)), seed), Console()
+    print_plain(console, options.described(work))
     presets = (preset or fleet.preset).split(",")
     for name in presets:
         with_preset(fleet, name)
@@ -112,6 +118,13 @@ def bench(
         write_report_page(html, reports, work.describe(), console)
     if measures:
         warn_if_disturbed(others, console)
+
+
+def _check_machine(fleet: FleetSettings) -> None:
+    """Import late: raise ConfigError for what this machine cannot do."""
+    from ballast.cluster.machine_check import check_machine
+
+    check_machine(fleet)
 
 
 def write_report_page(

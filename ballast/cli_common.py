@@ -28,15 +28,25 @@ StoryTo = Annotated[
     ),
 ]
 Workload = Annotated[
-    str, typer.Option("--workload", help="bursty, poisson, gamma, or a trace file.")
+    list[str] | None,
+    typer.Option(
+        "--workload",
+        help="bursty, poisson, gamma, or a trace file, as FILE or KIND:FILE; several at once by "
+        "giving it several times. Default: bursty.",
+    ),
 ]
+GENERATED = ("bursty",)
+"""The workload where none is named."""
 Presets = Annotated[
     str | None,
     typer.Option("--preset", help="One or more, comma separated; default: the fleet file's."),
 ]
 Rate = Annotated[
     float | None,
-    typer.Option(help="Requests per second, on average; default: a trace's own, else 2."),
+    typer.Option(
+        help="Requests per second, on average, of all workloads together, in the seconds asked "
+        "for; default: a trace's own, else 2."
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of the workload.")]
 Start = Annotated[float, typer.Option(min=0.0, help="Seconds into a trace, as recorded.")]
@@ -46,6 +56,20 @@ Spread = Annotated[
         min=0.0,
         help="Spread a trace over all models by a power law of this exponent, instead of mapping "
         "its models; for traces of one service.",
+    ),
+]
+SessionGap = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Seconds between the starts of two sessions of a trace whose times are the sessions' "
+        "own (agentic); default: 60.",
+    ),
+]
+TraceModels = Annotated[
+    str | None,
+    typer.Option(
+        help="The trace's models whose requests are taken, comma separated; default: all."
     ),
 ]
 
@@ -96,6 +120,12 @@ def writable(file: Path | None) -> Path | None:
     except OSError as error:
         raise ConfigError(str(file), error.strerror, "a file that can be written") from error
     return file
+
+
+def print_plain(console: Console, *lines: str) -> None:
+    """Print lines as they are, however long."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def write_json(file: Path, document: object) -> None:

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ballast.cli_common import (
+    GENERATED,
     FleetFile,
     Presets,
     Rate,
     Seed,
+    SessionGap,
     Spread,
     Start,
     StoryTo,
+    TraceModels,
     Workload,
     importing,
     load,
+    print_plain,
     writable,
     write_json,
     write_page,
@@ -27,8 +31,6 @@ from ballast.cli_common import (
 from ballast.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ballast.sim.cluster import Kind
 
 Devices = Annotated[
@@ -97,7 +99,7 @@ PageFile = Annotated[
 def simulate(
     fleet_file: FleetFile,
     devices: Devices,
-    workload: Workload = "bursty",
+    workload: Workload = None,
     preset: Presets = None,
     placement: Placed = None,
     links: Links = None,
@@ -110,6 +112,8 @@ def simulate(
     seed: Seed = 0,
     start: Start = 0.0,
     spread: Spread = None,
+    session_gap: SessionGap = None,
+    trace_models: TraceModels = None,
     without: Without = None,
     job_spread: JobSpread = None,
     drift: Drift = 0.0,
@@ -131,10 +135,11 @@ def simulate(
     counted = read_cost_switches(without, job_spread, drift, seed)
     kinds = parse_kinds(devices, lanes, engine, counted)
     found = read_cluster_files(links, placement, orders)
-    wanted = WorkloadOptions(workload, rate, seconds, most_tokens, seed, start, spread)
+    part = start, spread, session_gap, trace_models
+    wanted = WorkloadOptions(workload or GENERATED, rate, seconds, most_tokens, seed, *part)
     setup = SimulationSetup.of(load(fleet_file, simulated=True), preset, wanted)
     console = Console()
-    _print_plain(console, setup.described(), kinds_text(kinds))
+    print_plain(console, setup.described(), kinds_text(kinds))
     with arrivals(len(setup.workload.requests)) as progress:
         policy = placement if found.homes is None else None
         settings = (setup.fleet, setup.specs, kinds, setup.workload, setup.presets, policy)
@@ -177,7 +182,7 @@ TriedFile = Annotated[
 def plan(
     fleet_file: FleetFile,
     devices: DeviceKind,
-    workload: Workload = "bursty",
+    workload: Workload = None,
     target: Target = 0.99,
     each: Each = False,
     preset: Presets = None,
@@ -193,6 +198,8 @@ def plan(
     seeds: Seeds = 8,
     start: Start = 0.0,
     spread: Spread = None,
+    session_gap: SessionGap = None,
+    trace_models: TraceModels = None,
     json: TriedFile = None,
 ) -> None:
     """The fewest devices with which a fleet meets its service levels, under each preset."""
@@ -208,10 +215,11 @@ def plan(
     kinds = parse_kinds(devices, lanes, engine)
     if len(kinds) > 1 or kinds[0].number > 1:
         raise ConfigError("--devices", devices, "one kind without a number, which is sought")
-    wanted = WorkloadOptions(workload, rate, seconds, most_tokens, seed, start, spread)
+    part = start, spread, session_gap, trace_models
+    wanted = WorkloadOptions(workload or GENERATED, rate, seconds, most_tokens, seed, *part)
     setup = SimulationSetup.of(load(fleet_file, simulated=True), preset, wanted)
     console = Console()
-    _print_plain(console, setup.described(), kinds_text(kinds))
+    print_plain(console, setup.described(), kinds_text(kinds))
     draws, found = setup.draws(seeds), read_cluster_files(links, placement, None)
     if found.homes is not None:
         raise ConfigError("--placement", placement, "a fleet policy: devices have no names yet")
@@ -223,27 +231,19 @@ def plan(
     console.print(plans_table(plans, target, each))
     console.print(forecast_text(kinds[0].profile), soft_wrap=True)
     if json is not None:
-        document = {
-            **_described(kinds[0]),
-            "target": target,
-            "each": each,
-            "workload": setup.workload.describe(),
-            "seeds": len(draws),
-            "capacity_errors": kinds[0].profile.capacity_errors,
-            "presets": [plan.to_json() for plan in plans],
-        }
-        write_json(json, document)
+        asked = {"target": target, "each": each, "workload": setup.described(), "seeds": len(draws)}
+        write_json(json, {**_described(kinds[0]), **asked, "presets": [p.to_json() for p in plans]})
 
 
-def _print_plain(console: Console, *lines: str) -> None:
-    """Print lines as they are, however long."""
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _described(kind: Kind) -> dict[str, str | int]:
+def _described(kind: Kind) -> dict[str, object]:
     """Return what a plan's document says of its devices."""
-    return {"device": kind.profile.device, "engine": kind.profile.engine, "lanes": kind.lanes}
+    profile = kind.profile
+    return {
+        "device": profile.device,
+        "engine": profile.engine,
+        "lanes": kind.lanes,
+        "capacity_errors": profile.capacity_errors,
+    }
 
 
 @contextmanager

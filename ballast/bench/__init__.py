@@ -45,5 +45,6 @@ The command line may import it. It imports everything but `dashboard`.
 - `story_tables`: Stories as terminal text: two side by side, and differences in a replay.
 - `tables`: Reports as terminal tables.
 - `timeline`: Memory and queue over time, for pictures.
+- `trace_part`: The part of a trace that a command line asks for: models, start, seconds and rate.
 - `verdict`: Runs of one workload compared in words.
 """

@@ -5,20 +5,19 @@ Used by `ballast bench`, `ballast simulate` and `ballast demo`.
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ballast.bench.trace_part import TracePart, named_trace
 from ballast.core.errors import ConfigError
 from ballast.core.settings import FleetSettings, Slo
 from ballast.policy.presets import shared_options
 from ballast.workload.bursty import BurstyGroups, bursty_groups
 from ballast.workload.generators import independent
 from ballast.workload.lengths import LogNormal
-from ballast.workload.servegen import ServeGenSample
-from ballast.workload.traces import detect, load_trace
+from ballast.workload.traces import SESSION_GAP
 from ballast.workload.workload import Workload
 
 GENERATORS = ("bursty", "poisson", "gamma")
@@ -41,42 +40,79 @@ def options_of(fleet: FleetSettings, preset: str) -> dict[str, float]:
 
 
 def workload_of(
-    what: str,
+    what: str | Sequence[str],
     models: Sequence[str],
     *,
-    rate: float | None = RATE,
+    rate: float | None = None,
     seconds: float = 60.0,
     most_tokens: int = 512,
+    most_of_traces: int | None = None,
     seed: int = 0,
     groups: BurstyGroups | None = None,
     start: float = 0.0,
     spread: float | None = None,
+    session_gap: float | None = None,
+    trace_models: Sequence[str] | None = None,
 ) -> Workload:
-    """A generator's workload, or a trace file's with its models mapped by popularity.
+    """Generators' workloads, and trace files' with their models mapped by popularity, all at once.
 
-    `rate` in requests per second, on average (None: a trace's own, a generator's `RATE`); prompts
-    and outputs have at most half of `most_tokens` each; `groups` are the knobs of `bursty`. Of a
-    trace: from `start` on, in seconds as recorded; `spread`: over all models by a power law of
-    that exponent, drawn by `seed`, instead of mapped. Raises ConfigError for a name that is
-    neither, for a `start` behind a trace's end, and for what generators do not have.
+    `rate` in requests per second, on average, of all together, each an equal share of it (None: a
+    trace's own, a generator's `RATE`); prompt and output have at most `most_tokens` together, of a
+    generator half of it each, of a trace `most_of_traces` (None: the same); `groups` are the knobs
+    of `bursty`. Of a trace: from `start` on, in seconds as recorded; `spread`: over all models by a
+    power law of that exponent, drawn by `seed`, instead of mapped; `session_gap`, `trace_models`:
+    see `TracePart`. Raises ConfigError for a name that is neither, for a `start` behind a trace's
+    end, and for what generators do not have.
     """
     for key, value in (("rate", rate), ("seconds", seconds), ("most tokens", most_tokens)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(key, value, "positive")
-    half = max(1, most_tokens // 2)
-    if what not in GENERATORS:
-        if not Path(what).is_file():
-            raise ConfigError("workload", what, f"a trace file, or one of {', '.join(GENERATORS)}")
-        trace = _trace(Path(what), rate, seconds, start, seed)
-        trace = trace.scale_lengths(max_prompt=half, max_output=half)
-        if spread is not None:
-            return trace.spread_models(models, spread, seed)
-        return trace.map_models(list(models))
-    for key, value in (("start", start or None), ("spread", spread)):
-        if value is not None:
-            raise ConfigError(key, value, f"for traces; {what} has none")
-    rate = RATE if rate is None else rate
-    lengths = LogNormal.of_cv(max(1.0, half / 4), 1.0, most=half)
+    named = [what] if isinstance(what, str) else list(what)
+    files = [named_trace(name) for name in named if name not in GENERATORS]
+    asked = {"start": start or None, "spread": spread, "session gap": session_gap}
+    _check_traces(named, files, {**asked, "trace models": trace_models})
+    share = None if rate is None else rate / len(named)
+    made = [
+        _generated(name, models, share or RATE, seconds, max(1, most_tokens // 2), seed, groups)
+        for name in named
+        if name in GENERATORS
+    ]
+    if files:
+        gap = SESSION_GAP if session_gap is None else session_gap
+        chosen = None if trace_models is None else tuple(trace_models)
+        part = TracePart(seconds, share, start, seed, gap, chosen)
+        trace = Workload.apart([part.of(kind, file) for kind, file in files])
+        trace = trace.within(most_of_traces or most_tokens)
+        spread_out = spread is not None and trace.spread_models(models, spread, seed)
+        made.append(spread_out or trace.map_models(models))
+    return made[0] if len(made) == 1 else Workload.merge("+".join(w.name for w in made), made)
+
+
+def _check_traces(
+    named: Sequence[str], files: Sequence[tuple[str | None, Path]], asked: Mapping[str, object]
+) -> None:
+    """Raise ConfigError for a file that is not there, and for what was asked of traces where there
+    are none."""
+    for _, file in files:
+        if not file.is_file():
+            allowed = f"a trace file, or one of {', '.join(GENERATORS)}"
+            raise ConfigError("workload", str(file), allowed)
+    for key, value in asked.items():
+        if value is not None and not files:
+            raise ConfigError(key, value, f"for traces; {', '.join(named)} has none")
+
+
+def _generated(
+    what: str,
+    models: Sequence[str],
+    rate: float,
+    seconds: float,
+    most: int,
+    seed: int,
+    groups: BurstyGroups | None,
+) -> Workload:
+    """A generator's workload; `most`: tokens of a prompt, and of an output."""
+    lengths = LogNormal.of_cv(max(1.0, most / 4), 1.0, most=most)
     if what != "bursty":
         cv = 1.0 if what == "poisson" else 3.0
         return independent(models, rate, seconds, cv=cv, prompt=lengths, output=lengths, seed=seed)
@@ -93,25 +129,6 @@ def workload_of(
         ).scale_rate(SPAN / seconds)
         size = max(1.0, size * rate * seconds / max(1, len(made.requests)))
     return _thinned(made, round(rate * seconds), seed)
-
-
-def _trace(file: Path, rate: float | None, seconds: float, start: float, seed: int) -> Workload:
-    """So many seconds of it at a rate. Client statistics are drawn from, by `seed`."""
-    kind = detect(file)
-    if kind == "servegen":
-        drawn = ServeGenSample(start=start, seconds=seconds, rate=rate, seed=seed)
-        return load_trace(file, kind, servegen=drawn)
-    trace = load_trace(file, kind)
-    if start:
-        if start > trace.seconds:
-            raise ConfigError("start", start, f"at most {trace.seconds:g}: there the trace ends")
-        trace = trace.window(start, math.nextafter(trace.seconds, math.inf))
-    if rate is not None:
-        recorded = trace.stats().rate
-        if not recorded:
-            raise ConfigError("rate", rate, "none: all requests of the trace come at one moment")
-        trace = trace.scale_rate(rate / recorded)
-    return trace.window(0.0, seconds)
 
 
 def _thinned(workload: Workload, most: int, seed: int) -> Workload:

@@ -4,6 +4,7 @@ Packages from `kernels` up may import it; `bench` does. It imports `core` only.
 
 - `block_traces`: Loaders of traces that name prompts by the hashes of their blocks.
 - `bursty`: Generate bursty workloads of many models, few in use at a time (Prism, 3 and A.1).
+- `cuts`: Cut requests to a number of tokens, and say what was cut.
 - `generators`: Synthetic arrivals (Poisson, gamma) and popularity (power law), by seed.
 - `lengths`: Distributions of prompt and output lengths.
 - `prompts`: Generate token ids for requests of which only lengths are known.

@@ -24,6 +24,9 @@ from ballast.workload.workload import Workload, WorkloadError, WorkloadRequest
 WINDOW_SECONDS = 600.0
 DAY_SECONDS = 86_400.0
 _MODEL_WIDE = ""
+_LENGTHS, _THINNED = 1, 2
+"""What is drawn by chance beside arrivals; each has random numbers of its own."""
+_TRIES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,20 +138,21 @@ class _LengthLine(msgspec.Struct):
 
 
 def sample_servegen(rates: Path, sample: ServeGenSample) -> Workload:
-    """Draws requests for `sample.seconds` from `sample.start` on. Raises WorkloadError."""
+    """Draws requests for `sample.seconds` from `sample.start` on: as many as the rate makes of
+    these seconds, where there is one. Raises WorkloadError."""
     clients = _read_clients(rates, sample)
     expected = sum(w.rate * _overlap(w, sample) for windows in clients.values() for w in windows)
     if not expected:
         raise WorkloadError("no client sends anything in the time asked for", str(rates))
-    scale = 1.0 if sample.rate is None else sample.rate * sample.seconds / expected
+    arrivals = _Arrivals(clients, sample)
+    scale, times = arrivals.drawn(expected)
     book = LengthBook(sample.lengths or _lengths_beside(rates))
     drawn: list[tuple[float, str, str, int, int]] = []
     pooled = 0
     for place, client in enumerate(sorted(clients)):
-        rng = np.random.default_rng([sample.seed, place])
-        times = list(_arrivals(clients[client], sample, scale, rng))
-        pooled += 0 if book.knows(client) else len(times)
-        for at in times:
+        rng = np.random.default_rng([sample.seed, place, _LENGTHS])
+        pooled += 0 if book.knows(client) else len(times[client])
+        for at in times[client]:
             prompt, output = book.samplers(client, at)
             lengths = (int(prompt.sample(rng, 1)[0]), int(output.sample(rng, 1)[0]))
             drawn.append((at - sample.start, *client, *lengths))
@@ -163,25 +167,84 @@ def sample_servegen(rates: Path, sample: ServeGenSample) -> Workload:
         )
         for n, (at, model, client, prompt, output) in enumerate(sorted(drawn))
     )
+    labels = _labels(sample, scale, pooled, book)
+    source = "Alibaba ServeGen, Apache-2.0"
+    return Workload.of(rates.name.split(".")[0], requests, source, tuple(labels))
+
+
+def _labels(sample: ServeGenSample, scale: float, pooled: int, book: LengthBook) -> list[str]:
     labels = [
         f"drawn from client statistics, seconds {sample.start:g} to "
         f"{sample.start + sample.seconds:g}, seed {sample.seed}"
     ]
+    if sample.models is not None:
+        labels.append(f"only {', '.join(sample.models)}")
     if sample.rate is not None:
         labels.append(f"rates x{scale:.4g}")
     if pooled:
         labels.append(f"{pooled} requests of clients without lengths of their own: the model's")
     if book.without_text:
         labels.append(f"{book.without_text} lines of lengths without prompt or output left out")
-    source = "Alibaba ServeGen, Apache-2.0"
-    return Workload.of(rates.name.split(".")[0], requests, source, tuple(labels))
+    return labels
+
+
+class _Arrivals:
+    """Arrival times of all clients, in seconds of the data."""
+
+    def __init__(self, clients: dict[Client, list[ClientWindow]], sample: ServeGenSample) -> None:
+        self._clients, self._sample = clients, sample
+
+    def drawn(self, expected: float) -> tuple[float, dict[Client, list[float]]]:
+        """Return (factor of the recorded rates, times by client).
+
+        Bursts are such that a rate alone may bring a third of the requests that it makes on
+        average, or three times as many. So the factor is corrected until enough of them come, and
+        of those that are too many, some are left out by chance. `expected`: requests of the
+        recorded rates, on average.
+        """
+        sample = self._sample
+        if sample.rate is None:
+            return 1.0, self._at(1.0)
+        due = max(1, round(sample.rate * sample.seconds))
+        scale = due / expected
+        enough: tuple[int, float] | None = None
+        for _ in range(_TRIES):
+            n = sum(map(len, self._at(scale).values()))
+            if n >= due and (enough is None or n < enough[0]):
+                enough = n, scale
+            if due <= n <= 1.05 * due or (n < due and enough is not None):
+                break
+            scale *= min(2.0, max(0.5, 1.02 * due / max(n, 1)))
+        if enough is None:
+            raise WorkloadError(f"servegen: no {due} requests could be drawn in {sample.seconds} s")
+        return enough[1], self._thinned(self._at(enough[1]), due)
+
+    def _thinned(self, times: dict[Client, list[float]], due: int) -> dict[Client, list[float]]:
+        every = [(client, at) for client in sorted(times) for at in times[client]]
+        rng = np.random.default_rng([self._sample.seed, _THINNED])
+        kept = np.sort(rng.choice(len(every), due, replace=False)).tolist()
+        found: dict[Client, list[float]] = {client: [] for client in times}
+        for i in kept:
+            client, at = every[i]
+            found[client].append(at)
+        return found
+
+    def _at(self, scale: float) -> dict[Client, list[float]]:
+        """Times with the recorded rates times `scale`; equal seeds give equal gaps."""
+        found = {}
+        for place, client in enumerate(sorted(self._clients)):
+            rng = np.random.default_rng([self._sample.seed, place])
+            found[client] = list(_arrivals(self._clients[client], self._sample, scale, rng))
+        return found
 
 
 def _read_clients(path: Path, sample: ServeGenSample) -> dict[Client, list[ClientWindow]]:
     """Read the windows that overlap the sample, by client."""
     clients: dict[Client, list[ClientWindow]] = {}
+    known: set[str] = set()
     for line, row in read_rows(path):
         with naming(path, line):
+            known.add(row["model"])
             if sample.models is not None and row["model"] not in sample.models:
                 continue
             window = ClientWindow(
@@ -195,6 +258,10 @@ def _read_clients(path: Path, sample: ServeGenSample) -> dict[Client, list[Clien
                 raise ValueError(f"pat_name: {window.pattern!r} is neither Gamma nor Weibull")
         if window.rate > 0 and _overlap(window, sample) > 0:
             clients.setdefault((row["model"], row["client_id"]), []).append(window)
+    missing = [name for name in sample.models or () if name not in known]
+    if missing:
+        fault = f"no model {', '.join(missing)}: it has {', '.join(sorted(known))}"
+        raise WorkloadError(fault, str(path))
     for windows in clients.values():
         windows.sort(key=lambda w: w.start)
     return clients

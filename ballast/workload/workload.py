@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from ballast.core.errors import BallastError
 from ballast.core.units import ceil_div
+from ballast.workload.cuts import cut_prompt, cut_text
 from ballast.workload.stats import WorkloadStats, measure
 
 
@@ -109,6 +110,21 @@ class Workload:
         labels = tuple(f"{w.name}: {label}" for w in workloads for label in w.labels)
         return cls.of(name, requests, source, labels)
 
+    @classmethod
+    def apart(cls, workloads: Sequence[Workload]) -> Workload:
+        """Several workloads at once, as `merge`, whose models and sessions are never the same: of
+        several they bear the workload's name, or its place where names recur."""
+        if len(workloads) == 1:
+            return workloads[0]
+        names = [w.name for w in workloads]
+        if len(set(names)) < len(names):
+            names = [f"{name}-{place}" for place, name in enumerate(names, start=1)]
+        renamed = [
+            replace(w, name=name, requests=tuple(_prefixed(r, name) for r in w.requests))
+            for name, w in zip(names, workloads, strict=True)
+        ]
+        return cls.merge("traces", renamed)
+
     @property
     def seconds(self) -> float:
         """Time of the last arrival; 0 if there is none."""
@@ -153,33 +169,47 @@ class Workload:
     ) -> Workload:
         """Token counts times factors, rounded, at least 1, at most the given maxima.
 
-        Shared blocks shrink with their prompts, so that the shared share stays about the same;
-        blocks beyond a cut prompt are dropped.
+        Shared blocks shrink with their prompts, so that the shared share stays about the same; of
+        a prompt that is too long, `cut_prompt` leaves blocks out. A label counts what was cut.
         """
         _positive("prompt factor", prompt_factor)
         _positive("output factor", output_factor)
-        _positive("max_prompt", 1 if max_prompt is None else max_prompt)
-        _positive("max_output", 1 if max_output is None else max_output)
+        most = {"prompt": max_prompt, "output": max_output}
+        for what, bound in most.items():
+            _positive(f"max_{what}", 1 if bound is None else bound)
+        factors = {"prompt": prompt_factor, "output": output_factor}
+        changed = [f"{what} x{factor:g}" for what, factor in factors.items() if factor != 1]
+        scaled = [_scaled(r, prompt_factor, output_factor) for r in self.requests]
+        cut = [_cut(r, max_prompt, max_output) for r in scaled]
+        labels = [f"lengths: {', '.join(changed)}"] if changed else []
+        return self._relabelled(cut, *labels, *_cut_labels(scaled, cut, most))
 
-        def scaled(r: WorkloadRequest) -> WorkloadRequest:
-            prompt = _scaled(r.prompt_tokens, prompt_factor, max_prompt)
-            output = _scaled(r.output_tokens, output_factor, max_output)
-            if not r.prefix_blocks:
-                return replace(r, prompt_tokens=prompt, output_tokens=output)
-            size = _scaled(r.block_tokens, prompt_factor, None)
-            blocks = r.prefix_blocks[: ceil_div(prompt, size)]
-            return replace(
-                r,
-                prompt_tokens=prompt,
-                output_tokens=output,
-                prefix_blocks=blocks,
-                block_tokens=size,
-            )
+    def within(self, most: int) -> Workload:
+        """Prompt and output of each request at most `most` tokens together: outputs at most half of
+        it, prompts at most the rest. Labels count what was cut."""
+        _positive("most tokens", most)
+        outputs = [_cut(r, None, max(1, most // 2)) for r in self.requests]
+        cut = [_cut(r, max(1, most - r.output_tokens), None) for r in outputs]
+        bounds = {"prompt": most, "output": max(1, most // 2)}
+        return self._relabelled(cut, *_cut_labels(self.requests, cut, bounds))
 
-        description = f"lengths: prompt x{prompt_factor:g}, output x{output_factor:g}"
-        for what, most in (("prompt", max_prompt), ("output", max_output)):
-            description += "" if most is None else f", {what} at most {most}"
-        return self._changed(map(scaled, self.requests), description)
+    def first(self, n: int) -> Workload:
+        """The first `n` requests."""
+        label = f"the first {n} of {len(self.requests)} requests"
+        return self._relabelled(self.requests[:n], *([label] if n < len(self.requests) else []))
+
+    def labelled(self, label: str) -> Workload:
+        """The same requests, with one label more."""
+        return replace(self, labels=(*self.labels, label))
+
+    def only_models(self, names: Sequence[str]) -> Workload:
+        """The requests of these models. Raises WorkloadError for one that it has not."""
+        missing = [name for name in names if name not in self.models]
+        if missing or not names:
+            known = ", ".join(self.models)
+            raise WorkloadError(f"{self.name} has no model {', '.join(missing)}; it has {known}")
+        kept = (r for r in self.requests if r.model in names)
+        return self._relabelled(kept, f"only {', '.join(names)} of {len(self.models)} models")
 
     def map_models(self, names: Sequence[str], by: str = "popularity") -> Workload:
         """The workload's models replaced by `names`, the most popular by the first, and so on.
@@ -240,12 +270,50 @@ class Workload:
         return self._changed(kept, f"seconds {start:g} to {end:g}")
 
     def _changed(self, requests: Iterable[WorkloadRequest], label: str) -> Workload:
-        return Workload.of(self.name, requests, self.source, (*self.labels, label))
+        return self._relabelled(requests, label)
+
+    def _relabelled(self, requests: Iterable[WorkloadRequest], *labels: str) -> Workload:
+        return Workload.of(self.name, requests, self.source, (*self.labels, *labels))
 
 
-def _scaled(tokens: int, factor: float, most: int | None) -> int:
-    scaled = max(1, round(tokens * factor))
-    return scaled if most is None else min(scaled, most)
+def _prefixed(r: WorkloadRequest, name: str) -> WorkloadRequest:
+    session = None if r.session is None else f"{name}/{r.session}"
+    return replace(r, model=f"{name}/{r.model}", session=session)
+
+
+def _scaled(r: WorkloadRequest, prompt_factor: float, output_factor: float) -> WorkloadRequest:
+    prompt = max(1, round(r.prompt_tokens * prompt_factor))
+    output = max(1, round(r.output_tokens * output_factor))
+    if not r.prefix_blocks:
+        return replace(r, prompt_tokens=prompt, output_tokens=output)
+    size = max(1, round(r.block_tokens * prompt_factor))
+    blocks = r.prefix_blocks[: ceil_div(prompt, size)]
+    return replace(
+        r, prompt_tokens=prompt, output_tokens=output, prefix_blocks=blocks, block_tokens=size
+    )
+
+
+def _cut(r: WorkloadRequest, max_prompt: int | None, max_output: int | None) -> WorkloadRequest:
+    output = r.output_tokens if max_output is None else min(r.output_tokens, max_output)
+    if max_prompt is None or r.prompt_tokens <= max_prompt:
+        return r if output == r.output_tokens else replace(r, output_tokens=output)
+    if not r.prefix_blocks:
+        return replace(r, prompt_tokens=max_prompt, output_tokens=output)
+    left = cut_prompt(r.prompt_tokens, r.prefix_blocks, r.block_tokens, max_prompt)
+    return replace(r, prompt_tokens=left.tokens, output_tokens=output, prefix_blocks=left.blocks)
+
+
+def _cut_labels(
+    before: Sequence[WorkloadRequest],
+    after: Sequence[WorkloadRequest],
+    most: Mapping[str, int | None],
+) -> list[str]:
+    """What was cut, of prompts and of outputs."""
+    found = []
+    for what, bound in most.items():
+        lengths, cut = ([getattr(r, f"{what}_tokens") for r in rs] for rs in (before, after))
+        found.append("" if bound is None else cut_text(what, lengths, cut, bound))
+    return [text for text in found if text]
 
 
 def _positive(what: str, value: float) -> None:

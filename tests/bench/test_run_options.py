@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from ballast.bench.run_options import GENERATORS, options_of, workload_of
+from ballast.bench.simulation_setup import WorkloadOptions
 from ballast.core.errors import ConfigError
 from ballast.core.settings import DeviceSettings, FleetSettings
-from tests.workload.test_traces import servegen_files
+from ballast.workload.workload import WorkloadError
+from tests.workload.test_traces import AGENTIC, servegen_files
 
 NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")
 
@@ -50,13 +56,96 @@ def test_a_part_of_a_trace_is_spread_over_the_fleet(tmp_path: Path) -> None:
             workload_of("poisson", NAMES, **wrong)
 
 
+def azure(folder: Path, name: str, times: Iterable[float], prompt: int = 100) -> Path:
+    file = folder / name
+    stamps = (datetime.fromtimestamp(at, UTC).isoformat() for at in times)
+    rows = "".join(f"{stamp},{prompt},20\n" for stamp in stamps)
+    file.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
+    return file
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0, 7.0])
+@pytest.mark.parametrize("start", [0.0, 37.0])
+def test_a_rate_is_that_of_the_seconds_asked_for(tmp_path: Path, rate: float, start: float) -> None:
+    """However much busier the trace's beginning is than its rest."""
+    times = [n / 20 for n in range(1000)] + [50.0 + 30 * n for n in range(1000)]
+    file = azure(tmp_path, "t.csv", times)
+    work = workload_of(str(file), NAMES, rate=rate, seconds=20.0, start=start)
+    assert len(work.requests) == round(rate * 20)
+    assert work.seconds < 20.0
+    assert work.stats().rate == pytest.approx(rate, rel=0.15)
+    together = azure(tmp_path, "u.csv", [3.0 * (n // 9) for n in range(900)])
+    assert len(workload_of(str(together), NAMES, rate=rate, seconds=20.0).requests) == rate * 20
+
+
+def test_a_trace_that_ends_says_so(tmp_path: Path) -> None:
+    file = str(azure(tmp_path, "t.csv", range(40)))
+    asked = WorkloadOptions(file, rate=2.0, seconds=100.0)
+    work = asked.drawn(NAMES, 0)
+    assert len(work.requests) == 40
+    assert work.stats().rate == pytest.approx(2.0)
+    assert asked.described(work).startswith("40 requests in 100 s, 0.4/s (2/s were asked for): ")
+    assert "the trace ends after 20 s" in asked.described(work)
+    assert "ends after 39 s" in workload_of(file, NAMES, seconds=100.0).describe()
+    assert "ends" not in workload_of(file, NAMES, seconds=30.0).describe()
+
+
+def test_the_first_words_say_what_is_got_and_what_was_cut(tmp_path: Path) -> None:
+    file = str(azure(tmp_path, "t.csv", range(90), prompt=11_000))
+    asked = WorkloadOptions(file, rate=3.0, seconds=20.0, most_tokens=4096)
+    cut = "60 of 60 prompts cut to at most 4,096 tokens: from 11,000 on average (longest 11,000)"
+    said = asked.described(asked.drawn(NAMES, 0))
+    assert said.startswith(f"60 requests in 20 s, 3/s; {cut} to 4,076: t (Azure")
+    # Of a trace nothing is cut that models can hold.
+    whole = replace(asked, most_tokens=None, context=16_384)
+    assert "cut" not in whole.described(whole.drawn(NAMES, 0))
+    less = replace(asked, most_tokens=None, context=8_192)
+    assert "60 of 60 prompts cut" in less.described(less.drawn(NAMES, 0))
+
+
+def test_several_workloads_at_once(tmp_path: Path) -> None:
+    code, chat = (azure(tmp_path, name, range(500)) for name in ("code.csv", "conv.csv"))
+    mixed = workload_of([str(code), f"azure:{chat}"], NAMES, rate=4.0, seconds=30.0)
+    counts = Counter(r.model for r in mixed.requests)
+    assert counts == {"a": 60, "b": 60}, "each is a model of its own"
+    both = WorkloadOptions((str(code), "poisson"), 4.0, 30.0, 512)
+    work = both.drawn(NAMES, 0)
+    assert sum(r.prompt_tokens == 100 and r.output_tokens == 20 for r in work.requests) >= 60
+    assert len(work.requests) == pytest.approx(120, rel=0.3)
+    assert both.described(work).count("code: ") > 0
+    assert work == both.drawn(NAMES, 0)
+    alone = workload_of([str(code)], NAMES, rate=4.0, seconds=30.0)
+    assert alone == workload_of(str(code), NAMES, rate=4.0, seconds=30.0)
+    with pytest.raises(ConfigError, match=r"workload: 'absent\.csv'"):
+        workload_of([str(code), "absent.csv"], NAMES)
+
+
+def test_sessions_spacing_and_models_are_chosen(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(AGENTIC)
+    for gap, last in ((5.0, 5.0), (None, 60.0)):
+        work = workload_of(str(file), NAMES, seconds=1e3, session_gap=gap)
+        assert max(r.at for r in work.requests if r.session == "s2") == last
+    only = WorkloadOptions(str(file), seconds=1e3, trace_models="m2").drawn(NAMES, 0)
+    assert (len(only.requests), only.models) == (1, ("a",))
+    with pytest.raises(WorkloadError, match="has no model m3; it has m1, m2"):
+        workload_of(str(file), NAMES, trace_models=["m2", "m3"])
+    served = servegen_files(tmp_path)
+    for wanted in (["small"], ["small", "big"]):
+        drawn = workload_of(str(served), NAMES, rate=4.0, seconds=60.0, trace_models=wanted)
+        assert (len(drawn.requests), len(drawn.models)) == (240, len(wanted))
+    for wrong in ({"session_gap": 5.0}, {"trace_models": ["m1"]}):
+        with pytest.raises(ConfigError, match="for traces; poisson has none"):
+            workload_of("poisson", NAMES, **wrong)
+
+
 def test_client_statistics_are_drawn_from_at_the_time_asked_for(tmp_path: Path) -> None:
     file = servegen_files(tmp_path)
     asked = {"rate": 8.0, "seconds": 300.0, "most_tokens": 4096}
     early, late = (workload_of(str(file), NAMES, **asked, start=at) for at in (300.0, 1200.0))
     for work in (early, late):
         assert work.seconds <= 300.0
-        assert len(work.requests) == pytest.approx(2400, rel=0.2)
+        assert len(work.requests) == 2400
     assert early.requests != late.requests
     assert early.requests != workload_of(str(file), NAMES, **asked, start=300.0, seed=1).requests
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -83,8 +84,11 @@ def test_scale_lengths_rounds_and_clips() -> None:
     scaled = w.scale_lengths(0.25, 0.5, max_prompt=20, max_output=3)
     assert [(r.prompt_tokens, r.output_tokens) for r in scaled.requests] == [(20, 3), (1, 1)]
     assert scaled.labels == (
-        "lengths: prompt x0.25, output x0.5, prompt at most 20, output at most 3",
+        "lengths: prompt x0.25, output x0.5",
+        "1 of 2 prompts cut to at most 20 tokens: from 25 on average (longest 25) to 20",
+        "1 of 2 outputs cut to at most 3 tokens: from 4 on average (longest 4) to 3",
     )
+    assert w.scale_lengths(max_prompt=100, max_output=9).labels == (), "nothing was cut"
     with pytest.raises(WorkloadError, match="max_prompt"):
         w.scale_lengths(max_prompt=0)
 
@@ -100,6 +104,64 @@ def test_scale_lengths_keeps_shared_share() -> None:
     assert a[40:45] != b[40:45]
     cut = w.scale_lengths(max_prompt=15)
     assert all(r.prefix_blocks == (0, 1) for r in cut.requests)
+
+
+def test_prompt_and_output_fit_a_context_together() -> None:
+    w = Workload.of(
+        "w",
+        [
+            request(0, 0.0, prompt=90, output=10),
+            request(1, 1.0, prompt=91, output=10),
+            request(2, 2.0, prompt=500, output=80),
+            request(3, 3.0, prompt=3, output=51),
+        ],
+    ).within(100)
+    found = [(r.prompt_tokens, r.output_tokens) for r in w.requests]
+    assert found == [(90, 10), (90, 10), (50, 50), (3, 50)]
+    assert w.labels == (
+        "2 of 4 prompts cut to at most 100 tokens: from 296 on average (longest 500) to 70",
+        "2 of 4 outputs cut to at most 50 tokens: from 66 on average (longest 80) to 50",
+    )
+
+
+@pytest.mark.parametrize("size", [16, 64, 512])
+def test_a_session_that_is_cut_keeps_its_head_and_its_newest_part(size: int) -> None:
+    """Cut at its end, all its later turns would be the same prompt."""
+    most, turns = 32 * size, 60
+    blocks = [tuple(range(4 * n + 3)) for n in range(turns)]
+    requests = [
+        replace(
+            request(n, float(n), prompt=len(blocks[n]) * size - n % size),
+            prefix_blocks=blocks[n],
+            block_tokens=size,
+        )
+        for n in range(turns)
+    ]
+    cut = Workload.of("w", requests).scale_lengths(max_prompt=most).requests
+    kept = [r.prefix_blocks or () for r in cut]
+    assert all(r.prompt_tokens <= most for r in cut)
+    assert list(cut[:7]) == requests[:7], "what fits is left as it is"
+    assert all(r.prompt_tokens > most / 2 for r in cut[8:])
+    assert len(set(kept)) == turns, "no two turns are the same"
+    assert all(own[-1] == full[-1] for own, full in zip(kept, blocks, strict=True)), "the newest"
+    assert all(own[:8] == tuple(range(8)) for own in kept[8:]), "the head"
+    grown = sum(b[: len(a)] == a for a, b in pairwise(kept[8:]))
+    assert 0.5 < grown / (turns - 9) < 1, "most turns begin with all of the turn before"
+    lengths = [-(-r.prompt_tokens // size) for r in cut]
+    assert lengths == [len(own) for own in kept]
+
+
+def test_workloads_apart_have_models_and_sessions_of_their_own() -> None:
+    a = Workload.of(
+        "a", [replace(request(0, 1.0), session="s", prefix_blocks=(1,), block_tokens=2)]
+    )
+    b = replace(a, name="b")
+    both = Workload.apart([a, b])
+    assert both.models == ("a/a", "b/a")
+    assert [r.session for r in both.requests] == ["a/s", "b/s"]
+    assert both.requests[0].prefix_blocks != both.requests[1].prefix_blocks
+    assert len(Workload.apart([a, a]).models) == 2
+    assert Workload.apart([a]) is a
 
 
 def test_map_models_by_popularity_folds_the_tail() -> None:
