@@ -98,7 +98,8 @@ class Random:
         impl: str = "fused",
     ) -> None:
         """`make`: attention, chosen if not given; `graphs`: of the device; `impl`: as `model_impl`,
-        or `gemms`: fused, but without our own kernel for a decode of one sequence. Raises
+        or `gemms`: fused, but without our own kernel for a decode of one sequence; `invariant`:
+        fused, a row's result independent of the others. Raises
         DeviceError; MemoryError where pages are short."""
         self._device, self._sequences = device, sequences
         architecture = inspect_model(config)
@@ -140,7 +141,7 @@ class Random:
     def _model(self, impl: str, *where: Any) -> GpuExecutor:
         if impl == "generic":
             return GpuTransformersModel(*where)
-        return GpuFusedModel(*where, one_row=impl != "gemms")
+        return GpuFusedModel(*where, one_row=impl != "gemms", invariant=impl == "invariant")
 
     @property
     def weight_bytes(self) -> int:

@@ -16,6 +16,8 @@ from ballast.core.link import LinkRates
 from ballast.core.units import KiB, MiB, format_bytes
 
 GPU_PAGE = 2 * MiB
+INVARIANT = False
+"""Default of `DeviceSettings.invariant` on a GPU."""
 """Mapping granularity of all GPU drivers so far; the device checks that it suffices."""
 STORY_BYTES, STORY_PARTS = 1024 * MiB, 8
 GRAPH_BYTES = 256 * MiB
@@ -147,6 +149,9 @@ class DeviceSettings:
     graphs: int | None = None
     """Bound of the bytes of CUDA graphs, part of the budget; None: `GRAPH_BYTES` on a GPU; 0: no
     graphs."""
+    invariant: bool | None = None
+    """Whether a row's result in 16 bits may depend on no other row of its job, so that no text
+    depends on what else is served; None: `INVARIANT` on a GPU."""
     role: Role = Role.BOTH
     tensor_parallel: int = 1
     """Number of ranks (processes) that share the device's models, memory and link equally."""
@@ -174,6 +179,12 @@ class DeviceSettings:
     def rotates(self) -> bool:
         """Whether layers can rotate on the device: not if they are split over ranks."""
         return self.tensor_parallel == 1
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether a GPU computes rows independently of each other; groups do not."""
+        wanted = INVARIANT if self.invariant is None else self.invariant
+        return wanted and self.gpu is not None and self.tensor_parallel == 1
 
     @property
     def graph_bytes(self) -> int:

@@ -245,6 +245,8 @@ class DeviceKeys(Keys):
     prefix_cache: bool = True
     kv_layout: Annotated[KvLayout, Field(strict=False)] = KvLayout.BLOCK_MAJOR
     role: Annotated[Role, Field(strict=False)] = Role.BOTH
+    invariant: bool | Literal[0, 1] | None = None
+    """None: the device's default. Of GPUs only."""
     graphs: SizeOrNone | None = None
     """None: 256 MiB on a GPU."""
     tensor_parallel: Count = 1
@@ -267,6 +269,7 @@ class DeviceKeys(Keys):
             kv_layout=self.kv_layout,
             role=self.role,
             graphs=self.graphs,
+            invariant=None if self.invariant is None else bool(self.invariant),
             tensor_parallel=self.tensor_parallel,
             exchange=self.exchange or plain.exchange,
         )

@@ -159,7 +159,8 @@ class CudaMachine:
         compute = self._compute
         where = (segments, kv.base, kv.layout, kv.range.range.n_bytes, compute.device)
         kind = GpuFusedModel if host.fused else GpuTransformersModel
-        made = kind(host, *where, compute.attention, self._graphs, self._common)
+        shared = (compute.attention, self._graphs, self._common)
+        made = kind(host, *where, *shared, invariant=self.device.is_invariant)
         self.keep(made)
         return (made,) * len(workspaces)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -79,10 +78,15 @@ class Job:
         return cls(kv, starts, counts, tables, past)
 
     def batch(
-        self, heads: int, make: Callable[[GpuBatch], Any], bucket: Bucket | None = None
+        self,
+        heads: int,
+        make: Callable[[GpuBatch], Any],
+        bucket: Bucket | None = None,
+        invariant: bool = False,
     ) -> GpuBatch:
         blocks = sum(len(table) for table in self.tables)
-        batch = GpuBatch(self.kv, heads, bucket or Bucket.holding(self.counts, 1, blocks), make)
+        bucket = bucket or Bucket.holding(self.counts, 1, blocks)
+        batch = GpuBatch(self.kv, heads, bucket, make, invariant=invariant)
         self.fill(batch)
         return batch
 
@@ -245,19 +249,19 @@ def test_neither_batch_nor_chunks_change_a_bit_of_an_invariant_row(
     dtype: torch.dtype, window: int | None, sunk: bool
 ) -> None:
     torch.manual_seed(2)
-    make = partial(TritonAttention, invariant=True)
     sinks = torch.randn(8).mul(4).to(dtype) if sunk else None
     # Two sequences' chunks, over a multiple of SPLIT; then parts of the first one by themselves.
     job = Job.of([(490, 60), (40, 3)], kv_heads=2, dim=32, dtype=dtype)
     qkv = inputs(job, 8)
     with chained_dots():
-        whole = run(job, job.batch(8, make), qkv, window, sinks=sinks)
+        whole = run(job, job.batch(8, TritonAttention, invariant=True), qkv, window, sinks=sinks)
         compare(job, whole, qkv, window, sinks=sinks)
         for at, count in ((0, 1), (0, 25), (9, 3), (21, 1), (30, 19), (59, 1)):
             part = slice(at, at + count)
             alone = Job(job.kv, [490 + at], [count], job.tables[:1], [])
             q, k, v = (x[part] for x in qkv)
-            found = run(alone, alone.batch(8, make), (q, k, v), window, sinks=sinks)
+            batch = alone.batch(8, TritonAttention, invariant=True)
+            found = run(alone, batch, (q, k, v), window, sinks=sinks)
             assert torch.equal(found, whole[part])
 
 

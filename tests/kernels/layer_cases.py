@@ -21,6 +21,7 @@ from ballast.kernels.plain.layer import PlainLayer
 from ballast.kernels.triton.attention import TritonAttention
 from ballast.kernels.triton.layer import TritonLayer
 from ballast.models.gpu.fused import GpuFusedModel
+from benchmarks.interpreted import chained_dots
 from tests.kernels.attention_cases import DEVICE, GPU, Job
 from tests.models.fused.test_fused import checkpoint
 from tests.models.tiny import GREEDY, Served
@@ -152,4 +153,27 @@ def test_a_whole_model(tmp_path: Path) -> None:
     served.model._row, served.model._one_row = partial(k.multiply_row, epsilon=1e-6), True
     for job, logits in zip(jobs, expected, strict=True):
         torch.testing.assert_close(served.logits(*job), logits, rtol=0, atol=1e-4)
+    served.close()
+
+
+@pytest.mark.skipif(GPU, reason="it is served from the host's memory")
+def test_neither_chunks_nor_other_sequences_change_a_models_logits(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "qwen3")
+    served = Served(tmp_path, attention=TritonAttention, model_impl="fused", dtype="bfloat16")
+    assert isinstance(served.model, GpuFusedModel)
+    served.model._kernels, served.model._invariant = TritonLayer(), True
+    tokens, other = [5, *range(3, 12)], SequenceWork("b", [9, 8, 7], 0, [2], GREEDY)
+
+    def part(begin: int, end: int, blocks: list[int]) -> SequenceWork:
+        return SequenceWork("a", tokens[begin:end], begin, blocks, GREEDY)
+
+    with chained_dots():
+        alone = [served.logits(part(0, 9, [4])), served.logits(part(9, 10, [4]))]
+        for cut in (1, 8):
+            first = served.logits(other, part(0, cut, [5]))
+            assert len(first) == 2
+            crowd = [served.logits(part(cut, 9, [5]), other)[:1]]
+            crowd.append(served.logits(other, part(9, 10, [5]))[1:])
+            for found, expected in zip(crowd, alone, strict=True):
+                assert torch.equal(found, expected)
     served.close()

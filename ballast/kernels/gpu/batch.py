@@ -97,10 +97,13 @@ class GpuBatch:
         bucket: Bucket,
         attention: Callable[[GpuBatch], GpuAttention],
         scratch: Scratch | None = None,
+        invariant: bool = False,
     ) -> None:
-        """`scratch`: that of the model, if it has other batches."""
+        """`scratch`: that of the model, if it has other batches. `invariant`: a row's result must
+        depend neither on the batch nor on how its sequence is cut into chunks."""
         self.kv, self.heads, self.bucket = kv, heads, bucket
         self.shape = AttentionShape(heads, kv.kv_heads, kv.block_tokens)
+        self.invariant = invariant
         self.few_tokens = 1 if bucket.decodes else self.shape.few
         """Bound of the new tokens of a sequence that is cut by its keys."""
         self.scratch = scratch or Scratch(kv.device)

@@ -38,11 +38,8 @@ class TritonAttention:
 
     replayable: ClassVar[bool] = True
 
-    def __init__(
-        self, batch: GpuBatch, programs: int | None = None, invariant: bool = False
-    ) -> None:
-        """`programs`: how many take the items of cut tiles, over all KV heads. `invariant`: a row's
-        result depends neither on the batch nor on how its sequence is cut into chunks."""
+    def __init__(self, batch: GpuBatch, programs: int | None = None) -> None:
+        """`programs`: how many take the items of cut tiles, over all KV heads."""
         self._batch = batch
         kv, shape = batch.kv, batch.shape
         if programs is None:
@@ -55,8 +52,8 @@ class TritonAttention:
             "partial", shape_of_partial, torch.float32, common=True
         )
         self._many_rows = _power(shape.tile * shape.group, MANY_ROWS)
-        self._few_rows = self._many_rows if invariant else _power(rows, FEW_ROWS)
-        self._invariant = invariant
+        self._few_rows = self._many_rows if batch.invariant else _power(rows, FEW_ROWS)
+        self._invariant = batch.invariant
         self._dim = _power(kv.head_dim, NARROWEST)
         self._dtype = getattr(tl, str(kv.dtype).removeprefix("torch."))
         self._widen = widened(kv.dtype, kv.device)

@@ -64,9 +64,12 @@ class GpuExecutor(ModelExecutor):
         make: Callable[[GpuBatch], GpuAttention] | None = None,
         graphs: GraphCache | None = None,
         common: Scratch | None = None,
+        invariant: bool = False,
     ) -> None:
         """`kv_bytes`: bytes of addresses for its KV; `make`: makes the attention of a batch, by
-        default the device's; `graphs`: of the device, if it has any; `common`: see `Scratch`.
+        default the device's; `graphs`: of the device, if it has any; `common`: see `Scratch`;
+        `invariant`: a row's result depends on no other row, and on no chunk's length: in 16 bits of
+        attention here, of all of a layer in `GpuFusedModel`.
 
         Raises UnsupportedModel if the module keeps state that cannot be set up without its weights.
         """
@@ -91,6 +94,7 @@ class GpuExecutor(ModelExecutor):
             layout.stride_bytes // item,
             layout.layer_stride_bytes // item,
         )
+        self._invariant = invariant
         self._make = make or attention_kernels(device)
         self._sampler = GpuSampler(device)
         self._kept: dict[Bucket, GpuBatch] = {}
@@ -189,7 +193,8 @@ class GpuExecutor(ModelExecutor):
             return batch
         batch = self._chunks.pop(bucket, None)
         if batch is None:
-            batch = GpuBatch(self._cache, self.spec.n_heads, bucket, self._make, self._scratch)
+            how = (self._make, self._scratch, self._invariant)
+            batch = GpuBatch(self._cache, self.spec.n_heads, bucket, *how)
         if bucket.decodes:
             self._kept[bucket] = batch
             return batch

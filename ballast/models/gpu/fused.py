@@ -61,12 +61,17 @@ class GpuFusedModel(GpuExecutor):
     with plain matrices."""
 
     def __init__(
-        self, *where: Any, kernels: LayerKernels | None = None, one_row: bool = ONE_ROW
+        self,
+        *where: Any,
+        kernels: LayerKernels | None = None,
+        one_row: bool = ONE_ROW,
+        invariant: bool = False,
     ) -> None:
-        """`where`: as of `GpuExecutor`; `kernels`: by default chosen by the device; `one_row`:
-        whether they also multiply a decode of one sequence."""
-        super().__init__(*where)
-        self._one_row = one_row
+        """`where`, `invariant`: as of `GpuExecutor`; `kernels`: by default chosen by the device;
+        `one_row`: whether they also multiply a decode of one sequence, if not invariant: that
+        kernel adds in another order."""
+        super().__init__(*where, invariant=invariant)
+        self._one_row = one_row and not invariant
         self._kernels = k = kernels or layer_kernels(self._device)
         self._row = partial(k.multiply_row, epsilon=self._epsilon)
 
@@ -154,7 +159,8 @@ class GpuFusedModel(GpuExecutor):
     ) -> Tensor:
         """Return x W^T of a layer's matrix, or of the head, with the products of the rows' adapters
         added."""
-        y = torch.nn.functional.linear(x, matrix)
+        multiply = self._kernels.multiply if self._invariant else torch.nn.functional.linear
+        y = multiply(x, matrix)
         if batch.adapted is not None:
             self._adapters.add(_place(role, layer), batch.adapted[role == "head"], x, y)
         return y
