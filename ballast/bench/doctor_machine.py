@@ -15,6 +15,7 @@ import torch
 from ballast.bench.doctor_finding import Finding, judged
 from ballast.isolation.confinement import missing
 from ballast.kernels.choice_file import ChoiceFile
+from ballast.memory.control_groups import control_groups
 
 _LEAST_TORCH = (2, 11)
 _LEAST_FILES = 1024
@@ -142,9 +143,17 @@ def _bf16() -> bool:
 
 
 def _cpu_quota() -> float | None:
-    """Cores' worth of time granted by the control group (version 2); None: no bound."""
-    parts = (_read("/sys/fs/cgroup/cpu.max") or "max").split()
-    return None if parts[0] == "max" else int(parts[0]) / int(parts[1])
+    """Cores' worth of time granted by the control groups of this process; None: no bound."""
+    quotas = []
+    for group in control_groups("cpu"):
+        if group.version == 2:
+            quota, _, period = (group.read("cpu.max") or "max").partition(" ")
+        else:
+            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = (group.read(file) or "" for file in files)
+        if quota.isdecimal() and period.isdecimal():  # `max`, or -1: no bound
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
 def _limit(value: int) -> str:

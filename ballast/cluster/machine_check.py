@@ -11,7 +11,7 @@ from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.settings import FleetSettings
 from ballast.core.units import format_bytes
 from ballast.memory.cuda.probe import gpu_bytes
-from ballast.memory.host_memory import Bound, available, installed
+from ballast.memory.host_memory import Bound, available, installed, is_granted
 
 
 def check_machine(
@@ -35,7 +35,7 @@ def machine_faults(
     if wanted > most:
         on_host = [i for i, (d, _) in enumerate(fleet.devices.values()) if d.gpu is None]
         key = f"devices[{on_host[0]}].budget" if len(on_host) == 1 else "budgets of all devices"
-        has = "grants" if who == "the control group" else "has"
+        has = "grants" if is_granted(who) else "has"
         why = f"{who} {has} {format_bytes(most)} of memory in all, which weights on the host share"
         yield ConfigError(key, format_bytes(wanted), why)
     yield from _gpu_faults(fleet, gpus)
@@ -48,10 +48,10 @@ def host_budget(fleet: FleetSettings) -> int:
 
 def memory_warning(fleet: FleetSettings, memory: Callable[[], Bound] = available) -> str | None:
     """Return a warning if budgets exceed the memory that is available now, else None."""
-    wanted, (left, _) = host_budget(fleet), memory()
+    wanted, (left, who) = host_budget(fleet), memory()
     if wanted <= left:
         return None
-    now = format_bytes(left)
+    now = f"{format_bytes(left)} ({who})"
     return f"budgets of {format_bytes(wanted)} exceed the memory that is available now, {now}"
 
 

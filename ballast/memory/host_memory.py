@@ -1,48 +1,73 @@
-"""Read the installed and the available memory of this machine, for `doctor` and start-up checks."""
+"""Read the installed and the available memory of this machine.
+
+Used by `doctor`, the checks at the start, and the host tier.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
-_LIMITS = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
-"""Files of a control group's limit and use, of version 2 and of version 1."""
+from ballast.memory.control_groups import ROOT, ControlGroup, control_groups
+
+_GROUP = "the control group"
 
 Bound = tuple[int, str]
 """(bytes, name of what sets this bound)."""
 
 
-def available(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Bound:
-    """Bytes that this process can still allocate."""
-    grants = [(max(0, most - used), who) for most, used, who in _control_groups(cgroup)]
-    return min([(_field(meminfo, "MemAvailable"), "the machine"), *grants])
+def available(root: Path = ROOT) -> Bound:
+    """Bytes that this process can still allocate. `root`: the directory below which `/proc` and the
+    mount points of control groups are."""
+    grants = []
+    for group in control_groups("memory", root):
+        limits = [n for n in (_limit(group), _throttle(group)) if n is not None]
+        if limits:
+            grants.append((max(0, min(limits) - _used(group)), f"{_GROUP} {group.name}"))
+    return min([(_field(root, "MemAvailable"), "the machine"), *grants])
 
 
-def installed(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Bound:
-    """Bytes of memory in all, used or not."""
-    grants = [(most, who) for most, _, who in _control_groups(cgroup)]
-    return min([(_field(meminfo, "MemTotal"), "the machine"), *grants])
+def installed(root: Path = ROOT) -> Bound:
+    """Bytes of memory in all, used or not; `root` as of `available`."""
+    grants = []
+    for group in control_groups("memory", root):
+        if (limit := _limit(group)) is not None:
+            grants.append((limit, f"{_GROUP} {group.name}"))
+    return min([(_field(root, "MemTotal"), "the machine"), *grants])
 
 
-def _field(meminfo: Path, name: str) -> int:
+def is_granted(who: str) -> bool:
+    """Whether what sets a bound is a control group, and not the machine."""
+    return who.startswith(_GROUP)
+
+
+def _field(root: Path, name: str) -> int:
+    meminfo = root / "proc" / "meminfo"
     for line in meminfo.read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise LookupError(f"{meminfo} has no {name}")
 
 
-def _control_groups(root: Path) -> list[tuple[int, int, str]]:
-    """(limit, use, who) of the groups that limit this process."""
-    found = []
-    for limit, use in _LIMITS:
-        try:
-            most, used = (root / limit).read_text().strip(), (root / use).read_text().strip()
-        except OSError:
-            continue
-        if most != "max":
-            found.append((int(most), int(used), "the control group"))
-    return found
+def _limit(group: ControlGroup) -> int | None:
+    """Bytes beyond which processes of a group are killed; None: no bound."""
+    if group.version == 2:
+        return group.number("memory.max")
+    # What groups above it allow is known also where the mount does not show them.
+    above = group.statistics("memory.stat").get("hierarchical_memory_limit")
+    own = group.number("memory.limit_in_bytes")
+    return min((n for n in (own, above) if n is not None), default=None)
+
+
+def _throttle(group: ControlGroup) -> int | None:
+    """Bytes beyond which processes of a group are slowed down; None: no bound."""
+    return group.number("memory.high") if group.version == 2 else None
+
+
+def _used(group: ControlGroup) -> int:
+    """Bytes that a group has in use, without the file cache, which makes way."""
+    file, prefix = "memory.current", ""
+    if group.version == 1:
+        file, prefix = "memory.usage_in_bytes", "total_"
+    statistics = group.statistics("memory.stat")
+    cached = sum(statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+    return max(0, (group.number(file) or 0) - cached)

@@ -11,11 +11,11 @@ import hashlib
 import mmap as std_mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from ballast.core.errors import DeviceError
 from ballast.core.units import ceil_div, format_bytes
 from ballast.memory import syscalls
+from ballast.memory.host_memory import available
 from ballast.weights.segment import Fill, Piece, Segment, whole_pages
 
 _SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -104,33 +104,16 @@ def _filled(fd: int, n_bytes: int, segment: Segment, fill: Fill, threads: int) -
 def _check_available(model: str, segment: str, n_bytes: int) -> None:
     """Refuse a segment for which memory does not suffice, as the kernel would kill a process
     instead."""
-    available = _available()
-    if available is not None and n_bytes > available:
+    try:
+        left, who = available()
+    except (OSError, LookupError):  # unknown here
+        return
+    if n_bytes > left:
         raise DeviceError(
             "host tier",
             f"{segment} of {model} takes {format_bytes(n_bytes)} of host memory, "
-            f"{format_bytes(available)} are available; free some, or serve fewer models",
+            f"{format_bytes(left)} are available ({who}); free some, or serve fewer models",
         )
-
-
-def _available() -> int | None:
-    """Return the bytes that can still be allocated, by the kernel's estimate and the control
-    group's limit; None: unknown."""
-    found: list[int] = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    except OSError:
-        pass
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            found.append(int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass
-    return max(0, min(found)) if found else None
 
 
 def no_memory(name: str, n_bytes: int, error: OSError) -> DeviceError:

@@ -14,9 +14,9 @@ import pytest
 from ballast.cluster.machine_check import check_machine, machine_faults, memory_warning
 from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings
-from ballast.core.units import GiB, MiB
+from ballast.core.units import GiB
 from ballast.memory.cuda.probe import gpu_bytes
-from ballast.memory.host_memory import Bound, available, installed
+from ballast.memory.host_memory import Bound
 
 
 def fleet(*devices: DeviceSettings) -> FleetSettings:
@@ -77,7 +77,7 @@ def test_a_gpu_that_is_not_there_says_what_to_do() -> None:
 def test_what_is_used_by_others_now_is_warned_of() -> None:
     assert memory_warning(fleet(cpu(8 * GiB)), machine(8 * GiB)) is None
     result = memory_warning(fleet(cpu(8 * GiB)), machine(6 * GiB))
-    assert result == "budgets of 8GiB exceed the memory that is available now, 6GiB"
+    assert result == "budgets of 8GiB exceed the memory that is available now, 6GiB (the machine)"
 
 
 def test_the_driver_is_asked_in_a_process_of_its_own() -> None:
@@ -108,22 +108,6 @@ def test_what_a_driver_answers(tmp_path: Path) -> None:
     assert gpu_bytes(driver(0)) == [80 * GiB + 7, 80 * GiB + 8]
     with pytest.raises(DeviceError, match=r"cuInit: no device \(100\)"):
         gpu_bytes(driver(100))
-
-
-def test_memory_is_bounded_by_the_machine_and_the_control_group(tmp_path: Path) -> None:
-    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
-    meminfo.write_text("MemTotal: 2048 kB\nMemFree: 3 kB\nMemAvailable: 1024 kB\n")
-    assert installed(meminfo, cgroup) == (2 * MiB, "the machine")
-    assert available(meminfo, cgroup) == (MiB, "the machine")
-    cgroup.mkdir()
-    (cgroup / "memory.max").write_text("max\n")
-    (cgroup / "memory.current").write_text("4096\n")
-    assert installed(meminfo, cgroup) == (2 * MiB, "the machine")
-    (cgroup / "memory.max").write_text("1048576\n")
-    assert installed(meminfo, cgroup) == (MiB, "the control group")
-    assert available(meminfo, cgroup) == (MiB - 4096, "the control group")
-    (cgroup / "memory.current").write_text("2097152\n")
-    assert available(meminfo, cgroup) == (0, "the control group")
 
 
 REFUSED = """

@@ -78,7 +78,8 @@ def test_weights_are_in_host_memory_once(two: ServerProcess) -> None:
 
 
 def test_operators_are_told_of_each_device(two: ServerProcess) -> None:
-    until(lambda: two.http.get("/health", headers=ADMIN).json() == {"status": "ok", "failed": {}})
+    health = {"status": "ok", "serving": 2, "models": 2, "failed": {}}
+    until(lambda: two.http.get("/health", headers=ADMIN).json() == health)
     state = two.http.get("/admin/state", headers=ADMIN).json()
     assert state["device"] == "cpu:0, cpu:1"
     first, second = state["devices"]

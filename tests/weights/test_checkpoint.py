@@ -446,7 +446,7 @@ def test_host_memory_that_runs_out_is_an_error(
         with pytest.raises(DeviceError, match=r"no host memory for another .* of m's weights"):
             load(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(sealed, "_available", lambda: 1000)
+        patch.setattr(sealed, "available", lambda: (1000, "the machine"))
         with pytest.raises(DeviceError, match="1000B are available"):
             load(tmp_path)
     assert set(os.listdir("/proc/self/fd")) <= before, "others may be closed by the collector"

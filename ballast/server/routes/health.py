@@ -19,7 +19,7 @@ _ANY: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 
 def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
     """Add `/live` and `/health`, which answer GET and HEAD without a key, even when the server is
-    overloaded. How many models of how many serve is shown to all; why the others do not, only to
+    overloaded. How many models of how many serve, and why the others do not, is shown only to
     callers with a valid key, where keys are required."""
 
     @app.head("/live", include_in_schema=False)
@@ -35,15 +35,13 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
             content["reason"] = service.controller.devices.down
         elif service.controller.devices.missing:
             content["missing"] = service.controller.devices.missing
-        loaded, aside = service.models.visible_to(), service.models.set_aside()
-        known = loaded.keys() | service.models.failed().keys()
-        content |= {"serving": len(loaded.keys() - aside.keys()), "models": len(known)}
         caller = context_of(request.scope).caller
         if caller.known:
-            content["failed"] = {
-                **service.models.failed(caller),
-                **service.models.set_aside(caller),
-            }
+            failed = {**service.models.failed(caller), **service.models.set_aside(caller)}
+            loaded = service.models.visible_to(caller).keys()
+            content["serving"] = len(loaded - failed.keys())
+            content["models"] = len(loaded | failed.keys())
+            content["failed"] = failed
         return _answer(200 if content["status"] == "ok" else 503, **content)
 
 
