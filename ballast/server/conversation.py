@@ -7,21 +7,58 @@ accepted.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from ballast.server.http.fields import Body, Text
-from ballast.server.tools.request import MOST_FUNCTIONS
+from ballast.server.tools.request import MOST_FUNCTIONS, runs_elsewhere, tools_left_out
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 8192
 """Most parts of text in all messages of a conversation together."""
 
 
+TEXT_KINDS = ("text", "input_text", "output_text")
+THOUGHT_KINDS = ("thinking", "redacted_thinking", "reasoning")
+"""Types of parts with the reasoning of an earlier answer: chat templates have no place for it."""
+
+
 class TextPart(BaseModel):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: Text
+
+
+class RefusalPart(BaseModel):
+    """A refusal in an earlier answer, of a model elsewhere."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+class ThoughtPart(BaseModel):
+    """Reasoning of an earlier answer, which is left out."""
+
+    type: Literal["thinking", "redacted_thinking", "reasoning"]
+
+
+Part = Annotated[TextPart | RefusalPart | ThoughtPart, Field(discriminator="type")]
+_KINDS = (*TEXT_KINDS, *THOUGHT_KINDS, "refusal")
+
+
+def joined(texts: Iterable[str]) -> str:
+    """Join the texts of several parts by line breaks; empty ones add none."""
+    return "\n".join(text for text in texts if text)
+
+
+def text_of(parts: Iterable[TextPart | RefusalPart | ThoughtPart]) -> str:
+    """Return the text of content in parts."""
+    return joined(
+        part.text if isinstance(part, TextPart) else part.refusal
+        for part in parts
+        if not isinstance(part, ThoughtPart)
+    )
 
 
 class Message(BaseModel):
@@ -30,15 +67,17 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[Text, Field(min_length=1)]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Text | Annotated[list[Part], Field(fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message for a chat template: content as one string, and no nulls, as small
-        models' templates expect."""
+        """Return the message for a chat template: content as one string, and neither nulls nor an
+        empty list of calls, as small models' templates expect."""
         content = self.content
         if isinstance(content, list):
-            content = "".join(part.text for part in content)
+            content = text_of(content)
         more = {k: v for k, v in (self.model_extra or {}).items() if v is not None}
+        if not more.get("tool_calls", True):
+            del more["tool_calls"]
         return {**more, "role": self.role, "content": content or ""}
 
 
@@ -70,7 +109,7 @@ def _no_text(content: object) -> str | None:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
             return f'[{i}] must be a part like {{"type": "text", "text": "..."}}'
-        if kind != "text":
+        if kind not in _KINDS:
             what = f"is of type {kind[:40]!r}"
             return f"[{i}] {what}: models are served for text alone, in parts of type 'text'"
     return None
@@ -99,7 +138,19 @@ class Conversation(Body):
     """Whether the tokenizer adds its special tokens around a text; false for conversations, whose
     templates write special tokens themselves."""
 
+    _left_out: list[str] = PrivateAttr(default_factory=list)
+
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """Tools that the chat template gets."""
-        return self.tools or []
+        """Tools that the chat template gets: functions alone."""
+        return [tool for tool in self.tools or () if not runs_elsewhere(tool)]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Names of what the request is answered without: tools that cannot run here, and content of
+        kinds that no chat template has a place for."""
+        return tools_left_out(self.tools or ()) + self._left_out
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Note content that was left out where another API's request was translated."""
+        self._left_out += names

@@ -17,6 +17,7 @@ from ballast.server.http.request_context import RequestContext
 from ballast.server.openai.request import ChatRequest, GenerateRequest
 from ballast.server.text.chat_template import EncodedJob, TemplateRenderer
 from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
+from ballast.server.text.turns import fitted
 
 
 class PromptEncoder:
@@ -98,14 +99,19 @@ class PromptEncoder:
         thousands of messages cost every garbage collection while the request is open. Raises
         InvalidRequest, ContextLengthExceeded, and Unavailable."""
 
+        tools = request.shown_tools
+        traits = await tokenizer.traits(self._templates, tools=bool(tools))
+
         def prepare() -> EncodedJob:
             messages = [m.for_template() for m in request.messages or ()]
-            tools = request.shown_tools
-            if tokenizer.dialect is not None:
-                messages = tokenizer.dialect.conversation(messages, tools)
+            dialect = tokenizer.dialect
+            preface = "" if dialect is None else dialect.description(tools)
+            messages = fitted(messages, traits, dialect, preface)
+            if dialect is not None:
+                messages = dialect.conversation(messages, tools)
             return tokenizer.conversation(
                 messages,
-                tools=tools,
+                tools=None if preface else tools,
                 answer=request.add_generation_prompt is not False,
                 continued=bool(request.continue_final_message),
                 more=request.chat_template_kwargs,

@@ -156,7 +156,6 @@ def test_a_conversation_with_calls(echo: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": TOOLS, "model": "atlas-chat"}, "tools"),
         ({"tools": "x"}, "tools"),
         ({"tools": [1]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),

@@ -2,8 +2,8 @@
 bodies.
 
 `Gate` is the ASGI middleware directly around the application: it reads each body whole before any
-route runs, and refuses requests beyond a bound (408, 413, 429). While the server drains, it refuses
-new generating requests (503).
+route runs, and refuses requests beyond a bound (408, 413, 429) and compressed bodies (415). While
+the server drains, it refuses new generating requests (503).
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class Gate:
         refused: Fault | None = None
         with self._holding(context.caller.name) as hold:
             try:
+                _check_encoding(scope)
                 body = await self._read(_announced(scope), receive, hold)
             except Fault as fault:
                 refused = fault
@@ -213,6 +214,15 @@ def generates(scope: Scope) -> bool:
     """Whether a request makes models or tokenizers work: every POST outside `/admin`."""
     path = pattern_of(scope)
     return scope["method"] == "POST" and path != "/admin" and not path.startswith("/admin/")
+
+
+def _check_encoding(scope: Scope) -> None:
+    """Raise Fault (415) for a compressed body: its length says nothing of the memory it takes."""
+    coding = dict(scope["headers"]).get(b"content-encoding", b"").strip().lower()
+    if coding not in (b"", b"identity"):
+        named = coding[:40].decode("latin-1")
+        why = f"the body has the Content-Encoding {named!r}; send it uncompressed, without it"
+        raise Fault(415, why, "unsupported_encoding")
 
 
 def _announced(scope: Scope) -> int:

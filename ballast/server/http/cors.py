@@ -13,6 +13,7 @@ from ballast.core.settings import ServerSettings
 METHODS = ("GET", "POST", "PATCH", "DELETE")
 READABLE = (
     "retry-after",
+    "x-ballast-left-out",
     "x-request-id",
     "x-ratelimit-limit-requests",
     "x-ratelimit-limit-tokens",

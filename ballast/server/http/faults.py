@@ -157,6 +157,8 @@ class Fault(Exception):
         headers = {}
         if self.status in (429, 503):
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
+        elif self.code == "unsupported_encoding":
+            headers["accept-encoding"] = "identity"
         elif self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return Response(body, self.status, headers, "application/json")

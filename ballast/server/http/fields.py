@@ -25,6 +25,8 @@ MOST_PROMPTS = 256
 MOST_INPUTS = 2048
 """Most texts to embed in one request, as OpenAI's API has it."""
 MOST_BIASED = 1024
+MOST_STOPS = 64
+"""Most stop strings of one request."""
 MOST_TOP = 20
 """Most alternatives returned with a token's log-probability."""
 _ID = 2**31
@@ -75,7 +77,9 @@ TokenId = Annotated[StrictInt, Field(ge=0, lt=_ID)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Count = Annotated[StrictInt, Field(ge=0, lt=_ID)]
 Stop = Annotated[
-    Annotated[list[Annotated[Text, Field(min_length=1)]], Field(max_length=16, fail_fast=True)]
+    Annotated[
+        list[Annotated[Text, Field(min_length=1)]], Field(max_length=MOST_STOPS, fail_fast=True)
+    ]
     | None,
     BeforeValidator(_listed),
 ]

@@ -6,6 +6,7 @@ metrics, traces and the log read it at the end.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from ballast.server.openai.records import Usage
     from ballast.server.openai.request import GenerateRequest
 
+
+LEFT_OUT = b"x-ballast-left-out"
+"""Response header that names what a request was answered without."""
+_MOST_NAMED, _MOST_NAME = 16, 128
+"""Most names in that header, and most characters of each."""
+_UNSAFE = re.compile(r"[^\w.:/ -]", re.ASCII)
 
 MESSAGES = "/v1/messages"
 """Path of the Messages API."""
@@ -114,9 +121,20 @@ class RequestContext:
     gone: bool = False
     """Whether the client left before the response was complete."""
     request: GenerateRequest | None = None
+    left_out: Sequence[str] = ()
+    """Parts of the request that it is answered without, such as tools of kinds that cannot run."""
     answer_id: str | None = None
     answer: ObservedAnswer | None = None
     """Answer of the model; None: no model got the request."""
+
+    @property
+    def left_out_header(self) -> bytes:
+        """Value of the header LEFT_OUT; empty where nothing was left out. Clients choose the names:
+        characters that a header may not have are replaced."""
+        named = dict.fromkeys(_UNSAFE.sub("_", name[:_MOST_NAME]) for name in self.left_out)
+        more = len(named) - _MOST_NAMED
+        shown = [*named][:_MOST_NAMED] + ([f"and {more} more"] if more > 0 else [])
+        return ", ".join(shown).encode()
 
     @property
     def large_body(self) -> bool:

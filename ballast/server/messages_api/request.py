@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, StrictInt
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StrictInt, Tag
 
 from ballast.core.errors import InvalidRequest
-from ballast.server.conversation import MOST_MESSAGES, MOST_PARTS, Message
+from ballast.server.conversation import (
+    MOST_MESSAGES,
+    MOST_PARTS,
+    THOUGHT_KINDS,
+    Message,
+    ThoughtPart,
+    joined,
+)
 from ballast.server.http.faults import Fault
 from ballast.server.http.fields import Stop, Text
+from ballast.server.messages_api.client_tools import known_function
 from ballast.server.openai.request import ChatRequest
 from ballast.server.openai.translation import (
     Translated,
     function_tool,
     json_schema,
-    readable,
     refuse,
     tool_call,
     turn,
 )
 from ballast.server.tools.request import MOST_FUNCTIONS
 
+_BILLING = "x-anthropic-billing-header:"
+"""Beginning of a block of the system prompt by which Claude Code marks its requests for Anthropic.
+It differs from request to request, and would keep prefixes from being found again: it is left
+out."""
 OUTDATED = ("2023-01-01",)
 """Refused values of the header `anthropic-version`: the streams of these versions differ. Later
 versions differ in the fields of requests only, and here requests may use those of any of them."""
@@ -54,23 +65,56 @@ class ToolUseBlock(BaseModel):
     input: dict[str, Any]
 
 
-def _as_texts(content: object) -> object:
-    """Convert content to a list of blocks, all of them text; None is no content."""
-    return _as_blocks([] if content is None else content, ("text",))
+class OtherBlock(BaseModel):
+    """A block of a kind that is not known here: its text, where it has one, and else left out."""
+
+    type: Text
+    text: Any = None
+    content: Any = None
+
+    @property
+    def readable(self) -> str:
+        """The text of the block, or of those within it; empty where there is none."""
+        parts = [self.text, *(self.content if isinstance(self.content, list) else [self.content])]
+        texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+        return joined(text for text in texts if isinstance(text, str))
 
 
-def _as_blocks(content: object, kinds: tuple[str, ...]) -> object:
+_UNREADABLE = ("image", "document", "container_upload", "audio", "video", "file")
+"""Types of blocks whose content no model here can be given: a request with one is refused."""
+
+
+def _as_blocks(content: object) -> object:
+    """Convert content to a list of blocks; None is no content. Raises ValueError for a block that
+    is not text."""
+    if content is None:
+        return []
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    if isinstance(content, list):
-        return [readable(block, kinds, "content") for block in content]
+    for block in content if isinstance(content, list) else ():
+        if isinstance(block, dict) and (kind := block.get("type")) in _UNREADABLE:
+            why = f"content of type {kind!r} cannot be read here, only text"
+            raise ValueError(f"{why}: models are served for text alone")
     return content
 
 
-_List = list[TextBlock]
+def _kind_of(known: tuple[str, ...]) -> Discriminator:
+    def kind(block: object) -> object:
+        found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+        if found in THOUGHT_KINDS:
+            return "thinking"
+        return found if found in known else "other"
+
+    return Discriminator(kind)
+
+
+_Shown = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")], _kind_of(("text",))
+]
+_List = list[_Shown]
 Texts = Annotated[
     Annotated[_List, Field(fail_fast=True)],
-    BeforeValidator(_as_texts, json_schema_input_type=Text | _List | None),
+    BeforeValidator(_as_blocks, json_schema_input_type=Text | _List | None),
 ]
 """A text, or a list of blocks of text."""
 
@@ -84,16 +128,14 @@ class ToolResultBlock(BaseModel):
     is_error: bool | None = None
 
 
-class ThinkingBlock(BaseModel):
-    """Reasoning of an earlier turn: chat templates have no place for it, it is left out."""
-
-    type: Literal["thinking", "redacted_thinking"]
-
-
 Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ThoughtPart, Tag("thinking")]
+    | Annotated[OtherBlock, Tag("other")],
+    _kind_of(("text", "tool_use", "tool_result")),
 ]
-_BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _Blocks = list[Block]
 
 
@@ -103,37 +145,42 @@ class Turn(BaseModel):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         Annotated[_Blocks, Field(fail_fast=True)],
-        BeforeValidator(
-            lambda content: _as_blocks(content, _BLOCKS), json_schema_input_type=Text | _Blocks
-        ),
+        BeforeValidator(_as_blocks, json_schema_input_type=Text | _Blocks),
     ]
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self, left_out: list[str]) -> Iterator[Message]:
         """Convert the turn to messages of a chat request; each tool result becomes a message of its
-        own. Raises InvalidRequest."""
+        own. Adds the names of blocks without a text to `left_out`. Raises InvalidRequest."""
         texts: list[str] = []
         calls: list[dict[str, Any]] = []
         results = 0
         for block in self.content:
-            if isinstance(block, TextBlock):
-                texts.append(block.text)
+            if isinstance(block, TextBlock | OtherBlock):
+                texts += _texts([block], left_out)
             elif isinstance(block, ToolUseBlock):
                 calls.append(tool_call(block.id, block.name, _as_json(block.input)))
             elif isinstance(block, ToolResultBlock):
                 if texts:
-                    yield turn(self.role, "".join(texts))
+                    yield turn(self.role, joined(texts))
                     texts = []
                 results += 1
                 more = {"is_error": True} if block.is_error else {}
-                yield turn("tool", _joined(block.content), tool_call_id=block.tool_use_id, **more)
+                content = joined(_texts(block.content, left_out))
+                yield turn("tool", content, tool_call_id=block.tool_use_id, **more)
         if calls:
-            yield turn(self.role, "".join(texts), tool_calls=calls)
+            yield turn(self.role, joined(texts), tool_calls=calls)
         elif texts or not results:
-            yield turn(self.role, "".join(texts))
+            yield turn(self.role, joined(texts))
 
 
-def _joined(content: list[TextBlock]) -> str:
-    return "".join(block.text for block in content)
+def _texts(blocks: Iterable[TextBlock | OtherBlock], left_out: list[str]) -> Iterator[str]:
+    """Yield the texts of blocks, as far as there are any; the others are named in `left_out`."""
+    for block in blocks:
+        text = block.text if isinstance(block, TextBlock) else block.readable
+        if text:
+            yield text
+        elif isinstance(block, OtherBlock):
+            left_out.append(f"block {block.type}")
 
 
 def _as_json(arguments: dict[str, Any]) -> str:
@@ -197,14 +244,16 @@ class CountRequest(Translated):
         return self._chat()
 
     def _chat(self, **fields: Any) -> ChatRequest:
-        system = _joined(self.system)
+        left_out: list[str] = []
+        texts = _texts(self.system, left_out)
+        system = joined(text for text in texts if not text.startswith(_BILLING))
         messages = [turn("system", system)] if system else []
-        messages += [message for each in self.messages for message in each.messages()]
+        messages += [message for each in self.messages for message in each.messages(left_out)]
         last = messages[-1]
         # A last message of the assistant is the beginning of the answer, and continued.
         continued = last.role == "assistant" and not (last.model_extra or {}).get("tool_calls")
         choice, parallel = self._choice()
-        return self.translated(
+        chat = self.translated(
             _Chat,
             messages=messages,
             continue_final_message=continued,
@@ -214,14 +263,18 @@ class CountRequest(Translated):
             response_format=self._format(),
             **fields,
         )
+        chat.leave_out(left_out)
+        return chat
 
     def _functions(self, tools: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for i, tool in enumerate(tools):
-            kind = tool.get("type")
-            if kind not in (None, "custom"):
-                why = f"tools that the client runs (`custom`) are known here, {kind!r:.80} is not"
-                raise refuse(f"tools.{i}.type", why)
-            yield function_tool(tool, "input_schema")
+            function = known_function(tool)
+            if function is not None:
+                yield function_tool(function, "input_schema")
+            elif isinstance(tool["type"], str):
+                yield {"type": tool["type"], "name": tool.get("name")}  # left out, and named
+            else:
+                raise refuse(f"tools.{i}.type", "is a text, such as custom")
 
     def _choice(self) -> tuple[str | dict[str, Any] | None, bool | None]:
         """Convert to `tool_choice` and `parallel_tool_calls` of a chat request."""

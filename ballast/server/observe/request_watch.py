@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ballast.core.clock import Clock
-from ballast.server.http.request_context import RequestContext, attach_context
+from ballast.server.http.request_context import LEFT_OUT, RequestContext, attach_context
 from ballast.server.observe.metrics import Metrics
 
 HEADER = b"x-request-id"
@@ -80,6 +80,8 @@ class Watch:
         headers.append((HEADER, context.request_id.encode()))
         if context.speaks_messages:
             headers.append((MESSAGES_HEADER, context.request_id.encode()))
+        if context.left_out:
+            headers.append((LEFT_OUT, context.left_out_header))
         message["headers"] = headers
 
     def _over(self, context: RequestContext, scope: Scope) -> None:

@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StrictBool, StrictInt, Tag
 
-from ballast.server.conversation import MOST_MESSAGES, MOST_PARTS, Message
+from ballast.server.conversation import (
+    MOST_MESSAGES,
+    MOST_PARTS,
+    THOUGHT_KINDS,
+    Message,
+    Part,
+    joined,
+    text_of,
+)
 from ballast.server.http.fields import MOST_TOP, Text, at_most
 from ballast.server.http.json_response import encode
 from ballast.server.openai.request import ChatRequest
@@ -25,7 +33,7 @@ from ballast.server.openai.translation import (
     turn,
 )
 from ballast.server.responses_api.records import TextFormat
-from ballast.server.tools.request import MOST_FUNCTIONS
+from ballast.server.tools.request import MOST_FUNCTIONS, runs_elsewhere
 
 LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that requests log-probabilities."""
@@ -33,18 +41,6 @@ MOST_METADATA = 16
 
 
 # -- items --------------------------------------------------------------------------------------
-
-
-class TextPart(BaseModel):
-    type: Literal["input_text", "output_text", "text"]
-    text: Text
-
-
-class RefusalPart(BaseModel):
-    """A refusal in an earlier answer, of a model elsewhere."""
-
-    type: Literal["refusal"]
-    refusal: Text
 
 
 def _as_parts(content: object) -> object:
@@ -55,8 +51,7 @@ def _as_parts(content: object) -> object:
     return content
 
 
-Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-_PARTS = ("input_text", "output_text", "text", "refusal")
+_PARTS = ("input_text", "output_text", "text", "refusal", *THOUGHT_KINDS)
 _Parts = list[Part]
 Content = Annotated[
     Annotated[_Parts, Field(fail_fast=True)],
@@ -81,35 +76,78 @@ class CallItem(BaseModel):
     name: Text
     arguments: Text
 
+    def call(self) -> dict[str, Any]:
+        return tool_call(self.call_id, self.name, self.arguments)
+
+
+class CustomCallItem(BaseModel):
+    """An earlier call of a tool that takes a text: shown as a function with that as argument."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    input: Text
+
+    def call(self) -> dict[str, Any]:
+        return tool_call(self.call_id, self.name, encode({"input": self.input}).decode())
+
+
+class ShellCallItem(BaseModel):
+    """An earlier command of a shell at the client: shown as a function with its action."""
+
+    type: Literal["local_shell_call"]
+    id: Text | None = None
+    call_id: Text | None = None
+    action: dict[str, Any]
+
+    def call(self) -> dict[str, Any]:
+        call_id = self.call_id or self.id or "local_shell"
+        return tool_call(call_id, "local_shell", bytes(_encoded(self.action, "input")).decode())
+
 
 class OutputItem(BaseModel):
     """Result of an earlier tool call."""
 
-    type: Literal["function_call_output"]
-    call_id: Text
+    type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
+    id: Text | None = None
+    call_id: Text | None = None
     output: Content
 
+    def message(self) -> Message:
+        call_id = self.call_id or self.id or "local_shell"
+        return turn("tool", text_of(self.output), tool_call_id=call_id)
 
-class ReasoningItem(BaseModel):
-    """Reasoning of an earlier answer: chat templates have no place for it, it is left out."""
 
-    type: Literal["reasoning"]
+class OtherItem(BaseModel):
+    """An item that chat templates have no place for, such as a search that ran elsewhere: it is
+    left out."""
+
+    type: Text
+
+
+_CALLS = {"function_call", "custom_tool_call", "local_shell_call"}
+_OUTPUTS = {f"{kind}_output" for kind in _CALLS}
 
 
 def _kind(item: object) -> object:
-    """Return the type of an item; an item without one is a message."""
+    """Return the tag of an item by its type; an item without one is a message."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return "message" if kind is None else kind
+    if kind is None or kind == "message":
+        return "message"
+    if not isinstance(kind, str):
+        return None
+    return "output" if kind in _OUTPUTS else kind if kind in _CALLS else "other"
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
-    | Annotated[OutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[ShellCallItem, Tag("local_shell_call")]
+    | Annotated[OutputItem, Tag("output")]
+    | Annotated[OtherItem, Tag("other")],
     Discriminator(_kind),
 ]
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 _Items = list[Item]
 
 
@@ -126,40 +164,40 @@ def _as_items(value: object) -> object:
     parts = sum(len(content) for content in contents if isinstance(content, list))
     if parts > MOST_PARTS:
         raise ValueError(f"at most {MOST_PARTS} parts in all, not {parts}")
-    return [readable(item, _ITEMS, "an item") for item in value]
+    if any(isinstance(item, dict) and item.get("type") == "item_reference" for item in value):
+        raise ValueError("an 'item_reference' refers to an item that is not kept: send the item")
+    return value
 
 
 def _messages(items: list[Item]) -> Iterator[Message]:
-    """Convert items to messages of a chat request; calls are added to the answer that they
-    follow."""
-    said: str | None = None
-    calls: list[dict[str, Any]] = []
+    """Convert items to messages of a chat request. The texts and calls between two messages of
+    others are one answer."""
+    answer: list[MessageItem | CallItem | CustomCallItem | ShellCallItem] = []
     for item in items:
-        if isinstance(item, ReasoningItem):
+        if isinstance(item, OtherItem):
             continue
-        if isinstance(item, CallItem):
-            calls.append(tool_call(item.call_id, item.name, item.arguments))
+        if not isinstance(item, MessageItem | OutputItem) or (
+            isinstance(item, MessageItem) and item.role == "assistant"
+        ):
+            answer.append(item)
             continue
-        if said is not None or calls:
-            yield _assistant(said, calls)
-        said, calls = None, []
+        if answer:
+            yield _assistant(answer)
+        answer = []
         if isinstance(item, OutputItem):
-            yield turn("tool", _joined(item.output), tool_call_id=item.call_id)
-        elif item.role == "assistant":
-            said = _joined(item.content)
+            yield item.message()
         else:
-            yield turn("system" if item.role == "developer" else item.role, _joined(item.content))
-    if said is not None or calls:
-        yield _assistant(said, calls)
+            yield turn(item.role, text_of(item.content))
+    if answer:
+        yield _assistant(answer)
 
 
-def _assistant(said: str | None, calls: list[dict[str, Any]]) -> Message:
-    more = {"tool_calls": calls} if calls else {}
-    return turn("assistant", said or "", **more)
-
-
-def _joined(content: list[Part]) -> str:
-    return "".join(p.text if isinstance(p, TextPart) else p.refusal for p in content)
+def _assistant(
+    items: list[MessageItem | CallItem | CustomCallItem | ShellCallItem],
+) -> Message:
+    texts = (text_of(item.content) for item in items if isinstance(item, MessageItem))
+    calls = [item.call() for item in items if not isinstance(item, MessageItem)]
+    return turn("assistant", joined(texts), **({"tool_calls": calls} if calls else {}))
 
 
 # -- requests -----------------------------------------------------------------------------------
@@ -220,7 +258,7 @@ class ResponsesRequest(Translated):
         if not messages:
             raise refuse("input", "there is no message")
         choice, tools = self._choice()
-        return self.translated(
+        chat = self.translated(
             ChatRequest,
             messages=messages,
             max_tokens=self.max_output_tokens,
@@ -231,6 +269,9 @@ class ResponsesRequest(Translated):
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs if self.logprobs else None,
         )
+        others = (item.type for item in self.input if isinstance(item, OtherItem))
+        chat.leave_out(f"item {kind}" for kind in others if kind != "reasoning")
+        return chat
 
     def repeated(self) -> dict[str, Any]:
         """Fields of a `ResponseRecord` that repeat the request, with defaults filled in. Raises
@@ -244,6 +285,7 @@ class ResponsesRequest(Translated):
                 "strict": bool(tool.get("strict")),
             }
             for tool in self.tools or ()
+            if not runs_elsewhere(tool)
         ]
         return {
             "instructions": self.instructions,
@@ -290,7 +332,8 @@ class ResponsesRequest(Translated):
         if not isinstance(allowed, list) or not all(isinstance(tool, dict) for tool in allowed):
             raise refuse("tool_choice.tools", "is a list of functions by their names")
         names = [tool.get("name") for tool in allowed]
-        return mode, [tool for tool in tools or () if tool["function"].get("name") in names]
+        kept = [t for t in tools or () if t.get("function", t).get("name") in names]
+        return mode, kept
 
     def _response_format(self) -> dict[str, Any] | None:
         wanted = self.format
@@ -310,7 +353,9 @@ def _encoded(value: object, field: str) -> msgspec.Raw:
 
 def _functions(tools: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for i, tool in enumerate(tools):
-        kind = tool.get("type")
-        if kind != "function":
-            raise refuse(f"tools.{i}.type", f"only functions can be called here, not {kind!r:.80}")
-        yield function_tool(tool, "parameters")
+        if runs_elsewhere(tool):
+            yield {"type": tool["type"], "name": tool.get("name")}  # left out, and named
+        elif tool.get("type") != "function":
+            raise refuse(f"tools.{i}.type", "is a text, such as function")
+        else:
+            yield function_tool(tool, "parameters")

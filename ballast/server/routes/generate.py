@@ -75,6 +75,8 @@ async def _answer(
 ) -> Response:
     """Answer a request in the form of its API; `prefix`: of the answer's id."""
     context = context_of(request.scope)
+    if isinstance(asked, ChatRequest):
+        context.left_out = asked.left_out
     answer_id = f"{prefix}{secrets.token_hex(12)}"
     spec = service.models.find(asked.model, context.caller)
     generation = await service.generate(asked, spec, answer_id, context)

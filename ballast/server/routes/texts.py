@@ -41,6 +41,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         tokenizer = service.models.tokenizer(spec.name)
         service.check_fields(body)
         body.check()
+        context.left_out = body.left_out
         if body.prompt is None:
             tokens = await service.prompts.encode_conversation(body, spec, tokenizer, context)
         else:
@@ -75,6 +76,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         spec = service.models.find(body.model, context.caller)
         service.check_fields(body)
         chat = await off_loop(context.large_body, body.chat)
+        context.left_out = chat.left_out
         with body.names():
             tokens = await service.prompts.encode_conversation(
                 chat, spec, service.models.tokenizer(spec.name), context

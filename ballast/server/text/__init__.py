@@ -9,6 +9,8 @@ written anything.
 - `output_blocks`: Groups one choice's output into runs of text and tool calls.
 - `pieces`: Pieces of output: text, tokens with log-probabilities, ends.
 - `stop_strings`: Stop strings in streamed text.
+- `template_traits`: Finds out which forms of conversation a chat template takes.
 - `text_bound`: An upper bound of tokens by characters, to refuse long texts early.
 - `tokenizer`: A model's tokenizer and chat template.
+- `turns`: Rewrites conversations in the forms that a chat template takes.
 """

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -27,6 +27,7 @@ import msgspec
 from ballast.core.errors import InvalidRequest, Unavailable
 from ballast.isolation.environment import child_environment
 from ballast.server.http.fair_turns import FairTurns
+from ballast.server.text.template_traits import TemplateTraits
 
 CPU_SECONDS = 2.0
 """Most processor time for one conversation, in seconds; a conversation of eight megabytes takes a
@@ -100,6 +101,8 @@ class TemplateRenderer:
         self._starting = asyncio.Lock()
         self._free = asyncio.Semaphore(CHILDREN)
         self._idle: list[_Child] = []
+        self.traits: dict[Hashable, TemplateTraits] = {}
+        """What is known of templates: models share them, and each is tried once."""
         self._turns: WeakValueDictionary[str, FairTurns] = WeakValueDictionary()
         """Turns by template, held while it is rendered."""
 

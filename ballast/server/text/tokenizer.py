@@ -26,6 +26,7 @@ from ballast.server.text.detokenize import (
     WindowDetokenizer,
     token_bytes_of,
 )
+from ballast.server.text.template_traits import TemplateTraits, probed
 from ballast.server.text.text_bound import text_bound
 from ballast.server.tools.dialect import ToolDialect
 
@@ -39,7 +40,6 @@ HUGE_TEXT = 1 << 18
 to the system afterwards."""
 
 
-_SAMPLE = [{"role": "user", "content": "Hello"}]
 _SAMPLE_TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 ]
@@ -192,17 +192,39 @@ class Tokenizer:
         """Render a sample conversation, so that an endless chat template is found once, and not by
         each client. A template may refuse the sample, and still be sound. `model`: name for the
         log."""
-        for tools in (None, _SAMPLE_TOOLS):
+        for tools in (False, True):
             try:
-                await renderer.render(self.conversation(_SAMPLE, tools=tools))
+                await self.traits(renderer, tools=tools)
             except TemplateTooCostly as error:
                 self.template_fault = str(error)
                 log.warning("%s answers no conversations: %s", model, error)
                 return
             except Unavailable as error:
                 log.warning("the chat template of %s is not tried: %s", model, error)
-            except InvalidRequest:
-                pass
+
+    async def traits(self, renderer: TemplateRenderer, *, tools: bool) -> TemplateTraits:
+        """Return the forms of conversation that the chat template takes, with or without `tools`;
+        tried when first asked for. Raises TemplateTooCostly and Unavailable."""
+        dialect = self.dialect
+        shown = _SAMPLE_TOOLS if tools and dialect is not None and not dialect.described else None
+        native = dialect is not None and not dialect.described
+        name = dialect.name if dialect is not None and native else ""
+        key = (self.template, self._tools_template, name, shown is None)
+        found = renderer.traits.get(key)
+        if found is None:
+
+            async def render(turns: Sequence[Mapping[str, Any]]) -> str | None:
+                messages = turns if dialect is None else dialect.conversation(turns, shown)
+                try:
+                    return await renderer.render(self.conversation(messages, tools=shown))
+                except TemplateTooCostly:
+                    raise
+                except InvalidRequest:
+                    return None
+
+            found = await probed(render, self._tools_template, calls=native)
+            renderer.traits[key] = found
+        return found
 
     def detokenizer(self, *, special: bool = False, markers: bool = False) -> Detokenizer:
         """Create the detokenizer of one output; `special`: special tokens have text, too;

@@ -13,7 +13,28 @@ from ballast.core.errors import InvalidRequest
 from ballast.server.structured.grammar import prepared
 
 MOST_FUNCTIONS = 128
+_UNSAFE = re.compile(r"[^\w.:/-]", re.ASCII)
 _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
+
+
+def runs_elsewhere(tool: object) -> bool:
+    """Whether a tool is of a kind that cannot be called here, such as `web_search` or `custom`: a
+    request with such tools is answered without them."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return isinstance(kind, str) and kind != "function"
+
+
+def tools_left_out(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name the tools that a request is answered without: kind, and name where there is one."""
+    return [
+        f"tool {tool['type']} {_tool_name(tool)}".rstrip() for tool in tools if runs_elsewhere(tool)
+    ]
+
+
+def _tool_name(tool: Mapping[str, Any]) -> str:
+    inner = tool.get(tool["type"])  # as custom tools of chat completions have it
+    found = (inner if isinstance(inner, Mapping) else tool).get("name")
+    return found if isinstance(found, str) and found != tool["type"] else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +63,22 @@ class Tools:
     def of(cls, tools: object, tool_choice: object = None, parallel: object = None) -> Tools | None:
         """Validate the fields `tools`, `tool_choice` and `parallel_tool_calls` of a request.
 
-        None if nothing can be called: without tools, or with the choice `none`. Raises
-        InvalidRequest. Does not compile the schemas: that is done where they are used.
+        None if nothing can be called: without functions (tools of other kinds are left out), or
+        with the choice `none`. Raises InvalidRequest. Does not compile the schemas: that is done
+        where they are used.
         """
         if parallel is not None and not isinstance(parallel, bool):
             raise InvalidRequest("parallel_tool_calls is true or false", "parallel_tool_calls")
         functions = _functions(tools)
-        if tool_choice is None:
+        if tool_choice in (None, "auto"):
             tool_choice = "auto" if functions else "none"
         if tool_choice == "none":
             return None
         if not functions:
-            raise InvalidRequest("tool_choice needs tools", "tool_choice")
+            raise InvalidRequest(
+                "tool_choice: no function to call; send one in tools, or leave tool_choice out",
+                "tool_choice",
+            )
         several = parallel is not False
         if isinstance(tool_choice, str):
             if tool_choice not in ("auto", "required"):
@@ -76,7 +101,9 @@ def _functions(tools: object) -> tuple[Function, ...]:
         raise InvalidRequest("tools is a list", "tools")
     if len(tools) > MOST_FUNCTIONS:
         raise InvalidRequest(f"at most {MOST_FUNCTIONS} tools", "tools")
-    functions = tuple(_function(tool, f"tools.{i}") for i, tool in enumerate(tools))
+    functions = tuple(
+        _function(tool, f"tools.{i}") for i, tool in enumerate(tools) if not runs_elsewhere(tool)
+    )
     if len({f.name for f in functions}) < len(functions):
         raise InvalidRequest("two tools have one name", "tools")
     return functions
@@ -107,9 +134,14 @@ def _function(tool: object, where: str) -> Function:
     return Function(name, prepared(schema, where, lenient=not function.get("strict")), where)
 
 
-def _named(tool_choice: object) -> str:
+def _named(tool_choice: Any) -> str:
     function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
+    if runs_elsewhere(tool_choice):
+        kind = _UNSAFE.sub("_", str(tool_choice["type"])[:64])
+        raise InvalidRequest(
+            f"tool_choice: {kind} cannot be called here, only a function can", "tool_choice.type"
+        )
     if not isinstance(name, str):
         raise InvalidRequest("tool_choice names a function", "tool_choice.function.name")
     return name

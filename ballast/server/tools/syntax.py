@@ -3,7 +3,9 @@ call."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAME, ARGUMENTS = "\0name\0", "\0arguments\0"
@@ -49,6 +51,27 @@ class Syntax:
         written = (*self.opens, *self.closes, self.begin, self.call, self.end)
         found = (m for text in written for m in MARKER.findall(text))
         return tuple(dict.fromkeys(found))
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Write calls, each a function's name and its arguments as JSON."""
+        made = (
+            self.call.replace(NAME, name).replace(
+                ARGUMENTS, _keywords(arguments) if self.python else arguments
+            )
+            for name, arguments in calls
+        )
+        return f"{self.begin}{self.between.join(made)}{self.end}"
+
+
+def _keywords(arguments: str) -> str:
+    """Write a JSON object as Python's keyword arguments; other JSON stays as it is."""
+    try:
+        values = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    if not isinstance(values, dict):
+        return arguments
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 MARKER = re.compile(

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ballast.server.conversation import MOST_MESSAGES, MOST_PARTS
 from ballast.server.http import bodies
 from ballast.server.http.bodies import MOST_WEIGHT, WEIGHT_BYTES, weight
-from ballast.server.http.fields import MOST_BIASED, MOST_FIELDS, MOST_PROMPTS
+from ballast.server.http.fields import MOST_BIASED, MOST_FIELDS, MOST_PROMPTS, MOST_STOPS
 from ballast.server.openai.request import ChatRequest, CompletionRequest
 from ballast.server.openai.text_request import DetokenizeRequest, EmbeddingRequest
 from ballast.server.tools.request import MOST_FUNCTIONS
@@ -83,7 +83,7 @@ TOO_MANY = [
     (ChatRequest, "tools", [{}] * (MOST_FUNCTIONS + 1)),
     (ChatRequest, "logit_bias", {str(i): 0 for i in range(MOST_BIASED + 1)}),
     (ChatRequest, "logit_bias", dict.fromkeys(map("x{}".format, range(10_000)), 0)),
-    (ChatRequest, "stop", ["a"] * 17),
+    (ChatRequest, "stop", ["a"] * (MOST_STOPS + 1)),
     (ChatRequest, "stop", [0] * 10_000),
     (ChatRequest, "stop_token_ids", [1] * 65),
     (ChatRequest, "stop_token_ids", ["a"] * 10_000),
@@ -121,7 +121,7 @@ def test_a_request_has_few_fields() -> None:
         ("messages", [{"role": "user", "content": [PART] * MOST_PARTS}]),
         ("tools", [{}] * MOST_FUNCTIONS),
         ("logit_bias", {str(i): 0 for i in range(MOST_BIASED)}),
-        ("stop", ["a"] * 16),
+        ("stop", ["a"] * 64),
         ("stop", "a"),
     ],
 )

@@ -18,8 +18,7 @@ from tests.cluster.fake_device import BREAK, REFUSE, TELL
 from tests.server.process import ServerProcess
 from tests.server.test_tool_calls import CALL, SCHEMA, TOOLS
 
-MODEL, MUTE = "wren-mini", "atlas-chat"
-"""The second has no way to call functions."""
+MODEL = "wren-mini"
 ASKED: dict[str, Any] = {
     "model": MODEL,
     "max_tokens": 5,
@@ -173,7 +172,7 @@ CHAT_CALL = {
             },
             {
                 "messages": [
-                    {"role": "system", "content": "Be brief."},
+                    {"role": "system", "content": "Be\n brief."},
                     {"role": "user", "content": "a"},
                     {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL]},
                     {"role": "tool", "tool_call_id": "c", "content": "rain"},
@@ -268,10 +267,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
             "'image' cannot be read here, only text",
         ),
         (
-            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            {"tools": [{"type": 3, "name": "web_search"}]},
             400,
             "invalid_request_error",
-            "tools.0.type: tools that the client runs",
+            "tools.0.type: is a text",
         ),
         (
             {"tools": [{"name": "f", "input_schema": {"type": "string"}}]},
@@ -279,7 +278,6 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
             "invalid_request_error",
             "tools.0.input_schema: ",
         ),
-        ({"tools": FUNCTIONS, "model": MUTE}, 400, "invalid_request_error", "tools"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),
         (
             {"tools": FUNCTIONS, "tool_choice": {"type": "tool", "name": "g"}},

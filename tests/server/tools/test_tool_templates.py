@@ -4,6 +4,7 @@ template writes for an earlier call is what the parser reads."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ballast.fleet.tokenizer import train_tokenizer
 from ballast.server.tools.delta import Arguments, Began
 from ballast.server.tools.dialect import ToolDialect
 from ballast.server.tools.request import Tools
+from ballast.server.tools.syntax import SYNTAXES
 
 SHOWN = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
 CALLS = "{% for message in messages if message.role == 'assistant' %}@"
@@ -133,11 +135,54 @@ def test_what_the_template_writes_is_read(tokenizer: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("why", OTHERS)
-def test_other_templates_have_no_dialect(why: str) -> None:
-    assert ToolDialect.of(OTHERS[why], "auto", lambda text: None) is None
+def test_to_other_models_calls_are_described(why: str) -> None:
+    dialect = ToolDialect.of(OTHERS[why], "auto", lambda text: None)
+    assert dialect is not None
+    assert dialect.described
+    text = dialect.description(TOOLS)
+    tools = Tools.of(TOOLS)
+    assert tools is not None
+    assert text.index('"forecast"') < text.index('"now"') < text.index("<tool_call>")
+    call = dialect.written(called(("now", {"at": "noon"}))["tool_calls"])  # type: ignore[arg-type]
+    parser = dialect.parser(tools)
+    deltas = [*parser.push(call), *parser.flush()]
+    assert [d.name for d in deltas if isinstance(d, Began)] == ["now"]
     named = ToolDialect.of(OTHERS[why], "hermes", lambda text: None)
     assert named is not None
-    assert named.name == "hermes"
+    assert (named.name, named.described) == ("hermes", False)
+
+
+def test_without_a_template_there_is_no_dialect() -> None:
+    assert ToolDialect.of("", "auto", lambda text: None) is None
+
+
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_calls_are_written_as_they_are_read(name: str) -> None:
+    dialect = ToolDialect.of("", name, lambda text: None)
+    tools = Tools.of(TOOLS)
+    assert dialect is not None
+    assert tools is not None
+    calls: list[tuple[str, object]] = [("forecast", {"city": "Rom", "days": [1, 2]}), ("now", {})]
+    parser = dialect.parser(tools)
+    text = dialect.written(called(*calls)["tool_calls"])  # type: ignore[arg-type]
+    deltas = [*parser.push(text), *parser.flush()]
+    assert [d.name for d in deltas if isinstance(d, Began)] == [n for n, _ in calls]
+    found = [json.loads(d.fragment) for d in deltas if isinstance(d, Arguments)]
+    assert found == [arguments for _, arguments in calls]
+
+
+def test_ids_of_calls_are_as_mistrals_templates_need_them() -> None:
+    """A client goes on with what another server answered."""
+    dialect = ToolDialect.of(TEMPLATES["mistral"], "auto", lambda text: None)
+    assert dialect is not None
+    call = called(("now", {}))
+    ours = {"role": "tool", "content": "noon", "tool_call_id": "call00000"}
+    assert dialect.conversation([ours], None) == [ours]
+    call["tool_calls"][0]["id"] = "toolu_01A"  # type: ignore[index]
+    result = {"role": "tool", "content": "noon", "tool_call_id": "toolu_01A"}
+    turn, answer = dialect.conversation([call, result], None)
+    assert turn["tool_calls"][0]["id"] == answer["tool_call_id"]
+    assert re.fullmatch("[a-zA-Z0-9]{9}", answer["tool_call_id"])
 
 
 @pytest.mark.parametrize("arguments", ["", "{", "null", {"a": 1}, None, "[" * 50_000])

@@ -239,7 +239,7 @@ def test_unknown_dialect() -> None:
         ([tool("a")], {"type": "function"}, "tool_choice.function.name"),
         ([tool("a")], 3, "tool_choice.function.name"),
         (None, "required", "tool_choice"),
-        ([], "auto", "tool_choice"),
+        ([], "required", "tool_choice"),
     ],
 )
 def test_bad_fields_are_named(tools: object, choice: object, param: str) -> None:
