@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -160,4 +161,4 @@ def test_nothing_is_lost_whatever_a_template_lacks(
     if "results" in lacks:
         assert "tool" not in roles
     if "repeated_roles" in lacks:
-        assert ("user", "user") not in set(zip(roles, roles[1:], strict=False))
+        assert ("user", "user") not in set(pairwise(roles))
