@@ -39,13 +39,25 @@ MATRICES = {
     "down": (4096, 14336),
 }
 """Outputs and inputs."""
+CANDIDATES = (
+    (128, 128, 64, 3, 8),
+    (128, 256, 64, 4, 8),
+    (128, 128, 128, 3, 8),
+    (64, 64, 128, 3, 4),
+    (64, 64, 128, 6, 4),
+    (64, 32, 128, 7, 4),
+    (64, 32, 256, 4, 4),
+)
+"""More tiles: rows, columns, depth, stages, warps."""
 LAYERS = 4
 """Copies of a matrix that are gone through, so that no cache holds their weights."""
 CONTEXT, SEQUENCES = 1024, 32
 
 
 def gemms(gpu: Gpu, every_tile: bool) -> dict[str, Any]:
-    from ballast.kernels.triton.gemm import TILES, invariant_gemm
+    from ballast.kernels.triton.gemm import TILES, Tile, invariant_gemm
+
+    candidates = (*TILES, *(Tile(*sizes) for sizes in CANDIDATES)) if every_tile else ()
 
     found: dict[str, Any] = {"unequal": 0}
     for name, (n, k) in MATRICES.items():
@@ -60,9 +72,9 @@ def gemms(gpu: Gpu, every_tile: bool) -> dict[str, Any]:
             found["unequal"] += int((invariant_gemm(rows, weights[0]) != whole[:m]).sum())
             result = {"cublas": _each(gpu, partial(linear, rows), weights)}
             result["invariant"] = _each(gpu, partial(invariant_gemm, rows), weights)
-            for tile in TILES if every_tile else ():
+            for tile in candidates:
                 if tile.rows <= max(64, m):
-                    shape = f"{tile.rows}x{tile.columns}"
+                    shape = f"{tile.rows}x{tile.columns}x{tile.depth} by {tile.stages}"
                     result[shape] = _each(gpu, partial(invariant_gemm, rows, tile=tile), weights)
                     part = invariant_gemm(rows, weights[0], tile)
                     found["unequal"] += int((part != whole[:m]).sum())

@@ -1,14 +1,15 @@
-"""Choose the page size of CPU devices whose fleet file states none: large if their models are
-large.
+"""Choose the page size of devices whose fleet file states none: large if their models are large.
 
 Used by the command line when it reads a fleet file. Remapping a page costs the same whatever its
 size, so a fleet of large models trades memory eight times as fast in pages of 2 MiB as in pages of
 256 KiB. Small models would lose much of such pages to rounding: each layer is a segment of whole
-pages.
+pages. On GPUs, where a driver takes as long to map 2 MiB as the link to fill it, models of billions
+of parameters have pages of 8 to 32 MiB.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -16,11 +17,13 @@ from pathlib import Path
 
 from ballast.core.errors import CheckpointError
 from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings
-from ballast.core.units import MiB
+from ballast.core.units import MiB, format_bytes
 from ballast.weights.stored import served_tensors
 
 LARGE_PAGE = 2 * MiB
 """Bytes that one page table covers on x86-64, and on arm64 with pages of 4 KiB."""
+GPU_PAGES = (32 * MiB, 16 * MiB, 8 * MiB)
+"""Pages of GPUs whose models are large enough, the best first; others have `GPU_PAGE`."""
 MOST_WASTE = 0.05
 """Part of a model's weights that rounding segments up to large pages may add."""
 LEAST_PAGES = 128
@@ -30,65 +33,82 @@ too large a part of the device."""
 KV_PAGES = 32
 """Large pages left beside weights, for KV and activations."""
 
+log = logging.getLogger(__name__)
+
 
 def with_page_sizes(fleet: FleetSettings) -> FleetSettings:
-    """Return `fleet` with large pages on all CPU devices without a page size, if models fit them.
+    """Return `fleet` with large pages on all devices without a page size, if models fit them.
 
     The models of a device are those whose settings name it, or no device. CPU devices get the same
-    size, that of one that states its own, as pages are lent and KV moves between equal ones only.
-    Nothing changes if KV lies layer by layer, which grows by pages of all layers at once, or if a
-    checkpoint cannot be read: loading it then reports the fault. Models with a `fault` do not
-    count.
+    size, that of one that states its own, as pages are lent and KV moves between equal ones only;
+    so do GPUs. Nothing changes if KV lies layer by layer, which grows by pages of all layers at
+    once, or if a checkpoint cannot be read: loading it then reports the fault.
     """
-    devices = [device for device, _ in fleet.devices.values()]
-    unsized = {device.name: device for device in devices if _is_unsized(device)}
-    others = [d for d in devices if d.gpu is None and d.name not in unsized]
-    layered = any(d.kv_layout is KvLayout.PER_LAYER for d in unsized.values())
-    if not unsized or layered or any(d.page_bytes != LARGE_PAGE for d in others):
+    for on_gpu, pages in ((False, (LARGE_PAGE,)), (True, GPU_PAGES)):
+        fleet = _sized(fleet, on_gpu, pages)
+    return fleet
+
+
+def _sized(fleet: FleetSettings, on_gpu: bool, pages: tuple[int, ...]) -> FleetSettings:
+    """Return `fleet` with the first of `pages` that fits on the devices of one kind."""
+    devices = [d for d, _ in fleet.devices.values() if (d.gpu is not None) is on_gpu]
+    unsized = [device for device in devices if not device.page_given]
+    stated = {device.page_bytes for device in devices if device.page_given}
+    if not unsized or any(d.kv_layout is KvLayout.PER_LAYER for d in unsized):
         return fleet
-    models = [m for m in fleet.models if not m.fault]
-    sizes = {m.name: _segment_bytes(m) for m in models}
-    for device in unsized.values():
-        own = [m for m in models if not m.devices or device.name in m.devices]
-        segments = [sizes[m.name] for m in own]
-        if not _fit_large_pages(segments, device) or _crowd(own, sizes, device):
-            return fleet
+    sizes = {m.name: _segment_bytes(m) for m in fleet.models}
+    for page in pages:
+        if stated <= {page} and all(_fits(fleet, sizes, d, page) for d in unsized):
+            return _with_page(fleet, unsized, page, sizes)
+    return fleet
+
+
+Sizes = Mapping[str, Mapping[str, int] | None]
+"""Bytes by model and segment; None: unknown."""
+
+
+def _with_page(
+    fleet: FleetSettings, unsized: list[DeviceSettings], page: int, sizes: Sizes
+) -> FleetSettings:
+    names = {device.name for device in unsized}
+    most = max((waste((s or {}).values(), page) for s in sizes.values()), default=0.0)
+    log.info(
+        "pages of %s on %s: weights take up to %.1f %% more",
+        format_bytes(page),
+        ", ".join(sorted(names)),
+        100 * most,
+    )
     first, *rest = (
-        replace(device, page_bytes=LARGE_PAGE) if device.name in unsized else device
-        for device in devices
+        replace(device, page_bytes=page) if device.name in names else device
+        for device, _ in fleet.devices.values()
     )
     return replace(fleet, device=first, others=tuple(rest))
 
 
-def _is_unsized(device: DeviceSettings) -> bool:
-    return device.gpu is None and not device.page_given
-
-
-def _fit_large_pages(models: Iterable[Mapping[str, int] | None], device: DeviceSettings) -> bool:
-    """Whether no model (bytes by segment; None: unknown) wastes much of large pages there."""
+def _fits(fleet: FleetSettings, sizes: Sizes, device: DeviceSettings, page: int) -> bool:
+    """Whether the device's models waste little of such pages, and leave room beside them."""
+    own = [m for m in fleet.models if not m.devices or device.name in m.devices]
     ranks = device.tensor_parallel
-    if device.budget_bytes // ranks // LARGE_PAGE < LEAST_PAGES:
+    if device.budget_bytes // ranks // page < LEAST_PAGES:
         return False
-    return all(
-        segments is not None and waste(segments.values(), LARGE_PAGE, ranks) <= MOST_WASTE
-        for segments in models
-    )
+    segments = [sizes[m.name] for m in own]
+    if any(s is None or waste(s.values(), page, ranks) > MOST_WASTE for s in segments):
+        return False
+    return not _crowd(own, sizes, device, page)
 
 
 def _crowd(
-    models: Iterable[ModelSettings],
-    sizes: Mapping[str, Mapping[str, int] | None],
-    device: DeviceSettings,
+    models: Iterable[ModelSettings], sizes: Sizes, device: DeviceSettings, page: int
 ) -> bool:
     """Whether rounding leaves too little beside the weights that have to be resident together: of
     all models, if the budget holds them at all, else of the pinned ones and the largest other."""
     ranks = device.tensor_parallel
-    budget = device.budget_bytes // ranks - KV_PAGES * LARGE_PAGE
+    budget = device.budget_bytes // ranks - KV_PAGES * page
     exact, rounded = {}, {}
     for m in models:
         parts = [n / ranks for n in (sizes[m.name] or {}).values()]
         exact[m] = sum(parts)
-        rounded[m] = sum(math.ceil(n / LARGE_PAGE) * LARGE_PAGE for n in parts)
+        rounded[m] = sum(math.ceil(n / page) * page for n in parts)
     together = sum(rounded[m] for m in rounded if m.pinned)
     together += max((rounded[m] for m in rounded if not m.pinned), default=0)
     if sum(exact.values()) <= budget:

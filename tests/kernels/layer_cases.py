@@ -159,9 +159,10 @@ def test_a_whole_model(tmp_path: Path) -> None:
 @pytest.mark.skipif(GPU, reason="it is served from the host's memory")
 def test_neither_chunks_nor_other_sequences_change_a_models_logits(tmp_path: Path) -> None:
     checkpoint(tmp_path, "qwen3")
-    served = Served(tmp_path, attention=TritonAttention, model_impl="fused", dtype="bfloat16")
-    assert isinstance(served.model, GpuFusedModel)
-    served.model._kernels, served.model._invariant = TritonLayer(), True
+    how = {"kernels": TritonLayer(), "invariant": True}
+    served = Served(
+        tmp_path, attention=TritonAttention, gpu=how, model_impl="fused", dtype="bfloat16"
+    )
     tokens, other = [5, *range(3, 12)], SequenceWork("b", [9, 8, 7], 0, [2], GREEDY)
 
     def part(begin: int, end: int, blocks: list[int]) -> SequenceWork:

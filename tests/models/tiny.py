@@ -74,10 +74,11 @@ class Served:
         shard: Shard = WHOLE,
         ranks: Mapping[str, Any] | None = None,
         attention: Callable[[GpuBatch], GpuAttention] | None = None,
+        gpu: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         """`shard`: what part of the model, `ranks`: what that takes besides. `attention`: served as
-        from a GPU, by this."""
+        from a GPU, by this, and its executor takes `gpu` besides."""
         settings = {"model_impl": "generic", "linear": "plain", **settings}
         asked = ModelSettings(name=path.name, path=str(path), **settings)
         self.host = load_host_model(asked, shard=shard)
@@ -96,7 +97,7 @@ class Served:
             self.model = GpuParallelModel(*where, *here, **ranks)
         elif attention is not None:
             kind = GpuFusedModel if self.host.fused else GpuTransformersModel
-            self.model = kind(*where, kv_bytes, torch.device("cpu"), attention)
+            self.model = kind(*where, kv_bytes, torch.device("cpu"), attention, **(gpu or {}))
         elif self.host.fused:
             workspace = Workspace(workspace_bytes(self.spec, ROWS, SAMPLED, self.host.recipe))
             size = (workspace, ROWS, SAMPLED)

@@ -115,9 +115,45 @@ def test_weights_that_just_fit_keep_pages_small(tmp_path: Path) -> None:
     assert with_page_sizes(_fleet(path, twin, budget=1160 * MiB)).device.page_bytes == LARGE_PAGE
 
 
-def test_gpus_are_left_alone(large: str) -> None:
-    fleet = _fleet(large, name="cuda:0")
+@pytest.mark.parametrize(
+    ("layer", "budget", "page"),
+    [
+        (436 * MiB, 60 * GiB, 32 * MiB),  # as of 8 billion parameters
+        (436 * MiB, 1300 * MiB, 8 * MiB),  # fewer than 128 of 16 MiB
+        (170 * MiB, 60 * GiB, 16 * MiB),  # 192 of 32 MiB would be 13 % more
+        (86 * MiB, 60 * GiB, 8 * MiB),
+        (35 * MiB, 60 * GiB, 2 * MiB),  # small: as before
+    ],
+)
+def test_gpus_have_pages_by_their_largest_waste(
+    tmp_path: Path, layer: int, budget: int, page: int
+) -> None:
+    path = _checkpoint(tmp_path / "m", 1 if budget < 2 * GiB else 6, layer)
+    plain = {"name": "cuda:0", "page_bytes": 2 * MiB}
+    fleet = _fleet(path, budget=budget, **plain)
+    assert with_page_sizes(fleet).device.page_bytes == page
+    given = _fleet(path, budget=budget, given=True, **plain)
+    assert with_page_sizes(given) is given
+
+
+def test_a_small_model_beside_a_large_one_keeps_a_gpus_pages(tmp_path: Path, small: str) -> None:
+    path = _checkpoint(tmp_path / "m", 6, 436 * MiB)
+    fleet = _fleet(path, small, budget=60 * GiB, name="cuda:0", page_bytes=2 * MiB)
     assert with_page_sizes(fleet) is fleet
+
+
+def test_pages_of_gpus_and_cpus_are_chosen_apart(tmp_path: Path, large: str) -> None:
+    path = _checkpoint(tmp_path / "m", 6, 436 * MiB)
+    fleet = _fleet(path, large, budget=60 * GiB, name="cuda:0", page_bytes=2 * MiB)
+    others = (DeviceSettings(name="cpu:0", budget_bytes=GiB, page_given=False),)
+    models = tuple(
+        replace(m, devices=(name,))
+        for m, name in zip(fleet.models, ("cuda:0", "cpu:0"), strict=True)
+    )
+    links = (LinkSettings(device="cpu:0"),)
+    fleet = replace(fleet, models=models, others=others, other_links=links)
+    sized = [d.page_bytes for d, _ in with_page_sizes(fleet).devices.values()]
+    assert sized == [32 * MiB, LARGE_PAGE]
 
 
 def test_waste_is_what_rounding_adds() -> None:

@@ -35,19 +35,16 @@ class Tile:
 
 
 TILES = (
-    Tile(128, 256, 64, 3, 8),
     Tile(128, 128, 64, 4, 8),
-    Tile(64, 128, 64, 4, 4),
     Tile(64, 64, 64, 5, 4),
-    Tile(64, 32, 64, 6, 4),
-    Tile(64, 16, 64, 6, 4),
+    Tile(64, 32, 128, 4, 4),
 )
-"""The largest of which every multiprocessor gets one is taken, else the last. All of a depth, which
-decides the order of summation in Triton's interpreter."""
+"""The first of which there are enough for `BUSY` of the multiprocessors is taken, else the last."""
+BUSY = 0.7
 ONE_CHAIN = (8, 9)
 """Major compute capabilities on which all of `TILES` take the same matrix instructions. Elsewhere
 `COMMON` serves all numbers of rows."""
-COMMON = TILES[3]
+COMMON = TILES[1]
 
 
 def invariant_gemm(x: Tensor, matrix: Tensor, tile: Tile | None = None) -> Tensor:

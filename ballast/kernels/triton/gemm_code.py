@@ -132,11 +132,11 @@ def weight_strip(
             total = tl.dot(a2, w2, total, input_precision="ieee")
             a3 = activations(x, rows, real, at3, k, x_stride, EVEN, WIDEN)
             total = tl.dot(a3, w3, total, input_precision="ieee")
-            if begin + HELD * K >= k:
-                place = out + rows.to(tl.int64)[:, None] * n + columns[None, :]
-                tl.store(place, total.to(out.dtype.element_ty), mask=both)
-            else:
-                tl.store(partial + kept_sums, total, mask=both)
+            # By masks: Triton 3.6 does not pipeline a loop with such a branch, and fails.
+            ended = begin + HELD * K >= k
+            place = out + rows.to(tl.int64)[:, None] * n + columns[None, :]
+            tl.store(place, total.to(out.dtype.element_ty), mask=both & ended)
+            tl.store(partial + kept_sums, total, mask=both & (begin + HELD * K < k))
 
 
 @triton.jit
