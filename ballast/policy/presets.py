@@ -24,6 +24,7 @@ from ballast.policy.fleet.migrate import LeastPressure
 from ballast.policy.fleet.replicate import ReplicateUnderLoad
 from ballast.policy.memory.balloon import Balloon
 from ballast.policy.memory.kvswap import KvSwap
+from ballast.policy.memory.lru import LeastRecentlyUsed
 from ballast.policy.memory.mirage import Mirage
 from ballast.policy.memory.quotas import Quotas
 from ballast.policy.memory.recompute import Recompute
@@ -112,6 +113,7 @@ class _Kind:
 _KINDS = {
     "static": _Kind(FixedShares),
     "swap": _Kind(WholeModels),
+    "lru": _Kind(LeastRecentlyUsed),
     "balloon": _Kind(Balloon, "deadline"),
     "recompute": _Kind(Recompute),
     "mirage": _Kind(Mirage),

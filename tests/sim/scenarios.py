@@ -251,6 +251,7 @@ OPTIONS: dict[str, tuple[tuple[tuple[str, float], ...], ...]] = {
     "static": ((),),
     "muxserve": ((), (("adapt", 0.1),)),
     "swap": ((), (("quantum", 0.05),)),
+    "lru": ((), (("parallel", 1.0), ("quantum", 0.05)), (("quantum", 0.05),)),
     "balloon": ((), (("patience", 0.0),), (("patience", 5.0),)),
     "recompute": (
         (),

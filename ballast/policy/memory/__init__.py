@@ -8,6 +8,7 @@ A device's engine loop calls one of these policies. They import `core`, `policy.
 - `kvswap`: Preset `kvswap`: KV swapped layer by layer instead of preemption (Pie).
 - `layer_offers`: Layers as a source of pages: offers of remapping weights to KV (MIRAGE, 5.2, 5.3).
 - `layer_reversion`: Claims by which models take back the layers that they gave up.
+- `lru`: Preset `lru`: whole models with reserved KV while they fit (Ollama, llama.cpp's router).
 - `mirage`: Preset `mirage`: layers give their memory to KV before requests are preempted.
 - `quotas`: Preset `muxserve`: KV quotas of models that follow demand (MuxServe).
 - `reactivation`: Activate evicted models again before they are requested.

@@ -79,12 +79,17 @@ class Balloon(MemoryPolicy):
         return Decision(tuple(actions), memo, wake, covered.promises, sharing.holding)
 
     def when_stuck(self, view: DeviceView) -> Sequence[Action]:
-        """Make room at once for all that lack pages, oldest first, by preempting younger requests
-        and evicting younger models too. Use the common last resort if that finds nothing, or if the
-        device could not serve some request alone."""
-        if unservable(view) is not None:
-            return last_resort(view)
-        absent, _ = activation_claims(view, _AT_ONCE)
-        short, _ = shortage_claims(view, _AT_ONCE)
-        sources = [cached_prefixes, idle_models, lent_pages, younger_requests, younger_models]
-        return cover(view, [*absent, *short], sources).actions or last_resort(view)
+        """Undo younger work at once, of any model (`undo_younger_work`)."""
+        return undo_younger_work(view)
+
+
+def undo_younger_work(view: DeviceView) -> Sequence[Action]:
+    """Make room at once for all that lack pages, oldest first, by preempting younger requests and
+    evicting younger models too. Use the common last resort if that finds nothing, or if the device
+    could not serve some request alone."""
+    if unservable(view) is not None:
+        return last_resort(view)
+    absent, _ = activation_claims(view, _AT_ONCE)
+    short, _ = shortage_claims(view, _AT_ONCE)
+    sources = [cached_prefixes, idle_models, lent_pages, younger_requests, younger_models]
+    return cover(view, [*absent, *short], sources).actions or last_resort(view)
