@@ -94,7 +94,7 @@ def bench(
         _check_machine(fleet)
     with importing():
         from ballast.bench.run import compare_live, compare_virtual, replay_http
-        from ballast.bench.run_options import slos_of
+        from ballast.bench.run_options import compared_presets, slos_of
         from ballast.bench.simulation_setup import WorkloadOptions
         from ballast.sim.profile import device_profile
 
@@ -103,7 +103,7 @@ def bench(
     options = WorkloadOptions(workload or GENERATED, rate, seconds, most_tokens, seed, *part)
     work, console = options.drawn(list(slos_of(fleet)), seed), Console()
     print_plain(console, options.described(work))
-    presets = (preset or fleet.preset).split(",")
+    presets = [fleet.preset] if url is not None else compared_presets(fleet, preset)
     for name in presets:
         with_preset(fleet, name)
     with shown() as progress, OtherLoad(children=False) as others:

@@ -39,7 +39,10 @@ GENERATED = ("bursty",)
 """The workload where none is named."""
 Presets = Annotated[
     str | None,
-    typer.Option("--preset", help="One or more, comma separated; default: the fleet file's."),
+    typer.Option(
+        "--preset",
+        help="One or more, comma separated; default: the fleet file's, and lru and recompute.",
+    ),
 ]
 Rate = Annotated[
     float | None,

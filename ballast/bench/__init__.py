@@ -15,6 +15,7 @@ The command line may import it. It imports everything but `dashboard`.
 - `doctor_machine`: Doctor's checks of software, processor and limits.
 - `doctor_memory`: Doctor's checks of memory and mappings.
 - `doctor`: `ballast doctor`: is this machine fit for this fleet?
+- `expected_load`: State what a workload will ask of each model.
 - `fairness`: Fairness of KV memory between models (MuxServe, Equation 2).
 - `host_loading`: Load a fleet's models into a host tier.
 - `http_profile`: Costs of the engine behind a server on this machine.

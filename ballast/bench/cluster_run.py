@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from ballast.bench.expected_load import specs_expecting
 from ballast.bench.record import RequestRecorder, prompts_of, submission_for, vocabularies_of
 from ballast.bench.report import Report
 from ballast.bench.sample import DecisionRecord, decisions_of
@@ -104,6 +105,7 @@ def run_cluster(
     error instead; `sink_of` returns the sink of a device's story. Raises ConfigError (see
     `sim.cluster`), and errors of the callbacks.
     """
+    specs = specs_expecting(specs, workload)
     observer = _Observer(workload, slos, missed)
     cluster = Cluster(
         kinds,

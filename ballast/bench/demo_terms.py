@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from ballast.bench.device_run import run_virtual
+from ballast.bench.expected_load import expecting, tokens_per_second
 from ballast.bench.report import Report
 from ballast.bench.run_options import slos_of, workload_of
 from ballast.core.cost import StepCosts
@@ -79,7 +80,7 @@ class DemoTerms:
     def of(self, fleet: FleetSettings, preset: str) -> FleetSettings:
         """The fleet on these terms, under `preset`."""
         link = self.link_bytes_per_second
-        return replace(
+        fleet = replace(
             fleet,
             preset=preset,
             options={},
@@ -88,6 +89,7 @@ class DemoTerms:
             models=tuple(replace(m, slo=self.slo) for m in fleet.models),
             server=replace(fleet.server, spare_worker=SPARE_WORKER),
         )
+        return expecting(fleet, self.workload)
 
     def write(self, fleet_file: Path, to: Path) -> None:
         """Write `fleet_file`, which has one device, with these terms and no preset of its own.
@@ -102,8 +104,10 @@ class DemoTerms:
         document["defaults"] = document.get("defaults", {}) | {
             "slo": {"ttft": self.slo.ttft, "tpot": self.slo.tpot}
         }
+        expected = tokens_per_second(self.workload)
         for model in document["models"]:
             model.pop("slo", None)
+            model["expected_tokens"] = expected.get(model["name"], 0.0)
         document["server"] = document.get("server", {}) | {"spare_worker": SPARE_WORKER}
         text = "# Written by `ballast demo` on terms measured on this machine.\n"
         text += yaml.safe_dump(document, sort_keys=False)

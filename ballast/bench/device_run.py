@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ballast.bench.expected_load import expecting, specs_expecting
 from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import RequestRecorder, prompts_of, submission_for, vocabularies_of
 from ballast.bench.replay import EngineTarget, WorkloadReplay, replay
@@ -57,6 +58,7 @@ def run_live(
 
     Raises Unavailable where it cannot serve one of the models.
     """
+    fleet = expecting(fleet, workload)
     clock = MonotonicClock()
     target = EngineTarget(clock)
     entries: list[dict[str, Any]] = []
@@ -97,6 +99,7 @@ def run_virtual(
 ) -> DeviceRun:
     """Run a workload in virtual time; `sink` gets the story as well. `preset`: policies without a
     registered name; None: the fleet's. `progress` gets the number of requests that have ended."""
+    specs = specs_expecting(specs, workload)
     recorder = RequestRecorder()
     prompts = prompts_of(vocabularies_of(specs))
     arrivals = []

@@ -13,7 +13,7 @@ from pathlib import Path
 from ballast.bench.trace_part import TracePart, named_trace
 from ballast.core.errors import ConfigError
 from ballast.core.settings import FleetSettings, Slo
-from ballast.policy.presets import shared_options
+from ballast.policy.presets import JOIN, resolve, shared_options
 from ballast.workload.bursty import BurstyGroups, bursty_groups
 from ballast.workload.generators import independent
 from ballast.workload.lengths import LogNormal
@@ -32,6 +32,20 @@ def slos_of(fleet: FleetSettings) -> dict[str, Slo]:
     """Service levels by model and adapter."""
     slos = {m.name: m.slo for m in fleet.models}
     return slos | {a.name: a.slo for m in fleet.models for a in m.adapters}
+
+
+BASELINES = ("lru", "recompute")
+"""Presets that another one is compared with by default: what people run today."""
+
+
+def compared_presets(fleet: FleetSettings, named: str | None) -> list[str]:
+    """Return the presets to compare: those of a comma separated list, or by default the baselines,
+    in the order of compute of the fleet's preset, and that preset. Raises ConfigError."""
+    if named is not None:
+        return list(dict.fromkeys(name.strip() for name in named.split(",")))
+    own = fleet.preset.partition(JOIN)[0]
+    order = resolve(fleet.preset, fleet.options).order
+    return [*(f"{name}{JOIN}{order}" for name in BASELINES if name != own), fleet.preset]
 
 
 def options_of(fleet: FleetSettings, preset: str) -> dict[str, float]:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ballast.bench.expected_load import expecting
 from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import RequestRecorder, prompts_of, vocabularies_of
 from ballast.bench.replay import replay
@@ -111,6 +112,7 @@ async def run_servers(
     model cannot be served.
     """
     progress(f"{name}: starting {len(fleets)} servers", 0)
+    fleets = [expecting(fleet, workload) for fleet in fleets]
     async with serving_fleets(fleets, command) as servers:
         target = ServersTarget(servers, MonotonicClock())
         specs = [spec for server in servers for spec in server.devices.specs.values()]

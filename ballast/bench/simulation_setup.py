@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ballast.bench.model_sizes import sizes_of
-from ballast.bench.run_options import options_of, slos_of, workload_of
+from ballast.bench.run_options import compared_presets, options_of, slos_of, workload_of
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import resolve
@@ -82,9 +82,9 @@ class SimulationSetup:
     def of(
         cls, fleet: FleetSettings, presets: str | None, wanted: WorkloadOptions
     ) -> SimulationSetup:
-        """`presets`: comma separated; None: the fleet's. Raises ConfigError and WorkloadError."""
-        named = [name.strip() for name in presets.split(",")] if presets else [fleet.preset]
-        chosen = list(dict.fromkeys(named))
+        """`presets`: comma separated; None: as `compared_presets`. Raises ConfigError and
+        WorkloadError."""
+        chosen = compared_presets(fleet, presets)
         for name in chosen:
             resolve(name, options_of(fleet, name))
         specs = sizes_of(fleet)

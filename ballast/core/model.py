@@ -75,6 +75,9 @@ class ModelSpec:
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
     share: float = 1.0
+    expected_tokens: float = 0.0
+    """Tokens per second, of prompts and outputs, that clients are expected to ask for; 0:
+    unknown."""
     max_running: int = 64
     max_waiting: int = 10_000
     queue_seconds: float | None = None

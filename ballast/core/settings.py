@@ -67,6 +67,9 @@ class ModelSettings:
     """Higher is more important."""
     share: float = 1.0
     """Weight of this model where memory is divided by fixed shares (preset `static`)."""
+    expected_tokens: float = 0.0
+    """Tokens per second, of prompts and outputs, that clients are expected to ask for; 0:
+    unknown. Where not all models have a place, those with more have one."""
     max_model_len: int | None = None
     """Bound of the tokens of prompt and output together; None: the architecture's."""
     max_running: int = 64

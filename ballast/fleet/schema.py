@@ -161,6 +161,8 @@ class ModelKeys(LiveKeys):
     model_impl: Literal["auto", "generic", "fused"] = "auto"
     linear: Literal["auto", "packed", "plain"] = "auto"
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"
+    expected_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Tokens per second that clients are expected to ask for; 0: unknown."""
     devices: Annotated[tuple[DeviceName, ...], Field(strict=False)] = ()
     """Those that serve it; none: one, chosen by its size."""
 
@@ -214,6 +216,7 @@ class NamedModelKeys(ModelKeys):
             slo=Slo(ttft=self.slo.ttft, tpot=self.slo.tpot),
             priority=self.priority,
             share=self.share,
+            expected_tokens=self.expected_tokens,
             max_model_len=self.limits.context,
             max_running=self.limits.running,
             max_waiting=self.limits.waiting,

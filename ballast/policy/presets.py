@@ -47,7 +47,8 @@ PLACEMENTS: Mapping[str, FleetPolicy] = {
     "kvpr": LeastPressure(),
 }
 """Fleet policies, by the values of `placement` in a fleet file."""
-_JOIN = "+"
+JOIN = "+"
+"""Joins the names of a preset and of an order of compute."""
 _PLACEMENT = "work"
 
 
@@ -190,14 +191,14 @@ def preset_of(fleet: FleetSettings) -> Preset:
 
 def _parts(name: str) -> tuple[_Kind, str, bool]:
     """Return a preset's policies, its order of compute, and whether the name states the order."""
-    memory, join, order_name = name.partition(_JOIN)
+    memory, join, order_name = name.partition(JOIN)
     kind = _KINDS.get(memory)
     if kind is None:
         raise ConfigError(
             "preset", name, f"use one of {', '.join(PRESETS)}{_near(memory, PRESETS)}"
         )
     if join and order_name not in ORDERS:
-        allowed = f"{memory} may be followed by {_JOIN} and one of {', '.join(ORDERS)}"
+        allowed = f"{memory} may be followed by {JOIN} and one of {', '.join(ORDERS)}"
         raise ConfigError("preset", name, f"{allowed}{_near(order_name, tuple(ORDERS))}")
     return kind, order_name or kind.order, bool(order_name)
 

@@ -185,6 +185,7 @@ def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
         slo=settings.slo,
         priority=settings.priority,
         share=settings.share,
+        expected_tokens=settings.expected_tokens,
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
         queue_seconds=settings.queue_seconds,

@@ -79,10 +79,10 @@ def test_every_preset_gets_the_same_file_and_bursts(
     *_, agreed, last = shown.getvalue().splitlines()
     assert last == verdict(drawn)
     assert last.startswith("balloon serves ")
-    assert "(swap, less)" in agreed
+    assert "(lru, less)" in agreed
 
 
-MISSED = {"static": 4, "swap": 2, "mirage": 5, "balloon": 50}
+MISSED = {"static": 4, "lru": 2, "recompute": 5, "balloon": 50}
 """One in so many requests is refused."""
 
 

@@ -20,7 +20,7 @@ from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.model_catalogue import ModelFacts
 
 SCALE = SCALES["small"]
-COMPARED = ("static", "swap", "mirage", "balloon")
+COMPARED = ("static", "lru", "recompute", "balloon")
 
 
 def parameters(plan: ModelRecipe) -> int:
@@ -110,8 +110,9 @@ def test_presets_differ_on_machines_of_any_speed(slower: float, seed: int) -> No
         for preset in COMPARED:
             report = simulated(terms.of(FLEET, preset), SPECS, live, terms.workload)
             kept[preset] = report.total.attainment
-        assert kept["balloon"] > max(kept["static"], kept["mirage"]) + 0.04, kept
-        assert kept["balloon"] >= kept["swap"], kept
+        best = max(kept.values())
+        assert kept["balloon"] >= (best if live is profile else best - 0.03), kept
+        assert kept["balloon"] > min(kept.values()) + 0.04 or min(kept.values()) == 1, kept
 
 
 def test_terms_follow_the_machine() -> None:

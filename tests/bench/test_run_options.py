@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.run_options import GENERATORS, options_of, workload_of
+from ballast.bench.expected_load import expecting
+from ballast.bench.run_options import GENERATORS, compared_presets, options_of, workload_of
 from ballast.bench.simulation_setup import WorkloadOptions
 from ballast.core.errors import ConfigError
-from ballast.core.settings import DeviceSettings, FleetSettings
-from ballast.workload.workload import WorkloadError
+from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings
+from ballast.workload.workload import Workload, WorkloadError, WorkloadRequest
 from tests.workload.test_traces import AGENTIC, servegen_files
 
+DEVICE = DeviceSettings(budget_bytes=1 << 30)
 NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")
 
 
@@ -164,3 +166,28 @@ def test_presets_are_compared_with_the_fleets_options_wherever_they_have_them() 
     assert options_of(fleet, "kvswap") == {"temporal": 1.0, "quantum": 0.5, "pooled": 0.0}
     assert options_of(fleet, "swap") == {"quantum": 0.5}
     assert options_of(fleet, "static") == {}
+
+
+def test_a_preset_is_compared_with_what_people_run_in_its_own_order() -> None:
+    def of(preset: str) -> list[str]:
+        return compared_presets(FleetSettings(models=(), device=DEVICE, preset=preset), None)
+
+    assert of("balloon") == ["lru+deadline", "recompute+deadline", "balloon"]
+    assert of("static") == ["lru+round-robin", "recompute+round-robin", "static"]
+    assert of("lru+fcfs") == ["recompute+fcfs", "lru+fcfs"]
+    fleet = FleetSettings(models=(), device=DEVICE, preset="balloon")
+    assert compared_presets(fleet, "swap, static,swap") == ["swap", "static"]
+
+
+def test_presets_with_places_know_what_the_workload_asks_for() -> None:
+    """A model's adapters count for it, and what the fleet states stands."""
+    models = tuple(ModelSettings(name=name, path=name) for name in "ab")
+    adapter = AdapterSettings(name="x", path="x")
+    models = (replace(models[0], adapters=(adapter,)), replace(models[1], expected_tokens=7.0))
+    asked = [
+        WorkloadRequest(id=i, at=float(i), model=m, prompt_tokens=30, output_tokens=10)
+        for i, m in enumerate(["a", "x", "b", "a", "x"])
+    ]
+    workload = Workload.of("asked", asked)
+    fleet = FleetSettings(models=models, device=DEVICE)
+    assert [m.expected_tokens for m in expecting(fleet, workload).models] == [40.0, 7.0]

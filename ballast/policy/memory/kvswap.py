@@ -263,7 +263,7 @@ class KvSwap(MemoryPolicy):
         if not claims:
             return []
         own = {claim.model for claim in claims}
-        spare = budget.free - round(self.reserve * placed(view)[1])
+        spare = budget.free - round(self.reserve * placed(view, pooled=bool(self.pooled))[1])
         sources = list[Source]()
         if self.pooled:
             spare += sum(m.cached_pages for m in view.models if m.name not in own)

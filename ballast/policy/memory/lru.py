@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Activate, Decision, Evict, Hold, Limit
-from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claims import earliest, kv_claims, shortage_claims
@@ -25,7 +24,7 @@ from ballast.policy.market.offers import (
     younger_requests,
 )
 from ballast.policy.memory.balloon import undo_younger_work
-from ballast.policy.memory.static import cover_limited, recalls
+from ballast.policy.memory.static import cover_limited, recalls, request_pages
 
 _WHERE_RESERVATIONS_OVERLAP = (
     cached_prefixes,
@@ -100,11 +99,9 @@ class LeastRecentlyUsed(MemoryPolicy):
     def _reservation(self, view: DeviceView, m: ModelView) -> int:
         """Return the KV pages reserved for a model: those of `parallel` requests of full context,
         or what its weights and pinned models leave."""
-        blocks = ceil_div(m.spec.max_model_len, m.spec.block_tokens)
-        request = ceil_div(blocks, m.slab_blocks) * m.slab_pages
         pinned = sum(o.weight_pages for o in view.models if o.spec.pinned and o is not m)
         alone = view.total - view.arena - pinned - m.weight_pages
-        return max(m.slab_pages, min(int(self.parallel * request), alone))
+        return max(m.slab_pages, min(int(self.parallel * request_pages(m)), alone))
 
     def _drain_for(
         self, view: DeviceView, heir: ModelView, room: Room, loaded: Mapping[str, float]

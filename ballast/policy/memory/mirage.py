@@ -221,7 +221,7 @@ class Mirage(MemoryPolicy):
         """Return, for each model that has a place, the pages for KV once all models free all layers
         they can."""
         slots = int(self.beta) or None
-        models, room = placed(view)
+        models, room = placed(view, pooled=True)
         freed = sum(
             most_freeable(m, self.portion, slots) * m.layer_pages
             for m in models
@@ -259,7 +259,7 @@ class Mirage(MemoryPolicy):
     ) -> list[Action]:
         """Return layers as far as pages are not needed, and a reserve stays free."""
         if self.pooled:
-            reserve = ceil(self.reserve * placed(view)[1])
+            reserve = ceil(self.reserve * placed(view, pooled=True)[1])
             spare = budget.free + sum(m.cached_pages for m in view.models) - reserve
             claims = off_peak(view, budget, layers)
             return give_back(view, budget, claims, spare, [cached_prefixes])

@@ -153,5 +153,5 @@ def pooled(view: DeviceView) -> dict[str, int]:
 
     So a request that the pool can never hold is refused when it arrives.
     """
-    models, room = placed(view)
+    models, room = placed(view, pooled=True)
     return {m.name: room for m in models}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Activate, Decision, DropCache, Evict, Limit, Refuse
 from ballast.core.request import Precedence
+from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claim_and_offer import Claim, Source
@@ -20,28 +21,52 @@ from ballast.policy.market.offers import lent_pages, own_younger_requests
 from ballast.policy.market.page_budget import PageBudget
 
 
-def placed(view: DeviceView) -> tuple[list[ModelView], int]:
+def placed(view: DeviceView, *, pooled: bool = False) -> tuple[list[ModelView], int]:
     """Return the models that have a place, and the pages that their weights leave.
 
-    Models are placed in order while the weights fit with at least one page of KV for each; segments
-    that several models contain count once.
+    Models are placed in order while the weights fit beside KV: at least one page for each. Where
+    the tokens to expect are known, places are planned: for a request of full context of each model,
+    or, if KV is `pooled`, of any of them, unless no model fits so. Segments that several models
+    contain count once.
     """
-    room = view.total - view.arena
+    if any(m.spec.expected_tokens for m in view.models):
+        found, room = _fill(view, request_pages, pooled)
+        if found:
+            return found, room
+    return _fill(view, lambda m: 1, False)
+
+
+def _fill(
+    view: DeviceView, least_kv: Callable[[ModelView], int], pooled: bool
+) -> tuple[list[ModelView], int]:
+    """Place models in order while `least_kv` pages fit beside their weights, for each of them or,
+    `pooled`, for the one that needs most."""
+    room, kv = view.total - view.arena, 0
     found: list[ModelView] = []
     there: set[str] = set()
     for m in in_order_of_places(view):
         pages = m.own_pages + sum(s.pages for s in m.shared if s.owner not in there)
-        if pages + 1 <= room:
+        more = max(kv, least_kv(m)) if pooled else kv + least_kv(m)
+        if pages + more <= room:
             found.append(m)
-            room -= pages + 1
+            room -= pages
+            kv = more
             there.update(s.owner for s in m.shared)
-    return found, room + len(found)
+    return found, room
+
+
+def request_pages(m: ModelView) -> int:
+    """Return the KV pages of a request of full context."""
+    blocks = ceil_div(m.spec.max_model_len, m.spec.block_tokens)
+    return ceil_div(blocks, m.slab_blocks) * m.slab_pages
 
 
 def in_order_of_places(view: DeviceView) -> list[ModelView]:
     """Return the models with the pinned ones first, as these stay on the device, each in descending
-    order of their configured share."""
-    return sorted(view.models, key=lambda m: (not m.spec.pinned, -m.spec.share))
+    order of their configured share, then of the tokens expected to be asked of them."""
+    return sorted(
+        view.models, key=lambda m: (not m.spec.pinned, -m.spec.share, -m.spec.expected_tokens)
+    )
 
 
 def shares(view: DeviceView) -> dict[str, int]:

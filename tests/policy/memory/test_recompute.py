@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ballast.core.actions import Activate, DropCache, Hold, Limit, Preempt, Refuse
-from ballast.core.view import Residency, Shortage
+from ballast.core.view import ModelView, Residency, Shortage
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.memory.mirage import Mirage
-from ballast.policy.memory.recompute import Recompute, Standing
-from ballast.policy.memory.static import Division, FixedShares
+from ballast.policy.memory.recompute import Recompute, Standing, pooled
+from ballast.policy.memory.static import Division, FixedShares, shares
 from ballast.policy.memory.temporal_sharing import ModelTurn
 from tests.policy.worlds import device, model, request
 
@@ -217,3 +219,20 @@ def test_a_turn_lasts_where_the_decision_frees_pages() -> None:
     view = device(a, b, model("c", held=True, frozen=True), free=0, shortages=lack)
     decision = PREEMPTIVE(view, standing(ModelTurn("a", 9.9)))
     assert decision.actions == (Preempt("b", theirs.id, why="a comes first"),)
+
+
+def test_places_go_to_the_models_of_which_most_is_expected() -> None:
+    """Where the workload is known, each with room for a request of full context: 8 pages."""
+
+    def expecting(name: str, tokens: float) -> ModelView:
+        m = model(name, Residency.ABSENT)
+        return replace(m, spec=replace(m.spec, expected_tokens=tokens))
+
+    models = (expecting("rare", 1.0), expecting("busy", 50.0), expecting("other", 9.0))
+    view = device(*models, free=44, total=48)
+    assert sorted(shares(view)) == ["busy", "other"], "three of 10 pages leave less than 24"
+    assert sorted(pooled(view)) == ["busy", "other", "rare"], "one pool has room for one request"
+    unknown = device(*(expecting(m.name, 0.0) for m in models), free=44, total=48)
+    assert sorted(shares(unknown)) == ["busy", "other", "rare"]
+    small = device(*models, free=12, total=16)
+    assert sorted(shares(small)) == ["busy"], "no share holds a whole context: as if unplanned"
