@@ -29,7 +29,8 @@ from ballast.core.settings import FleetSettings
 from ballast.fleet.make import DEFAULT_STEPS, make_fleet
 from ballast.sim.calibrate import calibrated
 
-PRESETS = ("static", "lru", "recompute", "balloon")
+PRESETS = ("static+deadline", "lru+deadline", "recompute+deadline", "balloon")
+"""All in the order of compute that `balloon` has."""
 QUESTION = "What is a ship's ballast?"
 PATIENCE = 30.0
 """Seconds after which a request is given up, and has failed."""

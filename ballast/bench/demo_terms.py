@@ -14,14 +14,14 @@ from typing import Any
 import yaml
 
 from ballast.bench.device_run import run_virtual
-from ballast.bench.expected_load import expecting, tokens_per_second
+from ballast.bench.expected_load import expected_of, expecting
 from ballast.bench.report import Report
 from ballast.bench.run_options import slos_of, workload_of
 from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
 from ballast.core.job import JobLoad
 from ballast.core.model import ModelSpec, weight_bytes
-from ballast.core.settings import FleetSettings, Slo
+from ballast.core.settings import FleetSettings, ModelSettings, Slo
 from ballast.core.units import ceil_div, format_bytes
 from ballast.engine.sizing import set_aside
 from ballast.sim.machine_profile import MachineProfile
@@ -104,10 +104,10 @@ class DemoTerms:
         document["defaults"] = document.get("defaults", {}) | {
             "slo": {"ttft": self.slo.ttft, "tpot": self.slo.tpot}
         }
-        expected = tokens_per_second(self.workload)
         for model in document["models"]:
             model.pop("slo", None)
-            model["expected_tokens"] = expected.get(model["name"], 0.0)
+            stated = ModelSettings(name=model["name"], path="")
+            model |= expected_of(stated, [model["name"]], self.workload)
         document["server"] = document.get("server", {}) | {"spare_worker": SPARE_WORKER}
         text = "# Written by `ballast demo` on terms measured on this machine.\n"
         text += yaml.safe_dump(document, sort_keys=False)

@@ -6,9 +6,9 @@ fixed places give them to those with the most work.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, ModelSettings
@@ -16,34 +16,27 @@ from ballast.workload.workload import Workload
 
 
 def expecting(fleet: FleetSettings, workload: Workload) -> FleetSettings:
-    """Return the fleet with the tokens per second that the workload asks of each model, where the
-    fleet does not state them."""
-    rates = tokens_per_second(workload)
-    models = tuple(replace(m, expected_tokens=_of(m, _names(m), rates)) for m in fleet.models)
+    """Return the fleet with what the workload asks of each model, where the fleet does not state
+    it: tokens per second, and the tokens of its longest request."""
+    models = tuple(
+        replace(m, **expected_of(m, [m.name, *(a.name for a in m.adapters)], workload))
+        for m in fleet.models
+    )
     return replace(fleet, models=models)
 
 
 def specs_expecting(specs: Iterable[ModelSpec], workload: Workload) -> list[ModelSpec]:
     """Return the specs with the same."""
-    rates = tokens_per_second(workload)
-    return [replace(s, expected_tokens=_of(s, [m.name for m in s.served], rates)) for s in specs]
+    return [replace(s, **expected_of(s, [m.name for m in s.served], workload)) for s in specs]
 
 
-def tokens_per_second(workload: Workload) -> Mapping[str, float]:
-    """Return the tokens of prompts and outputs per second that are asked of each model."""
-    tokens: Counter[str] = Counter()
-    for r in workload.requests:
-        tokens[r.model] += r.prompt_tokens + r.output_tokens
-    seconds = max(workload.seconds, 1.0)
-    return {model: n / seconds for model, n in tokens.items()}
-
-
-def _names(m: ModelSettings) -> Sequence[str]:
-    """Names in workloads of a model and its adapters."""
-    return [m.name, *(a.name for a in m.adapters)]
-
-
-def _of(
-    model: ModelSpec | ModelSettings, names: Sequence[str], rates: Mapping[str, float]
-) -> float:
-    return model.expected_tokens or sum(rates.get(name, 0.0) for name in names)
+def expected_of(
+    model: ModelSpec | ModelSettings, names: Sequence[str], workload: Workload
+) -> dict[str, Any]:
+    """Return the settings that state what a workload asks of the model of these `names`, its
+    adapters' included; what is stated stays."""
+    tokens = [r.prompt_tokens + r.output_tokens for r in workload.requests if r.model in names]
+    return {
+        "expected_tokens": model.expected_tokens or sum(tokens) / max(workload.seconds, 1.0),
+        "expected_longest": model.expected_longest or max(tokens, default=0),
+    }

@@ -59,6 +59,7 @@ def _known(settings: ModelSettings) -> ModelSpec:
         priority=settings.priority,
         share=settings.share,
         expected_tokens=settings.expected_tokens,
+        expected_longest=settings.expected_longest,
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
         queue_seconds=settings.queue_seconds,

@@ -78,6 +78,8 @@ class ModelSpec:
     expected_tokens: float = 0.0
     """Tokens per second, of prompts and outputs, that clients are expected to ask for; 0:
     unknown."""
+    expected_longest: int = 0
+    """Tokens of the longest request to expect, prompt and output together; 0: the context."""
     max_running: int = 64
     max_waiting: int = 10_000
     queue_seconds: float | None = None
@@ -135,6 +137,11 @@ class ModelSpec:
     def block_bytes(self) -> int:
         """Bytes of one block of `block_tokens` tokens, all layers (block-major layout)."""
         return self.kv_bytes_per_token * self.block_tokens
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest request to expect."""
+        return min(self.expected_longest or self.max_model_len, self.max_model_len)
 
     @property
     def weight_bytes(self) -> int:

@@ -70,6 +70,8 @@ class ModelSettings:
     expected_tokens: float = 0.0
     """Tokens per second, of prompts and outputs, that clients are expected to ask for; 0:
     unknown. Where not all models have a place, those with more have one."""
+    expected_longest: int = 0
+    """Tokens of the longest request to expect, prompt and output together; 0: the context."""
     max_model_len: int | None = None
     """Bound of the tokens of prompt and output together; None: the architecture's."""
     max_running: int = 64

@@ -163,6 +163,8 @@ class ModelKeys(LiveKeys):
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"
     expected_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Tokens per second that clients are expected to ask for; 0: unknown."""
+    expected_longest: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Tokens of the longest request to expect; 0: the context."""
     devices: Annotated[tuple[DeviceName, ...], Field(strict=False)] = ()
     """Those that serve it; none: one, chosen by its size."""
 
@@ -217,6 +219,7 @@ class NamedModelKeys(ModelKeys):
             priority=self.priority,
             share=self.share,
             expected_tokens=self.expected_tokens,
+            expected_longest=self.expected_longest,
             max_model_len=self.limits.context,
             max_running=self.limits.running,
             max_waiting=self.limits.waiting,

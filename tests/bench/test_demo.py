@@ -79,10 +79,10 @@ def test_every_preset_gets_the_same_file_and_bursts(
     *_, agreed, last = shown.getvalue().splitlines()
     assert last == verdict(drawn)
     assert last.startswith("balloon serves ")
-    assert "(lru, less)" in agreed
+    assert "(lru+deadline, less)" in agreed
 
 
-MISSED = {"static": 4, "lru": 2, "recompute": 5, "balloon": 50}
+MISSED = {"static+deadline": 4, "lru+deadline": 2, "recompute+deadline": 5, "balloon": 50}
 """One in so many requests is refused."""
 
 

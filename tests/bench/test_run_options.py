@@ -190,4 +190,6 @@ def test_presets_with_places_know_what_the_workload_asks_for() -> None:
     ]
     workload = Workload.of("asked", asked)
     fleet = FleetSettings(models=models, device=DEVICE)
-    assert [m.expected_tokens for m in expecting(fleet, workload).models] == [40.0, 7.0]
+    a, b = expecting(fleet, workload).models
+    assert (a.expected_tokens, a.expected_longest) == (40.0, 40)
+    assert (b.expected_tokens, b.expected_longest) == (7.0, 40)

@@ -171,7 +171,7 @@ CASES: dict[str, Case | Lending | Played] = {
     "swap-rr-1": Case("swap", talking, (2, 5, 8)),
     "swap-deadline-1": Case("swap+deadline", talking, (3, 9)),
     "swap-rr-2": Case("swap", plain, (6, 8, 9, 11), lanes=2),
-    "lru-rr-1": Case("lru", talking, (2, 5, 8)),
+    "lru-rr-1": Case("lru", talking, (5,)),
     "balloon-deadline-1": Case("balloon", talking, (2, 7)),
     "balloon-deadline-1-more": Case("balloon", plain, (350, 358, 550, 553, 560)),
     "balloon-deadline-2": Case("balloon", plain, (0, 8), lanes=2),

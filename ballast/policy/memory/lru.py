@@ -38,7 +38,8 @@ _WHERE_RESERVATIONS_OVERLAP = (
 
 @dataclass(frozen=True, slots=True)
 class LeastRecentlyUsed(MemoryPolicy):
-    """Load a model when it is requested, with KV for `parallel` requests of full context reserved.
+    """Load a model when it is requested, with KV reserved for `parallel` of the longest requests
+    to expect.
 
     Loaded models stay while they fit. For the absent model whose request has waited longest, idle
     models are evicted, the least recently used first. If that is not enough, the model that has
@@ -97,8 +98,8 @@ class LeastRecentlyUsed(MemoryPolicy):
         return undo_younger_work(view)
 
     def _reservation(self, view: DeviceView, m: ModelView) -> int:
-        """Return the KV pages reserved for a model: those of `parallel` requests of full context,
-        or what its weights and pinned models leave."""
+        """Return the KV pages reserved for a model: those of `parallel` of the longest
+        requests to expect, or what its weights and pinned models leave."""
         pinned = sum(o.weight_pages for o in view.models if o.spec.pinned and o is not m)
         alone = view.total - view.arena - pinned - m.weight_pages
         return max(m.slab_pages, min(int(self.parallel * request_pages(m)), alone))

@@ -25,9 +25,9 @@ def placed(view: DeviceView, *, pooled: bool = False) -> tuple[list[ModelView], 
     """Return the models that have a place, and the pages that their weights leave.
 
     Models are placed in order while the weights fit beside KV: at least one page for each. Where
-    the tokens to expect are known, places are planned: for a request of full context of each model,
-    or, if KV is `pooled`, of any of them, unless no model fits so. Segments that several models
-    contain count once.
+    the tokens to expect are known, places are planned: for the longest request of each model, or,
+    if KV is `pooled`, of any of them, unless no model fits so. Segments that several models contain
+    count once.
     """
     if any(m.spec.expected_tokens for m in view.models):
         found, room = _fill(view, request_pages, pooled)
@@ -56,8 +56,8 @@ def _fill(
 
 
 def request_pages(m: ModelView) -> int:
-    """Return the KV pages of a request of full context."""
-    blocks = ceil_div(m.spec.max_model_len, m.spec.block_tokens)
+    """Return the KV pages of the longest request to expect of a model."""
+    blocks = ceil_div(m.spec.longest_request, m.spec.block_tokens)
     return ceil_div(blocks, m.slab_blocks) * m.slab_pages
 
 
