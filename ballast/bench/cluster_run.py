@@ -100,10 +100,9 @@ def run_cluster(
     """Simulate a cluster that serves the workload.
 
     The traffic that a fleet policy expects is the workload's own, on average and in each model's
-    busiest seconds; `files`: see `Cluster`. `progress` is called with the number of requests that
-    have arrived, `missed` with the model of each request that got its first token too late, or an
-    error instead; `sink_of` returns the sink of a device's story. Raises ConfigError (see
-    `sim.cluster`), and errors of the callbacks.
+    busiest seconds; `files`: see `Cluster`. `progress` gets the number of requests that have
+    arrived, `missed` the model of each request whose first token is late, or that fails; `sink_of`
+    returns the sink of a device's story. Raises ConfigError, and errors of the callbacks.
     """
     specs = specs_expecting(specs, workload)
     observer = _Observer(workload, slos, missed)
