@@ -8,8 +8,10 @@ figure 4b's GEMM. On a GPU: weights of an 8B model's down projection in pinned m
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from ballast.core.gemm_traffic import GemmShape, GemmTile, hybrid
 from benchmarks.common import finish, options
+from benchmarks.gpu_apart import attempted
 from benchmarks.interpreted import chained_dots
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -33,6 +36,15 @@ MULTIPROCESSORS = 132
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 DOWN = (4096, 14336)
 """N and K."""
+CANDIDATES: tuple[dict[str, int], ...] = (
+    {},
+    {"ws_columns": 32},
+    {"ws_columns": 32, "ws_rows": 64, "depth": 128, "warps": 4, "os_rows": 64},
+    {"ws_columns": 32, "ws_rows": 64, "os_rows": 64, "os_columns": 64, "warps": 4, "programs": 2},
+    {"ws_columns": 128, "ws_rows": 64, "warps": 4, "os_rows": 64},
+    {"ws_columns": 32, "os_stages": 5},
+)
+"""Other tiles than those that serve, with `--tiles`."""
 
 
 def correctness(device: torch.device) -> dict[str, Any]:
@@ -89,6 +101,30 @@ def timed(rows: Sequence[int], times: int) -> dict[str, Any]:
     return found
 
 
+def timed_tiles(rows: Sequence[int]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Milliseconds by tiles, M and share."""
+    from ballast.kernels.triton.hybrid_gemm import TILES, hybrid_gemm
+    from benchmarks.gpu_device import Gpu
+
+    gpu = Gpu()
+    n, k = DOWN
+    weights = torch.randn(n, k).mul_(k**-0.5).to(torch.bfloat16).pin_memory()
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for candidate in CANDIDATES:
+        name = " ".join(f"{key} {value}" for key, value in candidate.items()) or "as they serve"
+        by_rows = found[name] = {}
+        for m in rows:
+            x = torch.randn(m, k, dtype=torch.bfloat16, device=gpu.device)
+            result = by_rows[m] = {}
+            for share in (0.0, 0.5, 1.0):
+                tiles = replace(TILES, **candidate)
+                work = partial(hybrid_gemm, x, weights.data_ptr(), n, share, tiles)
+                result[f"{share:g}"] = attempted(
+                    lambda work=work: {"ms": 1e3 * gpu.seconds(work, 5)}
+                )
+    return found
+
+
 def _of_rows(gpu: Any, weights: Tensor, m: int, times: int) -> dict[str, float]:
     from ballast.kernels.triton.hybrid_gemm import hybrid_gemm
     from ballast.memory.cuda.tensor import cuda_tensor_at
@@ -129,7 +165,10 @@ def table_of(result: dict[str, Any]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = options(__doc__, argv)
+    def extra(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--tiles", action="store_true", help="time other tiles, too")
+
+    args = options(__doc__, argv, extra)
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -139,6 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if on_gpu:
         result["timed"] = timed(ROWS[::3] if args.quick else ROWS, 3 if args.quick else 7)
+    if on_gpu and args.tiles:
+        result["tiles"] = timed_tiles((1, 256, 2048))
     finish(args, "hybrid_gemm", result, table_of(result) if on_gpu else None)
     return 0 if result["correct"] else 1
 

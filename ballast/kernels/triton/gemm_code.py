@@ -133,10 +133,10 @@ def weight_strip(
             a3 = activations(x, rows, real, at3, k, x_stride, EVEN, WIDEN)
             total = tl.dot(a3, w3, total, input_precision="ieee")
             # By masks: Triton 3.6 does not pipeline a loop with such a branch, and fails.
-            ended = begin + HELD * K >= k
+            remaining = tl.full([M], k - begin, tl.int32)[:, None]
             place = out + rows.to(tl.int64)[:, None] * n + columns[None, :]
-            tl.store(place, total.to(out.dtype.element_ty), mask=both & ended)
-            tl.store(partial + kept_sums, total, mask=both & (begin + HELD * K < k))
+            tl.store(place, total.to(out.dtype.element_ty), mask=both & (remaining <= HELD * K))
+            tl.store(partial + kept_sums, total, mask=both & (remaining > HELD * K))
 
 
 @triton.jit
