@@ -1,15 +1,18 @@
-# Everything a newcomer types. `make test` and `make demo` set up first where nothing is set up.
+# Everything a newcomer types. Each sets up first what it needs and is not there: what tests need as
+# well is three times as large as what serving needs, and comes with `make test`.
 VENV   ?= .venv
 FLEET  ?= fleets/demo/fleet.yaml
 JOBS   ?= 2
+EXTRAS ?=
 PYTHON := $(VENV)/bin/python
 READY  := $(VENV)/.ballast-ready
+DEV    := $(VENV)/.ballast-ready-dev
 
 .PHONY: setup demo serve test check docs bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup   create $(VENV) and install everything (quick the second time)"
+	@echo "make setup   create $(VENV) and install what serving needs, and EXTRAS (cuda, otel, placement, dev)"
 	@echo "make demo    presets compared live, on equal terms: who keeps most service levels (4 minutes)"
 	@echo "make serve   serve FLEET (default $(FLEET)) over HTTP"
 	@echo "make test    run the tests but slow ones, in JOBS processes (default $(JOBS))"
@@ -18,10 +21,13 @@ help:
 	@echo "make bench   the quick form of the benchmarks, results under out/"
 
 setup:
-	@VENV=$(VENV) scripts/setup
+	@VENV=$(VENV) scripts/setup $(EXTRAS)
 
 $(READY): pyproject.toml scripts/constraints.txt
 	@VENV=$(VENV) scripts/setup
+
+$(DEV): pyproject.toml scripts/constraints.txt
+	@VENV=$(VENV) scripts/setup dev
 
 demo: $(READY)
 	$(VENV)/bin/ballast demo
@@ -32,16 +38,16 @@ $(FLEET): | $(READY)
 serve: $(READY) $(FLEET)
 	$(VENV)/bin/ballast serve $(FLEET)
 
-test: $(READY)
+test: $(DEV)
 	$(PYTHON) -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile
 
-check: $(READY)
+check: $(DEV)
 	@VENV=$(VENV) scripts/check -n $(JOBS) --dist loadfile
 
-docs: $(READY)
+docs: $(DEV)
 	$(PYTHON) -m mkdocs build --strict
 
-bench: $(READY)
+bench: $(DEV)
 	@mkdir -p out
 	$(PYTHON) -m benchmarks.fleet --quick --json out/fleet.json
 

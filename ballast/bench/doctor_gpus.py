@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ballast.bench.doctor_finding import Finding, judged
-from ballast.core.errors import DeviceError
+from ballast.core.errors import DeviceError, install_extra
 from ballast.core.units import format_bytes
 from ballast.live.never_run import FEATURES, WHERE
 from ballast.memory.cuda.bandwidth import measure_bandwidth
@@ -26,7 +26,7 @@ def gpus(nvml: Any = None, driver: Driver | None = None) -> Iterator[Finding]:
         found = find_gpus(driver, nvml)
     except DeviceError as error:
         if _LOADED.exists():
-            yield judged("gpus", str(error), "pip install 'ballast[cuda]'", warn=True)
+            yield judged("gpus", str(error), install_extra("cuda"), warn=True)
         return
     for i, gpu in enumerate(found):
         description = _description(gpu)

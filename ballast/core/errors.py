@@ -28,6 +28,14 @@ from __future__ import annotations
 
 from typing import Any
 
+DISTRIBUTION = "ballast-serve"
+"""Name by which pip knows this package; `ballast` on PyPI is another's."""
+
+
+def install_extra(extra: str) -> str:
+    """Return the command that installs what an extra of pyproject.toml names."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
 
 class BallastError(Exception):
     """Root of all exceptions that Ballast raises on purpose. Picklable, whatever its arguments."""

@@ -65,4 +65,4 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert list(doctor_gpus.gpus(FakeNvml())) == []
     (tmp_path / "version").touch()
     [finding] = doctor_gpus.gpus(FakeNvml(driver=False))
-    assert (finding.verdict, "ballast[cuda]" in finding.cure) == (Verdict.WARN, True)
+    assert (finding.verdict, "ballast-serve[cuda]" in finding.cure) == (Verdict.WARN, True)

@@ -1,7 +1,8 @@
 """Other people's clients, unmodified: OpenAI's and Anthropic's, LiteLLM, LangChain and agents.
 
 The last three each in a process of its own, as their users would start them: they warn when
-imported.
+imported. LiteLLM in an environment of its own as well: it takes no new `openai`, and the tests have
+the newest.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ class Forecast(BaseModel):
 
 
 @cache
-def printed(client: str, real: ServerProcess, echo: ServerProcess) -> Any:
+def printed(
+    client: str, real: ServerProcess, echo: ServerProcess, python: str = sys.executable
+) -> Any:
     """What a client's script prints last."""
     script = Path(__file__).with_name(f"client_{client}.py")
     # LiteLLM would fetch a list of prices.
     apart = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "*"}
     done = subprocess.run(
-        (sys.executable, script, real.url, echo.url, MODEL),
+        (python, script, real.url, echo.url, MODEL),
         env=os.environ | apart,
         capture_output=True,
         text=True,
@@ -49,11 +52,36 @@ def printed(client: str, real: ServerProcess, echo: ServerProcess) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("client", ["litellm", "langchain"])
-def test_a_client_is_told_what_openais_is(
-    client: str, real: ServerProcess, echo: ServerProcess
+@pytest.fixture(scope="module")
+def litellm_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The interpreter of an environment with LiteLLM, and what it needs, alone."""
+    venv = tmp_path_factory.mktemp("litellm")
+    subprocess.run((sys.executable, "-m", "venv", venv), check=True)
+    python = str(venv / "bin" / "python")
+    installing = subprocess.run(
+        (python, "-m", "pip", "install", "--quiet", "litellm[mcp]>=1.110,<2"),
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    if "No matching distribution" in installing.stderr:
+        pytest.skip("no package index can be reached")
+    assert installing.returncode == 0, installing.stderr
+    return python
+
+
+@pytest.mark.slow
+def test_litellm_is_told_what_openais_client_is(
+    litellm_python: str, real: ServerProcess, echo: ServerProcess
 ) -> None:
-    got = printed(client, real, echo)
+    check_told_the_same(printed("litellm", real, echo, litellm_python), real)
+
+
+def test_langchain_is_told_what_openais_client_is(real: ServerProcess, echo: ServerProcess) -> None:
+    check_told_the_same(printed("langchain", real, echo), real)
+
+
+def check_told_the_same(got: Any, real: ServerProcess) -> None:
     same: dict[str, Any] = {"model": MODEL, "max_tokens": 9, "seed": 3}
     chat = real.client.chat.completions.create(messages=SAID, **same)
     text = real.client.completions.create(prompt="A ship", **same)
@@ -93,10 +121,11 @@ def test_openais_helpers_read_our_answers_and_streams(real: ServerProcess) -> No
     assert "tool_calls.function.arguments.done" in kinds
 
 
+@pytest.mark.slow
 def test_litellm_reads_the_messages_and_responses_apis(
-    real: ServerProcess, echo: ServerProcess
+    litellm_python: str, real: ServerProcess, echo: ServerProcess
 ) -> None:
-    got = printed("litellm", real, echo)
+    got = printed("litellm", real, echo, litellm_python)
     for api, tokens in ((got["messages"], 9), (got["responses"], 18)):
         chat = real.client.chat.completions.create(
             model=MODEL, messages=SAID, max_tokens=tokens, temperature=0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ballast.core.capability import GpuReach
-from ballast.core.errors import DeviceError
+from ballast.core.errors import DeviceError, install_extra
 from ballast.memory.cuda.calls import Attribute, Driver
 
 _LANE_BYTES_PER_SECOND = {1: 250e6, 2: 500e6, 3: 985e6, 4: 1969e6, 5: 3938e6, 6: 7563e6}
@@ -189,4 +189,4 @@ def _pynvml() -> Any:
     try:
         return importlib.import_module("pynvml")
     except ImportError as error:
-        raise DeviceError("import pynvml", f"{error}; pip install 'ballast[cuda]'") from error
+        raise DeviceError("import pynvml", f"{error}; {install_extra('cuda')}") from error

@@ -10,7 +10,7 @@ import re
 import threading
 from typing import Any, NoReturn
 
-from ballast.core.errors import DeviceError, DeviceLost, OutOfMemory
+from ballast.core.errors import DeviceError, DeviceLost, OutOfMemory, install_extra
 from ballast.memory.cuda.calls import Attribute, WhenLost
 
 LEAST_BINDINGS = (12, 9, 1)
@@ -293,7 +293,7 @@ class CudaDriver:
 
 
 def _bindings() -> Any:
-    call, cure = "import cuda.bindings", "pip install 'ballast[cuda]'"
+    call, cure = "import cuda.bindings", install_extra("cuda")
     try:
         version = str(importlib.import_module("cuda.bindings").__version__)
         api = importlib.import_module("cuda.bindings.driver")

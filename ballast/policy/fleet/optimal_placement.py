@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ballast.core.errors import ConfigError
+from ballast.core.errors import ConfigError, install_extra
 from ballast.policy.fleet.kv_pressure import Filling, ModelDemand, greedy, max_pressure
 from ballast.policy.fleet.placement_problem import Homes, PlacementDevice
 
@@ -61,7 +61,7 @@ def optimal(
 
     `effort`: deterministic seconds of search, about the seconds of a slow core; when they are over,
     the best placement so far is the answer. The search starts from the greedy placement. Raises
-    ConfigError as `greedy` if no placement is found.
+    ConfigError as `greedy` if no placement is found, and where OR-Tools is not installed.
     """
     best = _any(claims, devices)
     stay = _stay(claims, devices)
@@ -136,8 +136,11 @@ class _Packing:
         limit: float,
         moves: bool = False,
     ) -> None:
-        from ortools.sat.python import cp_model
-
+        try:
+            from ortools.sat.python import cp_model
+        except ImportError as error:
+            needed = f"it needs OR-Tools ({error}): {install_extra('placement')}"
+            raise ConfigError("algorithm", "optimal", needed) from None
         self.effort = 0.0
         self.proven = False
         """Whether the last search has proven that they cannot."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ballast import __version__
 from ballast.core.clock import Clock
-from ballast.core.errors import ConfigError
+from ballast.core.errors import ConfigError, install_extra
 from ballast.server.http.request_context import ObservedAnswer, RequestContext
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def tracing(endpoint: str | None, clock: Clock, wall: Clock) -> Tracing | None:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        needed = f"tracing needs OpenTelemetry ({error}): pip install 'ballast[otel]'"
+        needed = f"tracing needs OpenTelemetry ({error}): {install_extra('otel')}"
         raise ConfigError("otlp_endpoint", where, needed) from None
     # Without an argument, the exporter reads the environment, by OpenTelemetry's own rules.
     address = None if endpoint is None else endpoint.rstrip("/") + "/v1/traces"

@@ -237,7 +237,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(DeviceError, match=r"pip install 'ballast\[cuda\]'"):
+    with pytest.raises(DeviceError, match=r"pip install 'ballast-serve\[cuda\]'"):
         CudaDriver()
 
 

@@ -234,7 +234,7 @@ def test_a_bad_endpoint_and_a_missing_library_say_so(monkeypatch: pytest.MonkeyP
         return real(name, *more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"ballast\[otel\]"):
+    with pytest.raises(ConfigError, match=r"ballast-serve\[otel\]"):
         tracing("http://127.0.0.1:4318", VirtualClock(), VirtualClock())
 
 
