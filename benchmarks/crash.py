@@ -225,7 +225,7 @@ def _turns(kills: int) -> list[str]:
 
 def _restarts(running: Serving) -> int:
     text = httpx.get(f"{running.url}/metrics").text
-    line = next(li for li in text.splitlines() if li.startswith("ballast:worker_restarts"))
+    line = next(li for li in text.splitlines() if li.startswith("ballast_worker_restarts"))
     return int(float(line.rpartition(" ")[2]))
 
 

@@ -277,6 +277,8 @@ class ServerSettings:
     loading_seconds: float = 600.0
     """Time without progress of loading, or of computing without a message, after which a starting
     worker is killed."""
+    deprecated_metrics: bool = False
+    """Whether `/metrics` has the names of earlier releases as well."""
     spare_worker: bool = True
     """Whether a process with its libraries loaded waits to replace a worker that dies."""
 

@@ -338,6 +338,7 @@ class ServerKeys(Keys):
     starting_seconds: Positive = ServerSettings().starting_seconds
     stuck_seconds: Positive = ServerSettings().stuck_seconds
     loading_seconds: Positive = ServerSettings().loading_seconds
+    deprecated_metrics: bool = ServerSettings().deprecated_metrics
     spare_worker: bool = ServerSettings().spare_worker
 
     def settings(self) -> ServerSettings:
@@ -356,6 +357,7 @@ class ServerKeys(Keys):
             starting_seconds=self.starting_seconds,
             stuck_seconds=self.stuck_seconds,
             loading_seconds=self.loading_seconds,
+            deprecated_metrics=self.deprecated_metrics,
             spare_worker=self.spare_worker,
         )
 

@@ -408,6 +408,7 @@ server:
   starting_seconds: 45
   stuck_seconds: 60
   loading_seconds: 900
+  deprecated_metrics: true
   spare_worker: false
 """
 )
@@ -441,6 +442,7 @@ def test_the_server_section(home: Path) -> None:
         starting_seconds=45,
         stuck_seconds=60,
         loading_seconds=900,
+        deprecated_metrics=True,
         spare_worker=False,
     )
     for secret in ("0123", "sk-bbb", "sk-admin"):

@@ -105,5 +105,5 @@ def test_a_stream_of_an_adapter_has_its_tokens(
     )
     assert {c.model for c in chunks} == {name}
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == fleet.text(name)
-    counted = sample(running, "vllm:generation_tokens_total", model_name=name)
+    counted = sample(running, "vllm_generation_tokens_total", model_name=name)
     assert counted == TOKENS

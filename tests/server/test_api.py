@@ -351,21 +351,21 @@ def test_unknown_fields_are_ignored_with_one_warning(echo: ServerProcess) -> Non
 
 
 def test_metrics(client: OpenAI, echo: ServerProcess) -> None:
-    before = sample(echo, "vllm:generation_tokens_total", model_name="wren-mini")
+    before = sample(echo, "vllm_generation_tokens_total", model_name="wren-mini")
     client.completions.create(model="wren-mini", prompt=[7, 8], max_tokens=5)
-    after = sample(echo, "vllm:generation_tokens_total", model_name="wren-mini")
+    after = sample(echo, "vllm_generation_tokens_total", model_name="wren-mini")
     assert after - before == 5
     for name in (
-        "vllm:time_to_first_token_seconds_count",
-        "vllm:time_per_output_token_seconds_count",
-        "vllm:e2e_request_latency_seconds_count",
-        "vllm:prompt_tokens_total",
+        "vllm_time_to_first_token_seconds_count",
+        "vllm_time_per_output_token_seconds_count",
+        "vllm_e2e_request_latency_seconds_count",
+        "vllm_prompt_tokens_total",
     ):
         assert sample(echo, name, model_name="wren-mini") > 0, name
-    assert sample(echo, "vllm:num_requests_waiting", model_name=MODEL) == 0
-    assert sample(echo, "ballast:pages", owner="weights", model=MODEL) == 4
-    assert sample(echo, "ballast:pages", owner="arena", model="") == 3
-    assert sample(echo, "ballast:pool_pages") == 100
+    assert sample(echo, "vllm_num_requests_waiting", model_name=MODEL) == 0
+    assert sample(echo, "ballast_pages", owner="weights", model=MODEL) == 4
+    assert sample(echo, "ballast_pages", owner="arena", model="") == 3
+    assert sample(echo, "ballast_pool_pages") == 100
 
 
 def sample(server: ServerProcess, name: str, **labels: str) -> float:

@@ -97,8 +97,8 @@ def test_operators_are_told_of_each_device(two: ServerProcess) -> None:
     homes = {m["report"]["name"]: m["devices"] for m in state["models"]}
     assert homes == {"atlas-chat": ["cpu:0", "cpu:1"], "wren-mini": ["cpu:1"]}
     metrics = two.http.get("/metrics", headers=ADMIN).text
-    assert 'ballast:device_up{device="cpu:0"} 1.0' in metrics
-    assert 'ballast:device_up{device="cpu:1"} 1.0' in metrics
+    assert 'ballast_device_up{device="cpu:0"} 1.0' in metrics
+    assert 'ballast_device_up{device="cpu:1"} 1.0' in metrics
 
 
 def test_streams_take_their_kv_along(real: ServerProcess, two: ServerProcess) -> None:

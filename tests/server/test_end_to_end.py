@@ -178,7 +178,7 @@ def kv_is_back(running: ServerProcess) -> bool:
 
 
 def test_a_client_that_leaves_frees_its_memory(real: ServerProcess) -> None:
-    done = sample(real, "vllm:request_success_total", model_name=MODEL, finished_reason="length")
+    done = sample(real, "vllm_request_success_total", model_name=MODEL, finished_reason="length")
 
     async def scenario() -> None:
         async with real.async_client() as client:
@@ -186,17 +186,17 @@ def test_a_client_that_leaves_frees_its_memory(real: ServerProcess) -> None:
                 await stream.close()
 
     def left() -> float:
-        return sample(real, "vllm:request_success_total", model_name=MODEL, finished_reason="abort")
+        return sample(real, "vllm_request_success_total", model_name=MODEL, finished_reason="abort")
 
     with real.holding():  # no request can end before its client has gone
         asyncio.run(scenario())
         until(lambda: left() == 2 * 16)
     until(lambda: kv_is_back(real))
-    now = sample(real, "vllm:request_success_total", model_name=MODEL, finished_reason="length")
+    now = sample(real, "vllm_request_success_total", model_name=MODEL, finished_reason="length")
     assert now == done, "the requests were finished, not cancelled"
     # Of those that had begun, the worker has told how long they waited.
-    begun = sample(real, "vllm:time_to_first_token_seconds_count", model_name=MODEL)
-    assert sample(real, "vllm:request_queue_time_seconds_count", model_name=MODEL) == begun > 2
+    begun = sample(real, "vllm_time_to_first_token_seconds_count", model_name=MODEL)
+    assert sample(real, "vllm_request_queue_time_seconds_count", model_name=MODEL) == begun > 2
 
 
 def test_a_drain_completes_the_streams_in_flight(fleet_file: Path) -> None:

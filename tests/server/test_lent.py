@@ -136,7 +136,7 @@ def test_kv_lies_on_borrowed_pages_and_moves_home_when_asked(
 
     assert asyncio.run(tokens_of(two, lambda: None, recall)) == expected
     metrics = two.http.get("/metrics", headers=ADMIN).text
-    assert f'ballast:device_lent_bytes{{borrower="{BORROWER}",device="{LENDER}"}}' in metrics
+    assert f'ballast_device_lent_bytes{{borrower="{BORROWER}",device="{LENDER}"}}' in metrics
     assert order(two, "recall") == (200, "recalled")
     until(lambda: lent(two) == (0, 0))
     assert order(two, "recall") == (409, f"nothing is lent to {BORROWER}")

@@ -26,7 +26,7 @@ def body(stream: bool, seed: int = HOLD) -> dict[str, Any]:
 
 
 def running(server: ServerProcess) -> float:
-    return sample(server, "vllm:num_requests_running", model_name=MODEL)
+    return sample(server, "vllm_num_requests_running", model_name=MODEL)
 
 
 class Background:

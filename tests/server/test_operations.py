@@ -191,6 +191,6 @@ def test_a_client_that_leaves_within_its_body_frees_its_place(echo: ServerProces
 
 
 def test_connections_are_counted(echo: ServerProcess) -> None:
-    before = sample(echo, "ballast:open_connections")
+    before = sample(echo, "ballast_open_connections")
     with socket.create_connection((httpx.URL(echo.base).host, httpx.URL(echo.base).port)):
-        assert sample(echo, "ballast:open_connections") > before
+        assert sample(echo, "ballast_open_connections") > before

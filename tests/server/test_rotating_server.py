@@ -67,12 +67,12 @@ def undisturbed(rotating: ServerProcess) -> list[list[str]]:
 def test_operators_see_what_layers_do(rotating: ServerProcess) -> None:
     until(lambda: turned(rotating))
     result = metrics_of_layers(rotating)
-    layers, absent = result["ballast:layers"], result["ballast:absent_layers"]
-    assert 0 < absent < result["ballast:rotating_layers"] <= layers
-    assert result["ballast:resident_layers"] == layers - result["ballast:rotating_layers"]
-    assert result["ballast:layers_lent_bytes"] > 0
+    layers, absent = result["ballast_layers"], result["ballast_absent_layers"]
+    assert 0 < absent < result["ballast_rotating_layers"] <= layers
+    assert result["ballast_resident_layers"] == layers - result["ballast_rotating_layers"]
+    assert result["ballast_layers_lent_bytes"] > 0
     for name in ("loads", "loaded_bytes", "copy_seconds", "stall_seconds"):
-        assert result[f"ballast:layer_{name}_total"] > 0
+        assert result[f"ballast_layer_{name}_total"] > 0
     until(lambda: shows_layers(rotating))
 
 
@@ -88,7 +88,7 @@ def metrics_of_layers(running: ServerProcess) -> dict[str, float]:
 def shows_layers(running: ServerProcess) -> bool:
     """Whether `ballast top` says the same as `/metrics`, which is asked at another moment."""
     result = metrics_of_layers(running)
-    layers, absent = result["ballast:layers"], result["ballast:absent_layers"]
+    layers, absent = result["ballast_layers"], result["ballast_absent_layers"]
     frame = top("--url", running.url, "--once").stdout
     assert "slots of layers" in frame
     assert "rotate through" in frame

@@ -5,7 +5,8 @@ those of `latency`, too.
 
 - `device_metrics`: `/metrics` of devices: pages, models, and the pod for gateways.
 - `latency`: Token times of one request, and recent latency quantiles.
-- `metrics`: `/metrics` of requests, under vLLM's names.
+- `metric_names`: Names of metrics on export, and those of earlier releases.
+- `metrics`: `/metrics` of requests.
 - `request_log`: One log line for each request.
 - `request_watch`: Middleware that follows each request for metrics, traces and logs.
 - `server_state`: Records of `/admin/state`.

@@ -85,10 +85,10 @@ class DeviceCollector(Collector):
         fails."""
         report, specs = self._facts.report, dict(self._facts.specs)
         yield GaugeMetricFamily(
-            "ballast:worker_up", "1: a device's process answers", self._facts.down is None
+            "ballast_worker_up", "1: a device's process answers", self._facts.down is None
         )
         yield CounterMetricFamily(
-            "ballast:worker_restarts",
+            "ballast_worker_restarts",
             "Workers started in place of one that died",
             value=self._facts.restarts,
         )
@@ -114,31 +114,31 @@ class DeviceCollector(Collector):
 def _devices(devices: Mapping[str, OneDevice]) -> Iterator[Metric]:
     """Yield the metrics of each device; all others are sums over the devices."""
     label = ("device",)
-    up = GaugeMetricFamily("ballast:device_up", "1: its process answers", labels=label)
+    up = GaugeMetricFamily("ballast_device_up", "1: its process answers", labels=label)
     restarts = CounterMetricFamily(
-        "ballast:device_restarts", "Its workers started in place of one that died", labels=label
+        "ballast_device_restarts", "Its workers started in place of one that died", labels=label
     )
     moved = CounterMetricFamily(
-        "ballast:device_requests_moved_in",
+        "ballast_device_requests_moved_in",
         "Requests that came from other devices with their KV",
         labels=label,
     )
     requests = GaugeMetricFamily(
-        "ballast:device_open_requests", "Requests given to it that have not ended", labels=label
+        "ballast_device_open_requests", "Requests given to it that have not ended", labels=label
     )
     pages = GaugeMetricFamily(
-        "ballast:device_bytes", "Its memory, by what has it", labels=("device", "owner")
+        "ballast_device_bytes", "Its memory, by what has it", labels=("device", "owner")
     )
     lent = GaugeMetricFamily(
-        "ballast:device_lent_bytes", "Of its memory, lent to others", labels=("device", "borrower")
+        "ballast_device_lent_bytes", "Of its memory, lent to others", labels=("device", "borrower")
     )
     borrowed = GaugeMetricFamily(
-        "ballast:device_borrowed_bytes",
+        "ballast_device_borrowed_bytes",
         "Others' memory that it may use",
         labels=("device", "lender"),
     )
     models = GaugeMetricFamily(
-        "ballast:device_residency",
+        "ballast_device_residency",
         "1: where a model's weights are, on each device that serves it",
         labels=("device", "model_name", "residency"),
     )
@@ -166,49 +166,49 @@ def _devices(devices: Mapping[str, OneDevice]) -> Iterator[Metric]:
 
 
 def _pool(report: DeviceReport) -> Iterator[Metric]:
-    pages = GaugeMetricFamily("ballast:pages", "Pages by owner", labels=("owner", "model"))
+    pages = GaugeMetricFamily("ballast_pages", "Pages by owner", labels=("owner", "model"))
     for key, n in owned(report).items():
         pages.add_metric(key, n)
     yield pages
     for name, help, value in (
-        ("ballast:page_bytes", "Bytes of a page", report.page_bytes),
-        ("ballast:pool_pages", "Pages of the pool: owned, free and reclaiming", report.total),
-        ("ballast:free_pages", "Pages that nobody owns", report.free),
-        ("ballast:reclaiming_pages", "Pages given back, in use by a job", report.reclaiming),
+        ("ballast_page_bytes", "Bytes of a page", report.page_bytes),
+        ("ballast_pool_pages", "Pages of the pool: owned, free and reclaiming", report.total),
+        ("ballast_free_pages", "Pages that nobody owns", report.free),
+        ("ballast_reclaiming_pages", "Pages given back, in use by a job", report.reclaiming),
     ):
         yield GaugeMetricFamily(name, help, value=value)
-    yield CounterMetricFamily("ballast:jobs", "Jobs run", value=report.jobs)
+    yield CounterMetricFamily("ballast_jobs", "Jobs run", value=report.jobs)
 
 
 _MODEL = ("model_name",)
 
 _MODEL_GAUGES = (
-    ("vllm:num_requests_running", "Requests in the batch", "running"),
-    ("vllm:num_requests_waiting", "Requests that wait for memory or a place", "waiting"),
+    ("vllm_num_requests_running", "Requests in the batch", "running"),
+    ("vllm_num_requests_waiting", "Requests that wait for memory or a place", "waiting"),
     (
-        "ballast:requests_paused",
+        "ballast_requests_paused",
         "Requests whose client does not read, or whose grammar is being compiled",
         "paused",
     ),
-    ("ballast:cached_pages", "Pages that hold cached prefixes only", "cached_pages"),
-    ("ballast:layers", "Decoder layers", "layers"),
-    ("ballast:resident_layers", "Layers on the device in memory of their own", "resident_layers"),
-    ("ballast:rotating_layers", "Layers that share slots", "rotating_layers"),
-    ("ballast:absent_layers", "Layers that are not on the device now", "absent_layers"),
+    ("ballast_cached_pages", "Pages that hold cached prefixes only", "cached_pages"),
+    ("ballast_layers", "Decoder layers", "layers"),
+    ("ballast_resident_layers", "Layers on the device in memory of their own", "resident_layers"),
+    ("ballast_rotating_layers", "Layers that share slots", "rotating_layers"),
+    ("ballast_absent_layers", "Layers that are not on the device now", "absent_layers"),
 )
 """Gauges of each model: metric, help, and field of `ModelReport`."""
 
 _MODEL_COUNTERS = (
-    ("vllm:num_preemptions", "Requests preempted", "preemptions"),
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prompt_tokens"),
-    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "cached_tokens"),
-    ("ballast:activations", "Times its weights were brought in", "activations"),
-    ("ballast:evictions", "Times its weights were evicted", "evictions"),
-    ("ballast:lane_seconds", "Seconds of compute that its jobs have taken", "lane_seconds"),
-    ("ballast:layer_loads", "Layers brought one by one, for they rotate", "loads"),
-    ("ballast:layer_loaded_bytes", "Bytes of these loads", "loaded_bytes"),
-    ("ballast:layer_copy_seconds", "Seconds of these loads on their link", "copy_seconds"),
-    ("ballast:layer_stall_seconds", "Seconds its jobs waited for layers", "stall_seconds"),
+    ("vllm_num_preemptions", "Requests preempted", "preemptions"),
+    ("vllm_prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prompt_tokens"),
+    ("vllm_prefix_cache_hits", "Prompt tokens found in the prefix cache", "cached_tokens"),
+    ("ballast_activations", "Times its weights were brought in", "activations"),
+    ("ballast_evictions", "Times its weights were evicted", "evictions"),
+    ("ballast_lane_seconds", "Seconds of compute that its jobs have taken", "lane_seconds"),
+    ("ballast_layer_loads", "Layers brought one by one, for they rotate", "loads"),
+    ("ballast_layer_loaded_bytes", "Bytes of these loads", "loaded_bytes"),
+    ("ballast_layer_copy_seconds", "Seconds of these loads on their link", "copy_seconds"),
+    ("ballast_layer_stall_seconds", "Seconds its jobs waited for layers", "stall_seconds"),
 )
 """Counters of each model: metric, help, and field of `ModelReport`."""
 
@@ -226,7 +226,7 @@ def _models(report: DeviceReport) -> Iterator[Metric]:
             counter.add_metric((m.name,), getattr(m, field))
         yield counter
     steps = HistogramMetricFamily(
-        "vllm:iteration_tokens_total", "Tokens that a job computed", labels=_MODEL
+        "vllm_iteration_tokens", "Tokens that a job computed", labels=_MODEL
     )
     bounds = [*map(floatToGoString, STEP_BOUNDS), "+Inf"]
     for m in report.models:
@@ -234,7 +234,7 @@ def _models(report: DeviceReport) -> Iterator[Metric]:
         steps.add_metric((m.name,), list(within), m.steps.total)
     yield steps
     residency = GaugeMetricFamily(
-        "ballast:residency", "1: where its weights are", labels=("model_name", "residency")
+        "ballast_residency", "1: where its weights are", labels=("model_name", "residency")
     )
     for m in report.models:
         residency.add_metric((m.name, m.residency), 1)
@@ -243,10 +243,10 @@ def _models(report: DeviceReport) -> Iterator[Metric]:
 
 def _model_memory(report: DeviceReport) -> Iterator[Metric]:
     given_up = GaugeMetricFamily(
-        "ballast:layers_lent_bytes", "Memory that its rotating layers have given up", labels=_MODEL
+        "ballast_layers_lent_bytes", "Memory that its rotating layers have given up", labels=_MODEL
     )
     usage = GaugeMetricFamily(
-        "vllm:kv_cache_usage_perc",
+        "vllm_kv_cache_usage_perc",
         "Of the pages it could have for KV, those in use",
         labels=_MODEL,
     )
@@ -259,7 +259,7 @@ def _model_memory(report: DeviceReport) -> Iterator[Metric]:
 
 def _caches(report: DeviceReport, specs: Mapping[str, ModelSpec]) -> Iterator[Metric]:
     info = GaugeMetricFamily(
-        "vllm:cache_config_info",
+        "vllm_cache_config_info",
         "1. Blocks that would fit with the device to itself",
         labels=("model_name", "block_size", "num_gpu_blocks"),
     )
@@ -276,9 +276,9 @@ def _pod(report: DeviceReport, specs: Mapping[str, ModelSpec]) -> Iterator[Metri
     models = report.models
     waiting, running = sum(m.waiting for m in models), sum(m.running for m in models)
     for name, help, value in (
-        ("ballast:queued_requests", "Requests that wait, of all models", waiting),
-        ("ballast:running_requests", "Requests in batches, of all models", running),
-        ("ballast:kv_cache_usage", "Of all pages for KV, those in use", _usage(report, models)),
+        ("ballast_queued_requests", "Requests that wait, of all models", waiting),
+        ("ballast_running_requests", "Requests in batches, of all models", running),
+        ("ballast_kv_cache_usage", "Of all pages for KV, those in use", _usage(report, models)),
     ):
         yield GaugeMetricFamily(name, help, value=value)
     if specs:
@@ -286,7 +286,7 @@ def _pod(report: DeviceReport, specs: Mapping[str, ModelSpec]) -> Iterator[Metri
         most = max(s.kv_bytes_per_token for s in specs.values())
         blocks = _room(report) * report.page_bytes // (tokens * most)
         info = GaugeMetricFamily(
-            "ballast:cache_config_info",
+            "ballast_cache_config_info",
             "1. Blocks of the model with the largest ones that would fit without any weights",
             labels=("block_size", "num_gpu_blocks"),
         )
@@ -302,8 +302,8 @@ def _served(report: DeviceReport, specs: Mapping[str, ModelSpec], now: float) ->
     }
     names = {m: [m, *own] for m, own in adapters.items()}
     gauges = (
-        ("vllm:lora_requests_info", "Adapters whose base is resident, or waited for", adapters),
-        ("ballast:lora_requests_info", "The same, of models as well", names),
+        ("vllm_lora_requests_info", "Adapters whose base is resident, or waited for", adapters),
+        ("ballast_lora_requests_info", "The same, of models as well", names),
     )
     for name, help, by_model in gauges:
         most = sum(map(len, by_model.values()))

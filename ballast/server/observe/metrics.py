@@ -1,12 +1,12 @@
 """Count and time requests for `/metrics`, in Prometheus text, under vLLM's names where vLLM has
-one.
+one, but for its colon.
 
 Answers (`generate`), `Service` and `request_watch` call it; `/metrics` and `/admin/state` read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,6 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
-    Metric,
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
@@ -24,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from ballast.core.clock import Clock
 from ballast.server.observe.latency import Recent, Timing
+from ballast.server.observe.metric_names import ExportedMetrics
 from ballast.server.observe.token_metrics import TokenCollector, Tokens
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
@@ -44,26 +44,6 @@ _BUCKETS_CHOICES = (1, 2, 5, 10, 20, 50, 100)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-
-
-_ENGINE = {"engine": "0"}
-"""vLLM's label for the number of a data-parallel engine. Always 0: metrics are sums over all
-devices."""
-_WITHOUT_ENGINE = ("vllm:lora_requests_info",)
-"""Metrics without that label, as in vLLM: gateways read them without it."""
-
-
-class _WithEngine:
-    """A registry's metrics, with the label `engine` where vLLM's have it."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
-            if metric.name.startswith("vllm:") and metric.name not in _WITHOUT_ENGINE:
-                metric.samples = [s._replace(labels=s.labels | _ENGINE) for s in metric.samples]
-            yield metric
 
 
 @dataclass(slots=True)
@@ -122,53 +102,53 @@ class Metrics:
         self._models: dict[str, _OfModel] = {}
         counter, histogram = partial(_counter, self.registry), partial(_histogram, self.registry)
         model = "model_name"
-        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of answered requests", model)
+        self._prompt = counter("vllm_prompt_tokens", "Prompt tokens of answered requests", model)
         self._success = counter(
-            "vllm:request_success", "Requests that ended without error", model, "finished_reason"
+            "vllm_request_success", "Requests that ended without error", model, "finished_reason"
         )
-        self._failed = counter("ballast:request_failure", "Requests that failed", model, "code")
+        self._failed = counter("ballast_request_failure", "Requests that failed", model, "code")
         self._ttft = histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to first token", _BUCKETS_FIRST
+            "vllm_time_to_first_token_seconds", "From arrival to first token", _BUCKETS_FIRST
         )
-        older = "vllm:time_per_output_token_seconds"
+        older = "vllm_time_per_output_token_seconds"
         self._tokens = TokenCollector(
-            ("vllm:generation_tokens", "Tokens generated"),
+            ("vllm_generation_tokens", "Tokens generated"),
             (
-                ("vllm:inter_token_latency_seconds", "From token to token"),
+                ("vllm_inter_token_latency_seconds", "From token to token"),
                 (older, "The same, as vLLM called it before"),
             ),
             _BUCKETS_TOKEN,
         )
         self.registry.register(self._tokens)
         self._tpot = histogram(
-            "vllm:request_time_per_output_token_seconds",
+            "vllm_request_time_per_output_token_seconds",
             "Mean time per output token after the first, by request",
             _BUCKETS_TOKEN,
         )
         self._per_prefill_token = histogram(
-            "vllm:time_per_prefill_token_request_seconds",
+            "vllm_time_per_prefill_token_request_seconds",
             "Time from admission to first token, per prompt token that no cached prefix had",
             _BUCKETS_PREFILL,
         )
         self._times = {
-            name: histogram(f"vllm:{name}_seconds", help, _BUCKETS_ALL)
+            name: histogram(f"vllm_{name}_seconds", help, _BUCKETS_ALL)
             for name, help in _TIMES.items()
         }
         self._sizes = {
-            name: histogram(f"vllm:{name}", help, _BUCKETS_TOKENS) for name, help in _SIZES.items()
+            name: histogram(f"vllm_{name}", help, _BUCKETS_TOKENS) for name, help in _SIZES.items()
         }
-        self._n = histogram("vllm:request_params_n", "`n`", _BUCKETS_CHOICES)
+        self._n = histogram("vllm_request_params_n", "`n`", _BUCKETS_CHOICES)
         route = ("handler", "method")
         self._http = counter("http_requests", "HTTP requests answered", *route, "status")
         self._http_seconds = histogram(
             "http_request_duration_seconds", "To the end of the response", _BUCKETS_ALL, *route
         )
-        self._errors = counter("ballast:http_errors", "Error responses", "status", "code")
+        self._errors = counter("ballast_http_errors", "Error responses", "status", "code")
         self.open_streams = Gauge(
-            "ballast:open_streams", "Responses being streamed", registry=self.registry
+            "ballast_open_streams", "Responses being streamed", registry=self.registry
         )
         self.connections = Gauge(
-            "ballast:open_connections", "Connections of clients", registry=self.registry
+            "ballast_open_connections", "Connections of clients", registry=self.registry
         )
 
     def asked(self, model: str, choices: int, max_tokens: int | None) -> None:
@@ -261,9 +241,10 @@ class Metrics:
             return Recent(self._clock), Recent(self._clock)
         return of.recent_ttft, of.recent_tpot
 
-    def text(self) -> bytes:
-        """Encode all metrics in Prometheus' text format. Slow; safe from any thread."""
-        return generate_latest(_WithEngine(self.registry))
+    def text(self, deprecated: bool = False) -> bytes:
+        """Encode all metrics in Prometheus' text format; `deprecated`: under their older names as
+        well. Slow; safe from any thread."""
+        return generate_latest(ExportedMetrics(self.registry, deprecated))
 
     def _time(self, name: str, model: str, seconds: float) -> None:
         self._times[name].labels(model).observe(max(0.0, seconds))

@@ -30,8 +30,9 @@ def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
 
     # Not a coroutine: FastAPI runs it on a thread, since encoding all metrics is slow.
     @app.get("/metrics", response_class=PlainTextResponse)
-    def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+    def metrics(deprecated: bool = False) -> Response:
+        text = service.metrics.text(deprecated or service.settings.deprecated_metrics)
+        return Response(text, media_type=CONTENT_TYPE)
 
     @app.get("/admin/state", responses=responses_of(ServerNow))
     async def state() -> Response:

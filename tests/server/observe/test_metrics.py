@@ -85,31 +85,31 @@ def test_a_request_from_its_arrival_to_its_end() -> None:
     for now in (12.25, 13.0):
         result.metrics.token("a", timing, 5, now)
     result.metrics.finished("a", timing, 5, 3, "stop", 13.0, cached_tokens=4)
-    assert result.one("vllm:prompt_tokens_total", model_name="a") == 5
-    assert result.one("vllm:generation_tokens_total", model_name="a") == 3
-    assert result.one("vllm:request_success_total", finished_reason="stop") == 1
+    assert result.one("vllm_prompt_tokens_total", model_name="a") == 5
+    assert result.one("vllm_generation_tokens_total", model_name="a") == 3
+    assert result.one("vllm_request_success_total", finished_reason="stop") == 1
     sums = {
-        "vllm:time_to_first_token_seconds": 2.0,
-        "vllm:inter_token_latency_seconds": 1.0,
-        "vllm:time_per_output_token_seconds": 1.0,
-        "vllm:request_time_per_output_token_seconds": 0.5,
-        "vllm:e2e_request_latency_seconds": 3.0,
-        "vllm:request_queue_time_seconds": 0.5,
-        "vllm:request_prefill_time_seconds": 1.5,
-        "vllm:time_per_prefill_token_request_seconds": 1.5,  # of the one token that was computed
-        "vllm:request_decode_time_seconds": 1.0,
-        "vllm:request_inference_time_seconds": 2.5,
-        "vllm:request_prompt_tokens": 5,
-        "vllm:request_generation_tokens": 3,
-        "vllm:request_prefill_kv_computed_tokens": 1,
-        "vllm:request_params_n": 2,
-        "vllm:request_params_max_tokens": 8,
+        "vllm_time_to_first_token_seconds": 2.0,
+        "vllm_inter_token_latency_seconds": 1.0,
+        "vllm_time_per_output_token_seconds": 1.0,
+        "vllm_request_time_per_output_token_seconds": 0.5,
+        "vllm_e2e_request_latency_seconds": 3.0,
+        "vllm_request_queue_time_seconds": 0.5,
+        "vllm_request_prefill_time_seconds": 1.5,
+        "vllm_time_per_prefill_token_request_seconds": 1.5,  # of the one token that was computed
+        "vllm_request_decode_time_seconds": 1.0,
+        "vllm_request_inference_time_seconds": 2.5,
+        "vllm_request_prompt_tokens": 5,
+        "vllm_request_generation_tokens": 3,
+        "vllm_request_prefill_kv_computed_tokens": 1,
+        "vllm_request_params_n": 2,
+        "vllm_request_params_max_tokens": 8,
     }
     assert {name: result.one(f"{name}_sum", model_name="a") for name in sums} == sums
     assert {result.samples(f"{name}_sum")[0][0]["engine"] for name in sums} == {"0"}
-    assert result.one("vllm:inter_token_latency_seconds_count") == 2
-    assert result.one("vllm:time_per_output_token_seconds_bucket", le="0.2") == 0
-    assert result.one("vllm:time_per_output_token_seconds_bucket", le="0.3") == 1
+    assert result.one("vllm_inter_token_latency_seconds_count") == 2
+    assert result.one("vllm_time_per_output_token_seconds_bucket", le="0.2") == 0
+    assert result.one("vllm_time_per_output_token_seconds_bucket", le="0.3") == 1
     ttft, tpot = result.metrics.recent("a")
     assert ttft.quantiles() is not None
     assert tpot.quantiles() is not None
@@ -118,17 +118,17 @@ def test_a_request_from_its_arrival_to_its_end() -> None:
 def test_a_request_that_never_began_has_no_times_but_one() -> None:
     result = Scraped()
     result.metrics.finished("a", Timing(0.0), 5, 0, "abort", 4.0)
-    assert result.one("vllm:request_success_total", finished_reason="abort") == 1
-    assert result.one("vllm:e2e_request_latency_seconds_sum") == 4.0
-    assert not result.samples("vllm:prompt_tokens_total")
-    assert not result.samples("vllm:request_queue_time_seconds_count")
-    assert not result.samples("vllm:request_decode_time_seconds_count")
+    assert result.one("vllm_request_success_total", finished_reason="abort") == 1
+    assert result.one("vllm_e2e_request_latency_seconds_sum") == 4.0
+    assert not result.samples("vllm_prompt_tokens_total")
+    assert not result.samples("vllm_request_queue_time_seconds_count")
+    assert not result.samples("vllm_request_decode_time_seconds_count")
 
 
 def test_an_answer_without_tokens_counts_its_prompt() -> None:
     result = Scraped()
     result.metrics.finished("a", Timing(0.0), 5, 0, "stop", 4.0)
-    assert result.one("vllm:prompt_tokens_total", model_name="a") == 5
+    assert result.one("vllm_prompt_tokens_total", model_name="a") == 5
 
 
 def test_labels_are_never_what_a_client_made_up() -> None:
@@ -137,16 +137,16 @@ def test_labels_are_never_what_a_client_made_up() -> None:
     result.metrics.answered("/v1/models", "GET", 200, None, 0.1)
     assert result.one("http_requests_total", handler="other", method="other", status="404") == 1
     assert result.one("http_requests_total", handler="/v1/models", method="GET", status="200") == 1
-    assert result.one("ballast:http_errors_total", status="404", code="not_found") == 1
+    assert result.one("ballast_http_errors_total", status="404", code="not_found") == 1
 
 
 def test_pages_add_up_and_lanes_count_as_one() -> None:
     facts = Facts(device(model("a"), weights_a=10, kv_a=20, arena_lane0=3, arena_lane1=4))
     result = Scraped(facts)
-    assert result.one("ballast:pages", owner="weights", model="a") == 10
-    assert result.one("ballast:pages", owner="arena", model="") == 7
-    pages = sum(n for _, n in result.samples("ballast:pages"))
-    assert pages + result.one("ballast:free_pages") == result.one("ballast:pool_pages")
+    assert result.one("ballast_pages", owner="weights", model="a") == 10
+    assert result.one("ballast_pages", owner="arena", model="") == 7
+    pages = sum(n for _, n in result.samples("ballast_pages"))
+    assert pages + result.one("ballast_free_pages") == result.one("ballast_pool_pages")
 
 
 def test_layers_that_rotate_are_told_with_what_they_give_and_cost() -> None:
@@ -165,31 +165,31 @@ def test_layers_that_rotate_are_told_with_what_they_give_and_cost() -> None:
     )
     result = Scraped(Facts(device(rotating, model("b", layers=2, resident_layers=2), slots_a=1)))
     values = {
-        "ballast:layers": 12,
-        "ballast:resident_layers": 8,
-        "ballast:rotating_layers": 4,
-        "ballast:absent_layers": 3,
-        "ballast:layers_lent_bytes": 3 * 4096,
-        "ballast:layer_loads_total": 5,
-        "ballast:layer_loaded_bytes_total": 20480,
-        "ballast:layer_copy_seconds_total": 0.5,
-        "ballast:layer_stall_seconds_total": 0.25,
+        "ballast_layers": 12,
+        "ballast_resident_layers": 8,
+        "ballast_rotating_layers": 4,
+        "ballast_absent_layers": 3,
+        "ballast_layers_lent_bytes": 3 * 4096,
+        "ballast_layer_loads_total": 5,
+        "ballast_layer_loaded_bytes_total": 20480,
+        "ballast_layer_copy_seconds_total": 0.5,
+        "ballast_layer_stall_seconds_total": 0.25,
     }
     assert {name: result.one(name, model_name="a") for name in values} == values
-    assert result.one("ballast:absent_layers", model_name="b") == 0
-    assert result.one("ballast:pages", owner="slots", model="a") == 1
-    assert result.one("ballast:device_bytes", owner="slots") == 4096
+    assert result.one("ballast_absent_layers", model_name="b") == 0
+    assert result.one("ballast_pages", owner="slots", model="a") == 1
+    assert result.one("ballast_device_bytes", owner="slots") == 4096
 
 
 def test_kv_usage_counts_what_requests_hold_of_what_they_could_have() -> None:
     busy = model("a", kv_pages=30, cached_pages=10, waiting=2, running=1)
     idle = model("b", kv_pages=10, cached_pages=10, waiting=1)
     result = Scraped(Facts(device(busy, idle, kv_a=30, kv_b=10, weights_a=20)))
-    assert result.one("vllm:kv_cache_usage_perc", model_name="a") == pytest.approx(20 / 70)
-    assert result.one("vllm:kv_cache_usage_perc", model_name="b") == 0
-    assert result.one("ballast:kv_cache_usage") == pytest.approx(20 / 80)
-    assert result.one("ballast:queued_requests") == 3
-    assert result.one("ballast:running_requests") == 1
+    assert result.one("vllm_kv_cache_usage_perc", model_name="a") == pytest.approx(20 / 70)
+    assert result.one("vllm_kv_cache_usage_perc", model_name="b") == 0
+    assert result.one("ballast_kv_cache_usage") == pytest.approx(20 / 80)
+    assert result.one("ballast_queued_requests") == 3
+    assert result.one("ballast_running_requests") == 1
 
 
 def test_gateways_see_what_is_here_and_what_is_waited_for() -> None:
@@ -200,24 +200,24 @@ def test_gateways_see_what_is_here_and_what_is_waited_for() -> None:
     })  # fmt: skip
     reports = (model("a"), model("b", "absent", waiting=1), model("c", "absent"))
     result = Scraped(Facts(device(*reports, arena_lane0=10), with_adapter, spec("b"), spec("c")))
-    ((adapters, at),) = result.samples("vllm:lora_requests_info")
+    ((adapters, at),) = result.samples("vllm_lora_requests_info")
     assert adapters == {
         "max_lora": "1",
         "running_lora_adapters": "a-law",
         "waiting_lora_adapters": "",
     }
     assert at == 1000.0
-    ((names, _),) = result.samples("ballast:lora_requests_info")
+    ((names, _),) = result.samples("ballast_lora_requests_info")
     assert names == {
         "max_lora": "4",
         "running_lora_adapters": "a,a-law",
         "waiting_lora_adapters": "b",
     }
     # A block: 16 tokens of 2 x 1 head x 8 values x 4 bytes; 90 pages of 4096 bytes hold 360.
-    ((cache, _),) = result.samples("ballast:cache_config_info")
+    ((cache, _),) = result.samples("ballast_cache_config_info")
     assert cache == {"block_size": "16", "num_gpu_blocks": "360"}
     blocks = {
-        c["model_name"]: c["num_gpu_blocks"] for c, _ in result.samples("vllm:cache_config_info")
+        c["model_name"]: c["num_gpu_blocks"] for c, _ in result.samples("vllm_cache_config_info")
     }
     assert blocks["b"] == "356"  # its weights take a page
 
@@ -227,11 +227,11 @@ def test_without_a_worker_and_with_a_strange_report_there_is_still_an_answer(
 ) -> None:
     result = Scraped()
     result.facts.down, result.facts.restarts = "it died", 2
-    assert result.one("ballast:worker_up") == 0
-    assert result.one("ballast:worker_restarts_total") == 2
+    assert result.one("ballast_worker_up") == 0
+    assert result.one("ballast_worker_restarts_total") == 2
     result.facts.report = device(model("a"))
     object.__setattr__(result.facts.report, "owners", None)
-    assert result.one("vllm:num_requests_running", model_name="a") == 0
+    assert result.one("vllm_num_requests_running", model_name="a") == 0
     assert "cannot be told" in caplog.text
 
 
@@ -244,7 +244,7 @@ def test_jobs_are_counted_by_their_tokens_on_all_devices_together() -> None:
     there = replace(model("a"), steps=steps(at_most_16=1, at_most_none=4))
     both = combined([device(here), device(there)])
     result = Scraped(Facts(both, spec("a")))
-    name = "vllm:iteration_tokens_total"
+    name = "vllm_iteration_tokens"
     found = {labels["le"]: n for labels, n in result.samples(f"{name}_bucket")}
     assert [found[le] for le in ("1.0", "8.0", "16.0", "16384.0", "+Inf")] == [2, 2, 6, 6, 10]
     assert result.one(f"{name}_count", model_name="a", engine="0") == 10

@@ -39,7 +39,7 @@ class Watched:
         @app.get("/stream")
         async def stream() -> Response:
             async def pieces() -> AsyncIterator[bytes]:
-                self.open_while_streaming = self.scraped.one("ballast:open_streams")
+                self.open_while_streaming = self.scraped.one("ballast_open_streams")
                 yield b"data: 1\n\n"
 
             return StreamingResponse(pieces(), media_type="text/event-stream")
@@ -77,7 +77,7 @@ def test_a_request_is_counted_by_its_route(watched: Watched) -> None:
 
 def test_the_code_of_an_error_is_counted(watched: Watched) -> None:
     assert watched.get("/things/none").code == "rate_limited"
-    assert watched.scraped.one("ballast:http_errors_total", status="429", code="rate_limited") == 1
+    assert watched.scraped.one("ballast_http_errors_total", status="429", code="rate_limited") == 1
 
 
 def test_what_no_route_knows_is_counted_together(watched: Watched) -> None:
@@ -89,4 +89,4 @@ def test_what_no_route_knows_is_counted_together(watched: Watched) -> None:
 def test_a_stream_is_open_until_its_end(watched: Watched) -> None:
     assert watched.get("/stream").streamed
     assert watched.open_while_streaming == 1
-    assert watched.scraped.one("ballast:open_streams") == 0
+    assert watched.scraped.one("ballast_open_streams") == 0
