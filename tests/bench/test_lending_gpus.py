@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import cast
 
 from ballast.core.units import KiB
 from ballast.memory.cuda.vm import CudaVm
-from benchmarks.lending import Cycles, Pair, costs
+from benchmarks.lending import NAMES, Cycles, Pair, costs
 from benchmarks.lending_worker import Worker, work
 from tests.memory.fake_cuda import FakeDriver
 
@@ -37,8 +39,51 @@ def test_no_page_is_lost_or_used_twice() -> None:
     assert counts["memories"] == 0
 
 
+STEPS = {
+    "lend": {"lend": 1.0, "accept": 2.0},
+    "map": {"map": 4.0},
+    "touch": {"touch": 8.0},
+    "recall": {"ask_back": 16.0, "unmap": 32.0, "take_back": 64.0},
+}
+"""Seconds that the calls of each step take here."""
+
+
+class TimedWorker:
+    """Answers each call with its seconds, and what it has told."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[tuple[str, int]] = []
+
+    def ask(self, what: str, peer: str, call: str, message: bytes, n: int) -> tuple[float, bytes]:
+        assert (what, peer != self.name) == ("cost", True)
+        (seconds,) = (calls[call] for calls in STEPS.values() if call in calls)
+        slow = 1.0 if (call, n) in self.calls else 1000.0  # the first round
+        self.calls.append((call, n))
+        return seconds * slow, call.encode()
+
+
 def test_each_step_is_timed() -> None:
     context = multiprocessing.get_context("forkserver")
     found = costs(Pair(context, PAGE, 128, (0, 1), run), rounds=1)
     assert set(found) == {"1", "16", "64"}
+    assert all(set(steps) == set(STEPS) for steps in found.values())
     assert all(us > 0 for steps in found.values() for us in steps.values())
+
+
+def test_a_steps_time_is_that_of_all_its_calls_for_each_page() -> None:
+    workers = {name: TimedWorker(name) for name in NAMES}
+    closed: list[bool] = []
+
+    def other(name: str) -> str:
+        return NAMES[1 - NAMES.index(name)]
+
+    pair = SimpleNamespace(workers=workers, other=other, close=lambda: closed.append(True))
+    found = costs(cast(Pair, pair), rounds=3)  # the median is that of the later two
+    for n in (1, 16, 64):
+        for step, calls in STEPS.items():
+            assert found[str(n)][step] == sum(calls.values()) / n * 1e6
+    lender, borrower = (workers[name].calls for name in NAMES)
+    assert {call for call, _ in lender} == {"lend", "ask_back", "take_back"}
+    assert {call for call, _ in borrower} == {"accept", "map", "touch", "unmap"}
+    assert closed == [True]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballast.core.errors import BrokenPromise
-from ballast.kernels import team
+from ballast.kernels import attention_code, attention_table, team
 from ballast.kernels.attention import AttentionParams
 from ballast.kernels.paged_attention import (
     NO_WINDOW,
@@ -317,6 +317,48 @@ def test_refuses_what_would_leave_its_blocks() -> None:
         batch.attend(0, short, torch.empty_like(short), AttentionParams(1.0))
 
 
-def test_warm_up_compiles_all_and_scratch_is_small() -> None:
+def test_warm_up_compiles_all_and_scratch_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    real = attention_code.address_of
+
+    def note(name: str) -> int:
+        asked.append(name)
+        return real(name)
+
+    monkeypatch.setattr(attention_code, "address_of", note)
     warm_up()
+    warm = set(asked)
+    asked.clear()
+    for dtype in (torch.float32, torch.bfloat16):
+        warm_up(dtype)
+        assert set(asked) < warm, "of one kind of cache, fewer"
+        alone = set(asked)
+        for rows in {dtype, torch.float32}:
+            asked.clear()
+            _attend_once(dtype, rows)
+            assert asked, "it looks its kernels up"
+            assert set(asked) <= alone, "nothing is left to compile for the first job"
+        asked.clear()
     assert scratch_bytes(32, 8, 128) < 200_000
+
+
+def _attend_once(dtype: torch.dtype, rows: torch.dtype) -> None:
+    cache = Cache.of([3], [5], kv_heads=2, dim=16, dtype=dtype)
+    batch = PagedBatch(cache.kv, 4, [3], [5], cache.tables)
+    new = torch.randn(5, 2, 16).to(dtype)
+    batch.write(0, new, new)
+    query = torch.randn(5, 4, 16).to(rows)
+    batch.attend(0, query, torch.empty_like(query), AttentionParams(0.25))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (8, 8), (32, 8), (32, 1), (71, 1), (12, 4)])
+@pytest.mark.parametrize("dim", [16, 80, 128, 256])
+def test_scratch_is_no_more_than_is_promised(heads: tuple[int, int], dim: int) -> None:
+    """Room for it is kept in the arena before any batch is known."""
+    n_heads, kv_heads = heads
+    most = scratch_bytes(n_heads, kv_heads, dim)
+    for counts in ([1], [1] * 20, [7, 1, 40], [300]):
+        starts = [100] * len(counts)
+        cache = Cache.of(starts, counts, kv_heads=kv_heads, dim=dim)
+        batch = PagedBatch(cache.kv, n_heads, starts, counts, cache.tables)
+        assert 0 < batch._attend[attention_table.SCRATCH_BYTES] <= most

@@ -129,6 +129,44 @@ def test_a_refused_call_changes_nothing(attempt: Callable[[Ledger], object]) -> 
     book.validate()
 
 
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda b: b.hand_over("peer", "a", [4]),
+        lambda b: b.hand_over("peer", "peer", [4, 5]),
+        lambda b: b.hand_over("a", "b", [0, 4]),
+        lambda b: b.give_back("peer", [4]),
+        lambda b: b.freed("peer", [4]),
+        lambda b: b.allocate("a", [4]),
+        lambda b: b.borrow("other", [4]),
+        lambda b: b.return_borrowed("a", [4]),
+        lambda b: b.return_borrowed("peer", [4, 6]),
+    ],
+)
+def test_a_borrowed_page_has_one_owner_until_it_is_returned(
+    attempt: Callable[[Ledger], object],
+) -> None:
+    """Its device's ledger knows of no other: who uses it here holds it."""
+    book = Ledger(4)
+    book.allocate("a", [0, 1])
+    book.borrow("peer", [4, 5])
+
+    def everything() -> object:
+        pages = [(book.owner_of(p), book.holders_of(p)) for p in range(8)]
+        return _snapshot(book), pages, book.borrowed("peer"), book.borrowed()
+
+    before = everything()
+    with pytest.raises(BrokenPromise):
+        attempt(book)
+    assert everything() == before
+    book.validate()
+    book.add_holder("peer", [4], "a")
+    book.remove_holder("peer", [4], "a")
+    book.return_borrowed("peer", [4, 5])
+    assert (book.owner_of(4), book.borrowed()) == (None, 0)
+    book.validate()
+
+
 def test_validate_sees_each_kind_of_damage() -> None:
     def damaged(damage: Callable[[Ledger], None]) -> None:
         book = Ledger(4)

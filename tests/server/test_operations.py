@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from ballast.dashboard.reader import Reader, Unreadable
 from ballast.server.observe.server_state import ServerNow
 from tests.cluster.fake_device import REFUSE, TELL
-from tests.server.process import ServerProcess, server
+from tests.server.process import DEADLINE, ServerProcess, server
 from tests.server.test_api import MODEL, sample
 
 SECTION = """
@@ -182,12 +183,37 @@ def test_a_stream_carries_its_id(echo: ServerProcess) -> None:
         assert stream.read().endswith(b"data: [DONE]\n\n")
 
 
-def test_a_client_that_leaves_within_its_body_frees_its_place(echo: ServerProcess) -> None:
-    url = httpx.URL(echo.base)
-    with socket.create_connection((url.host, url.port)) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+def test_a_client_that_leaves_within_its_body_frees_its_place(
+    fleet_file: Path, tmp_path: Path
+) -> None:
+    """Two requests may be open: two clients that have sent half a body have both places."""
+    shutil.copytree(fleet_file.parent, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "fleet.yaml"
+    file.write_text(file.read_text().rstrip() + "\nserver: {most_open: 2}\n")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\n"
+    head += b"content-type: application/json\r\ncontent-length: 9\r\n\r\n"
     body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
-    assert echo.http.post("/v1/completions", json=body).status_code == 200
+    with server(file, "--echo") as running:
+        url = httpx.URL(running.base)
+
+        def post() -> int:
+            return running.http.post("/v1/completions", json=body).status_code
+
+        def begin() -> socket.socket:
+            """A client that has a place, and sends no more of its body."""
+            client = socket.create_connection((url.host, url.port))
+            client.sendall(head)
+            assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
+            client.sendall(b"{")
+            return client
+
+        for _ in range(3):
+            with begin(), begin():
+                assert post() == 429
+            end = time.monotonic() + DEADLINE
+            while (status := post()) != 200:  # until the server has heard that they left
+                assert (status, time.monotonic() < end) == (429, True)
+                time.sleep(0.02)
 
 
 def test_connections_are_counted(echo: ServerProcess) -> None:

@@ -304,6 +304,53 @@ def test_a_stream_behind_its_pace_keeps_no_prompt_from_beginning() -> None:
     assert by_slack()(view(a, work("b", prompts=[prompt(1, 100, due=0.05)])), None).model == "a"
 
 
+@pytest.mark.parametrize("outputs", [4, 6, 10])
+def test_a_stream_behind_its_pace_catches_up_by_its_last_token(outputs: int) -> None:
+    """Its next tokens come faster than its pace, or its answer as a whole would be late: another
+    model's jobs leave it the time that it has left, in equal parts."""
+    late_by, pace = 1.0, 0.5
+    stalled = decode(-late_by, pace=pace, generated=4, outputs=outputs, last=NOW - 0.1)
+    left = pace * (outputs - 1) - late_by
+    assert left < pace * outputs
+    each = left / outputs
+    a = work("a", decodes=[stalled])
+    b = work("b", prompts=[prompt(1, 2000, due=50.0)])
+    v = view(a, b, step_tokens=2000)
+    decision = by_slack(margin=0.0)(v, DeadlineMemo("b", NOW))
+    assert decision.model == "b", "there is time for both"
+    assert job_seconds(v, decision) <= each - STEP + ROUNDING
+    assert job_seconds(v, decision) > each - STEP - 2 * COSTS.per_token, "and it is all used"
+    # A stream on its pace leaves a whole pace.
+    punctual = work("a", decodes=[stalled._replace(first=NOW - 3.5 * pace, due=NOW)])
+    v = view(punctual, b, step_tokens=2000)
+    decision = by_slack(margin=0.0)(v, DeadlineMemo("b", NOW))
+    assert job_seconds(v, decision) == pytest.approx(0.5 * pace - STEP, abs=2 * COSTS.per_token)
+
+
+def test_a_stream_behind_its_pace_ends_in_time_beside_a_long_prompt() -> None:
+    """Jobs follow one another until its last token."""
+    now, context = NOW, 3000
+    stream = decode(-1.0, pace=0.5, generated=4, outputs=5, last=NOW - 0.1)
+    assert stream.first is not None
+    end = stream.first + stream.pace * (stream.generated + stream.outputs - 1)
+    memo: object = None
+    while stream.outputs:
+        b = work("b", prompts=[prompt(1, context, due=NOW - now + 50.0)])
+        v = view(work("a", decodes=[stream]), b, now=now, step_tokens=2000)
+        decision = by_slack(margin=0.0)(v, memo)
+        memo = decision.memo
+        now += job_seconds(v, decision)
+        if decision.model == "a":
+            stream = stream._replace(
+                outputs=stream.outputs - 1, generated=stream.generated + 1, last=now
+            )
+        else:
+            assert decision.prompt_tokens is not None
+            context -= decision.prompt_tokens
+    assert now <= end + ROUNDING
+    assert context < 3000 - 500, "and most of the time went to the prompt"
+
+
 def test_of_prompts_that_are_too_many_some_are_kept_whole() -> None:
     """Each takes 0.22 s, and all are due in 0.5 s: two can be kept, and the others wait for them
     rather than all four being late together."""
