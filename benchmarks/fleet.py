@@ -1,4 +1,4 @@
-"""How much of real traces one memory budget serves: `static`, `swap`, `recompute`, `balloon`.
+"""How much of real traces one budget serves: `static`, `swap`, `lru`, `recompute`, `balloon`.
 
 Eight models, a paced link. Cases: 300 s of LMSYS Chatbot Arena (22 models folded onto the eight by
 popularity; lengths scaled, as printed) as a whole and in windows of 60 s; arrivals of an image
@@ -8,10 +8,10 @@ least 700, of the same arrivals, so that one of these can miss in several. A cur
 of requests that keep both service levels over rates (factors on the trace's); rates at 99, 95 and
 90 % are read from it.
 
-Every preset may use either order of compute, `round-robin` or `deadline`, and its better one
-counts; the table shows both. The budget is 40 % of all weights + peak KV (eight of the longest
-requests of every model); `ceiling` is `balloon` with memory for everything; `bound`, on whole
-traces, is what orders make of that which know the future (`benchmarks.clairvoyant`).
+Every preset may use either order of compute, `round-robin` or `deadline`: its better one counts,
+and all are compared under `deadline` as well. The budget is 40 % of all weights + peak KV (eight of
+the longest requests of every model); `ceiling` is `balloon` with memory for everything; `bound`, on
+whole traces, is what orders make of that which know the future (`benchmarks.clairvoyant`).
 
 Service levels: TTFT 5x and TPOT 2x the P95 that each model has with memory for everything and in
 turns, at 0.35 times the Arena's rate, in the world in which they are judged: in virtual time for
@@ -19,7 +19,7 @@ virtual runs, on this machine for live ones (docs/decisions/005-service-levels-o
 The policies are told these levels. Requests ask for as many tokens as they will get, which the
 order by deadline makes use of.
 
-Live: two of the windows, `swap` and `balloon` in turns, each in the order that is better for it
+Live: two of the windows, `lru` and `balloon` in turns, each in the order that is better for it
 there in virtual time with the live run's levels. Each climbs from half of its virtual rate until it
 misses the target, or descends from there until it meets it.
 """
@@ -70,7 +70,7 @@ SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0)
 LOW_LOAD = 0.35
 TURNS = "balloon+round-robin"
 """The preset that service levels come from: no order that knows of levels."""
-COMPARED_PRESETS = ("static", "swap", "recompute", "balloon")
+COMPARED_PRESETS = ("static", "swap", "lru", "recompute", "balloon")
 COMPARED = defaults(*(f"{p}+{o}" for p in COMPARED_PRESETS for o in TURNS_AND_DEADLINES))
 ROWS = tuple(COMPARED.rows)
 CEILING = tuple(f"ceiling+{o}" for o in TURNS_AND_DEADLINES)
@@ -79,21 +79,23 @@ WINDOW = 60.0
 LEAST_REQUESTS = 700
 """Of a case, over its seeds, for a statement about 99 %."""
 LIVE_WINDOWS = 1, 3
-LIVE_PRESETS = ("swap", "balloon")
+LIVE_PRESETS = ("lru", "balloon")
 OTHERS = {
     "images": "gentd26_lora_requests_20241115-20241201.csv.gz",
     "agents": "claudecode_agentic_open.jsonl.gz",
 }
 """Other traces, beside the first, by case: arrivals with tokens that are made up, and sessions."""
 GOALS = {
-    "ceiling_over_swap.mean": 1.5,
-    "ceiling_over_swap.worst": 1.1,
-    "balloon_over_swap.mean": 1.3,
-    "balloon_over_swap.worst": 1.0,
-    "balloon_over_static.mean": 2.0,
+    "balloon_over_lru.mean": 1.3,
+    "balloon_over_lru.worst": 1.0,
+    "balloon_over_recompute.mean": 1.0,
+    "balloon_over_recompute.worst": 1.0,
     "of_bound": 0.8,
-    "live.balloon_over_swap": 1.2,
+    "live.balloon_over_lru": 1.2,
 }
+"""Of rates at `TARGET`, over whole traces, each preset in its better order."""
+EQUAL = "deadline"
+"""The order in which all presets are compared as well."""
 
 
 @dataclass(frozen=True)
@@ -236,20 +238,23 @@ def rows_of(preset: str) -> tuple[str, ...]:
     return tuple(f"{preset}+{order}" for order in TURNS_AND_DEADLINES)
 
 
-def summary(curves: Mapping[str, Mapping[str, Curve]], target: float) -> dict[str, Ratios]:
-    """Ratios at one target, each preset in its better order."""
-    rates = {p: rates_of(curves, rows_of(p), target) for p in (*COMPARED_PRESETS, "ceiling")}
+def summary(
+    curves: Mapping[str, Mapping[str, Curve]],
+    target: float,
+    rows: Callable[[str], tuple[str, ...]] = rows_of,
+) -> dict[str, Ratios]:
+    """Ratios at one target, each preset in the better one of its `rows`."""
+    rates = {p: rates_of(curves, rows(p), target) for p in (*COMPARED_PRESETS, "ceiling")}
     bound = rates_of(curves, ("bound",), target)
-    return {
-        "ceiling_over_swap": ratios(rates["ceiling"], rates["swap"]),
-        **{
-            f"balloon_over_{p}": ratios(rates["balloon"], rates[p])
-            for p in COMPARED_PRESETS
-            if p != "balloon"
-        },
-        "of_bound": ratios({case: rates["balloon"][case] for case in bound}, bound),
-        "ceiling_of_bound": ratios({case: rates["ceiling"][case] for case in bound}, bound),
-    }
+    found = {f"balloon_over_{p}": ratios(rates["balloon"], rates[p]) for p in rates}
+    del found["balloon_over_balloon"]
+    found["of_bound"] = ratios({case: rates["balloon"][case] for case in bound}, bound)
+    return found
+
+
+def equal_rows(preset: str) -> tuple[str, ...]:
+    """Of the order in which all presets are compared."""
+    return (f"{preset}+{EQUAL}",)
 
 
 # -- live -----------------------------------------------------------------------------------------
@@ -323,7 +328,7 @@ def live_windows(setting: Setting, windows: Sequence[Case], console: Console) ->
         world: {p: {case: c.rate_at(TARGET) for case, c in of.items()} for p, of in by.items()}
         for world, by in curves.items()
     }
-    over = {world: ratios(of["balloon"], of["swap"]) for world, of in rates.items()}
+    over = {world: ratios(of["balloon"], of["lru"]) for world, of in rates.items()}
     errors = [
         _apart(rate, rates["live"][preset][case])
         for preset, of in rates["virtual"].items()
@@ -338,9 +343,9 @@ def live_windows(setting: Setting, windows: Sequence[Case], console: Console) ->
             world: {p: _plain({case: c.attained for case, c in of.items()}) for p, of in by.items()}
             for world, by in curves.items()
         },
-        "balloon_over_swap": over["live"].mean,
-        "balloon_over_swap_by_case": over["live"].to_json(),
-        "virtual_balloon_over_swap": over["virtual"].mean,
+        "balloon_over_lru": over["live"].mean,
+        "balloon_over_lru_by_case": over["live"].to_json(),
+        "virtual_balloon_over_lru": over["virtual"].to_json(),
         "virtual_error_max": max(known, default=None),
         "virtual_within_15_percent": verdict(
             max(known) if known and len(known) == len(errors) else None, at_most=0.15
@@ -429,20 +434,25 @@ def main() -> None:
             windows = [case for case in found if case.window]
             live = live_windows(setting, [windows[i] for i in LIVE_WINDOWS], console)
         swept = sweeps(world, found[0]) if args.sweeps else {}
-    outcome = {f"{target:g}": summary(curves, target) for target in TARGETS} if curves else {}
-    at_target = {name: r.to_json() for name, r in outcome.get(f"{TARGET:g}", {}).items()}
-    bound = at_target.pop("of_bound", {})
+    wholes = [case.name for case in found if not case.window] or [case.name for case in found]
+    traces = {row: _only(by_case, wholes) for row, by_case in curves.items()}
+    outcome = {
+        order: {f"{target:g}": summary(traces, target, rows) for target in TARGETS}
+        for order, rows in (("better", rows_of), (EQUAL, equal_rows))
+        if traces
+    }
+    at_target = outcome["better"][f"{TARGET:g}"] if outcome else {}
     figures = {
-        **{f"{name}.{key}": of[key] for name, of in at_target.items() for key in ("mean", "worst")},
-        "of_bound": bound.get("mean"),
-        "live.balloon_over_swap": live["balloon_over_swap"] if live else None,
+        **{
+            f"{n}.{key}": getattr(r, key) for n, r in at_target.items() for key in ("mean", "worst")
+        },
+        "of_bound": at_target["of_bound"].mean if at_target else None,
+        "live.balloon_over_lru": live["balloon_over_lru"] if live else None,
     }
     result: dict[str, Any] = {
         "requests": {case.name: case.n_requests for case in found},
         "workloads": {case.name: case.workloads[0].describe() for case in found},
-        **at_target,
-        "of_bound": bound.get("mean"),
-        "of_bound_by_case": bound.get("by_case"),
+        "tokens": "arena, agents: recorded; images: made up, as its trace has arrivals alone",
         "goals": {
             name: verdict(_number(figures.get(name)), at_least=goal) for name, goal in GOALS.items()
         },
@@ -454,7 +464,8 @@ def main() -> None:
             for target in TARGETS
         },
         "ratios": {
-            target: {name: r.to_json() for name, r in of.items()} for target, of in outcome.items()
+            order: {t: {n: r.to_json() for n, r in of.items()} for t, of in by_target.items()}
+            for order, by_target in outcome.items()
         },
         "attained": {
             row: _plain({case: c.attained for case, c in by_case.items()})
@@ -489,13 +500,28 @@ def tables(result: Mapping[str, Any]) -> Group:
     live = result["live"]["max_rate"]["live"] if result["live"] else {}
     for preset, by_case in live.items():
         rates.add_row(f"live {preset}", *_cells(by_case, names))
-    of_rates = _plain_table("", *names, title="ratios of these, each preset in its better order")
-    for name, of in result["ratios"].get(f"{TARGET:g}", {}).items():
-        of_rates.add_row(name, *_cells(of["by_case"], names))
+    of_rates = [_ratio_table(order, of) for order, of in result["ratios"].items()]
     goals = _plain_table("", "at least", "", title="goals")
     for name, goal in GOALS.items():
         goals.add_row(name, f"{goal:g}", result["goals"][name])
-    return Group(rates, of_rates, goals)
+    return Group(rates, *of_rates, goals)
+
+
+def _ratio_table(order: str, by_target: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Ratios by trace and target; where a side lies at an edge of the grid, the bound in words."""
+    title = "each preset in its better order" if order == "better" else f"all under {order}"
+    some = next(iter(by_target.values()))["balloon_over_lru"]
+    names = [*some["by_case"], *some["edges"]]
+    table = _plain_table("", "target", *names, title=f"ratios of rates, {title}")
+    for name in next(iter(by_target.values())):
+        for target, of in by_target.items():
+            cells = {**{c: f"{r:.2f}" for c, r in of[name]["by_case"].items()}, **of[name]["edges"]}
+            table.add_row(name, target, *(cells.get(case, "-") for case in names))
+    return table
+
+
+def _only(by_case: Mapping[str, Curve], names: Sequence[str]) -> dict[str, Curve]:
+    return {case: c for case, c in by_case.items() if case in names}
 
 
 def _plain_table(*columns: str, title: str) -> Table:

@@ -56,43 +56,52 @@ class Ratios:
     """Of rates, case by case."""
 
     by_case: Mapping[str, float]
-    at_least: tuple[str, ...]
-    """Cases in which the other missed the target at the lowest rate already, so that the ratio to
-    that rate is a lower bound."""
-    neither: tuple[str, ...]
-    """Cases in which both did, so that there is no ratio."""
+    """Cases in which both rates lie within the grid."""
+    edges: Mapping[str, str]
+    """The others, as they are printed: a side misses the target at the lowest rate already, or
+    meets it at the highest, so that there is a bound at most."""
+    lost: bool
+    """Whether there is an edge at which only the first side misses the target."""
 
     @property
     def mean(self) -> float | None:
-        """Geometric, over cases."""
-        if not self.by_case:
-            return None
-        if not all(self.by_case.values()):
-            return 0.0
-        return statistics.geometric_mean(self.by_case.values())
+        """Geometric, over the cases within the grid."""
+        return statistics.geometric_mean(self.by_case.values()) if self.by_case else None
 
     @property
     def worst(self) -> float | None:
-        return min(self.by_case.values(), default=None)
+        """0 if the first side alone misses the target at the lowest rate in some case."""
+        return 0.0 if self.lost else min(self.by_case.values(), default=None)
 
     def to_json(self) -> dict[str, object]:
         return {
             "mean": self.mean,
             "worst": self.worst,
             "by_case": dict(self.by_case),
-            "at_least": list(self.at_least),
-            "neither": list(self.neither),
+            "edges": dict(self.edges),
         }
 
 
-def ratios(of: Mapping[str, float], over: Mapping[str, float], lowest: float = RATES[0]) -> Ratios:
-    """`of` over `over`, both rates by case. A rate of 0 above another is a ratio of 0."""
-    by_case, at_least, neither = {}, [], []
+def ratios(
+    of: Mapping[str, float],
+    over: Mapping[str, float],
+    lowest: float = RATES[0],
+    highest: float = RATES[-1],
+) -> Ratios:
+    """`of` over `over`, both rates by case, 0 where the target is missed at the lowest rate."""
+    by_case: dict[str, float] = {}
+    edges: dict[str, str] = {}
     for case, rate in of.items():
-        if not rate and not over[case]:
-            neither.append(case)
-            continue
-        if not over[case]:
-            at_least.append(case)
-        by_case[case] = rate / (over[case] or lowest)
-    return Ratios(by_case, tuple(at_least), tuple(neither))
+        other = over[case]
+        inside = [0 < r < highest for r in (rate, other)]
+        if all(inside):
+            by_case[case] = rate / other
+        elif not rate and not other:
+            edges[case] = "both missed at the lowest rate"
+        elif not any(inside) and rate and other:
+            edges[case] = "both met at the highest rate"
+        else:
+            above = rate > other
+            bound = (rate or lowest) / (other or lowest)
+            edges[case] = f"{'at least' if above else 'at most'} {bound:.2f}"
+    return Ratios(by_case, edges, any(over[case] and not rate for case, rate in of.items()))

@@ -15,6 +15,7 @@ from benchmarks.fleet import (
     TARGET,
     Climb,
     brought_to,
+    equal_rows,
     folded,
     rows_of,
     summary,
@@ -59,12 +60,21 @@ def test_a_climb_finds_what_a_whole_curve_would(highest: float, expected: float)
 
 
 def test_ratios_say_what_they_are_bounds_of() -> None:
-    found = ratios({"a": 2.0, "b": 1.0, "c": 0.0}, {"a": 1.0, "b": 0.0, "c": 0.0}, lowest=0.25)
-    assert found.by_case == {"a": 2.0, "b": 4.0}
-    assert (found.at_least, found.neither) == (("b",), ("c",))
-    assert found.mean == pytest.approx(8**0.5)
-    assert found.worst == 2.0
-    assert ratios({"a": 0.0, "b": 3.0}, {"a": 1.0, "b": 1.0}).mean == 0.0
+    """No bound is averaged, and one against the first side is not hidden."""
+    of = {"a": 2.0, "b": 1.0, "c": 0.0, "d": 8.0, "e": 1.5}
+    over = {"a": 1.0, "b": 0.0, "c": 0.0, "d": 8.0, "e": 3.0}
+    found = ratios(of, over, lowest=0.25, highest=8.0)
+    assert found.by_case == {"a": 2.0, "e": 0.5}
+    assert found.edges == {
+        "b": "at least 4.00",
+        "c": "both missed at the lowest rate",
+        "d": "both met at the highest rate",
+    }
+    assert found.mean == pytest.approx(1.0)
+    assert found.worst == 0.5
+    lost = ratios({"a": 0.0, "b": 3.0}, {"a": 1.0, "b": 1.0})
+    assert lost.mean == pytest.approx(3.0)
+    assert (lost.worst, lost.edges) == (0.0, {"a": "at most 0.25"})
     assert ratios({"a": 0.0}, {"a": 0.0}).mean is None
 
 
@@ -78,6 +88,8 @@ def test_every_preset_has_both_orders_and_its_better_one_counts() -> None:
         curves = {row: {"a": fast if row == better else slow} for row in rows}
         found = summary(curves, 0.99)["balloon_over_swap"]
         assert found.mean == pytest.approx(slow.rate_at(0.99) / fast.rate_at(0.99))
+        equal = summary(curves, 0.99, equal_rows)["balloon_over_swap"]
+        assert equal.mean == (found.mean if better == "swap+deadline" else pytest.approx(1.0))
 
 
 def requests(n: int) -> Workload:
