@@ -116,4 +116,5 @@ class RequestRouter(DeviceObserver):
 def _replica(d: RemoteDevice, submission: Submission) -> Replica:
     """Return the state of a device that the fleet policy sees for a request."""
     held, resident = d.held_tokens(submission), d.has_weights(submission.model)
-    return Replica(d.name, len(d.requests), held, resident, d.fleet.device.role)
+    prompt = len(submission.prompt)
+    return Replica(d.name, len(d.requests), held, resident, d.fleet.device.role, prompt)

@@ -38,7 +38,8 @@ def role_of(device: SimDevice) -> Role:
 def replica_of(name: str, device: SimDevice, submission: Submission) -> Replica:
     """Describe a device as a replica for a request, as of the device's clock."""
     held, resident = device.held_tokens(submission), device.has_weights(submission.model)
-    return Replica(name, device.open_requests, held, resident, role_of(device))
+    prompt = len(submission.prompt)
+    return Replica(name, device.open_requests, held, resident, role_of(device), prompt)
 
 
 def check_roles(roles: Mapping[str, Role], moving: bool) -> None:

@@ -127,6 +127,23 @@ def test_arrivals_of_one_moment_go_to_different_replicas(together: int, ahead: i
     assert all(d.open_requests == 0 for d in devices.values())
 
 
+def test_what_all_prompts_begin_with_does_not_gather_them_on_one_replica() -> None:
+    names, settings = ["d0", "d1", "d2"], fleet("balloon", SPECS, 400)
+    devices = {name: device(settings, ["a"], lambda at, o: None) for name in names}
+    common = tuple(range(1, 33))
+    arrivals = [
+        replace(s, prompt=(*common, *(1 + (7 * n + k) % 400 for k in range(200))), arrival=n // 9)
+        for n, s in enumerate(submissions(["a"], 45, seed=7))
+    ]
+    sent: dict[float, Counter[str]] = {}
+
+    def note(submission: Submission, chosen: str) -> None:
+        sent.setdefault(submission.arrival, Counter())[chosen] += 1
+
+    simulate_devices(controller(devices, FleetBook({"a": names})), arrivals, sent=note)
+    assert all(sorted(counts.values()) == [3, 3, 3] for counts in sent.values())
+
+
 def run(outputs: list[tuple[float, str, Output]]) -> None:
     settings = fleet("balloon", SPECS, 60)
 

@@ -13,6 +13,9 @@ from ballast.core.settings import Role
 SLACK = 4
 """Open requests that a device may have beyond the least busy one and still get a request for its
 cached prefix."""
+WORTH = 0.5
+"""Share of a prompt that a cached prefix has to cover for it to outweigh open requests. What all
+prompts of a model begin with is no reason to crowd them on the devices that had the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,13 @@ class Replica:
     resident: bool = True
     """Whether the model's weights are there, as far as is known."""
     role: Role = Role.BOTH
+    prompt_tokens: int = 0
+    """Tokens of the request's prompt; 0: unknown."""
+
+    @property
+    def worth(self) -> int:
+        """Cached tokens, if they are enough of the prompt; else 0."""
+        return self.cached_tokens if self.cached_tokens >= WORTH * self.prompt_tokens else 0
 
 
 def for_prefill(replicas: Sequence[Replica]) -> Sequence[Replica]:
@@ -48,9 +58,10 @@ def near(replicas: Sequence[Replica]) -> Sequence[Replica]:
 
 
 def held_prefix(replicas: Sequence[Replica]) -> str:
-    """Return the device with the most cached tokens of the prompt, of those about as busy as the
-    least busy.
+    """Return the device with the most cached tokens of the prompt, if these are `WORTH` of it, of
+    those about as busy as the least busy.
 
-    Of equals, the one with the fewest open requests; of these the first.
+    Of equals, the one with the fewest open requests; of these the one with the most cached tokens,
+    and then the first.
     """
-    return min(near(replicas), key=lambda r: (-r.cached_tokens, r.open_requests)).device
+    return min(near(replicas), key=lambda r: (-r.worth, r.open_requests, -r.cached_tokens)).device

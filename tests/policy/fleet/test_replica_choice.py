@@ -18,6 +18,15 @@ def test_but_not_to_a_busy_device() -> None:
     assert held_prefix([Replica("x", 0), Replica("y", SLACK + 1, 128)]) == "x"
 
 
+def test_a_prefix_that_is_little_of_the_prompt_attracts_only_of_equals() -> None:
+    """As the system prompt that all of a model's requests begin with."""
+    idle, holds = Replica("x", 0, prompt_tokens=12_000), Replica("y", 1, 512, prompt_tokens=12_000)
+    assert held_prefix([idle, holds]) == "x"
+    assert held_prefix([idle, replace(holds, open_requests=0)]) == "y"
+    assert held_prefix([idle, replace(holds, cached_tokens=6_000)]) == "y"
+    assert held_prefix([replace(idle, prompt_tokens=600), replace(holds, prompt_tokens=600)]) == "y"
+
+
 def test_without_prefixes_the_fewest_open_requests() -> None:
     assert held_prefix([Replica("x", 3), Replica("y", 1), Replica("z", 1)]) == "y"
 
