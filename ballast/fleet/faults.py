@@ -54,6 +54,8 @@ def fault_of(
     if kind == "extra_forbidden":
         word, known = str(parts[-1]), _known_keys(root, parts[:-1])
         meant = pointer(word)
+        if meant is not None and (own := meant.strip("`").rpartition(".")[2]) in known:
+            meant = f"`{own}`"  # here, wherever else it is as well
         hint = unknown(word, known) if meant is None else f"what it sets is {meant}"
         return ConfigError(key, None, f"there is no such key; {hint}")
     if kind == "missing":

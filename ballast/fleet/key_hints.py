@@ -36,6 +36,9 @@ KEYS = {
     "model_path": "models[i].path",
     "checkpoint": "models[i].path",
     "keep_loaded": "models[i].pinned",
+    "keep_alive": "models[i].ttl",
+    "idle_timeout": "models[i].ttl",
+    "unload_after": "models[i].ttl",
     "gpu_memory_utilization": _BUDGET,
     "mem_fraction_static": _BUDGET,
     "kv_cache_memory_bytes": _BUDGET,
@@ -67,18 +70,24 @@ def place_of(word: str) -> str | None:
     name = word.strip().lower().replace("-", "_")
     if name in OTHERS:
         return OTHERS[name]
-    found = [KEYS[name]] if name in KEYS else _paths().get(name, [])
+    found = [KEYS[name]] if name in KEYS else _paths().get(_singular(name), [])
     return f"`{found[0]}`" if len(found) == 1 else None
 
 
 @functools.cache
 def _paths() -> dict[str, list[str]]:
-    """Each key of the fleet file, with where it stands; `defaults` repeat what models have."""
+    """Each key of the fleet file in the singular, with the places where it stands, in either
+    number; `defaults` repeat what models have."""
     found: dict[str, list[str]] = {}
     for path in paths_of(FleetKeys):
         if not path.startswith("defaults."):
-            found.setdefault(path.rpartition(".")[2], []).append(path)
+            found.setdefault(_singular(path.rpartition(".")[2]), []).append(path)
     return found
+
+
+def _singular(name: str) -> str:
+    """Return a key without its plural's ending: who writes `device` may mean `devices`."""
+    return name.removesuffix("s")
 
 
 def paths_of(form: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -34,6 +34,8 @@ from ballast.server.service import Service
 _LONGEST_WORD = 40
 """Most characters of a path's last word that are compared with routes: a longer word is no typing
 error."""
+_PREFIX = "/v1"
+"""What clients' base addresses end with, and what is often forgotten there, or given twice."""
 
 
 def create_app(service: Service, admin: AdminService) -> Gate:
@@ -77,11 +79,18 @@ def _add_reading(app: FastAPI, service: Service) -> None:
 
 
 def _near(app: FastAPI, request: Request) -> str:
-    """Suggest the last word of a route's path where that of the request's path is almost the same;
-    else an empty text."""
-    ends = {route.path.rpartition("/")[2] for route in app.routes if isinstance(route, Route)}
-    last = request.url.path.rpartition("/")[2][:_LONGEST_WORD]
-    close = difflib.get_close_matches(last, [end for end in sorted(ends) if "{" not in end], n=1)
+    """Suggest the route whose path the request's ends with, without `/v1` or after something else;
+    or the last word of a route's path where that of the request's is almost the same; else an empty
+    text."""
+    routes = {route.path for route in app.routes if isinstance(route, Route)}
+    paths = sorted(path for path in routes if "{" not in path and path != "/")
+    asked = request.url.path.rstrip("/")
+    within = [path for path in paths if asked.endswith(path.removeprefix(_PREFIX))]
+    if within and asked not in paths:
+        return f"; did you mean {max(within, key=len)!r}?"
+    last = asked.rpartition("/")[2][:_LONGEST_WORD]
+    ends = sorted({path.rpartition("/")[2] for path in paths})
+    close = difflib.get_close_matches(last, ends, n=1)
     return f"; did you mean {close[0]!r}?" if close and close[0] != last else ""
 
 

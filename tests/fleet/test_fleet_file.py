@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -271,6 +272,43 @@ def test_keys_of_other_servers_lead_to_keys_that_there_are() -> None:
     assert not ours & {*KEYS, *OTHERS}
     assert place_of("threads") == "`devices[i].threads`"
     assert place_of("bandwith") is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("name: a", "name: a, device: cuda:0", "did you mean 'devices'"),
+        ("models:", "device: {budget: 1GB}\nmodels:", "did you mean 'devices'"),
+        ("models:", "link: {}\nmodels:", "`links`"),
+        ("name: a", "name: a, keep_alive: 5m", "`ttl`"),
+        ("name: a", "name: a, keep-alive: 5m", "`ttl`"),
+        ("models:", "keep_alive: 300\nmodels:", "`models[i].ttl`"),
+        ("models:", "defaults: {keep_alive: 300}\nmodels:", "`ttl`"),
+        ("name: a", "name: a, alias: b", "did you mean 'aliases'"),
+        ("name: a", "name: a, thread: 2", "`devices[i].threads`"),
+        ("budget: 64MiB", "budget: 64MiB, lane: 2", "`lanes`"),
+        ("name: a", "name: a, torch_dtype: float32", "`dtype`"),
+    ],
+)
+def test_hints_point_to_the_nearest_key_that_there_is(
+    home: Path, old: str, new: str, says: str
+) -> None:
+    assert old in MINIMAL
+    allowed = fault(home, MINIMAL.replace(old, new, 1)).allowed
+    assert allowed.startswith("there is no such key; ")
+    assert says in allowed
+    assert "links[i].device" not in allowed
+
+
+def test_places_that_messages_name_are_in_the_fleet_file() -> None:
+    known = set(paths_of(FleetKeys))
+    named = re.compile(r"\b(?:models|devices|links|keys)\[i\](?:\.[a-z_]+)+")
+    found = 0
+    for file in (Path(__file__).parents[2] / "ballast").rglob("*.py"):
+        for path in named.findall(file.read_text()):
+            assert {path, f"server.{path}"} & known, f"{file}: {path}"
+            found += 1
+    assert found
 
 
 def test_names_are_unique(home: Path) -> None:

@@ -302,6 +302,29 @@ def test_a_path_that_is_almost_one(echo: ServerProcess) -> None:
     assert "mean" not in echo.http.get("/v1/zzz").json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/openai/v1/chat/completions", "/v1/chat/completions"),
+        ("/completions", "/v1/completions"),
+        ("/v2/embeddings", "/v1/embeddings"),
+        ("/messages", "/v1/messages"),
+        ("/responses", "/v1/responses"),
+        ("/models", "/v1/models"),
+        ("/v1/health", "/health"),
+        ("/api/metrics", "/metrics"),
+    ],
+)
+def test_a_path_under_another_address_leads_to_the_right_one(
+    echo: ServerProcess, asked: str, meant: str
+) -> None:
+    for response in (echo.http.post(asked, json={"model": MODEL}), echo.http.get(asked)):
+        assert response.status_code == 404
+        assert response.json()["error"]["message"].endswith(f"; did you mean {meant!r}?")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_too_much_for_the_context(client: OpenAI, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
