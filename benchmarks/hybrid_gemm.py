@@ -38,11 +38,9 @@ DOWN = (4096, 14336)
 """N and K."""
 CANDIDATES: tuple[dict[str, int], ...] = (
     {},
-    {"ws_columns": 32},
-    {"ws_columns": 32, "ws_rows": 64, "depth": 128, "warps": 4, "os_rows": 64},
-    {"ws_columns": 32, "ws_rows": 64, "os_rows": 64, "os_columns": 64, "warps": 4, "programs": 2},
-    {"ws_columns": 128, "ws_rows": 64, "warps": 4, "os_rows": 64},
-    {"ws_columns": 32, "os_stages": 5},
+    {"ws_columns": 64},
+    {"ws_rows": 64, "depth": 128, "warps": 4, "os_rows": 64},
+    {"ws_rows": 64, "os_rows": 64, "os_columns": 64, "warps": 4, "programs": 2},
 )
 """Other tiles than those that serve, with `--tiles`."""
 

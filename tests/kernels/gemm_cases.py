@@ -110,7 +110,7 @@ def test_a_rows_product_depends_on_no_other_row(n: int, k: int, dtype: torch.dty
 @pytest.mark.parametrize("k", [72, 256] + [4096] * GPU)
 def test_every_tile_gives_the_same_bits(k: int) -> None:
     x, w = operands(140, 300, k, torch.bfloat16)
-    found = [invariant_gemm(x, w, tile) for tile in TILES]
+    found = [invariant_gemm(x, w, tile) for _, tile in TILES]
     for other in found[1:]:
         assert torch.equal(other, found[0])
     # As a hybrid GEMM does, wherever its weights lie.
@@ -118,7 +118,9 @@ def test_every_tile_gives_the_same_bits(k: int) -> None:
 
 
 def test_tiles_fill_the_device_and_are_one_where_instructions_differ() -> None:
-    assert tile_of(4096, 4096, 132, 9) == TILES[0]
-    assert tile_of(1, 28672, 132, 9).rows == 64
-    assert tile_of(1, 4096, 132, 9) == TILES[-1]
-    assert tile_of(1, 4096, 132, 10) == tile_of(5000, 28672, 132, 10)
+    assert tile_of(4096, 4096, 132, (9, 0)) == TILES[0][1]
+    assert tile_of(256, 6144, 132, (9, 0)) == TILES[1][1]
+    assert tile_of(1, 28672, 132, (9, 0)) == TILES[2][1]
+    assert tile_of(1, 6144, 132, (9, 0)) == TILES[3][1]
+    assert tile_of(1, 4096, 132, (9, 0)) == TILES[-1][1]
+    assert tile_of(1, 4096, 132, (10, 0)) == tile_of(5000, 28672, 132, (10, 0))

@@ -35,16 +35,18 @@ class Tile:
 
 
 TILES = (
-    Tile(128, 128, 64, 4, 8),
-    Tile(64, 64, 64, 5, 4),
-    Tile(64, 32, 128, 4, 4),
+    (1.4, Tile(128, 128, 64, 3, 8)),
+    (0.7, Tile(128, 128, 64, 4, 8)),
+    (1.4, Tile(64, 64, 64, 5, 4)),
+    (0.7, Tile(64, 64, 128, 6, 4)),
+    (0.0, Tile(64, 32, 128, 7, 4)),
 )
-"""The first of which there are enough for `BUSY` of the multiprocessors is taken, else the last."""
-BUSY = 0.7
-ONE_CHAIN = (8, 9)
-"""Major compute capabilities on which all of `TILES` take the same matrix instructions. Elsewhere
-`COMMON` serves all numbers of rows."""
-COMMON = TILES[1]
+"""The first of which there are at least so many per multiprocessor is taken: the best for an 8B
+model's matrices on an H200 (`benchmarks/gpu_invariant.py --tiles`)."""
+ONE_CHAIN = ((8, 0), (9, 0))
+"""Compute capabilities on which all of `TILES` fit into shared memory and take the same matrix
+instructions. Elsewhere `COMMON` serves all numbers of rows."""
+COMMON = Tile(64, 64, 64, 4, 4)
 
 
 def invariant_gemm(x: Tensor, matrix: Tensor, tile: Tile | None = None) -> Tensor:
@@ -79,20 +81,21 @@ def invariant_gemm(x: Tensor, matrix: Tensor, tile: Tile | None = None) -> Tenso
     return out
 
 
-def tile_of(m: int, n: int, multiprocessors: int, capability: int) -> Tile:
+def tile_of(m: int, n: int, multiprocessors: int, capability: tuple[int, int]) -> Tile:
     """Choose the tile of a product of m rows and n columns on a GPU."""
     if capability not in ONE_CHAIN:
         return COMMON
-    fitting = (t for t in TILES if t.rows == 64 or m > 64)
-    enough = (
-        t for t in fitting if triton.cdiv(m, t.rows) * triton.cdiv(n, t.columns) >= multiprocessors
-    )
-    return next(enough, TILES[-1])
+    for least, tile in TILES:
+        tiles = triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns)
+        if (tile.rows == 64 or m > 64) and tiles >= least * multiprocessors:
+            return tile
+    return COMMON
 
 
 @functools.cache
-def _capability(device: torch.device) -> int:
-    """Major compute capability; of a CPU, where the interpreter runs, that of all tiles."""
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; of a CPU, where the interpreter runs, that of all tiles."""
     if device.type != "cuda":
         return ONE_CHAIN[-1]
-    return int(torch.cuda.get_device_properties(device).major)
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor

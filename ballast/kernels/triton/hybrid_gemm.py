@@ -29,7 +29,7 @@ class HybridTiles:
     os_rows: int = 128
     os_columns: int = 128
     ws_rows: int = 128
-    ws_columns: int = 64
+    ws_columns: int = 32
     depth: int = 64
     os_stages: int = 3
     ws_stages: int = 2

@@ -41,8 +41,8 @@ def test_all_tiles_take_the_same_kind_of_matrix_instruction(capability: int, kin
     from ballast.kernels.triton.gemm import ONE_CHAIN, TILES
     from ballast.kernels.triton.gemm_code import gemm_code
 
-    assert capability // 10 in ONE_CHAIN
-    for t in TILES:
+    assert divmod(capability, 10) in ONE_CHAIN
+    for _, t in TILES:
         sizes = {"M": t.rows, "N": t.columns, "K": t.depth, "STAGES": t.stages}
         ptx = _ptx(gemm_code, sizes, capability, t.warps, 227 if capability == 90 else 163)
         found = [(match[0].split(".")[0], match[1]) for match in INSTRUCTION.finditer(ptx)]
