@@ -26,6 +26,7 @@ clock.
 - `report`: `DeviceReport`: what a device reports for routing, metrics and display.
 - `request`: Sampling parameters, submissions, and the life of a request inside an engine.
 - `rotation`: Which layers of a model share slots, so that the others' memory is free (MIRAGE, 5.4).
+- `sampling_defaults`: Sampling parameters of requests that name none.
 - `settings`: Frozen settings of a fleet, its devices, models and server.
 - `spacing`: Layers evenly spaced on a circle (MIRAGE, 5.4).
 - `story`: The recorded events and decisions of a device, in order, with their times.

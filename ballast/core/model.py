@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.settings import Slo
 from ballast.core.units import ceil_div
 
@@ -72,6 +73,10 @@ class ModelSpec:
     """Hex digest of each segment's layout and bytes: segments with equal digests, in one model or
     in several, share memory. Empty: no segment is shared."""
     eos_token_ids: tuple[int, ...] = ()
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """Values for what requests leave open, of the fleet file and else of the checkpoint."""
+    generates: bool = True
+    """Whether it has a head to generate with: some embedding models come without one."""
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
     share: float = 1.0

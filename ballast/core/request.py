@@ -72,8 +72,8 @@ class Submission:
     max_tokens: int
     """Bound of the output; 0: the request ends when its prompt has been computed."""
     open_ended: bool = False
-    """Whether the client gave no `max_tokens`: it is then the rest of the context, lowered to what
-    memory can hold."""
+    """Whether the client gave no `max_tokens`: it is then a default within the rest of the context,
+    lowered to what memory can hold."""
     sampling: Sampling = field(default_factory=Sampling)
     arrival: float = 0.0
     """Seconds on the device's clock; set by the inbox on receipt."""

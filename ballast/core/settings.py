@@ -13,6 +13,7 @@ from enum import StrEnum
 from ballast.core.capability import CPU, CUDA, GROUP, Capability, GpuReach, Lendable, capabilities
 from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
+from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.units import KiB, MiB, format_bytes
 
 GPU_PAGE = 2 * MiB
@@ -92,6 +93,8 @@ class ModelSettings:
     adapters: tuple[AdapterSettings, ...] = ()
     tool_parser: str = "auto"
     """Syntax of its tool calls (a name of `ballast.server.tools`); `auto`: by its template."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """Values for what requests leave open, before the checkpoint's own."""
     devices: tuple[str, ...] = ()
     """Devices that serve it, each with the whole model; empty: one is chosen by its size."""
     aliases: tuple[str, ...] = ()
@@ -333,7 +336,10 @@ class FleetSettings:
     @property
     def entries(self) -> list[ModelSettings | AdapterSettings]:
         """All models, each before its adapters."""
-        return [entry for model in self.models for entry in (model, *model.adapters)]
+        found: list[ModelSettings | AdapterSettings] = []
+        for model in self.models:
+            found += (model, *model.adapters)
+        return found
 
     @property
     def aliases(self) -> dict[str, tuple[str, ...]]:

@@ -20,6 +20,7 @@ from pydantic import (
     field_validator,
 )
 
+from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.settings import (
     GPU_PAGE,
     STORY_BYTES,
@@ -152,6 +153,23 @@ class LiveKeys(Keys):
     """Seconds without a request after which the model is evicted; None, 0: never."""
 
 
+class SamplingKeys(Keys):
+    """Values for what a request leaves open; None: the checkpoint's, else the API's default."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    max_tokens: Count | None = None
+    """Bound of the output in tokens."""
+
+    def settings(self) -> SamplingDefaults:
+        return SamplingDefaults(**self.model_dump())
+
+
 class ModelKeys(LiveKeys):
     """Keys of one model; under `defaults`, of all models."""
 
@@ -165,6 +183,7 @@ class ModelKeys(LiveKeys):
     """Tokens per second that clients are expected to ask for; 0: unknown."""
     expected_longest: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Tokens of the longest request to expect; 0: the context."""
+    sampling: SamplingKeys = SamplingKeys()
     devices: Annotated[tuple[DeviceName, ...], Field(strict=False)] = ()
     """Those that serve it; none: one, chosen by its size."""
 
@@ -231,6 +250,7 @@ class NamedModelKeys(ModelKeys):
             linear=self.linear,
             adapters=adapters,
             tool_parser=self.tool_parser,
+            sampling=self.sampling.settings(),
             devices=self.devices,
             aliases=self.aliases,
         )

@@ -56,7 +56,8 @@ def control_groups(controller: str, root: Path = ROOT) -> list[ControlGroup]:
             for mount in mounts
             if mount.version == version and (version == 2 or controller in mount.controllers)
         ]
-        found += max(seen, key=len, default=[])  # of several mounts, the one that shows the most
+        if seen:
+            found += max(seen, key=len)  # of several mounts, the one that shows the most
     return found
 
 

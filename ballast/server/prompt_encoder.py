@@ -71,12 +71,21 @@ class PromptEncoder:
         *,
         special: bool,
     ) -> list[list[int]]:
-        """Encode texts; `special`: add the tokenizer's special tokens around each. Raises
-        ContextLengthExceeded, before tokenizing where the length of the text suffices to know."""
+        """Encode texts; `special`: add the tokenizer's special tokens around each.
+
+        Raises InvalidRequest for a token without an embedding, and ContextLengthExceeded, before
+        tokenizing where the length of the text suffices to know.
+        """
         most = spec.max_model_len
 
         def encode() -> list[list[int]]:
-            return [tokenizer.encode(text, special=special, most=most) for text in texts]
+            encoded = [tokenizer.encode(text, special=special, most=most) for text in texts]
+            for ids in encoded:
+                if ids and max(ids) >= spec.vocab:
+                    [token] = tokenizer.spelled([max(ids)])
+                    why = f"the token {token!r} is beyond the embedding of {spec.name!r}"
+                    raise InvalidRequest(f"{field}: {why}, which has {spec.vocab} rows", field)
+            return encoded
 
         try:
             size = sum(map(len, texts))

@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 
 from ballast.cluster.controller import Controller
+from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.logs import write_line
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
@@ -46,6 +47,7 @@ from ballast.server.observe.request_watch import Listener, Watch
 from ballast.server.observe.tracing import Tracing, tracing
 from ballast.server.service import Service
 from ballast.server.text.chat_template import TemplateRenderer
+from ballast.server.text.template_check import check_tokenizer
 from ballast.server.text.tokenizer import Tokenizer
 from ballast.server.without_torch import forgo_torch
 
@@ -177,7 +179,7 @@ async def _start(
     await importing
     with contextlib.suppress(Unavailable):  # tried again when it is needed
         await preparing
-    tokenizers, failed = await _tokenizers(fleet, controller.devices.failed, templates)
+    tokenizers, failed = await _tokenizers(fleet, controller.devices, templates)
     controller.devices.unreadable = failed
     clock, wall = MonotonicClock(), WallClock()
     service = Service(controller, tokenizers, clock, wall, fleet.server, templates)
@@ -189,15 +191,16 @@ async def _start(
 
 
 async def _tokenizers(
-    fleet: FleetSettings, unserved: Container[str], templates: TemplateRenderer
+    fleet: FleetSettings, devices: DeviceSet, templates: TemplateRenderer
 ) -> tuple[dict[str, Tokenizer], dict[str, str]]:
     """Load the tokenizers by model (an adapter has its base's), and return the reasons for models
     without a usable one."""
-    loaded, failed = await asyncio.to_thread(_load_tokenizers, fleet, unserved)
+    loaded, failed = await asyncio.to_thread(_load_tokenizers, fleet, devices.failed)
     for model in fleet.models:
         tokenizer = loaded.get(model.name)
         if tokenizer is not None:
-            await tokenizer.try_template(templates, model.name)
+            spec = devices.specs.get(model.name)
+            await check_tokenizer(tokenizer, model.name, spec, templates)
     return loaded, failed
 
 

@@ -109,6 +109,9 @@ class Service:
         self.check_fields(request)
         context.request, context.answer_id = request, answer_id
         request.check()
+        if not spec.generates:
+            why = "has no head to generate with; it embeds texts (/v1/embeddings)"
+            raise InvalidRequest(f"the model {spec.name!r} {why}", "model")
         self._check_queue(spec)
         tokenizer = self.models.tokenizer(spec.name)
         stops = stops_of(request, spec, tokenizer)
@@ -260,7 +263,7 @@ def _submissions(
             open_ended=request.most_tokens is None or most < request.most_tokens,
             sampling=replace(sampling, choice=choice),
             priority=priority,
-            stop_token_ids=stops.tokens,
+            stop_token_ids=(*stops.tokens, *(t for t in stops.eos if t not in spec.eos_token_ids)),
             ignore_eos=bool(request.ignore_eos),
             prompt_logprobs=request.requested_logprobs if _echoes(request) else None,
         )

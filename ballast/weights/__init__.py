@@ -14,6 +14,7 @@ cannot see `kv`.
 - `default_dtype`: PyTorch's default dtype, set for one thread.
 - `event_rotor`: Load rotating layers on a GPU, ordered by CUDA events.
 - `finite`: Refuse weights that are NaN or infinite, by file, tensor and place.
+- `generation_config`: Sampling parameters that a checkpoint recommends.
 - `host`: The host tier: weights packed in sealed memory, shared by all workers.
 - `inspection`: Derive an architecture from its `transformers` module, or refuse the model.
 - `link_rotor`: Load rotating layers on a CPU device over the link, as jobs advance.

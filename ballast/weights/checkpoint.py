@@ -182,6 +182,8 @@ def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
         fingerprint=manifest.fingerprint,
         segment_digests=(),
         eos_token_ids=manifest.eos,
+        sampling=settings.sampling.over(manifest.sampling),
+        generates=manifest.generates,
         slo=settings.slo,
         priority=settings.priority,
         share=settings.share,

@@ -59,6 +59,14 @@ def config_of(values: Mapping[str, Any], *, untied: bool = False) -> Any:
     return config
 
 
+def tied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with the embedding as the output head."""
+    found = {**values, "tie_word_embeddings": True}
+    if isinstance(text := values.get("text_config"), dict):
+        found["text_config"] = {**text, "tie_word_embeddings": True}
+    return found
+
+
 def text_config(config: Any) -> Any:
     """Return the part that describes the text decoder: often the configuration itself.
 

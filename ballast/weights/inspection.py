@@ -55,7 +55,7 @@ def _inspect(config: Any, kind: str, length: int | None) -> Architecture:
         raise UnsupportedModel(f"{kind}: {reason}") from error
     check_module(module, kind)
     text = config.get_text_config()
-    positions = int(getattr(text, "max_position_embeddings", None) or 0)
+    positions = _context(text)
     if not 0 <= positions <= _MOST_POSITIONS:
         raise UnsupportedModel(f"{kind}: it cannot have a context of {positions} tokens")
     prefix, n_layers = find_layers(module, kind)
@@ -222,6 +222,25 @@ def _recipe(
     except Exception:  # noqa: BLE001 - whatever is odd about it, it is served in the general way
         return None
     return None
+
+
+def _context(text: Any) -> int:
+    """Return the most positions of a sequence; 0: the configuration bounds none.
+
+    Rotary embeddings that are scaled by YaRN or linearly reach as far as the original context times
+    the factor, whether or not `max_position_embeddings` says so. If they are scaled in some layers
+    alone, that counts as it is.
+    """
+    positions = int(getattr(text, "max_position_embeddings", None) or 0)
+    ropes = [p for p in _ropes(text) if "rope_type" in p]
+    reached = []
+    for rope in ropes:
+        factor = rope.get("factor")
+        if rope["rope_type"] not in ("yarn", "linear") or not isinstance(factor, int | float):
+            return positions
+        original = rope.get("original_max_position_embeddings") or positions
+        reached.append(int(original * factor) if factor >= 1 else positions)
+    return min(reached, default=positions)
 
 
 def _fixed_rotary_positions(text: Any, positions: int) -> int:

@@ -19,6 +19,7 @@ import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ballast.core.errors import BallastError, CheckpointError, ConfigError, UnsupportedModel, brief
+from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.settings import ModelSettings
 from ballast.isolation.limits import Limits
 from ballast.weights import packing
@@ -29,11 +30,13 @@ from ballast.weights.config import (
     config_of,
     end_tokens,
     read_config,
+    tied,
 )
 from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe
+from ballast.weights.generation_config import sampling_defaults
 from ballast.weights.inspection import inspect_model
 from ballast.weights.meta_module import linear_modules
-from ballast.weights.pooling import pools_last_token
+from ballast.weights.pooling import is_base_model, pools_last_token
 from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
 from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
@@ -71,7 +74,9 @@ class Manifest:
     dtype: str
     max_model_len: int
     eos: tuple[int, ...]
+    sampling: SamplingDefaults
     embeds: bool
+    generates: bool
     plan: dict[str, Recipe]
     """How to read each tensor of the architecture, by its first name."""
     segments: tuple[Segment, ...]
@@ -111,6 +116,13 @@ def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
     architecture = inspect_model(config, settings.max_model_len)
     length = _max_model_len(settings, architecture)
     found = recipes(architecture, stored, directory)
+    embeds = pools_last_token(directory)
+    headless = _is_headless(architecture, found)
+    if headless and (embeds or is_base_model(directory, values)):
+        # The embedding in place of a head, which no request for an embedding computes.
+        embeds, values = True, tied(values)
+        config = config_of(values)
+        architecture = inspect_model(config, length)
     untied = architecture.tied and _heads_differ(architecture, found)
     if untied:
         architecture = inspect_model(config_of(values, untied=True), length)
@@ -138,7 +150,9 @@ def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
         dtype=dtype,
         max_model_len=length,
         eos=eos,
-        embeds=pools_last_token(directory),
+        sampling=sampling_defaults(directory),
+        embeds=embeds,
+        generates=not (headless and embeds),
         plan=plan,
         segments=segments,
         fused=fused,
@@ -197,6 +211,16 @@ def _shard(
     sizes = [s.n_bytes for s in laid_out(first)]
     even = tuple(replace(s, n_bytes=n) for s, n in zip(laid_out(part), sizes, strict=True))
     return part, even
+
+
+def _is_headless(architecture: Architecture, found: Mapping[str, Recipe]) -> bool:
+    """Whether the files hold a model without its output head."""
+    if architecture.tied:
+        return False
+    base = f"{architecture.base_prefix}."
+    names = [n for tensor in architecture.segments[-1][1] for n in tensor.names]
+    head = [n for n in names if not n.startswith(base)]
+    return bool(head) and not any(n in found for n in head)
 
 
 def _heads_differ(architecture: Architecture, found: Mapping[str, Recipe]) -> bool:

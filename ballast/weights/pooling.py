@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ballast.core.errors import CheckpointError
 
+MODULES = "modules.json"
 _STEPS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 
 
@@ -17,7 +19,7 @@ def pools_last_token(directory: Path) -> bool:
     Other ways of pooling are not supported: they need the hidden states of all tokens, or
     bidirectional attention. Raises CheckpointError for files that cannot be read.
     """
-    path = directory / "modules.json"
+    path = directory / MODULES
     if not path.is_file():
         return False
     steps = _read(path)
@@ -32,6 +34,14 @@ def pools_last_token(directory: Path) -> bool:
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(str(path), None, "not what sentence-transformers writes") from error
     return chosen == ["pooling_mode_lasttoken"]
+
+
+def is_base_model(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a decoder was saved without its head (`Qwen3Model`), and nothing says how to pool:
+    then its last token, which alone has seen the whole text, is the text's embedding."""
+    classes = config.get("architectures")
+    named = isinstance(classes, list) and all(str(c).endswith("Model") for c in classes)
+    return named and bool(classes) and not (directory / MODULES).exists()
 
 
 def _read(path: Path) -> Any:

@@ -116,7 +116,9 @@ class EchoDevice:
         self.failed = {m.name: "it is broken" for m in fleet.models if "broken" in m.path}
         self.failed |= fleet.faults
         self.specs = {
-            m.name: replace(spec(m.name, m.max_model_len or 256), pinned=m.pinned)
+            m.name: replace(
+                spec(m.name, m.max_model_len or 256), pinned=m.pinned, sampling=m.sampling
+            )
             for m in fleet.models
             if m.name not in self.failed
         }

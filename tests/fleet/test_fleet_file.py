@@ -9,6 +9,7 @@ import pytest
 
 from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
+from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.settings import (
     AdapterSettings,
     FleetSettings,
@@ -639,3 +640,16 @@ def test_a_gpu_is_named_by_its_number(home: Path) -> None:
     assert fault(home, MINIMAL.replace(one, 'name: "cuda:1", budget: 64MiB') + link).key == (
         "links[0].bandwidth"
     )
+
+
+def test_sampling_is_laid_over_the_defaults_and_bounded(home: Path) -> None:
+    text = "defaults: {sampling: {temperature: 0.5, top_p: 0.9}}\n" + MINIMAL
+    named = text.replace("path: m", "path: m, sampling: {temperature: 0, max_tokens: 100}")
+    expected = SamplingDefaults(temperature=0, top_p=0.9, max_tokens=100)
+    assert load(home, named).models[0].sampling == expected
+    assert load(home, MINIMAL).models[0].sampling == SamplingDefaults()
+    for key, value in {"temperature": 3, "top_p": 0, "max_tokens": 0, "top_k": -2}.items():
+        error = fault(home, MINIMAL.replace("path: m", f"path: m, sampling: {{{key}: {value}}}"))
+        assert error.key == f"models[0].sampling.{key}"
+    error = fault(home, MINIMAL.replace("path: m", "path: m, sampling: {temprature: 1}"))
+    assert "did you mean 'temperature'" in str(error)

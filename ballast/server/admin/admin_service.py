@@ -34,6 +34,7 @@ from ballast.fleet.schema import NamedModelKeys
 from ballast.server.access.keys import warn_of_keys
 from ballast.server.http.faults import Fault
 from ballast.server.service import Service
+from ballast.server.text.template_check import check_tokenizer
 from ballast.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -272,7 +273,9 @@ class AdminService:
     async def _tokenizer(self, settings: ModelSettings) -> Tokenizer:
         """Load a model's tokenizer, and try its chat template. Raises Fault."""
         tokenizer = await asyncio.to_thread(_tokenizer, settings)
-        await tokenizer.try_template(self._service.templates, settings.name)
+        name = settings.name
+        spec = self._controller.devices.specs.get(name)
+        await check_tokenizer(tokenizer, name, spec, self._service.templates)
         return tokenizer
 
     async def _try(self, what: str, doing: Awaitable[object]) -> str | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
+from dataclasses import fields
 from typing import TypeVar
 
 from ballast.core.errors import ContextLengthExceeded, InvalidRequest
 from ballast.core.model import ModelSpec
 from ballast.core.request import Sampling
+from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.server.generate.choice import StopConditions
 from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.text.tokenizer import Tokenizer
@@ -18,13 +20,19 @@ T = TypeVar("T")
 
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of completions, as in OpenAI's API."""
+CHAT_TOKENS = 32_768
+"""Default `max_tokens` of conversations, where neither fleet file nor checkpoint has one: what a
+model that reasons may need, and less than the contexts that one which repeats itself would fill."""
+_API = SamplingDefaults(temperature=1.0)
+"""What OpenAI's API has where nothing else does."""
+_SAMPLED = tuple(f.name for f in fields(SamplingDefaults) if f.name != "max_tokens")
 COLDEST = 1e-5
 """Temperatures below it count as 0, as in vLLM: dividing logits by them would overflow."""
 
 
 def stops_of(request: GenerateRequest, spec: ModelSpec, tokenizer: Tokenizer) -> StopConditions:
     """Derive a request's stop conditions; a stop string that is a special token becomes a stop
-    token. Raises InvalidRequest."""
+    token. A conversation ends with the tokenizer's end token, too. Raises InvalidRequest."""
     strings: list[str] = []
     tokens = list(request.stop_token_ids or ())
     check_tokens(tokens, spec, "stop_token_ids")
@@ -37,25 +45,33 @@ def stops_of(request: GenerateRequest, spec: ModelSpec, tokenizer: Tokenizer) ->
     return StopConditions(
         strings=tuple(strings),
         tokens=tuple(tokens),
-        eos=() if request.ignore_eos else spec.eos_token_ids,
+        eos=() if request.ignore_eos else _end_tokens(request, spec, tokenizer),
         min_tokens=request.min_tokens or 0,
     )
 
 
+def _end_tokens(request: GenerateRequest, spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if isinstance(request, ChatRequest):
+        return tokenizer.chat_ends(spec)
+    return spec.eos_token_ids
+
+
 def sampling_of(request: GenerateRequest, spec: ModelSpec, stops: StopConditions) -> Sampling:
-    """Derive the sampling parameters of the first choice; a missing seed is drawn here. Raises
-    InvalidRequest."""
+    """Derive the sampling parameters of the first choice; what it leaves open is the model's
+    default, and a missing seed is drawn here. Raises InvalidRequest."""
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
     check_tokens(bias, spec, "logit_bias")
-    temperature = _or(request.temperature, 1.0)
+    chosen = SamplingDefaults(**{name: getattr(request, name) for name in _SAMPLED})
+    chosen = chosen.over(spec.sampling).over(_API)
+    temperature = chosen.temperature or 0.0
     return Sampling(
         temperature=temperature if temperature >= COLDEST else 0.0,
-        top_p=_or(request.top_p, 1.0),
-        top_k=max(0, request.top_k or 0),
-        min_p=request.min_p or 0.0,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        top_p=_or(chosen.top_p, 1.0),
+        top_k=max(0, chosen.top_k or 0),
+        min_p=chosen.min_p or 0.0,
+        presence_penalty=chosen.presence_penalty or 0.0,
+        frequency_penalty=chosen.frequency_penalty or 0.0,
+        repetition_penalty=_or(chosen.repetition_penalty, 1.0),
         logit_bias=tuple(sorted((token, value) for token, value in bias.items() if value)),
         banned=stops.banned,
         min_tokens=stops.min_tokens,
@@ -102,4 +118,5 @@ def most_tokens(request: GenerateRequest, spec: ModelSpec, prompt_tokens: int) -
     check_fits(spec, prompt_tokens, asked or 1, field)
     if asked is not None:
         return asked or 1
-    return min(left, COMPLETION_TOKENS) if isinstance(request, CompletionRequest) else left
+    bound = spec.sampling.max_tokens or CHAT_TOKENS
+    return min(left, bound, COMPLETION_TOKENS if isinstance(request, CompletionRequest) else bound)

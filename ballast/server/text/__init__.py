@@ -10,6 +10,7 @@ written anything.
 - `pieces`: Pieces of output: text, tokens with log-probabilities, ends.
 - `stop_strings`: Stop strings in streamed text.
 - `template_traits`: Finds out which forms of conversation a chat template takes.
+- `template_check`: Check at the start that tokenizer and chat template fit the model.
 - `text_bound`: An upper bound of tokens by characters, to refuse long texts early.
 - `tokenizer`: A model's tokenizer and chat template.
 - `turns`: Rewrites conversations in the forms that a chat template takes.

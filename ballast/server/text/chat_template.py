@@ -48,8 +48,9 @@ _LENGTH = 4
 FORK, KILL, NUMBER_BYTES = b"f", b"k", 8
 """First byte of a message to the forking process: fork a child for the connection that is attached,
 or kill the child whose number follows, in NUMBER_BYTES bytes."""
-TEXT, REFUSED, TOO_MUCH = b"t", b"r", b"m"
-"""First byte of a reply: the text follows, or the template's reason for refusing, or nothing."""
+TEXT, REFUSED, BROKEN, TOO_MUCH = b"t", b"r", b"s", b"m"
+"""First byte of a reply: the text follows, or the template's reason for refusing, or the error of
+its syntax, or nothing."""
 
 
 class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +84,10 @@ class TemplateTooCostly(InvalidRequest):
     """Rendering took more time or memory than allowed."""
 
 
+class TemplateBroken(InvalidRequest):
+    """The template does not parse."""
+
+
 class TemplateRenderer:
     """Renders chat templates in child processes, which start when first needed.
 
@@ -109,8 +114,8 @@ class TemplateRenderer:
     async def render(self, job: EncodedJob, key: str = "") -> str:
         """Render a conversation as text when it is the turn of the API key named `key`.
 
-        Raises InvalidRequest where the template refuses it, TemplateTooCostly, and Unavailable
-        where no child can be started.
+        Raises InvalidRequest where the template refuses it, TemplateTooCostly, TemplateBroken, and
+        Unavailable where no child can be started.
         """
         turns = self._turns.setdefault(job.template, FairTurns())
         async with turns.turn(key), self._free:
@@ -120,6 +125,9 @@ class TemplateRenderer:
             return text
         if kind == REFUSED:
             raise _refused(text)
+        if kind == BROKEN:
+            why = "the model's chat template does not parse"
+            raise TemplateBroken(f"{why}: {text}; use /v1/completions, or repair it", "messages")
         raise _too_costly()
 
     async def prepare(self) -> None:

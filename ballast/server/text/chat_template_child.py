@@ -17,10 +17,12 @@ import sys
 from typing import Any
 
 import msgspec
+from jinja2 import TemplateSyntaxError
 
 from ballast.isolation.confinement import confine
 from ballast.isolation.orphan import die_with
 from ballast.server.text.chat_template import (
+    BROKEN,
     FORK,
     KILL,
     MOST_BYTES,
@@ -103,6 +105,8 @@ def _reply(question: bytes, render: Any) -> bytes:
         data = text.encode()
     except MemoryError:
         return TOO_MUCH
+    except TemplateSyntaxError as error:
+        return BROKEN + f"line {error.lineno}: {error.message}"[:1000].encode(errors="replace")
     except Exception as error:  # noqa: BLE001  a template is code, and may raise anything
         return REFUSED + str(error)[:1000].encode(errors="replace")
     return TEXT + data if len(data) <= MOST_BYTES else TOO_MUCH

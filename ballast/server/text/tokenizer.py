@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ballast.core.errors import CheckpointError, InvalidRequest, Unavailable
+from ballast.core.errors import CheckpointError, InvalidRequest
+from ballast.core.model import ModelSpec
 from ballast.fleet.unfinished_download import unfinished
 from ballast.memory.syscalls import malloc_trim
 from ballast.server.text.chat_template import (
     EncodedJob,
+    TemplateBroken,
     TemplateJob,
     TemplateRenderer,
     TemplateTooCostly,
@@ -29,9 +30,6 @@ from ballast.server.text.detokenize import (
 from ballast.server.text.template_traits import TemplateTraits, probed
 from ballast.server.text.text_bound import text_bound
 from ballast.server.tools.dialect import ToolDialect
-
-log = logging.getLogger(__name__)
-
 
 LONG_TEXT = 1024
 """Characters from which tokenizing is done off the event loop: it takes a millisecond."""
@@ -188,23 +186,22 @@ class Tokenizer:
             variables={**self._tokenizer.special_tokens_map, **(more or {})},
         ).encoded()
 
-    async def try_template(self, renderer: TemplateRenderer, model: str) -> None:
-        """Render a sample conversation, so that an endless chat template is found once, and not by
-        each client. A template may refuse the sample, and still be sound. `model`: name for the
-        log."""
-        for tools in (False, True):
-            try:
-                await self.traits(renderer, tools=tools)
-            except TemplateTooCostly as error:
-                self.template_fault = str(error)
-                log.warning("%s answers no conversations: %s", model, error)
-                return
-            except Unavailable as error:
-                log.warning("the chat template of %s is not tried: %s", model, error)
+    def chat_ends(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Return the tokens that end an answer in a conversation: the model's end tokens, and that
+        of the tokenizer's own configuration."""
+        own = self._tokenizer.eos_token_id
+        more = (own,) if isinstance(own, int) and 0 <= own < spec.vocab else ()
+        return tuple(dict.fromkeys((*spec.eos_token_ids, *more)))
+
+    def tokens_beyond(self, vocab: int) -> list[str]:
+        """Return the tokens whose ids are `vocab` or more, by id."""
+        with self._lock:
+            known = self._tokenizer.get_vocab()
+        return [token for id, token in sorted((i, t) for t, i in known.items()) if id >= vocab]
 
     async def traits(self, renderer: TemplateRenderer, *, tools: bool) -> TemplateTraits:
         """Return the forms of conversation that the chat template takes, with or without `tools`;
-        tried when first asked for. Raises TemplateTooCostly and Unavailable."""
+        tried when first asked for. Raises TemplateTooCostly, TemplateBroken and Unavailable."""
         dialect = self.dialect
         shown = _SAMPLE_TOOLS if tools and dialect is not None and not dialect.described else None
         native = dialect is not None and not dialect.described
@@ -217,7 +214,7 @@ class Tokenizer:
                 messages = turns if dialect is None else dialect.conversation(turns, shown)
                 try:
                     return await renderer.render(self.conversation(messages, tools=shown))
-                except TemplateTooCostly:
+                except (TemplateTooCostly, TemplateBroken):
                     raise
                 except InvalidRequest:
                     return None

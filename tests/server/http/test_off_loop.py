@@ -39,7 +39,7 @@ def encoded(texts: list[str], most: int) -> tuple[list[list[int]], list[str]]:
     """Tokens, and the kinds of threads they were found in."""
     recorder = Recorder()
     tokenizer: Any = recorder
-    spec: Any = SimpleNamespace(name="m", max_model_len=most)
+    spec: Any = SimpleNamespace(name="m", max_model_len=most, vocab=2**31)
     encoder = PromptEncoder(TemplateRenderer())
     found = asyncio.run(encoder.encode_texts(texts, spec, tokenizer, "prompt", special=True))
     return found, [name.split("_")[0] for name in recorder.threads]

@@ -28,6 +28,7 @@ from ballast.server.text.chat_template import (
     TemplateRenderer,
     TemplateTooCostly,
 )
+from ballast.server.text.template_check import check_tokenizer
 from ballast.server.text.tokenizer import Tokenizer
 from tests.server.process import DEADLINE
 from tests.server.tools.test_tool_templates import OTHERS, TEMPLATES
@@ -116,9 +117,9 @@ def test_a_conversations_messages_are_dropped_once_they_are_encoded(
     monkeypatch.setattr(TemplateRenderer, "_ask", answer)
     theirs = train_tokenizer(["hello"], 300, 99)
     theirs.chat_template = "{{ messages }}"
-    spec: Any = SimpleNamespace(name="m", max_model_len=99)
+    spec: Any = SimpleNamespace(name="m", max_model_len=99, vocab=999)
     renderer, tokenizer = TemplateRenderer(), Tokenizer(theirs)
-    runner_of_its_own.run(tokenizer.try_template(renderer, "m"))
+    runner_of_its_own.run(check_tokenizer(tokenizer, "m", None, renderer))
     left.clear()
     encoding = PromptEncoder(renderer).encode_conversation(asked, spec, tokenizer, RequestContext())
     assert runner_of_its_own.run(encoding)
@@ -283,12 +284,16 @@ def test_a_template_that_never_ends_is_found_before_clients_find_it(
     rendering: Rendering, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = train_tokenizer(["a b"], 300, 99)
-    for template, sound in ((RANGES, False), ("{{ raise_exception('no') }}", True)):
+    broken = ("{% for a in %}", "{{ a | none_such }}", "{% if a %}")
+    sound_ones = ("{{ raise_exception('no') }}", "{{ a.b.c }}")
+    templates = {RANGES: False, **dict.fromkeys(broken, False), **dict.fromkeys(sound_ones, True)}
+    for template, sound in templates.items():
         backend.chat_template = template
         tokenizer = Tokenizer(backend)
-        rendering.run(tokenizer.try_template(rendering.renderer, "heron"))
+        rendering.run(check_tokenizer(tokenizer, "heron", None, rendering.renderer))
         assert (tokenizer.template_fault == "") == sound
-    assert caplog.text.count("heron answers no conversations") == 1
+    assert caplog.text.count("heron answers no conversations") == 4
+    assert caplog.text.count("does not parse: line 1: ") == 3
     tokenizer.template_fault = "it never ends"
     with pytest.raises(InvalidRequest, match="it never ends"):
         tokenizer.conversation([USER])
