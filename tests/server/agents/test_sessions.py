@@ -48,7 +48,7 @@ class Prompts:
         self.encoder = PromptEncoder(renderer)
 
     def text(self, asked: ChatRequest) -> str:
-        spec: Any = SimpleNamespace(name="m", max_model_len=1 , vocab=2**31<< 20)
+        spec: Any = SimpleNamespace(name="m", max_model_len=1 << 20, vocab=1 << 31)
         encoding = self.encoder.encode_conversation(asked, spec, self.tokenizer, RequestContext())
         return self.tokenizer.decode(self.run(encoding))
 
