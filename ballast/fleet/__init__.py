@@ -10,6 +10,7 @@ do. It imports `core` only.
 - `document`: YAML with `${ENV}` expansion, duplicate-key errors and key paths.
 - `entry_directory`: Find the directory of a checkpoint or adapter: a path, or a hub id.
 - `faults`: Errors of the schema as sentences that name key, value and allowed values.
+- `field_types`: Types of the fleet file's values: sizes, names, secrets.
 - `fleet_difference`: Compute the steps that turn a running server's fleet into another.
 - `fleet_file`: The fleet file as `FleetSettings`.
 - `fleet_source`: A server's fleet: its file together with operators' changes.

@@ -15,9 +15,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ballast.core.settings import AdapterSettings, ModelSettings
+from ballast.fleet.field_types import DeviceName, Name
 from ballast.fleet.fleet_file import numbered
 from ballast.fleet.levels import Levels, T, keys_of, levels_of, said, with_levels
-from ballast.fleet.schema import DeviceName, Keys, LiveKeys, Name, NamedModelKeys
+from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys
 
 
 class Edit(Keys):

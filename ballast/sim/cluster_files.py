@@ -17,7 +17,8 @@ from ballast.core.fleet import FleetDecision, FleetView, Need, Room
 from ballast.core.link import LinkRates
 from ballast.core.units import format_bytes
 from ballast.fleet.faults import unknown
-from ballast.fleet.schema import Bandwidth, Count, DeviceName, Keys, Name, Positive, Size
+from ballast.fleet.field_types import Bandwidth, Count, DeviceName, Name, Positive, Size
+from ballast.fleet.schema import Keys
 from ballast.policy.base import FleetPolicy
 from ballast.sim.toml_file import NotNegative, Whole, read_keys
 from ballast.sim.topology import APART, ClusterLinks, PeerLinks

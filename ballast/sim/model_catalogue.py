@@ -12,7 +12,8 @@ from typing import Any
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.fleet.faults import unknown
-from ballast.fleet.schema import Keys, Name
+from ballast.fleet.field_types import Name
+from ballast.fleet.schema import Keys
 from ballast.sim.toml_file import Size, Whole, read_keys
 
 

@@ -17,7 +17,8 @@ from pydantic import Field, ValidationError
 from ballast.core.cost import StepCosts, Traffic
 from ballast.core.errors import ConfigError
 from ballast.fleet.faults import first_fault
-from ballast.fleet.schema import Keys, Positive
+from ballast.fleet.field_types import Positive
+from ballast.fleet.schema import Keys
 from ballast.policy.fleet.kv_pressure import ModelDemand, greedy, max_pressure, moved
 from ballast.policy.fleet.mux_estimate import Tenant
 from ballast.policy.fleet.mux_placement import place

@@ -23,7 +23,8 @@ from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
 from ballast.fleet.faults import unknown
-from ballast.fleet.schema import Keys, Name, Positive
+from ballast.fleet.field_types import Name, Positive
+from ballast.fleet.schema import Keys
 from ballast.sim.job_spread import JobSpread
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.model_catalogue import catalogue, facts, shape_of

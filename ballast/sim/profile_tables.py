@@ -8,7 +8,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from ballast.core.link import LinkRates
-from ballast.fleet.schema import Keys, Name, Positive
+from ballast.fleet.field_types import Name, Positive
+from ballast.fleet.schema import Keys
 from ballast.sim.page_costs import PageCosts
 from ballast.sim.roofline import Derate, EngineHostCosts
 from ballast.sim.toml_file import Finite, NotNegative, Size

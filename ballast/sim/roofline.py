@@ -15,7 +15,8 @@ from pydantic import Field
 
 from ballast.core.cost import TILE, StepCosts
 from ballast.core.model import ModelSpec
-from ballast.fleet.schema import Keys, Positive
+from ballast.fleet.field_types import Positive
+from ballast.fleet.schema import Keys
 from ballast.sim.model_catalogue import ModelFacts
 from ballast.sim.toml_file import NotNegative, Size, Whole
 

@@ -16,8 +16,9 @@ from ballast.core.actions import RECALL_SECONDS, Activate, Evict
 from ballast.core.errors import Unavailable, UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.fleet.faults import unknown
+from ballast.fleet.field_types import Size
 from ballast.fleet.levels import said
-from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys, Size
+from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys
 from ballast.server.admin.admin_service import PATIENCE, AdminService
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import answered
