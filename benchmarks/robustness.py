@@ -31,6 +31,7 @@ from benchmarks.resident import Memory, resident_mib
 from benchmarks.robustness_checkpoints import CHECKPOINT_ATTACKS
 from benchmarks.robustness_children import CHILD_ATTACKS
 from benchmarks.robustness_clients import CLIENT_ATTACKS
+from benchmarks.robustness_content import CONTENT_ATTACKS
 from benchmarks.robustness_operators import OPERATOR_ATTACKS
 from benchmarks.robustness_target import (
     SECRETS,
@@ -66,7 +67,13 @@ class Attack:
 
 ATTACKS = tuple(
     Attack(*attack)
-    for attack in (*CLIENT_ATTACKS, *CHILD_ATTACKS, *OPERATOR_ATTACKS, *CHECKPOINT_ATTACKS)
+    for attack in (
+        *CLIENT_ATTACKS,
+        *CHILD_ATTACKS,
+        *OPERATOR_ATTACKS,
+        *CHECKPOINT_ATTACKS,
+        *CONTENT_ATTACKS,
+    )
 )
 
 

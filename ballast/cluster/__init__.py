@@ -16,6 +16,7 @@ below them.
 - `fleet_commands`: Operators' commands, carried out over the devices that they concern.
 - `fleet_policy_runner`: Run the fleet policy while the server runs.
 - `fleet_book`: Homes of models, and the fleet policy's decisions; live and simulated.
+- `kept_models`: Models kept beyond the lives of the workers that loaded them.
 - `lending`: Pages lent between the workers of one server.
 - `logs`: JSON logs of all processes, written by a thread.
 - `machine_check`: Check of a fleet against this machine, before anything is loaded.

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from ballast.cluster.device import RemoteDevice
+from ballast.cluster.device import DeviceObserver, RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.fleet_commands import FleetCommands
 from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
@@ -20,10 +20,25 @@ from ballast.cluster.migrations import Migrations
 from ballast.cluster.placing import homes_of, part_of
 from ballast.cluster.relocation import Relocation
 from ballast.cluster.request_router import RequestRouter
+from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.suspicion import Suspicions
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.cluster.worker.worker_link import WorkerLink
+from ballast.core.command import DeviceCommand, Remove
 from ballast.core.settings import FleetSettings, ServerSettings
+
+
+class _Forgetting(DeviceObserver):
+    """Has the broker keep models no longer that have left the fleet."""
+
+    def __init__(self, devices: DeviceSet, broker: SegmentBroker | None) -> None:
+        self._devices, self._broker = devices, broker
+
+    def command_done(self, device: RemoteDevice, command: DeviceCommand) -> None:
+        if self._broker is None or not isinstance(command, Remove):
+            return
+        if not self._devices.assigned(command.model):
+            self._broker.forget(command.model)
 
 
 class Controller:
@@ -32,7 +47,10 @@ class Controller:
     These parts observe the devices directly (`DeviceObserver`); none calls back to the controller.
     """
 
-    def __init__(self, make_worker: Callable[[], WorkerLink]) -> None:
+    def __init__(
+        self, make_worker: Callable[[], WorkerLink], broker: SegmentBroker | None = None
+    ) -> None:
+        """`broker`: keeps the segments of models that have been loaded, until they leave."""
         self._make_worker = make_worker
         self._spare: SpareWorker[WorkerLink] = SpareWorker(make_worker)
         self._suspicions = Suspicions()
@@ -41,6 +59,7 @@ class Controller:
         self.router = RequestRouter(self.devices)
         """Sends requests to devices."""
         self._lending_pairs = LendingPairs(self.devices)
+        self._leaving = _Forgetting(self.devices, broker)
         self._migrations = Migrations()
         self.relocation = Relocation(self.devices, self.router, self._migrations)
         """Moves running requests between devices."""
@@ -63,6 +82,7 @@ class Controller:
             self.router,
             self.relocation,
             self.devices,
+            self._leaving,
         )
         starting = []
         for name in fleet.devices:

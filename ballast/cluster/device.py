@@ -20,6 +20,7 @@ from ballast.cluster.worker.worker_link import WorkerLink
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.migration import MigrationAnswer
+from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.transport.worker_messages.admin_messages import CommandDoneMsg
 from ballast.transport.worker_messages.codec import ToServer, ToWorker
@@ -257,13 +258,29 @@ class RemoteDevice(DeviceRecord):
                 observer.decision_made(self, since + decision["at"], fields)
 
     def _serve(self, ready: ReadyMsg) -> None:
+        before = self.specs
         self.specs, self.failed, self.report = ready.specs, ready.failed, ready.report
+        for spec in before.values():
+            self._end_streams(spec, ready)
         self.reach, self.pages = ready.reach, ready.pages
         self.down = self.lost = None
         self._drained.clear()
         self.requests.worker_ready(lambda message: self.worker.send(message))
         for observer in self._observers:
             observer.worker_ready(self)
+
+    def _end_streams(self, before: ModelSpec, ready: ReadyMsg) -> None:
+        """End the requests of a model that the new worker cannot continue: it does not serve it, or
+        serves other weights than those that clients have tokens of."""
+        now = ready.specs.get(before.name)
+        if now is None:
+            why = ready.failed.get(before.name, "it is not served any more")
+            reason = f"the worker died, and {before.name!r} could not be loaded again: {why}"
+            self.requests.fail_model(before, "model_failed", reason)
+        elif now.fingerprint != before.fingerprint:
+            reason = f"the worker died, and {before.name!r} is another model now: its files changed"
+            log.error("%s: %s; its streams end", self.name, reason)
+            self.requests.fail_model(before, "model_changed", reason, begun=True)
 
     def _mourn(self, why: str) -> None:
         """Note the worker's death: its requests wait for the next worker, or move elsewhere."""

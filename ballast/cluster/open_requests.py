@@ -177,6 +177,15 @@ class OpenRequests:
         for request in ended:
             request.stream.put(FailedOutput(request.submission.id, code, reason))
 
+    def fail_model(self, base: ModelSpec, code: str, reason: str, *, begun: bool = False) -> None:
+        """End the requests of a model and its adapters that no worker has with an error; `begun`:
+        only those whose clients have a part of the answer."""
+        names = {s.name for s in base.served}
+        for request in list(self._open.values()):
+            has_part = bool(request.output_tokens or request.scored)
+            if request.submission.model in names and not request.sent and (has_part or not begun):
+                self._fail(request, code, reason)
+
     def worker_ready(self, send: Callable[[ToWorker], None]) -> None:
         """Send requests to a worker from now on."""
         self._send = send

@@ -5,6 +5,9 @@
     worker ── origin of a segment ─> broker ── unknown, or: its digest and memfd ──────────> worker
     worker ── digest and memfd ────> broker ── keep yours, or: memfd of an equal segment ──> worker
 
+When a worker has died, the segments of the models that it served are kept for the worker that takes
+its place (`KeptModels`): that one serves the same weights, whatever has become of their files.
+
 `SegmentBroker` runs in the server's process, `SegmentClient` in each worker, for its host tier. The
 broker maps no segment: it keeps a descriptor of each while a worker holds it. Segments are sealed,
 so that no worker can change weights that others compute with; if some device is a GPU, they are
@@ -16,11 +19,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import socket
 from dataclasses import dataclass, field
 
+import msgspec
+
+from ballast.cluster.kept_models import KeptModels
 from ballast.memory.share import receive
 
 log = logging.getLogger(__name__)
@@ -28,7 +35,11 @@ log = logging.getLogger(__name__)
 _FIND, _SHARE, _RELEASE = b"f", b"s", b"r"
 _SEALS = b"w"
 """Request: are segments writable once they are filled?"""
-_KEEP, _TAKE = b"k", b"t"
+_MAP = b"m"
+"""Request: a segment by its digest."""
+_MODEL_KNOWN, _MODEL_FIND, _MODEL_KEEP, _MODEL_FORGET = b"?", b"F", b"K", b"R"
+"""Requests about models: is it kept; its record; keep it; it is served here no longer."""
+_KEEP, _TAKE, _REFUSED = b"k", b"t", b"x"
 _SEALED, _WRITABLE = b"s", b"w"
 _DIGEST = 64
 """Characters of a digest in hex, and of an origin."""
@@ -51,10 +62,16 @@ class SegmentBroker:
         self._held: dict[str, _Held] = {}
         self._digests: dict[str, str] = {}
         """Digest of each held segment, by origin."""
+        self._models = KeptModels()
 
     def __len__(self) -> int:
-        """Return the number of distinct segments that workers hold."""
-        return len(self._held)
+        """Return the number of distinct segments, and of records of models, that are held."""
+        return len(self._held) + len(self._models)
+
+    def forget(self, model: str) -> None:
+        """Keep a model no longer that no worker serves: it has left the fleet."""
+        self._models.forget(_name(model))
+        self._drop_unheld()
 
     def open(self) -> tuple[socket.socket, socket.socket]:
         """Return both ends of a connection: the broker's, for `close`, and a worker's."""
@@ -64,11 +81,13 @@ class SegmentBroker:
         return ours, theirs
 
     def close(self, connection: socket.socket) -> None:
-        """Release all segments of a worker that has ended; a second call does nothing."""
+        """Release the segments of a worker that has ended, but for those of models that are kept; a
+        second call does nothing."""
         if connection.fileno() < 0:
             return
         asyncio.get_running_loop().remove_reader(connection.fileno())
         connection.close()
+        self._models.bereave(connection)
         for digest in [d for d, held in self._held.items() if connection in held.holders]:
             self._release(digest, connection)
 
@@ -83,7 +102,11 @@ class SegmentBroker:
             elif kind == _SEALS:
                 connection.send(_WRITABLE if self._writable else _SEALED)
             elif kind == _FIND:
+                self._find(self._digests.get(digest), connection)
+            elif kind == _MAP:
                 self._find(digest, connection)
+            elif kind in (_MODEL_KNOWN, _MODEL_FIND, _MODEL_KEEP, _MODEL_FORGET):
+                self._model(kind, digest, origin, connection, fds)
             elif kind == _SHARE and fds:
                 self._share(digest, connection, fds)
                 if origin:
@@ -92,16 +115,35 @@ class SegmentBroker:
                 self._release(digest, connection)
         except BlockingIOError:
             pass
-        except OSError as error:
+        except (OSError, msgspec.MsgspecError) as error:
             log.warning("a worker's segments are not shared any more: %s", error)
             self.close(connection)
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _find(self, origin: str, connection: socket.socket) -> None:
-        digest = self._digests.get(origin)
-        if digest is None:
+    def _model(
+        self, kind: bytes, model: str, rest: str, connection: socket.socket, fds: list[int]
+    ) -> None:
+        """Answer a request about a model; `rest`: its kind, and the identity of its files."""
+        how, files = rest[:_DIGEST], rest[_DIGEST:]
+        if kind == _MODEL_KNOWN:
+            connection.send(_TAKE if model in self._models else _KEEP)
+        elif kind == _MODEL_FIND:
+            kept = self._models.find(model, how, connection)
+            if kept is None:
+                connection.send(_KEEP)
+            else:
+                socket.send_fds(connection, [_TAKE], [kept.record])
+        elif kind == _MODEL_KEEP and fds:
+            done = self._models.keep(model, how, files, fds.pop(), connection)
+            connection.send(_KEEP if done else _REFUSED)
+        else:
+            self._models.release(model, connection)
+            self._drop_unheld()
+
+    def _find(self, digest: str | None, connection: socket.socket) -> None:
+        if digest is None or digest not in self._held:
             connection.send(_KEEP)
         else:
             self._held[digest].holders.add(connection)
@@ -122,10 +164,19 @@ class SegmentBroker:
         if held is None:
             return
         held.holders.discard(connection)
-        if not held.holders:
+        self._drop(digest)
+
+    def _drop(self, digest: str) -> None:
+        """Free a segment that no worker holds and that no kept model has."""
+        held = self._held[digest]
+        if not held.holders and not self._models.holds(digest):
             os.close(held.fd)
             del self._held[digest]
             self._digests = {o: d for o, d in self._digests.items() if d != digest}
+
+    def _drop_unheld(self) -> None:
+        for digest in list(self._held):
+            self._drop(digest)
 
 
 class SegmentClient:
@@ -168,6 +219,41 @@ class SegmentClient:
             _, fds = receive(self._connection, _LONGEST)
         return fds[0] if fds else None
 
+    def map(self, digest: str) -> int | None:
+        """Return a descriptor, which the caller owns, of a segment that a worker holds, or has held
+        for a model that is kept; None: there is none, or the broker is gone."""
+        _, fds = self._ask(_MAP, digest)
+        return fds[0] if fds else None
+
+    def knows_model(self, model: str) -> bool:
+        """Return whether a model of this name is kept, of whatever kind."""
+        answer, _ = self._ask(_MODEL_KNOWN, _name(model))
+        return answer == _TAKE
+
+    def find_model(self, model: str, kind: str) -> int | None:
+        """Return a descriptor, which the caller owns, of a kept model's record; None: it is not
+        kept, or the broker is gone."""
+        _, fds = self._ask(_MODEL_FIND, _name(model), kind)
+        return fds[0] if fds else None
+
+    def keep_model(self, model: str, kind: str, files: str, record: int) -> bool:
+        """Have a model kept by its record; False: it has been loaded from other files."""
+        answer, _ = self._ask(_MODEL_KEEP, _name(model), kind, files, fd=record)
+        return answer != _REFUSED
+
+    def forget_model(self, model: str) -> None:
+        """Report that this worker does not serve a model any more."""
+        with contextlib.suppress(OSError):
+            self._connection.send(_MODEL_FORGET + _name(model).encode())
+
+    def _ask(self, kind: bytes, *what: str, fd: int | None = None) -> tuple[bytes, list[int]]:
+        """Send a request; return the broker's answer, which is empty if the broker is gone."""
+        with contextlib.suppress(OSError):
+            message = kind + "".join(what).encode()
+            socket.send_fds(self._connection, [message], [] if fd is None else [fd])
+            return receive(self._connection, _LONGEST)
+        return b"", []
+
     def release(self, digest: str) -> None:
         """Report to the broker that this process does not hold the segment any more."""
         with contextlib.suppress(OSError):
@@ -176,3 +262,8 @@ class SegmentClient:
     def close(self) -> None:
         """Close the connection, upon which the broker releases all segments of this worker."""
         self._connection.close()
+
+
+def _name(model: str) -> str:
+    """Digest of a model's name, which may be long."""
+    return hashlib.sha256(model.encode()).hexdigest()

@@ -136,6 +136,7 @@ class CommandExecutor:
         try:
             self._join(host)
         except BaseException:
+            device.models.forget(settings.name)
             device.machine.unload(host)
             raise
         return host

@@ -56,8 +56,9 @@ from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported
 from ballast.policy.presets import Preset, preset_of
 from ballast.weights.event_rotor import EventRotor
-from ballast.weights.host import HostModel, HostTier, SegmentExchange
+from ballast.weights.host import HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
+from ballast.weights.segment_exchange import SegmentExchange
 
 log = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ class HostedModels:
 
     def load(self, settings: ModelSettings, threads: int = THREADS) -> HostModel:
         """Load a model into the host tier. Raises as `load_host_model`, and what `vet` raises."""
-        if not settings.fault:
+        if not settings.fault and not self.tier.knows(settings.name):
             self._vet(settings)
         host = self._machine.load(settings, self.tier, threads)
         if (clipped := clipped_context(settings, host.spec)) is not None:
@@ -70,8 +70,13 @@ class HostedModels:
         self.by_name = {**self.by_name, host.spec.name: host}
         self.failed |= host.failed
 
+    def forget(self, name: str) -> None:
+        """Note that a model is not served here any more: if it is added again, its files count."""
+        self.tier.forget(name)
+
     def remove(self, name: str) -> None:
         """Unload a model that has left."""
+        self.forget(name)
         host = self.by_name[name]
         self.by_name = {n: h for n, h in self.by_name.items() if n != name}
         self._machine.unload(host)

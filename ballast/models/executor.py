@@ -43,7 +43,7 @@ class ModelExecutor(ABC):
         self.spec = spec = host.spec
         self.barriers: Barriers | None = None
         """Barriers at rotating or loading layers; None: no layer rotates or loads under a job."""
-        self.grammars = Grammars(host.directory, spec.vocab, spec.eos_token_ids)
+        self.grammars = Grammars(host.directory, spec.vocab, spec.eos_token_ids, host.tokenizer)
         self.dtype = dtype = DTYPES[spec.dtype]
         if layout.stride_bytes % dtype.itemsize:
             raise BrokenPromise(f"{spec.name}: blocks are {layout.stride_bytes} bytes apart")

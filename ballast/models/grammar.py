@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ballast.core.errors import BrokenPromise, InvalidRequest
+from ballast.weights.tokenizer_files import digest_of
 
 log = logging.getLogger(__name__)
 
@@ -28,33 +29,26 @@ MOST_LEXER_STATES = 65_536
 FIXED_BYTES, BYTES_PER_CHARACTER = 64 << 10, 96
 """Bytes of a compiled grammar: measured 30 to 90 bytes a character of schemas and lists of
 choices, with what the first mask adds over a vocabulary of 128,000."""
-_TOKENIZER_FILES = (
-    "added_tokens.json",
-    "config.json",  # names the tokenizer's class if no other file does
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
 
 
 class GrammarTokenizer:
     """A checkpoint's tokenizer for llguidance. Tokenizers with equal `key`s are equal."""
 
-    def __init__(self, directory: Path, vocab: int, eos: Sequence[int]) -> None:
-        """`vocab`: width of the logits. Loads nothing yet."""
+    def __init__(self, directory: Path, vocab: int, eos: Sequence[int], files: str = "") -> None:
+        """`vocab`: width of the logits; `files`: digest of the tokenizer's files when the model was
+        loaded; empty: as they are now. Loads nothing yet."""
         self._directory, self._vocab, self._eos = directory, vocab, list(eos)
-        self.key = _digest(directory, vocab, self._eos)
+        self._files = files or digest_of(directory)
+        self.key = hashlib.sha256(json.dumps([vocab, *eos, self._files]).encode()).hexdigest()
 
     def load(self) -> Any:
         """Return an `LLTokenizer`; takes seconds, and 0.6 KiB a token. Raises InvalidRequest if the
-        model has no tokenizer that llguidance can use."""
+        model has no tokenizer that llguidance can use, or its files are not those it was loaded
+        with."""
         begun = time.perf_counter()
         try:
+            if digest_of(self._directory) != self._files:
+                raise FileNotFoundError("its files have changed or gone since the model was loaded")
             from llguidance.hf import from_tokenizer
             from transformers import AutoTokenizer
 
@@ -154,9 +148,9 @@ class Grammars:
     else only by the lane that runs the model.
     """
 
-    def __init__(self, directory: Path, vocab: int, eos: Sequence[int]) -> None:
+    def __init__(self, directory: Path, vocab: int, eos: Sequence[int], files: str = "") -> None:
         """Parameters: as of `GrammarTokenizer`."""
-        self.tokenizer = GrammarTokenizer(directory, vocab, eos)
+        self.tokenizer = GrammarTokenizer(directory, vocab, eos, files)
         self._vocab = vocab
         self._held: dict[str, CompiledGrammar] = {}
         """Grammars by request, from before it is admitted until it has ended."""
@@ -188,15 +182,3 @@ def _check(matcher: Any) -> None:
     if matcher.is_error():
         reason = matcher.get_error().partition("\n")[0]
         raise InvalidRequest(f"the grammar cannot be followed: {reason}")
-
-
-def _digest(directory: Path, vocab: int, eos: Sequence[int]) -> str:
-    found = hashlib.sha256(json.dumps([vocab, *eos]).encode())
-    for name in _TOKENIZER_FILES:
-        path = directory / name
-        if path.is_file():
-            found.update(json.dumps([name, path.stat().st_size]).encode())
-            with path.open("rb") as file:
-                while part := file.read(1 << 20):
-                    found.update(part)
-    return found.hexdigest()

@@ -130,7 +130,7 @@ async def _serve(
     beating = asyncio.ensure_future(_beat(watchdog))
     with bound(host, port) as listener, operator.by_signals():
         broker = SegmentBroker(writable=reading.fleet.has_gpus)
-        controller = Controller(lambda: LocalWorker(worker_command, broker))
+        controller = Controller(lambda: LocalWorker(worker_command, broker), broker)
         templates = TemplateRenderer()
         starting = asyncio.ensure_future(_start(reading.fleet, controller, templates))
         try:

@@ -34,12 +34,16 @@ cannot see `kv`.
 - `rotation_slots`: Which layer each slot of a rotation holds, and which follows it.
 - `rotor`: The protocol that loads rotating layers into their slots (MIRAGE, 4.1, 5.4).
 - `sealed`: A host-tier segment: a memfd that is filled, sealed, and mapped read only.
+- `sealed_model`: Find a loaded model again by its sealed segments, without its files.
+- `segment_exchange`: The protocol by which processes share segments and models.
 - `segment`: Segments: tensors of one layer, packed one after the other.
 - `segment_table`: Places of a model's segments in its range of device addresses.
 - `sharding`: Division of each tensor over tensor-parallel ranks.
 - `shared`: Segments that several models contain, on the device once.
 - `slots`: Pages that rotating layers of a model share.
+- `source_files`: Identify the files that a model was loaded from.
 - `stored`: Tensors in safetensors files, located by their headers.
 - `support_checks`: Refusal of models that cannot be served, with reasons.
+- `tokenizer_files`: The files that make up a tokenizer, and a digest of them.
 - `weightless`: Modules without weights, for checks at any size.
 """

@@ -83,6 +83,13 @@ def load_adapters(
             adapters.append(load_adapter(one, host.spec, modules, tier))
         except BallastError as error:
             failed[one.name] = str(error)
+    return with_adapters(host, adapters, failed)
+
+
+def with_adapters(
+    host: HostModel, adapters: Sequence[HostAdapter], failed: Mapping[str, str]
+) -> HostModel:
+    """Return `host` with adapters, which it takes over; `failed`: reasons of those left out."""
     spec = replace(
         host.spec,
         segment_bytes=(*host.spec.segment_bytes, *(a.segment.n_bytes for a in adapters)),
@@ -92,7 +99,7 @@ def load_adapters(
         ),
         adapters=tuple(a.spec for a in adapters),
     )
-    return replace(host, spec=spec, adapters=tuple(adapters), failed=failed)
+    return replace(host, spec=spec, adapters=tuple(adapters), failed=dict(failed))
 
 
 def load_adapter(
@@ -190,16 +197,23 @@ def _load(
         for pair, a, b in zip(pairs, segment.tensors[::2], segment.tensors[1::2], strict=True)
     )
     identity = json.dumps([base.fingerprint, [[d.module, d.rank, d.scale] for d in deltas]])
-    spec = AdapterSpec(
+    fingerprint = hashlib.sha256(identity.encode() + memory.digest).hexdigest()
+    return HostAdapter(adapter_spec(settings, fingerprint, deltas), deltas, segment, memory)
+
+
+def adapter_spec(
+    settings: AdapterSettings, fingerprint: str, deltas: Sequence[LoraDelta]
+) -> AdapterSpec:
+    """Return the spec of a loaded adapter."""
+    return AdapterSpec(
         name=settings.name,
-        fingerprint=hashlib.sha256(identity.encode() + memory.digest).hexdigest(),
+        fingerprint=fingerprint,
         rank=max(d.rank for d in deltas),
         slo=settings.slo,
         priority=settings.priority,
         max_waiting=settings.max_waiting,
         queue_seconds=settings.queue_seconds,
     )
-    return HostAdapter(spec, deltas, segment, memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,15 +24,18 @@ from ballast.core.settings import ModelSettings
 from ballast.isolation.calls import Here, Isolation
 from ballast.memory.tensor import tensor_at
 from ballast.weights import packing, packing_experts
-from ballast.weights.adapter import load_adapters
+from ballast.weights.adapter import adapter_spec, load_adapters, with_adapters
 from ballast.weights.assemble import Recipe, Sources, concatenate
 from ballast.weights.config import config_of
 from ballast.weights.finite import fault_of, is_finite
-from ballast.weights.host import HostBytes, HostModel, HostTier
+from ballast.weights.host import HostAdapter, HostBytes, HostModel, HostTier
 from ballast.weights.manifest import Manifest, ManifestRequest, read_manifest
 from ballast.weights.origin import origin_of
+from ballast.weights.sealed_model import SealedAdapter, SealedModel, kind_of
 from ballast.weights.segment import Piece, Segment
 from ballast.weights.sharding import WHOLE, Shard, absent
+from ballast.weights.source_files import identity
+from ballast.weights.tokenizer_files import digest_of
 
 THREADS = max(1, min(4, os.cpu_count() or 1))
 
@@ -47,8 +50,10 @@ def load_host_model(
 
     Of a `shard`, only that rank's part is read; its segments are as large on every rank.
 
-    Segments that `tier` already has from other checkpoints are shared with them; those that it, or
-    another process, has made from the same files are not read at all.
+    A model that some worker of this host has loaded before, under this name and with these
+    settings, is found again by its sealed segments: its files are not read, and may have changed or
+    gone. Else segments that `tier` already has from other checkpoints are shared with them; those
+    that it, or another process, has made from the same files are not read at all.
 
     `dtype: auto` serves the dtype of most bytes of the checkpoint: bfloat16, or float32. A float16
     checkpoint is served in float32, which holds its numbers exactly; bfloat16, which would round
@@ -60,34 +65,111 @@ def load_host_model(
     faults is left out, and listed in `failed`.
     """
     tier = tier or HostTier()
-    manifest = _examined(ManifestRequest(settings, shard), tier.isolation)
+    kind = kind_of(settings, shard)
+    record = tier.recall(settings.name, kind)
+    again = None if record is None else _again(settings, SealedModel.decode(record), tier)
+    if again is not None:
+        return again
     try:
+        files = identity(settings)
+        manifest = _examined(ManifestRequest(settings, shard), tier.isolation)
+        tokenizer = digest_of(Path(settings.path))
         memory = _fill(settings, manifest, tier, threads, shard)
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(str(error.filename or settings.path), None, reason) from error
     try:
-        host = HostModel(
-            replace(
-                _spec(settings, manifest, shard.ranks),
-                fingerprint=hashlib.sha256(
-                    manifest.fingerprint.encode() + memory.digest
-                ).hexdigest(),
-                segment_digests=memory.digests,
-            ),
-            config_of(json.loads(manifest.config), untied=manifest.untied),
-            Path(settings.path),
-            manifest.segments,
-            memory,
-            windows=manifest.windows,
-            fused=manifest.fused,
-            recipe=manifest.recipe,
-            shard=shard,
-        )
-        return load_adapters(host, settings.adapters, manifest.modules, tier)
+        host = _host(settings, manifest, memory, shard, tokenizer)
+        host = load_adapters(host, settings.adapters, manifest.modules, tier)
     except BaseException:
         memory.close()
         raise
+    try:
+        _keep(settings, kind, files, manifest, host, tier)
+    except BaseException:
+        host.close()
+        raise
+    return host
+
+
+def _host(
+    settings: ModelSettings, manifest: Manifest, memory: HostBytes, shard: Shard, tokenizer: str
+) -> HostModel:
+    """Return the model, without adapters, whose segments are in `memory`."""
+    digest = hashlib.sha256(manifest.fingerprint.encode() + memory.digest).hexdigest()
+    spec = _spec(settings, manifest, shard.ranks)
+    return HostModel(
+        replace(spec, fingerprint=digest, segment_digests=memory.digests),
+        config_of(json.loads(manifest.config), untied=manifest.untied),
+        Path(settings.path),
+        manifest.segments,
+        memory,
+        windows=manifest.windows,
+        fused=manifest.fused,
+        recipe=manifest.recipe,
+        shard=shard,
+        tokenizer=tokenizer,
+    )
+
+
+def _keep(
+    settings: ModelSettings,
+    kind: str,
+    files: str,
+    manifest: Manifest,
+    host: HostModel,
+    tier: HostTier,
+) -> None:
+    """Keep a model that was loaded from `files` for other workers of this host.
+
+    Raises CheckpointError if its files have changed while they were read, or since another worker
+    has read them.
+    """
+    if identity(settings) != files:
+        raise CheckpointError(settings.path, None, "its files have changed while they were read")
+    sealed = SealedModel(
+        digests=host.spec.segment_digests if host.shard == WHOLE else (),
+        fingerprint=host.spec.fingerprint,
+        files=files,
+        tokenizer=host.tokenizer,
+        manifest=manifest,
+        adapters=tuple(
+            SealedAdapter(a.spec.name, a.spec.fingerprint, a.deltas, a.segment, a.memory.digests[0])
+            for a in host.adapters
+        ),
+        failed=dict(host.failed),
+    )
+    if not tier.keep(settings.name, kind, files, sealed.encode()):
+        raise CheckpointError(
+            settings.path,
+            None,
+            f"its files have changed since {settings.name!r} was loaded; what was loaded is still "
+            "served elsewhere, or was until a worker died. Remove and add it to serve these",
+        )
+
+
+def _again(settings: ModelSettings, sealed: SealedModel, tier: HostTier) -> HostModel | None:
+    """Return a model that was loaded before, from its sealed segments; None if any has gone."""
+    n = len(sealed.manifest.segments)
+    memory = None
+    if sealed.digests:
+        memory = HostBytes.again(sealed.manifest.segments, sealed.digests[:n], tier)
+    if memory is None:
+        return None
+    host = _host(settings, sealed.manifest, memory, WHOLE, sealed.tokenizer)
+    adapters: list[HostAdapter] = []
+    by_name = {one.name: one for one in settings.adapters}
+    for one in sealed.adapters:
+        held = HostBytes.again([one.segment], [one.digest], tier)
+        if held is None:
+            with_adapters(host, adapters, {}).close()
+            return None
+        spec = adapter_spec(by_name[one.name], one.fingerprint, one.deltas)
+        adapters.append(HostAdapter(spec, one.deltas, one.segment, held))
+    if host.spec.fingerprint != sealed.fingerprint:
+        raise BrokenPromise(f"{settings.name}: other segments than those that were kept")
+    sealed.log_changes(settings)
+    return with_adapters(host, adapters, sealed.failed)
 
 
 def read_spec(

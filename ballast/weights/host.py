@@ -20,7 +20,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ballast.core.errors import DeviceError
 from ballast.core.model import AdapterSpec, ModelSpec
@@ -28,35 +28,8 @@ from ballast.isolation.calls import Here, Isolation
 from ballast.weights.decoder_recipe import DecoderRecipe
 from ballast.weights.sealed import SealedSegment, no_memory
 from ballast.weights.segment import Fill, Origin, PackedTensor, Piece, Segment, whole_pages
+from ballast.weights.segment_exchange import SegmentExchange
 from ballast.weights.sharding import WHOLE, Shard
-
-
-class SegmentExchange(Protocol):
-    """Protocol for sharing segments with other processes of this host.
-
-    Implemented by `ballast.cluster.segment_broker.SegmentClient`.
-    """
-
-    def find(self, origin: str) -> tuple[str, int] | None:
-        """Find a segment of this origin that another process holds; this process then holds it,
-        too.
-
-        Returns its digest and a descriptor that the caller owns, or None.
-        """
-
-    def share(self, digest: str, fd: int, origin: str | None) -> int | None:
-        """Let other processes map the segment in `fd`, of `origin` if that is known.
-
-        Returns a descriptor, which the caller owns, of an equal segment that another process
-        already has, or None.
-        """
-
-    def release(self, digest: str) -> None:
-        """Report that this process does not hold the segment any more."""
-
-    @property
-    def writable(self) -> bool:
-        """`HostTier.writable`, the same for all processes."""
 
 
 class HostTier:
@@ -140,6 +113,50 @@ class HostTier:
             self._origins[made_of] = found
         found.holds += 1
         return found
+
+    def hold_again(self, digest: str, n_bytes: int) -> SealedSegment | None:
+        """Return the memory of a segment that some process of this host holds, or has held for a
+        model that is kept; None: there is none."""
+        found = self._segments.get(digest)
+        if found is None:
+            fd = None if self._exchange is None else self._exchange.map(digest)
+            if fd is None:
+                return None
+            found = self._segments[digest] = self._theirs(fd, n_bytes, digest)
+            self._progress()
+        found.holds += 1
+        return found
+
+    def knows(self, model: str) -> bool:
+        """Return whether a model of this name is kept on this host, in whatever layout."""
+        return self._exchange is not None and self._exchange.knows_model(model)
+
+    def recall(self, model: str, kind: str) -> bytes | None:
+        """Return the record of a model of this kind that is kept on this host; None: there is
+        none."""
+        fd = None if self._exchange is None else self._exchange.find_model(model, kind)
+        if fd is None:
+            return None
+        with open(fd, "rb") as file:
+            return os.pread(fd, os.fstat(file.fileno()).st_size, 0)
+
+    def keep(self, model: str, kind: str, files: str, record: bytes) -> bool:
+        """Have a model kept on this host beyond the life of this process, with a record of it.
+
+        Returns False if another process has loaded it from other files.
+        """
+        if self._exchange is None:
+            return True
+        fd = os.memfd_create(f"ballast-{model}"[:200], os.MFD_CLOEXEC)
+        with open(fd, "wb") as file:
+            file.write(record)
+            file.flush()
+            return self._exchange.keep_model(model, kind, files, fd)
+
+    def forget(self, model: str) -> None:
+        """Have a model that this process serves no longer kept for no other."""
+        if self._exchange is not None:
+            self._exchange.forget_model(model)
 
     def release(self, sealed: SealedSegment) -> None:
         """Remove one hold; the last one frees the memory."""
@@ -226,6 +243,25 @@ class HostBytes:
         except BaseException:
             self.close()
             raise
+        self._note_digests()
+
+    @classmethod
+    def again(
+        cls, segments: Sequence[Segment], digests: Sequence[str], tier: HostTier
+    ) -> HostBytes | None:
+        """Hold segments that are in host memory already, by their digests; None if one is not."""
+        made = cls.__new__(cls)
+        made._tier, made._held = tier, []
+        for segment, digest in zip(segments, digests, strict=True):
+            found = tier.hold_again(digest, whole_pages(segment))
+            if found is None:
+                made.close()
+                return None
+            made._held.append(found)
+        made._note_digests()
+        return made
+
+    def _note_digests(self) -> None:
         self.digests = tuple(s.digest for s in self._held)
         """Digest of each segment, hex."""
         self.digest = hashlib.sha256("".join(self.digests).encode()).digest()
@@ -296,6 +332,8 @@ class HostModel:
     recipe: DecoderRecipe | None = None
     shard: Shard = WHOLE
     """The rank's part of the model."""
+    tokenizer: str = ""
+    """Digest of the tokenizer's files when it was loaded; empty: unknown."""
     adapters: tuple[HostAdapter, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
     """Adapters that are not served, with the reason."""

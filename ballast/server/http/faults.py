@@ -34,6 +34,7 @@ _STATUS = {
     "not_finite": 422,
     "queue_full": 429,
     "queue_timeout": 429,
+    "model_changed": 503,
     "model_failed": 503,
     "out_of_memory": 503,
     "unavailable": 503,
