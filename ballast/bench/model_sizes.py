@@ -62,6 +62,7 @@ def _known(settings: ModelSettings) -> ModelSpec:
         expected_longest=settings.expected_longest,
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
+        max_answer=settings.max_answer,
         queue_seconds=settings.queue_seconds,
         pinned=settings.pinned,
         ttl=settings.ttl,

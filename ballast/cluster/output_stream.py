@@ -86,6 +86,7 @@ class OutputStream:
                 outputs.append(self._outputs.popleft())
                 left -= size(outputs[-1])
             self.unread -= UNITS_PER_TAKE - left
+            await asyncio.sleep(0)  # the loop's other work, between two parts of much
         if self.paused and self.unread < self.most / 4:
             self.paused = False
             self._pace([*self.open], False)

@@ -11,6 +11,7 @@
     |- RequestError         the client's fault; the request is refused, nothing else changes
     |  |- InvalidRequest    a field has a bad value: `param` names it
     |  |- ContextLengthExceeded
+    |  |- AnswerTooLarge    the answer could have more values than its limit
     |  |- UnknownModel
     |  `- NeverFits         the request needs more memory than its model can ever get here
     |- NonFiniteOutput      a model computed NaN or infinity for a request: mend the model
@@ -108,6 +109,12 @@ class ContextLengthExceeded(RequestError):
     """Prompt plus requested output exceed the model's context; prompts are never truncated."""
 
     code = "context_length_exceeded"
+
+
+class AnswerTooLarge(RequestError):
+    """The answer could have more tokens, with their alternatives, than one answer may."""
+
+    code = "answer_too_large"
 
 
 class UnknownModel(RequestError):

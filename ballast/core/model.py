@@ -89,6 +89,9 @@ class ModelSpec:
     max_waiting: int = 10_000
     queue_seconds: float | None = None
     """Time after which a request that was not admitted fails; None: never."""
+    max_answer: int | None = None
+    """Bound of the values of one answer: tokens, and alternatives of log-probabilities; None: the
+    server's."""
     embeds: bool = False
     """Whether it is an embedding model: the last token's hidden state is a text's embedding."""
     pinned: bool = False

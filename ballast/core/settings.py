@@ -81,6 +81,9 @@ class ModelSettings:
     """Bound of the queued requests; more are refused."""
     queue_seconds: float | None = None
     """Time after which a request that was not admitted fails; None: never."""
+    max_answer: int | None = None
+    """Bound of the values of one answer: tokens, and alternatives of log-probabilities; None: the
+    server's."""
     block_tokens: int = 16
     pinned: bool = False
     """A pinned model is never evicted."""
@@ -238,6 +241,8 @@ class KeySettings:
     """Bound of prompt and output tokens together."""
     concurrent: int | None = None
     """Bound of its open requests."""
+    max_answer: int | None = None
+    """Bound of the values of one of its answers, where it is below the model's."""
     isolated: bool | None = None
     """Whether its prefix cache is separate from other keys'; None: if there are several keys."""
     priority: int = 0
@@ -262,8 +267,13 @@ class ServerSettings:
     most_connections: int = 8192
     """Bound of the connections; beyond it, generating requests are refused (429), and after any
     other request the connection is closed. Lowered if the process may open fewer files."""
+    most_connections_each: int | None = None
+    """Bound of the connections of one client address; None: half of all. Behind a reverse proxy all
+    clients have the proxy's."""
     most_body_bytes: int = 8 * MiB
     """Bound of a request body; a longer one is refused (413). Decoding one delays all clients."""
+    most_answer_bytes: int = 512 * MiB
+    """Bound of the memory of all answers that are collected to be sent whole."""
     ping_seconds: float = 5.0
     """Idle time of a stream after which the server sends `: ping`."""
     send_seconds: float = 60.0

@@ -74,6 +74,8 @@ class LimitKeys(LiveLimitKeys):
 
     context: Context | None = None
     """Most tokens of prompt and output together."""
+    answer: Count | None = None
+    """Most values of one answer: tokens of all choices, and alternatives of log-probabilities."""
 
 
 class LiveKeys(Keys):
@@ -175,6 +177,7 @@ class NamedModelKeys(ModelKeys):
             expected_tokens=self.expected_tokens,
             expected_longest=self.expected_longest,
             max_model_len=self.limits.context,
+            max_answer=self.limits.answer,
             max_running=self.limits.running,
             max_waiting=self.limits.waiting,
             queue_seconds=self.limits.queue_seconds,
@@ -257,6 +260,8 @@ class ApiKeyKeys(Keys):
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     concurrent: Count | None = None
+    answer: Count | None = None
+    """None: as the model's `limits.answer`."""
     isolated: bool | None = None
     """None: true where there are several keys."""
     priority: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -269,6 +274,7 @@ class ApiKeyKeys(Keys):
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
             concurrent=self.concurrent,
+            max_answer=self.answer,
             isolated=self.isolated,
             priority=self.priority,
         )
@@ -283,7 +289,9 @@ class ServerKeys(Keys):
     hosts: Annotated[tuple[Host, ...], Field(strict=False)] = ()
     most_open: Count = ServerSettings().most_open
     most_connections: Count = ServerSettings().most_connections
+    most_connections_each: Count | None = ServerSettings().most_connections_each
     most_body: Size = ServerSettings().most_body_bytes
+    most_answers: Size = ServerSettings().most_answer_bytes
     ping_seconds: Positive = ServerSettings().ping_seconds
     send_seconds: Positive = ServerSettings().send_seconds
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
@@ -304,7 +312,9 @@ class ServerKeys(Keys):
             hosts=self.hosts,
             most_open=self.most_open,
             most_connections=self.most_connections,
+            most_connections_each=self.most_connections_each,
             most_body_bytes=self.most_body,
+            most_answer_bytes=self.most_answers,
             ping_seconds=self.ping_seconds,
             send_seconds=self.send_seconds,
             drain_seconds=self.drain_seconds,

@@ -138,7 +138,9 @@ async def _serve(
                 service = starting.result()
                 admin = AdminService(service, source, reading)
                 connections = Connections(
-                    lambda: service.settings.most_connections, lambda: OTHER_FILES + len(broker)
+                    lambda: service.settings.most_connections,
+                    lambda: OTHER_FILES + len(broker),
+                    lambda: service.settings.most_connections_each,
                 )
                 await _answer(
                     service, admin, host, listener, operator, ready, tracer, watchdog, connections
@@ -233,7 +235,7 @@ async def _answer(
 ) -> None:
     """Answer requests until the operator stops the server and it has drained."""
     gate = create_app(service, admin)
-    gate.crowded = lambda: connections.full
+    gate.crowded = connections.crowded
     service.metrics.connections.set_function(lambda: connections.open)
     http = _http_server(service, gate, tracer, connections, name)
     host, port = listener.getsockname()[:2]

@@ -22,8 +22,10 @@ from ballast.server.access.keys import ApiKeys
 from ballast.server.access.meter import RequestMeter, prompt_tokens
 from ballast.server.access.queue_pace import QueuePace
 from ballast.server.access.quotas import KeyQuotas
+from ballast.server.access.whole_answers import WholeAnswers
+from ballast.server.generate.answer_size import tokens_that_fit
 from ballast.server.generate.choice import Choice, StopConditions
-from ballast.server.generate.echo import Echo
+from ballast.server.generate.echo import Echo, EchoedPrompt, echoed_prompts
 from ballast.server.generate.embedding import Embedding
 from ballast.server.generate.generation import Generation
 from ballast.server.generate.output_constraint import OutputConstraint, checks, constraint_of
@@ -35,7 +37,7 @@ from ballast.server.http.refused_fields import refuse_fields
 from ballast.server.http.request_context import Caller, RequestContext
 from ballast.server.observe.device_metrics import DeviceCollector
 from ballast.server.observe.metrics import Metrics
-from ballast.server.openai.request import CompletionRequest, GenerateRequest
+from ballast.server.openai.request import GenerateRequest
 from ballast.server.openai.text_request import EmbeddingRequest
 from ballast.server.prompt_encoder import PromptEncoder
 from ballast.server.served_models import ServedModels
@@ -68,6 +70,7 @@ class Service:
         self.prompts = PromptEncoder(templates)
         self.keys = ApiKeys(settings)
         self.quotas = KeyQuotas(clock)
+        self.answers = WholeAnswers(lambda: self.settings)
         self._paces: dict[str, QueuePace] = {}
         self.metrics = Metrics(DeviceCollector(controller.devices, wall), clock)
         self.wall = wall
@@ -112,6 +115,8 @@ class Service:
         if not spec.generates:
             why = "has no head to generate with; it embeds texts (/v1/embeddings)"
             raise InvalidRequest(f"the model {spec.name!r} {why}", "model")
+        key = context.caller.key
+        tokens_that_fit(request, spec, key, [0] * request.prompt_count)
         self._check_queue(spec)
         tokenizer = self.models.tokenizer(spec.name)
         stops = stops_of(request, spec, tokenizer)
@@ -119,13 +124,18 @@ class Service:
         sampling = replace(sampling_of(request, spec, stops), grammar=constraint.grammar)
         priority = spec.priority - _priority_offset(request.priority, context.caller)
         prompts = await self.prompts.encode_request(request, spec, tokenizer, context)
+        fitting = tokens_that_fit(request, spec, key, [len(prompt) for _, prompt in prompts])
+        echoes = await echoed_prompts(request, prompts, tokenizer)
         submissions: list[Submission] = []
         choices: dict[str, Choice] = {}
-        for p, (text, prompt) in enumerate(prompts):
-            made = _submissions(request, spec, answer_id, p, prompt, sampling, stops, priority)
+        for p, (_, prompt) in enumerate(prompts):
+            most = most_tokens(request, spec, len(prompt), fitting)
+            made = _submissions(
+                request, spec, answer_id, p, prompt, most, sampling, stops, priority
+            )
             for submission in made:
                 choices[submission.id] = _choice(
-                    request, len(choices), p, text, prompt, tokenizer, stops, constraint
+                    request, len(choices), p, len(prompt), echoes[p], tokenizer, stops, constraint
                 )
             submissions += made
         meter, stream = self._submit(submissions, spec, context.caller, request.cache_salt)
@@ -247,13 +257,13 @@ def _submissions(
     answer_id: str,
     prompt_index: int,
     prompt: Sequence[int],
+    most: int,
     sampling: Sampling,
     stops: StopConditions,
     priority: int,
 ) -> list[Submission]:
-    """Build the submissions of one prompt, one for each choice. Raises ContextLengthExceeded."""
+    """Build the submissions of one prompt, one for each choice; `most`: output tokens of each."""
     shared = tuple(prompt)  # one object for all choices, sent to the worker once
-    most = most_tokens(request, spec, len(prompt))
     return [
         Submission(
             id=f"{answer_id}-{prompt_index * request.choices + choice}",
@@ -265,7 +275,7 @@ def _submissions(
             priority=priority,
             stop_token_ids=(*stops.tokens, *(t for t in stops.eos if t not in spec.eos_token_ids)),
             ignore_eos=bool(request.ignore_eos),
-            prompt_logprobs=request.requested_logprobs if _echoes(request) else None,
+            prompt_logprobs=request.requested_logprobs if request.echoes else None,
         )
         for choice in range(request.choices)
     ]
@@ -275,31 +285,22 @@ def _choice(
     request: GenerateRequest,
     index: int,
     prompt_index: int,
-    text: str | None,
-    prompt: list[int],
+    prompt_tokens: int,
+    echoed: EchoedPrompt | None,
     tokenizer: Tokenizer,
     stops: StopConditions,
     constraint: OutputConstraint,
 ) -> Choice:
     """Build the choice that turns the tokens of one submission into text."""
-    echo = None
-    if _echoes(request):
-        scored = request.requested_logprobs is not None
-        echo = Echo(text, prompt, tokenizer.detokenizer(), scored=scored)
     return Choice(
         index,
         prompt_index,
-        len(prompt),
+        prompt_tokens,
         tokenizer.detokenizer(
             special=request.skip_special_tokens is False, markers=constraint.tools is not None
         ),
         stops,
         calls=constraint.parser(),
-        echo=echo,
+        echo=None if echoed is None else Echo(echoed, index),
         silent=request.most_tokens == 0,
     )
-
-
-def _echoes(request: GenerateRequest) -> bool:
-    """Whether the answer begins with the prompt."""
-    return isinstance(request, CompletionRequest) and bool(request.echo)

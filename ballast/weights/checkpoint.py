@@ -273,6 +273,7 @@ def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
         expected_longest=settings.expected_longest,
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
+        max_answer=settings.max_answer,
         queue_seconds=settings.queue_seconds,
         embeds=manifest.embeds,
         pinned=settings.pinned,

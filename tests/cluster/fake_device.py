@@ -117,7 +117,10 @@ class EchoDevice:
         self.failed |= fleet.faults
         self.specs = {
             m.name: replace(
-                spec(m.name, m.max_model_len or 256), pinned=m.pinned, sampling=m.sampling
+                spec(m.name, m.max_model_len or 256),
+                pinned=m.pinned,
+                sampling=m.sampling,
+                max_answer=m.max_answer,
             )
             for m in fleet.models
             if m.name not in self.failed

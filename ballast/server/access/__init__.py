@@ -8,4 +8,5 @@
 - `meter`: Tokens and time of one client's request, for quotas and the log.
 - `queue_pace`: Estimates how long a full queue takes to drain, for `Retry-After`.
 - `quotas`: Rate limits of each API key.
+- `whole_answers`: Bound on the memory of answers that are sent whole.
 """

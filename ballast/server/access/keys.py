@@ -98,10 +98,12 @@ class Guard:
         context = context_of(scope)
         context.caller = self._keys.caller(presented(scope["headers"]))
         try:
-            self._keys.check(context.caller, scope["method"], pattern_of(scope))
+            pattern = pattern_of(scope)
+            self._keys.check(context.caller, scope["method"], pattern)
         except Fault as fault:
             await fault.response(context)(scope, receive, send)
             return
+        context.admitted = pattern not in FREE
         await self._app(scope, receive, send)
 
 

@@ -3,6 +3,7 @@
 `server` alone imports it.
 
 - `answer`: Reads the output stream of one request, with times and counts.
+- `answer_size`: Bounds the values of one answer.
 - `choice`: Turns the tokens of one choice into text as they arrive.
 - `echo`: Repeats the prompt in the answer, with its log-probabilities.
 - `embedding`: Collects the embeddings of one client's request.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ballast.core.event import FinishedOutput, TokenOutput
+from ballast.core.event import FinishedOutput, PromptScoresOutput, TokenOutput
 from ballast.server.generate.echo import Echo
 from ballast.server.text.detokenize import Detokenizer
 from ballast.server.text.pieces import OutputPiece, Scored
@@ -73,12 +73,20 @@ class Choice:
         """Characters of text that were passed on."""
         self._last: int | None = None
 
-    def opening(self) -> OutputPiece | None:
-        """Return the piece before the first token (the echoed prompt), once; None without one."""
+    def add_prompt(self, output: PromptScoresOutput) -> OutputPiece | None:
+        """Add scores of the prompt, and return that part of its echo; None where none is wanted."""
         if self.echo is None:
             return None
-        piece, self.echo = self.echo.piece(self.index), None
-        self._said = len(piece.text)
+        piece = self.echo.add(output)
+        self._said += len(piece.text)
+        return piece
+
+    def opening(self) -> OutputPiece | None:
+        """Return what is left of the echoed prompt before the first token; None if nothing is."""
+        if self.echo is None:
+            return None
+        piece, self.echo = self.echo.rest(), None
+        self._said += 0 if piece is None else len(piece.text)
         return piece
 
     def add_token(self, output: TokenOutput) -> OutputPiece:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import base64
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ballast.cluster.output_stream import OutputStream
 from ballast.core.clock import Clock
@@ -13,6 +13,8 @@ from ballast.core.event import CancelledOutput, EmbeddingOutput, FailedOutput, F
 from ballast.core.request import Submission
 from ballast.server.access.meter import RequestMeter
 from ballast.server.generate.answer import RequestAnswer
+from ballast.server.http.json_response import encode
+from ballast.server.http.sliced_response import SLICE_BYTES
 from ballast.server.observe.metrics import Metrics
 from ballast.server.openai.records import EmbeddingItem, EmbeddingList, EmbeddingUsage, Usage
 
@@ -44,9 +46,10 @@ class Embedding(RequestAnswer):
         """Finish reason of each text; None where it has not ended."""
         return [self._finish_reasons.get(s.id) for s in self._submissions]
 
-    async def whole(self, encoding: str, name: str) -> EmbeddingList:
-        """Wait for all embeddings. `encoding`: `float` or `base64`; `name`: the model's name as the
-        client wrote it. Raises Fault."""
+    async def whole(self, encoding: str, name: str) -> Iterator[bytes]:
+        """Wait for all embeddings; returns the parts of an `EmbeddingList` as JSON, encoded when
+        taken. `encoding`: `float` or `base64`; `name`: the model's name as the client wrote
+        it. Raises Fault."""
         values: dict[str, bytes] = {}
         while len(self._finish_reasons) < len(self._submissions):
             for output in await self._next_outputs():
@@ -57,20 +60,28 @@ class Embedding(RequestAnswer):
                 elif isinstance(output, FinishedOutput):
                     self._end(output)
         count = self.usage.prompt_tokens
-        return EmbeddingList(
-            data=[
-                EmbeddingItem(index=i, embedding=_encoded(values[s.id], encoding))
-                for i, s in enumerate(self._submissions)
-            ],
-            model=name,
-            usage=EmbeddingUsage(prompt_tokens=count, total_tokens=count),
-        )
+        usage = EmbeddingUsage(prompt_tokens=count, total_tokens=count)
+        empty = encode(EmbeddingList(data=[], model=name, usage=usage))
+        return _parts(empty, [values[s.id] for s in self._submissions], encoding)
 
     def _end(self, output: FinishedOutput) -> None:
         self._finish_reasons[output.request_id] = output.reason
         timing = self._timings[output.request_id]
         count, now = output.prompt_tokens, self._clock.now()
         self._metrics.finished(self.model, timing, count, 0, output.reason, now)
+
+
+def _parts(empty: bytes, values: Sequence[bytes], encoding: str) -> Iterator[bytes]:
+    """Yield the JSON of a list of embeddings; `empty`: that of a list without any."""
+    before, data, after = empty.partition(b'"data":[')
+    part = before + data
+    for i, value in enumerate(values):
+        item = encode(EmbeddingItem(index=i, embedding=_encoded(value, encoding)))
+        part += b"," + item if i else item
+        if len(part) >= SLICE_BYTES:
+            yield part
+            part = b""
+    yield part + after
 
 
 def _encoded(values: bytes, encoding: str) -> list[float] | str:

@@ -55,10 +55,6 @@ class Generation(RequestAnswer):
             if fault is not None:
                 raise fault
 
-    async def whole(self) -> list[OutputPiece]:
-        """Wait for all pieces. Raises Fault."""
-        return [piece async for batch in self.batches() for piece in batch]
-
     def close(self) -> None:
         """Withdraw the submissions that are still open, which frees their memory."""
         left = self._stream.open & self._choices.keys()
@@ -114,8 +110,8 @@ class Generation(RequestAnswer):
                     pieces.append(end)
                 else:
                     pieces[at] = pieces[at].ended_by(end)
-            elif isinstance(output, PromptScoresOutput) and choice.echo is not None:
-                choice.echo.add(output)
+            elif isinstance(output, PromptScoresOutput) and (part := choice.add_prompt(output)):
+                pieces.append(part)
             self._count_end(output.request_id, choice, now)
         return None
 

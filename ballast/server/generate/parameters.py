@@ -104,8 +104,9 @@ def check_fits(spec: ModelSpec, prompt_tokens: int, output_tokens: int, field: s
         )
 
 
-def most_tokens(request: GenerateRequest, spec: ModelSpec, prompt_tokens: int) -> int:
-    """Bound on the output, in tokens. Raises ContextLengthExceeded.
+def most_tokens(request: GenerateRequest, spec: ModelSpec, prompt_tokens: int, fitting: int) -> int:
+    """Bound on the output, in tokens; `fitting`: what one answer may have at most, for a request
+    that does not insist on more. Raises ContextLengthExceeded.
 
     `max_tokens=0` runs one step, since an engine has no step without output; its token is
     discarded.
@@ -114,9 +115,9 @@ def most_tokens(request: GenerateRequest, spec: ModelSpec, prompt_tokens: int) -
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
     left = spec.max_model_len - prompt_tokens
     if asked is not None and request.shortens_output:
-        asked = max(1, min(asked, left))
+        asked = max(1, min(asked, left, fitting))
     check_fits(spec, prompt_tokens, asked or 1, field)
     if asked is not None:
         return asked or 1
-    bound = spec.sampling.max_tokens or CHAT_TOKENS
+    bound = min(fitting, spec.sampling.max_tokens or CHAT_TOKENS)
     return min(left, bound, COMPLETION_TOKENS if isinstance(request, CompletionRequest) else bound)

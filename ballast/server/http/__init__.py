@@ -11,6 +11,7 @@
 - `fair_turns`: One piece of work at a time, on the loop or on a thread, API keys in turn.
 - `fields`: Types of request fields, with their bounds.
 - `file_limit`: The limit of open files.
+- `json_list`: A JSON array that is encoded while it grows.
 - `json_response`: Encoding of records, and error envelopes.
 - `json_route`: Decodes JSON bodies, one in each turn of the event loop.
 - `off_loop`: Threads for work that would block the event loop.
@@ -18,6 +19,7 @@
 - `refused_fields`: Refuses request fields that must not be ignored.
 - `request_context`: The context of one HTTP request, from arrival to the end of its response.
 - `route_match`: Finds the route of a request before anything is decided by it.
+- `sliced_response`: Sends large bodies in slices.
 - `sse`: Streams server-sent events; stops when the client disconnects.
 - `watchdog`: Ends a server whose event loop hangs.
 """

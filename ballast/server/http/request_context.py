@@ -109,6 +109,8 @@ class RequestContext:
     request_id: str = ""
     """Id from the client's header, or a new one; every response carries it."""
     caller: Caller = ANYONE
+    admitted: bool = False
+    """Whether the caller may use the route, which is not open to strangers."""
     body_bytes: int = 0
     """Length of the request's body."""
     route: str | None = None
@@ -160,3 +162,9 @@ def context_of(scope: Scope) -> RequestContext:
     found = scope.setdefault(_KEY, RequestContext())
     assert isinstance(found, RequestContext)
     return found
+
+
+def was_admitted(scope: Scope) -> bool:
+    """Whether the request of an ASGI scope has been admitted so far."""
+    found = scope.get(_KEY)
+    return isinstance(found, RequestContext) and found.admitted

@@ -16,7 +16,7 @@ T = TypeVar("T")
 def event(data: bytes, name: str = "") -> bytes:
     """Encode one event. `data` must hold no line break (JSON as msgspec writes it never does)."""
     named = f"event: {name}\n".encode() if name else b""
-    return named + b"data: " + data + b"\n\n"
+    return b"".join((named, b"data: ", data, b"\n\n"))
 
 
 DONE = event(b"[DONE]")

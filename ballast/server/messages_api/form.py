@@ -72,9 +72,16 @@ class MessageForm:
     def failed(self, fault: Fault) -> bytes:
         return event(fault.messages_body(self._head.request_id), "error")
 
-    def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> Message:
+    def add(self, pieces: Iterable[OutputPiece]) -> None:
         for _ in self._push(pieces):
             pass
+
+    @property
+    def held(self) -> int:
+        return self._blocks.held
+
+    def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> Message:
+        self.add(pieces)
         return self._message([_content(block) for block in self._blocks.blocks], usage)
 
     def _push(self, pieces: Iterable[OutputPiece]) -> Iterator[Step]:

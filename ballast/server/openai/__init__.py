@@ -2,6 +2,7 @@
 
 `server` alone imports it; `messages_api` and `responses_api` translate their requests to these.
 
+- `collected`: Collects whole answers, as text and JSON, while their pieces arrive.
 - `forms`: Answers of the completions and chat APIs, whole or streamed.
 - `records`: Response records of the OpenAI API, encoded by msgspec.
 - `request`: Schemas of OpenAI's generating requests, with vLLM's extensions.

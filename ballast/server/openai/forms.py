@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UnsetType
@@ -16,6 +16,7 @@ from ballast.core.clock import Clock
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import encode
 from ballast.server.http.sse import DONE, PING, event
+from ballast.server.openai.collected import CollectedChoice, CollectedChoices
 from ballast.server.openai.records import (
     UNSET,
     CalledFunction,
@@ -32,7 +33,6 @@ from ballast.server.openai.records import (
     TextCompletion,
     TextLogprobs,
     TokenLogprob,
-    ToolCall,
     ToolCallDelta,
     TopLogprob,
     Usage,
@@ -40,7 +40,7 @@ from ballast.server.openai.records import (
 from ballast.server.openai.request import GenerateRequest
 from ballast.server.text.pieces import OutputPiece, Scored
 from ballast.server.text.tokenizer import Tokenizer
-from ballast.server.tools.delta import Arguments, Began
+from ballast.server.tools.delta import Began
 
 _Usage = Usage | UnsetType | None
 _LEAST = -9999.0
@@ -65,9 +65,15 @@ class Form(Protocol):
     def failed(self, fault: Fault) -> bytes:
         """Return the events that end a stream which cannot be completed."""
 
-    def whole(
-        self, pieces: Iterable[OutputPiece], choices: int, usage: Usage
-    ) -> msgspec.Struct: ...
+    def add(self, pieces: Iterable[OutputPiece]) -> None:
+        """Add pieces of a whole answer as they arrive."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that the pieces added so far take, about."""
+
+    def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> msgspec.Struct:
+        """Return the whole answer, after its last pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,8 @@ class _Chunks:
     """
 
     silence = PING
+    lists: int
+    """Number of arrays that a choice's log-probabilities are written to."""
 
     def __init__(self, head: Head, request: GenerateRequest) -> None:
         self._id, self._created, self._model = head.answer_id, head.created, head.model
@@ -101,6 +109,7 @@ class _Chunks:
         self._usage: _Usage = None if request.stream and request.include_usage else UNSET
         self._alternatives = request.requested_logprobs
         """Number of alternatives with each token's log-probability; None: no log-probabilities."""
+        self._collected = CollectedChoices(self.lists)
         self._around: dict[int, tuple[bytes, bytes]] = {}
         """JSON before and after the text, by choice, of chunks that differ by their text only."""
 
@@ -123,6 +132,21 @@ class _Chunks:
     def chunk(self, piece: OutputPiece) -> Chunk:
         raise NotImplementedError
 
+    def add(self, pieces: Iterable[OutputPiece]) -> None:
+        for piece in pieces:
+            choice = self._collected[piece.choice]
+            choice.add(piece)
+            if piece.scored and self._alternatives is not None:
+                self._add_scores(choice, piece.scored)
+
+    @property
+    def held(self) -> int:
+        return self._collected.held
+
+    def _add_scores(self, choice: CollectedChoice, scored: Iterable[Scored]) -> None:
+        """Encode the scores of a piece of a whole answer."""
+        raise NotImplementedError
+
     def _encoded(self, piece: OutputPiece) -> bytes:
         """Encode the chunk of a piece as JSON. Most chunks differ by their text alone."""
         if piece.finish_reason is not None or piece.calls or self._alternatives is not None:
@@ -141,6 +165,8 @@ class _Chunks:
 class ChatForm(_Chunks):
     """Form of `/v1/chat/completions`."""
 
+    lists = 1
+
     def opening(self, choices: int, usage: Usage) -> bytes:
         delta = Delta(role="assistant", content="")
         chunks = (self._chunk([ChunkChoice(i, delta)]) for i in range(choices))
@@ -151,7 +177,7 @@ class ChatForm(_Chunks):
         delta = Delta(content=piece.text if says else None, tool_calls=_call_deltas(piece) or None)
         logprobs = self._logprobs([piece])
         choice = ChunkChoice(
-            piece.choice, delta, piece.finish_reason, logprobs, _stop_reason([piece])
+            piece.choice, delta, piece.finish_reason, logprobs, _stop_reason(piece)
         )
         return self._chunk([choice])
 
@@ -159,10 +185,11 @@ class ChatForm(_Chunks):
         return self._chunk([], usage)
 
     def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> ChatCompletion:
-        made = [
-            ChatChoice(i, _message(own), _reason(own), self._logprobs(own), _stop_reason(own))
-            for i, own in enumerate(_by_choice(pieces, choices))
-        ]
+        self.add(pieces)
+        made = []
+        for i, own in self._collected.first(choices):
+            scores = None if self._alternatives is None else ChatLogprobs(own.scores[0].raw)
+            made.append(ChatChoice(i, _message(own), own.finish_reason, scores, own.stop_reason))
         return ChatCompletion(
             id=self._id,
             created=self._created,
@@ -188,14 +215,20 @@ class ChatForm(_Chunks):
         scored = [s for piece in pieces for s in piece.scored]
         return ChatLogprobs(token_logprobs(scored, self._alternatives, self._tokenizer))
 
+    def _add_scores(self, choice: CollectedChoice, scored: Iterable[Scored]) -> None:
+        alternatives = self._alternatives or 0
+        choice.scores[0].extend(token_logprobs(scored, alternatives, self._tokenizer))
+
 
 class TextForm(_Chunks):
     """Form of `/v1/completions`."""
 
+    lists = 4
+
     def chunk(self, piece: OutputPiece) -> Chunk:
         logprobs = self._logprobs([piece])
         choice = TextChoice(
-            piece.choice, piece.text, piece.finish_reason, logprobs, _stop_reason([piece])
+            piece.choice, piece.text, piece.finish_reason, logprobs, _stop_reason(piece)
         )
         return self._completion([choice], self._usage)
 
@@ -203,10 +236,16 @@ class TextForm(_Chunks):
         return self._completion([], usage)
 
     def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> TextCompletion:
-        made = [
-            TextChoice(i, _text(own), _reason(own), self._logprobs(own), _stop_reason(own))
-            for i, own in enumerate(_by_choice(pieces, choices))
-        ]
+        self.add(pieces)
+        made = []
+        for i, own in self._collected.first(choices):
+            scores = None
+            if self._alternatives is not None:
+                tokens, logprobs, top, offsets = (scored.raw for scored in own.scores)
+                scores = TextLogprobs(
+                    tokens, logprobs, top if self._alternatives else None, offsets
+                )
+            made.append(TextChoice(i, own.text, own.finish_reason, scores, own.stop_reason))
         return self._completion(made, usage)
 
     def _completion(self, choices: list[TextChoice], usage: _Usage) -> TextCompletion:
@@ -222,11 +261,23 @@ class TextForm(_Chunks):
     def _logprobs(self, pieces: Iterable[OutputPiece]) -> TextLogprobs | None:
         if self._alternatives is None:
             return None
-        scored = [s for piece in pieces for s in piece.scored]
-        return TextLogprobs(
+        tokens, logprobs, top, offsets = self._columns(s for p in pieces for s in p.scored)
+        return TextLogprobs(tokens, logprobs, top if self._alternatives else None, offsets)
+
+    def _add_scores(self, choice: CollectedChoice, scored: Iterable[Scored]) -> None:
+        columns: tuple[list[Any], ...] = self._columns(scored)
+        for encoded, values in zip(choice.scores, columns, strict=True):
+            encoded.extend(values)
+
+    def _columns(
+        self, scored: Iterable[Scored]
+    ) -> tuple[list[str], list[float | None], list[dict[str, float] | None], list[int]]:
+        """Convert scored tokens to the arrays of `TextLogprobs`."""
+        scored = list(scored)
+        return (
             [self._token(s.token) for s in scored],
             [None if s.logprob is None else _finite(s.logprob) for s in scored],
-            [self._top(s) for s in scored] if self._alternatives else None,
+            [self._top(s) for s in scored] if self._alternatives else [],
             [s.at for s in scored],
         )
 
@@ -272,17 +323,11 @@ def _call_deltas(piece: OutputPiece) -> list[ToolCallDelta]:
     return list(deltas.values())
 
 
-def _message(pieces: Iterable[OutputPiece]) -> ChatMessage:
-    pieces = list(pieces)
-    deltas = [c for piece in pieces for c in piece.calls]
-    calls = [ToolCall(c.id, CalledFunction(c.name, "")) for c in deltas if isinstance(c, Began)]
-    for i, call in enumerate(calls):
-        fragments = (c.fragment for c in deltas if isinstance(c, Arguments) and c.index == i)
-        call.function.arguments = "".join(fragments)
-    text = _text(pieces)
+def _message(choice: CollectedChoice) -> ChatMessage:
+    calls = choice.calls
     if not calls:
-        return ChatMessage(text)
-    return ChatMessage(text or None, tool_calls=calls)
+        return ChatMessage(choice.text)
+    return ChatMessage(choice.text or None, tool_calls=calls)
 
 
 def _finite(logprob: float | None) -> float:
@@ -290,20 +335,5 @@ def _finite(logprob: float | None) -> float:
     return logprob if logprob is not None and logprob > _LEAST else _LEAST
 
 
-def _by_choice(pieces: Iterable[OutputPiece], choices: int) -> list[list[OutputPiece]]:
-    found: list[list[OutputPiece]] = [[] for _ in range(choices)]
-    for piece in pieces:
-        found[piece.choice].append(piece)
-    return found
-
-
-def _text(pieces: Iterable[OutputPiece]) -> str:
-    return "".join(p.text for p in pieces)
-
-
-def _reason(pieces: Iterable[OutputPiece]) -> str | None:
-    return next((p.finish_reason for p in pieces if p.finish_reason is not None), None)
-
-
-def _stop_reason(pieces: Iterable[OutputPiece]) -> StopReason:
-    return next((p.stop_reason for p in pieces if p.stop_reason is not None), UNSET)
+def _stop_reason(piece: OutputPiece) -> StopReason:
+    return UNSET if piece.stop_reason is None else piece.stop_reason

@@ -93,6 +93,16 @@ class _Generate(Sampled):
         return False
 
     @property
+    def prompt_count(self) -> int:
+        """Number of prompts, each with `choices` of its own."""
+        return 1
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
     def requested_logprobs(self) -> int | None:
         """Number of alternatives with the log-probability of each token; None: no
         log-probabilities."""
@@ -152,6 +162,14 @@ class CompletionRequest(_Generate):
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list, each a text or a list of token ids."""
         return one_by_one(self.prompt)
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     @property
     def requested_logprobs(self) -> int | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from ballast.server.http.faults import Fault
+from ballast.server.http.json_list import JsonList
 from ballast.server.http.json_response import encode
 from ballast.server.http.sse import DONE, PING, event
 from ballast.server.openai.forms import Head, token_logprobs
@@ -34,7 +35,7 @@ from ballast.server.responses_api.records import (
     TextDone,
 )
 from ballast.server.text.output_blocks import Grown, Opened, OutputBlock, OutputBlocks, Step
-from ballast.server.text.pieces import OutputPiece, Scored
+from ballast.server.text.pieces import OutputPiece
 
 _Code = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
 
@@ -51,6 +52,8 @@ class ResponseForm:
         self._alternatives = request.requested_logprobs
         """Number of alternatives with each token's log-probability; None: no log-probabilities."""
         self._blocks = OutputBlocks()
+        self._encoded_scores: dict[int, JsonList] = {}
+        """Log-probabilities of the text so far, by block: four events repeat them."""
         self._ids: list[str] = []
         """Ids of the items, by block."""
         self._cut = False
@@ -76,9 +79,17 @@ class ResponseForm:
         error = ResponseError(codes.get(fault.status, "server_error"), fault.text)
         return self._end(self._record("failed", error=error))
 
+    def add(self, pieces: Iterable[OutputPiece]) -> None:
+        for step in self._push(pieces):
+            if isinstance(step, Grown):
+                self._add_scores(step)
+
+    @property
+    def held(self) -> int:
+        return self._blocks.held + sum(map(len, self._encoded_scores.values()))
+
     def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> ResponseRecord:
-        for _ in self._push(pieces):
-            pass
+        self.add(pieces)
         return self._whole(usage)
 
     def _push(self, pieces: Iterable[OutputPiece]) -> Iterator[Step]:
@@ -150,12 +161,16 @@ class ResponseForm:
         return self._ids[block.index]
 
     def _part(self, block: OutputBlock) -> OutputText:
-        return OutputText(text=block.text, logprobs=self._scores(block.scored))
+        scores = self._encoded_scores.get(block.index)
+        return OutputText(text=block.text, logprobs=[] if scores is None else scores.raw)
 
-    def _scores(self, scored: Sequence[Scored]) -> list[TokenLogprob]:
-        if self._alternatives is None:
+    def _add_scores(self, step: Grown) -> list[TokenLogprob]:
+        """Convert the scores of a step, and encode them for the block's end."""
+        if self._alternatives is None or not step.scored:
             return []
-        return token_logprobs(scored, self._alternatives, self._head.tokenizer)
+        scores = token_logprobs(step.scored, self._alternatives, self._head.tokenizer)
+        self._encoded_scores.setdefault(step.block.index, JsonList()).extend(scores)
+        return scores
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -172,7 +187,7 @@ class ResponseForm:
             return made
         if isinstance(step, Grown):
             if text:
-                scores = self._scores(step.scored)
+                scores = self._add_scores(step)
                 return self._event(
                     "response.output_text.delta",
                     TextDelta,
@@ -184,25 +199,30 @@ class ResponseForm:
             return self._event(name, ArgumentsDelta, delta=step.fragment, **where)
         if text:
             part = self._part(block)
-            made = self._event(
-                "response.output_text.done",
-                TextDone,
-                text=part.text,
-                logprobs=part.logprobs,
-                **where,
-            )
-            made += self._event("response.content_part.done", PartEvent, part=part, **where)
+            made = [
+                self._event(
+                    "response.output_text.done",
+                    TextDone,
+                    text=part.text,
+                    logprobs=part.logprobs,
+                    **where,
+                ),
+                self._event("response.content_part.done", PartEvent, part=part, **where),
+            ]
         else:
             assert block.call is not None
-            made = self._event(
-                "response.function_call_arguments.done",
-                ArgumentsDone,
-                name=block.call.name,
-                arguments=block.text,
-                **where,
-            )
+            made = [
+                self._event(
+                    "response.function_call_arguments.done",
+                    ArgumentsDone,
+                    name=block.call.name,
+                    arguments=block.text,
+                    **where,
+                )
+            ]
         item = self._item(block, last=step.last, whole=not self._cut)
-        return made + self._event("response.output_item.done", ItemEvent, block.index, item)
+        made.append(self._event("response.output_item.done", ItemEvent, block.index, item))
+        return b"".join(made)
 
     def _end(self, response: ResponseRecord) -> bytes:
         return self._event(f"response.{response.status}", ResponseEvent, response=response) + DONE

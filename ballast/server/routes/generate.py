@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -15,9 +16,10 @@ from starlette.responses import Response
 from ballast.core.errors import BallastError
 from ballast.server.generate.generation import Generation
 from ballast.server.http.faults import Fault
-from ballast.server.http.json_response import answered
+from ballast.server.http.json_response import encode
 from ballast.server.http.off_loop import off_loop
 from ballast.server.http.request_context import RequestContext, context_of
+from ballast.server.http.sliced_response import SlicedResponse, slices
 from ballast.server.http.sse import ClientGone, EventStream, unless_gone
 from ballast.server.messages_api.form import MessageForm
 from ballast.server.messages_api.records import Message
@@ -94,8 +96,11 @@ async def _answer(
             )
         )
         if not asked.stream:
-            pieces = await unless_gone(request.receive, generation.whole())
-            return answered(form.whole(pieces, generation.size, generation.usage))
+            with ExitStack() as holding:
+                hold = holding.enter_context(service.answers.holding(context.caller.name))
+                await unless_gone(request.receive, _collect(form, generation, hold))
+                body = encode(form.whole((), generation.size, generation.usage))
+                return SlicedResponse(slices(body), len(body), holding.pop_all().close)
         # Wait a while for the first token before sending the status: it can still be an error.
         batches = generation.batches(service.settings.ping_seconds)
         first = await unless_gone(request.receive, anext(batches))
@@ -106,6 +111,13 @@ async def _answer(
     finally:
         if not handed_on:
             generation.close()
+
+
+async def _collect(form: Form, generation: Generation, hold: Callable[[int], None]) -> None:
+    """Add all pieces to the form as they arrive. Raises Fault."""
+    async for batch in generation.batches():
+        form.add(batch)
+        hold(form.held)
 
 
 async def _events(

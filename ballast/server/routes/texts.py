@@ -12,6 +12,7 @@ from ballast.server.generate.parameters import check_tokens
 from ballast.server.http.json_response import answered
 from ballast.server.http.off_loop import off_loop
 from ballast.server.http.request_context import context_of
+from ballast.server.http.sliced_response import SlicedResponse
 from ballast.server.http.sse import ClientGone, unless_gone
 from ballast.server.messages_api.records import InputTokens
 from ballast.server.messages_api.request import CountRequest, check_version
@@ -93,9 +94,8 @@ def _add_embedding_route(app: FastAPI, service: Service) -> None:
         embedding = await service.embed(body, f"embd-{secrets.token_hex(12)}", context)
         try:
             encoding = body.encoding_format or "float"
-            return answered(
-                await unless_gone(request.receive, embedding.whole(encoding, body.model))
-            )
+            whole = embedding.whole(encoding, body.model)
+            return SlicedResponse(await unless_gone(request.receive, whole))
         except ClientGone:
             return Response(status_code=499)  # nobody reads it
         finally:

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from ballast.server.text.pieces import OutputPiece, Scored
 from ballast.server.tools.delta import Arguments, Began, Content
 
+FRAGMENT_BYTES = 60
+"""Memory of a fragment beside its characters."""
+
 
 @dataclass(slots=True, eq=False)
 class OutputBlock:
@@ -23,8 +26,6 @@ class OutputBlock:
     """The tool call; None for text."""
     fragments: list[str] = field(default_factory=list)
     """Fragments of the text, or of the call's arguments (JSON)."""
-    scored: list[Scored] = field(default_factory=list)
-    """Scored tokens of the text, where log-probabilities are requested."""
 
     @property
     def text(self) -> str:
@@ -60,8 +61,10 @@ class OutputBlocks:
     def __init__(self) -> None:
         self.blocks: list[OutputBlock] = []
         self.ended = False
+        self.held = 0
+        """Bytes that the blocks' texts take, about."""
         self._open: OutputBlock | None = None
-        self._scored: tuple[Scored, ...] = ()
+        self._scored: list[Scored] = []
         """Scored tokens whose text is still held back; they are added with the text."""
 
     def push(self, piece: OutputPiece) -> Iterator[Step]:
@@ -95,11 +98,12 @@ class OutputBlocks:
     def _grow(self, fragment: str) -> Iterator[Step]:
         block = self._open
         assert block is not None  # arguments follow the beginning of their call
-        scored, self._scored = self._scored, ()
+        scored = tuple(self._scored)
+        self._scored.clear()
         if block.call is not None:
             scored = ()  # only text has log-probabilities
         block.fragments.append(fragment)
-        block.scored += scored
+        self.held += FRAGMENT_BYTES + len(fragment)
         yield Grown(block, fragment, scored)
 
     def _close(self, *, last: bool) -> Iterator[Step]:

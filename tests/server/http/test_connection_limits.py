@@ -16,10 +16,21 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ballast.core.clock import VirtualClock
+from ballast.core.settings import KeySettings, ServerSettings
+from ballast.server.access.keys import ApiKeys, Guard
 from ballast.server.http.connection import protocol
-from ballast.server.http.connection_limits import LEAST_READ, Connections, limited
+from ballast.server.http.connection_limits import (
+    LEAST_READ,
+    STRANGER_SECONDS,
+    Connections,
+    client_address,
+    limited,
+)
 from ballast.server.http.file_limit import OTHER_FILES, SPARE
+from ballast.server.observe.request_watch import Watch
 from ballast.server.serve import HttpServer
+from tests.server.observe.test_metrics import Scraped
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -45,6 +56,9 @@ class Client:
     async def ask(self) -> bytes:
         self.say(REQUEST)
         return await self._reader.readuntil(b"hello")
+
+    async def read_past(self, text: bytes) -> None:
+        await asyncio.wait_for(self._reader.readuntil(text), 240)
 
     def say(self, data: bytes) -> None:
         self._writer.write(data)
@@ -249,5 +263,132 @@ def test_an_answer_that_nobody_reads_ends_its_connection(base: type[asyncio.Prot
             client.say(REQUEST)
             await asyncio.wait_for(gone.wait(), 240)
         assert connections.open == 0
+
+    asyncio.run(scenario())
+
+
+# -- whose connections make room ------------------------------------------------------------------
+
+
+class Fake:
+    """A connection, as `Connections` sees it."""
+
+    def __init__(self, clock: list[float], *, admitted: bool = False) -> None:
+        self.admitted, self.closed = admitted, False
+        self.transport = self.loop = self
+        self._clock = clock
+
+    def time(self) -> float:
+        return self._clock[0]
+
+    def abort(self) -> None:
+        self.closed = True
+
+
+def test_strangers_make_room_for_an_admitted_request_longest_idle_first() -> None:
+    clock = [0.0]
+    connections = Connections(lambda: 4)
+    known = Fake(clock, admitted=True)
+    strangers = [Fake(clock) for _ in range(4)]
+    for each in (known, *strangers):
+        assert connections.begins(each, "192.0.2.1")
+        connections.idles(each)
+    assert connections.full
+    assert not connections.crowded()  # an admitted request is not refused: a stranger goes
+    assert [s.closed for s in strangers] == [True, False, False, False]
+    assert (connections.open, connections.full) == (4, False)
+    assert not connections.crowded()
+    assert sum(s.closed for s in strangers) == 1, "no more is closed than needed"
+    connections.works(strangers[1])
+    connections.idles(strangers[1])  # it has been heard since
+    closed = [connections.make_room() and [s.closed for s in strangers] for _ in range(3)]
+    assert closed[-1] == [True] * 4
+    assert closed[0] == [True, False, True, False]
+    assert connections.make_room()
+    assert known.closed, "an idle one of an admitted client is the last"
+    assert not connections.make_room()
+
+
+def test_a_request_that_is_answered_makes_no_room_unless_it_is_a_slow_strangers() -> None:
+    clock = [0.0]
+    connections = Connections(lambda: 2)
+    fakes = [Fake(clock, admitted=True), Fake(clock), Fake(clock)]
+    for each in fakes:
+        connections.begins(each, "192.0.2.1")
+        connections.idles(each)
+        connections.works(each)
+    clock[0] = STRANGER_SECONDS / 2
+    assert connections.crowded()
+    clock[0] = STRANGER_SECONDS
+    assert not connections.crowded()
+    assert [f.closed for f in fakes] == [False, True, False]
+    for each in fakes:
+        connections.ends(each)
+    assert (connections.open, connections.idle) == (0, 0)
+
+
+def test_one_address_has_its_share() -> None:
+    clock = [0.0]
+    for each, room in ((None, 5), (3, 3), (100, 10)):
+        connections = Connections(lambda: 10, most_each=lambda each=each: each)  # type: ignore[misc]
+        flood = [Fake(clock) for _ in range(10)]
+        for fake in flood:
+            assert connections.begins(fake, "192.0.2.1")
+            connections.idles(fake)
+        assert connections.open == room
+        assert [f.closed for f in flood] == [True] * (10 - room) + [False] * room
+        other = Fake(clock)
+        assert connections.begins(other, "192.0.2.2")
+        assert sum(f.closed for f in flood) == 10 - room
+        for fake in flood:
+            connections.works(fake)
+        late = Fake(clock)
+        assert connections.begins(late, "192.0.2.1") == (each == 100)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        (("192.0.2.7", 1), "192.0.2.7"),
+        (("::ffff:192.0.2.7", 1, 0, 0), "192.0.2.7"),
+        (("2001:db8:1:2:3::1", 1, 0, 0), "2001:db8:1:2::/64"),
+        (("2001:db8:1:2:ffff::", 1, 0, 0), "2001:db8:1:2::/64"),
+        (("fe80::1%eth0", 1, 0, 2), "fe80::/64"),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_addresses_are_counted_by_who_has_them(peer: Any, address: str) -> None:
+    class Transport:
+        def get_extra_info(self, name: str) -> Any:
+            assert name == "peername"
+            return peer
+
+    assert client_address(Transport()) == address
+
+
+@pytest.mark.parametrize("base", [H11Protocol, protocol()])
+def test_a_connection_is_an_admitted_clients_from_its_first_such_request(
+    base: type[asyncio.Protocol],
+) -> None:
+    """Silent strangers fill a server; the client with a key keeps its connection."""
+    keys = ApiKeys(ServerSettings(keys=(KeySettings(name="a", key="sk-a"),)))
+
+    async def scenario() -> None:
+        connections = Connections(lambda: 2)
+        app = Watch(Guard(hello(), keys), Scraped().metrics, VirtualClock(0.0))
+        async with serving(connections, base=base, app=app) as connect:
+            known = await connect()
+            known.say(REQUEST.replace(b"host: x", b"host: x\r\nauthorization: Bearer sk-a"))
+            await known.read_past(b"hello")
+            strangers = []
+            for _ in range(SPARE + 20):
+                strangers.append(await connect())
+            assert await strangers[0].closed()
+            late = await connect()
+            late.say(REQUEST)
+            await late.read_past(b"invalid_api_key")
+            known.say(REQUEST.replace(b"host: x", b"host: x\r\nauthorization: Bearer sk-a"))
+            await known.read_past(b"hello")
 
     asyncio.run(scenario())
