@@ -69,7 +69,9 @@ def gemms(gpu: Gpu, every_tile: bool) -> dict[str, Any]:
         for m in ROWS:
             rows = x[:m].contiguous()
             found["unequal"] += int((invariant_gemm(rows, weights[0]) != whole[:m]).sum())
+            same = linear(rows, weights[0]) == whole[:m]
             result = {"cublas": _each(gpu, partial(linear, rows), weights)}
+            result["cublas_unequal"] = float((~same).float().mean())
             result["invariant"] = _each(gpu, partial(invariant_gemm, rows), weights)
             for tile in candidates:
                 if tile.rows <= max(64, m):
@@ -114,7 +116,7 @@ def tokens(gpu: Gpu, invariant: bool) -> dict[str, int]:
     """Requests whose text differs between alone and in a crowd."""
     with tempfile.TemporaryDirectory() as home:
         models = make_models(Path(home), "bfloat16", 512, "auto")
-        requests = requests_for(models)
+        requests = requests_for(models, each=8)
         fleet = tight(models, replace(DEVICE, invariant=invariant, prefix_cache=False))
         with InProcess(fleet) as server:
             alone = {r.id: _text(server, replace(r, id=f"{r.id}/alone")) for r in requests}

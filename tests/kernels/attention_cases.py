@@ -245,13 +245,14 @@ def test_neither_batch_nor_place_nor_bucket_change_a_bit_of_a_decode(dtype: torc
     ("dtype", "window", "sunk"),
     [(torch.float32, 100, True), (torch.float16, None, False), (torch.bfloat16, None, True)],
 )
+@pytest.mark.parametrize("dim", [32] + [128] * GPU)
 def test_neither_batch_nor_chunks_change_a_bit_of_an_invariant_row(
-    dtype: torch.dtype, window: int | None, sunk: bool
+    dtype: torch.dtype, window: int | None, sunk: bool, dim: int
 ) -> None:
     torch.manual_seed(2)
     sinks = torch.randn(8).mul(4).to(dtype) if sunk else None
     # Two sequences' chunks, over a multiple of SPLIT; then parts of the first one by themselves.
-    job = Job.of([(490, 60), (40, 3)], kv_heads=2, dim=32, dtype=dtype)
+    job = Job.of([(490, 60), (40, 3)], kv_heads=2, dim=dim, dtype=dtype)
     qkv = inputs(job, 8)
     with chained_dots():
         whole = run(job, job.batch(8, TritonAttention, invariant=True), qkv, window, sinks=sinks)

@@ -118,9 +118,9 @@ def test_every_tile_gives_the_same_bits(k: int) -> None:
 
 
 def test_tiles_fill_the_device_and_are_one_where_instructions_differ() -> None:
-    assert tile_of(4096, 4096, 132, (9, 0)) == TILES[0][1]
-    assert tile_of(256, 6144, 132, (9, 0)) == TILES[1][1]
-    assert tile_of(1, 28672, 132, (9, 0)) == TILES[2][1]
-    assert tile_of(1, 6144, 132, (9, 0)) == TILES[3][1]
-    assert tile_of(1, 4096, 132, (9, 0)) == TILES[-1][1]
-    assert tile_of(1, 4096, 132, (10, 0)) == tile_of(5000, 28672, 132, (10, 0))
+    assert tile_of(4096, 4096, 132, True) == TILES[0][1]
+    assert tile_of(256, 6144, 132, True) == TILES[1][1]
+    assert tile_of(1, 28672, 132, True) == TILES[2][1]
+    assert tile_of(1, 6144, 132, True) == TILES[3][1]
+    assert tile_of(1, 4096, 132, True) == TILES[-1][1]
+    assert tile_of(1, 4096, 132, False) == tile_of(5000, 28672, 132, False)

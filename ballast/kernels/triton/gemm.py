@@ -8,7 +8,6 @@ asserted on GPUs by `tests/kernels/gemm_cases.py`.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ballast.kernels.triton.attention import LOADED, multiprocessors, widened
+from ballast.kernels.triton.attention import LOADED, multiprocessors, of_one_chain, widened
 from ballast.kernels.triton.gemm_code import gemm_code
 
 INVARIANT_DTYPES = (torch.bfloat16, torch.float16)
@@ -43,10 +42,8 @@ TILES = (
 )
 """The first of which there are at least so many per multiprocessor is taken: the best for an 8B
 model's matrices on an H200 (`benchmarks/gpu_invariant.py --tiles`)."""
-ONE_CHAIN = ((8, 0), (9, 0))
-"""Compute capabilities on which all of `TILES` fit into shared memory and take the same matrix
-instructions. Elsewhere `COMMON` serves all numbers of rows."""
 COMMON = Tile(64, 64, 64, 4, 4)
+"""Of all numbers of rows on GPUs that are not of `ONE_CHAIN`, whose shared memory may be small."""
 
 
 def invariant_gemm(x: Tensor, matrix: Tensor, tile: Tile | None = None) -> Tensor:
@@ -57,7 +54,7 @@ def invariant_gemm(x: Tensor, matrix: Tensor, tile: Tile | None = None) -> Tenso
     if not out.numel():
         return out
     if tile is None:
-        tile = tile_of(m, n, multiprocessors(x.device), _capability(x.device))
+        tile = tile_of(m, n, multiprocessors(x.device), of_one_chain(x.device))
     address = matrix.data_ptr()
     aligned = LOADED if address % LOADED == 0 and k % 8 == 0 else x.dtype.itemsize
     gemm_code[(triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
@@ -81,21 +78,12 @@ def invariant_gemm(x: Tensor, matrix: Tensor, tile: Tile | None = None) -> Tenso
     return out
 
 
-def tile_of(m: int, n: int, multiprocessors: int, capability: tuple[int, int]) -> Tile:
+def tile_of(m: int, n: int, multiprocessors: int, one_chain: bool) -> Tile:
     """Choose the tile of a product of m rows and n columns on a GPU."""
-    if capability not in ONE_CHAIN:
+    if not one_chain:
         return COMMON
     for least, tile in TILES:
         tiles = triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns)
         if (tile.rows == 64 or m > 64) and tiles >= least * multiprocessors:
             return tile
     return COMMON
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability; of a CPU, where the interpreter runs, that of all tiles."""
-    if device.type != "cuda":
-        return ONE_CHAIN[-1]
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major, properties.minor

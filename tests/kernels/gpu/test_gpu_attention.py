@@ -15,16 +15,18 @@ def test_cases_hold_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim", "rows", "capability", "sinks"),
+    ("dtype", "dim", "rows", "capability", "sinks", "ordered"),
     [
-        ("bf16", 128, 16, 90, False),
-        ("bf16", 128, 64, 100, False),
-        ("fp16", 64, 16, 80, True),
-        ("fp32", 256, 64, 80, True),
+        ("bf16", 128, 16, 90, False, False),
+        ("bf16", 128, 16, 90, False, True),
+        ("bf16", 128, 64, 90, False, True),
+        ("bf16", 128, 64, 100, False, False),
+        ("fp16", 64, 16, 80, True, False),
+        ("fp32", 256, 64, 80, True, False),
     ],
 )
 def test_what_a_gpu_gets_is_vectorised_and_fits_its_shared_memory(
-    dtype: str, dim: int, rows: int, capability: int, sinks: bool
+    dtype: str, dim: int, rows: int, capability: int, sinks: bool, ordered: bool
 ) -> None:
     import triton.language as tl
 
@@ -48,6 +50,8 @@ def test_what_a_gpu_gets_is_vectorised_and_fits_its_shared_memory(
         "WIDEN": dtype == "fp32",
         "DTYPE": getattr(tl, str(kinds[dtype]).removeprefix("torch.")),
         "ALIGNED": 16,
+        "CUT": 256 if ordered else 0,
+        "ORDERED": ordered,
         **chosen,
     }
     types = {
