@@ -25,6 +25,10 @@ class TemplateTraits:
     """The role `developer`, which is otherwise `system`."""
     system: bool = True
     """A system message at the beginning."""
+    system_alone: bool = True
+    """A system message, and nothing else."""
+    answer_first: bool = True
+    """A conversation that the assistant begins."""
     several_systems: bool = True
     """Several of them at the beginning."""
     late_system: bool = True
@@ -100,6 +104,8 @@ async def probed(render: Render, template: str, *, calls: bool) -> TemplateTrait
     return TemplateTraits(
         developer=developer,
         system=await takes(_turn("system", _A), user, at=0),
+        system_alone=await shows(_turn("system", _A)),
+        answer_first=await shows(_turn("assistant", _A), _turn("user", _B), answer),
         several_systems=await takes(_turn("system", _A), second, user, at=1),
         late_system=await takes(*late, at=1),
         repeated_roles=await shows(_USER, _turn("user", _B), answer, _turn("assistant", _D)),

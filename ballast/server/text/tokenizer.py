@@ -3,8 +3,10 @@ prompts."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
+import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +33,8 @@ from ballast.server.text.template_traits import TemplateTraits, probed
 from ballast.server.text.text_bound import text_bound
 from ballast.server.tools.dialect import ToolDialect
 
+log = logging.getLogger(__name__)
+
 LONG_TEXT = 1024
 """Characters from which tokenizing is done off the event loop: it takes a millisecond."""
 HUGE_TEXT = 1 << 18
@@ -38,6 +42,8 @@ HUGE_TEXT = 1 << 18
 to the system afterwards."""
 
 
+PROBE_SECONDS = 120.0
+"""Seconds in which the forms that a template takes must be found out; most take 0.05."""
 _SAMPLE_TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 ]
@@ -219,7 +225,12 @@ class Tokenizer:
                 except InvalidRequest:
                     return None
 
-            found = await probed(render, self._tools_template, calls=native)
+            try:
+                async with asyncio.timeout(PROBE_SECONDS):
+                    found = await probed(render, self._tools_template, calls=native)
+            except TimeoutError:
+                log.warning("a chat template is too slow to be tried; it gets all as it is sent")
+                found = TemplateTraits()
             renderer.traits[key] = found
         return found
 

@@ -7,9 +7,10 @@ The rules, each applied only where the template does not take the form as it is:
 2. Calls are text of the assistant in the model's syntax; a result is a user's turn. Several calls
    of a turn become turns of one call each, with its result. Text beside a call comes before it.
 3. The system messages at the beginning are one. Without a place for one, it begins the first user's
-   turn.
+   turn; so it does where nothing else was said. An empty user's turn comes before an assistant's.
 4. A later system message is a user's turn, marked `<system>`. Results follow their calls first.
-5. Turns of one role in a row are one. A user's turn after results is part of the last of them.
+5. Turns of one role in a row are one. A user's turn after results is part of the last of them; one
+   after a call without a result is that result.
 """
 
 from __future__ import annotations
@@ -87,13 +88,15 @@ def _one_by_one(
     turn: Message, calls: Sequence[Any], results: Sequence[Message]
 ) -> Iterator[Message]:
     """Yield a turn for each call, and after each its results; those of no call come last."""
-    left = list(results)
+    by_call: dict[str, list[Message]] = {}
+    for each in results:
+        by_call.setdefault(str(each.get("tool_call_id")), []).append(each)
     for i, call in enumerate(calls):
         yield {**turn, "tool_calls": [call], "content": "" if i else turn["content"]}
         call_id = call.get("id") if isinstance(call, dict) else None
-        yield from (r for r in left if r.get("tool_call_id") == call_id)
-        left = [r for r in left if r.get("tool_call_id") != call_id]
-    yield from left
+        yield from by_call.pop(str(call_id), ())
+    for left in by_call.values():
+        yield from left
 
 
 def _user(content: str) -> Message:
@@ -113,7 +116,9 @@ def _begun(
     if len(leading) > 1 and not traits.several_systems:
         text = _joined(*(turn["content"] for turn in leading))
         leading = [{**leading[0], "content": text}]
-    if not leading or traits.system:
+    if rest and rest[0]["role"] == "assistant" and not traits.answer_first:
+        rest = [_user(""), *rest]
+    if not leading or (traits.system and (rest or traits.system_alone)):
         return leading + rest
     text = _joined(*(turn["content"] for turn in leading))
     if rest and rest[0]["role"] == "user":
@@ -143,16 +148,31 @@ def _without_late(turns: Iterable[Message]) -> Iterator[Message]:
 def _merged(turns: Sequence[Message], traits: TemplateTraits) -> list[Message]:
     """Merge turns of one role, and a user's turn with the result before it."""
     made: list[Message] = []
+    texts: list[list[str]] = []
+    """The texts of each turn, which are joined once: there may be thousands."""
+    joins = traits.results and not traits.user_after_result
     for i, turn in enumerate(turns):
         empty = not turn["content"] and not turn.get("tool_calls") and turn["role"] == "assistant"
         if empty and not traits.repeated_roles and i < len(turns) - 1:
             continue
+        if made and turn["role"] == "user" and made[-1].get("tool_calls") and joins:
+            made.append(_unanswered(made[-1]))
+            texts.append([])
         if made and _belongs(turn, made[-1], traits):
-            before = made.pop()
-            whole = before if before["role"] == "tool" else {**before, **turn}
-            turn = {**whole, "content": _joined(before["content"], turn["content"])}
-        made.append(turn)
-    return made
+            if made[-1]["role"] != "tool":
+                made[-1] = {**made[-1], **turn}
+            texts[-1].append(turn["content"])
+        else:
+            made.append(turn)
+            texts.append([turn["content"]])
+    return [{**turn, "content": _joined(*own)} for turn, own in zip(made, texts, strict=True)]
+
+
+def _unanswered(turn: Message) -> Message:
+    """Build the result of a call that got none, to take the user's turn that follows."""
+    call = turn["tool_calls"][-1]
+    call_id = call.get("id") if isinstance(call, dict) else None
+    return {"role": "tool", "content": "", "tool_call_id": call_id}
 
 
 def _belongs(turn: Message, before: Message, traits: TemplateTraits) -> bool:

@@ -144,6 +144,44 @@ def test_functions_of_a_session_are_shown_and_can_be_called(
     assert [d.name for d in deltas if isinstance(d, Began)] == [function]
 
 
+CUT = '{"BBB": 1}'
+ODD = {
+    "a system message alone": [{"role": "system", "content": "AAA"}],
+    "a greeting": [
+        {"role": "system", "content": "AAA"},
+        {"role": "assistant", "content": "BBB"},
+        {"role": "user", "content": "CCC"},
+    ],
+    "a result without its call": [
+        {"role": "tool", "tool_call_id": "c", "content": "AAA"},
+        {"role": "user", "content": "BBB"},
+    ],
+    "a call without its result": [
+        {"role": "user", "content": "AAA"},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {
+                    "id": "c",
+                    "type": "function",
+                    "function": {"name": "f", "arguments": '{"BBB": 1}'},
+                }
+            ],
+        },
+        {"role": "user", "content": "CCC"},
+        {"role": "assistant", "content": "DDD"},
+    ],
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_what_is_left_of_a_conversation_that_was_cut(prompts: Prompts, what: str) -> None:
+    text = prompts.text(ChatRequest.model_validate({"model": "m", "messages": ODD[what]}))
+    expected = WORD.findall(json.dumps(ODD[what]))
+    assert expected
+    assert [word for word in WORD.findall(text) if word in expected] == expected
+
+
 LEFT_OUT = {
     "codex": [
         "tool custom apply_patch",

@@ -49,6 +49,11 @@ LATE = "<system>\ns\n</system>"
         (["system"], [S, U], [turn("user", "s\n\nu")]),
         (["system", "several_systems"], [S, S], [turn("user", "s\n\ns")]),
         (["system"], [S, A], [turn("user", "s"), A]),
+        (["system_alone"], [S], [turn("user", "s")]),
+        (["system_alone"], [S, U], [S, U]),
+        (["answer_first"], [S, A, U], [S, turn("user"), A, U]),
+        (["answer_first", "system"], [S, A, U], [turn("user", "s"), A, U]),
+        (["answer_first"], [U, A], [U, A]),
         (["late_system"], [S, U, S, A, U, S], [S, U, turn("user", LATE), A, U, turn("user", LATE)]),
         (["late_system", "repeated_roles"], [U, S, A], [turn("user", f"u\n\n{LATE}"), A]),
         (
@@ -69,6 +74,11 @@ LATE = "<system>\ns\n</system>"
             [U, turn("assistant", "a\n\nb", "f"), result("f", "r")],
         ),
         (["user_after_result"], [U, T, U, U], [U, turn("tool", "t\n\nu\n\nu")]),
+        (
+            ["user_after_result"],
+            [U, turn("assistant", "", "f"), U],
+            [U, turn("assistant", "", "f"), result("f", "u")],
+        ),
         (
             ["calls"],
             [U, turn("assistant", "a", "f"), result("f", "r")],
@@ -128,6 +138,16 @@ def test_functions_are_described_in_the_system_message(
     traits: TemplateTraits, given: list[dict[str, Any]], expected: list[dict[str, Any]]
 ) -> None:
     assert fitted(given, traits, HERMES, "f") == expected
+
+
+def test_long_conversations_are_rewritten_in_time_that_grows_with_them() -> None:
+    """A hostile one would hold the interpreter for seconds: by work, not by the clock."""
+    traits = lacking("repeated_roles", "several_calls", "user_after_result")
+    calls = [f"c{i}" for i in range(4000)]
+    results = [result(call, "r" * 100) for call in reversed(calls)]
+    made = fitted([U, turn("assistant", "", *calls), *results, *[U] * 4000], traits, HERMES)
+    assert [t["role"] for t in made] == ["user", *["assistant", "tool"] * 4000]
+    assert len(made[-1]["content"]) == 100 + 4000 * len("\n\nu")
 
 
 ROLES = st.sampled_from(["system", "developer", "user", "assistant", "tool"])
