@@ -5,9 +5,21 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
+from ballast.isolation.hangup import note_hangup
+
+if sys.argv[1:2] == ["serve"]:
+    note_hangup()  # before the imports below, which take a moment
+
 import typer
 
-from ballast import cli_bench, cli_fleet, cli_place, cli_serve, cli_simulate, cli_story
+from ballast import (
+    cli_bench,
+    cli_fleet,
+    cli_place,
+    cli_serve,
+    cli_simulate,
+    cli_story,
+)
 from ballast.core.errors import BallastError
 
 app = typer.Typer(

@@ -30,6 +30,7 @@ def examine(fleet: FleetSettings | None, clock: Clock) -> Iterator[Finding]:
     yield from doctor_machine.software()
     yield from doctor_machine.processor()
     yield from doctor_machine.limits()
+    yield doctor_machine.caches()
     yield from doctor_gpus.gpus()
     budget = DEFAULT.budget_bytes if fleet is None else host_budget(fleet)
     for fault in machine_faults(fleet) if fleet else ():

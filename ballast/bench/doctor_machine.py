@@ -15,6 +15,7 @@ import torch
 from ballast.bench.doctor_finding import Finding, judged
 from ballast.isolation.confinement import missing
 from ballast.kernels.choice_file import ChoiceFile
+from ballast.kernels.compiled import cache_directory
 from ballast.memory.control_groups import control_groups
 
 _LEAST_TORCH = (2, 11)
@@ -74,6 +75,23 @@ def processor() -> Iterator[Finding]:
         f"{capability}, {'bfloat16 in hardware' if bf16 else 'no bfloat16 instructions'}",
         "bfloat16 models will be slow here: serve them with `dtype: float32`",
         warn=not bf16,
+    )
+
+
+def caches() -> Finding:
+    """Whether kernels that are compiled or measured can be kept for later starts."""
+    directory, file = cache_directory(), ChoiceFile.of_user()
+    parts = [f"compiled kernels in {directory}" if directory else "no place for compiled kernels"]
+    fault = None if file is None else file.fault()
+    if file is not None:
+        where = f"measured choices in {file.path}" if file.path else "no place for measured choices"
+        parts.append(where if fault is None else f"{where} ({fault})")
+    return judged(
+        "caches",
+        "; ".join(parts),
+        "without them each start takes a minute longer: name a directory that can be written in "
+        "NUMBA_CACHE_DIR",
+        warn=directory is None or fault is not None,
     )
 
 

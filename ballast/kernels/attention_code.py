@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import njit, types
 
 from ballast.kernels import (
     attention_intrinsics,
@@ -89,6 +89,7 @@ from ballast.kernels.attention_table import (
     WINDOW,
     WORKERS,
 )
+from ballast.kernels.compiled import compiled
 from ballast.kernels.intrinsics import (
     digest_of,
     fetch_add,
@@ -349,5 +350,5 @@ _compiled: dict[str, Any] = {}
 def address_of(name: str) -> int:
     """Address of a compiled kernel, from Numba's cache if it is there. Call it from one thread."""
     if name not in _compiled:
-        _compiled[name] = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_entries[name])
+        _compiled[name] = compiled(_SIGNATURE, _entries[name])
     return int(_compiled[name].address)

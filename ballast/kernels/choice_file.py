@@ -78,6 +78,11 @@ class ChoiceFile:
         named = os.environ.get(VARIABLE)
         return None if named == "" else cls(_default_path() if named is None else Path(named))
 
+    @property
+    def path(self) -> Path | None:
+        """The file; None: nothing is kept."""
+        return self._path
+
     def find(self, shape: str) -> KernelChoice | None:
         """Find the choice for a shape and as many threads as the calling thread may use."""
         found = self._read().machines.get(_key(_machine()))
@@ -98,9 +103,26 @@ class ChoiceFile:
             with locked(self._path.parent):
                 return self._merge(self._path, shape, choice, instead_of)
         except OSError as error:
-            log.warning("kernels are measured anew at each start: %s: %s", self._path, error)
-            self._path = None
+            self._give_up(error)
             return choice
+
+    def fault(self) -> str | None:
+        """Return why choices cannot be kept; None if they can, as far as can be told without
+        writing."""
+        if self._path is None:
+            return "this user has no directory for caches"
+        above = self._path
+        while not os.path.lexists(above):
+            above = above.parent
+        if above.is_dir() or above == self._path:
+            needed = os.W_OK if above == self._path else os.W_OK | os.X_OK
+            return None if os.access(above, needed) else f"{above} cannot be written"
+        return f"{above} is no directory"
+
+    def _give_up(self, error: OSError) -> None:
+        """Log, once, that nothing can be read or kept."""
+        log.warning("kernels are measured anew at each start: %s: %s", self._path, error)
+        self._path = None
 
     def here(self) -> list[MachineChoices]:
         """Return the choices for this CPU and PyTorch, by number of threads."""
@@ -119,8 +141,11 @@ class ChoiceFile:
             return _Content.model_validate_json(data)
         except FileNotFoundError:
             return _Content()
-        except (OSError, ValidationError) as error:
+        except ValidationError as error:
             log.warning("choices of kernels in %s are ignored: %s", self._path, error)
+            return _Content()
+        except OSError as error:
+            self._give_up(error)
             return _Content()
 
     def _merge(

@@ -18,9 +18,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import njit, types
 
 from ballast.kernels import linear_code
+from ballast.kernels.compiled import compiled
 from ballast.kernels.intrinsics import (
     call_kernel,
     fetch_add,
@@ -244,6 +245,5 @@ _compiled: dict[str, Any] = {}
 def address_of(name: str) -> int:
     """Address of a compiled kernel, from Numba's cache if it is there. Call it from one thread."""
     if name not in _compiled:
-        compile_it = cfunc(types.void(types.int64), cache=True, error_model="numpy")
-        _compiled[name] = compile_it(_PLAIN[name])
+        _compiled[name] = compiled(types.void(types.int64), _PLAIN[name])
     return int(_compiled[name].address)

@@ -17,9 +17,11 @@ from types import ModuleType
 from typing import Any
 
 import llvmlite.ir as ir
-from numba import cfunc, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from ballast.kernels.compiled import compiled as compile_kernel
 
 _VOID = ir.VoidType()
 _F32 = ir.FloatType()
@@ -47,7 +49,7 @@ def compiled(kernel: Any) -> int:
 
     Call it from one thread.
     """
-    _kept.append(cfunc(types.void(types.int64), cache=True, error_model="numpy")(kernel))
+    _kept.append(compile_kernel(types.void(types.int64), kernel))
     return int(_kept[-1].address)
 
 

@@ -28,10 +28,11 @@ from typing import Any
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
 import numpy as np
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ballast.kernels.compiled import compiled
 from ballast.kernels.intrinsics import fetch_add, float32_at, int64_at, uint16_at, widen
 from ballast.kernels.vector_code import LANES, compiles_for
 
@@ -627,5 +628,5 @@ def address_of(name: str) -> int:
     if name not in _compiled:
         if DOTS:
             llvm.initialize_native_asmparser()
-        _compiled[name] = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_PLAIN[name])
+        _compiled[name] = compiled(_SIGNATURE, _PLAIN[name])
     return int(_compiled[name].address)

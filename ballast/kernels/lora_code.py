@@ -23,10 +23,11 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.ir as ir
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ballast.kernels.compiled import compiled
 from ballast.kernels.intrinsics import fetch_add, float32_at, int64_at, uint16_at
 from ballast.kernels.vector_code import LANES
 
@@ -430,5 +431,5 @@ def address_of(name: str) -> int:
     By name: what it does, the dtype of the activations, that of the adapters.
     """
     if name not in _compiled:
-        _compiled[name] = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_PLAIN[name])
+        _compiled[name] = compiled(_SIGNATURE, _PLAIN[name])
     return int(_compiled[name].address)

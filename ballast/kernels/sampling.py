@@ -27,6 +27,7 @@ import torch
 from numba import njit
 
 from ballast.core.request import Sampling
+from ballast.kernels.compiled import is_kept
 
 Array = np.ndarray[Any, Any]
 
@@ -229,7 +230,7 @@ _SHIFT = np.uint64(32)
 _UNIT = 2.0**-52
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=is_kept(), nogil=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     """Compute Philox 4x32-10: four random 32-bit numbers of a counter and a key, all in uint64."""
     for _ in range(10):
@@ -239,7 +240,7 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     return c0, c1, c2, c3
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=is_kept(), nogil=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
 def _gumbel_max(
     values: Any, tokens: Any, inverse: Any, k0: Any, k1: Any, position: Any, choice: Any
 ) -> Any:

@@ -29,6 +29,7 @@ from ballast.core.errors import BallastError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.fleet.fleet_source import FleetReading, FleetSource
 from ballast.isolation.confinement import conceal_memory, missing
+from ballast.isolation.hangup import note_hangup, take_hangup
 from ballast.live.inbox import MonotonicClock
 from ballast.server.access.gate import Gate
 from ballast.server.access.keys import Guard
@@ -98,6 +99,7 @@ def serve(
     open as many files as it needs, Unavailable if no model can be served.
     """
     if own_process:
+        note_hangup()
         forgo_torch()
         conceal_memory()
     reading = reading or source.read()
@@ -362,11 +364,14 @@ class OperatorSignals:
         }
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
+        if take_hangup():
+            self.to_reload.set()
         try:
             yield
         finally:
             for number in handlers:
                 loop.remove_signal_handler(number)
+            note_hangup()  # the process is not to end by one now, either
 
     def _once_more(self) -> None:
         (self.to_hurry if self.to_stop.is_set() else self.to_stop).set()

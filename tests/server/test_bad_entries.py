@@ -163,3 +163,30 @@ def test_the_doctor_fails_each_bad_entry_and_checks_adapters(file: Path) -> None
     for name in ("a", "b", "lora-a", "lora-b"):
         assert any(f" {name} " in line for line in failing), ended.stdout
     assert not any(" good " in line for line in failing)
+
+
+@pytest.mark.parametrize("when", ["first line", "until it serves"])
+def test_a_reload_while_the_server_starts_does_not_end_it(file: Path, when: str) -> None:
+    """What was asked for is done once it can be."""
+    file.write_text(
+        f"models:\n  - {{name: good, path: {OTHER}}}\ndevices:\n  - {{budget: 64MiB}}\n"
+    )
+    command = (sys.executable, "-m", "ballast", "serve", str(file), "--port", "0")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as starting:
+        assert starting.stdout is not None
+        output: list[str] = []
+        serves = reloaded = False
+        for line in starting.stdout:  # which ends with the process
+            if not serves and (not output or when == "until it serves"):
+                starting.send_signal(signal.SIGHUP)
+            output.append(line)
+            serves |= line.startswith("ballast: serving ")
+            reloaded |= "the fleet file was read" in line
+            if serves and reloaded:
+                break
+        assert reloaded, output
+        starting.terminate()
+        output += starting.stdout
+        assert starting.wait(60) == 0, output

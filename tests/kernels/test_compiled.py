@@ -1,0 +1,98 @@
+"""Kernels are compiled where nothing can be written, too; that is said once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ballast.bench import doctor_machine
+from ballast.bench.doctor_finding import Verdict
+from ballast.kernels import choice_file
+from ballast.kernels.choice_file import ChoiceFile, KernelChoice
+
+COMPILES = """
+import logging, sys
+logging.basicConfig(level=logging.WARNING)
+from ballast.kernels.compiled import cache_directory, compiled, is_kept
+from ballast.kernels import sampling
+from numba import types, njit
+
+def kernel(address):
+    pass
+
+def other(address):
+    pass
+
+for made in (kernel, other):
+    assert compiled(types.void(types.int64), made).address
+assert sampling.philox(1, 2, 3, 4, 5, 6)
+print(is_kept(), cache_directory())
+"""
+NOWHERE = {
+    "NUMBA_CACHE_DIR": "/dev/null/numba",
+    "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator",
+}
+"""As where the package, which a test cannot make read only for root, cannot be written either."""
+
+
+def run(tmp_path: Path, **environ: str) -> tuple[str, str]:
+    script = tmp_path / "compiles.py"
+    script.write_text(COMPILES)
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(
+        (sys.executable, str(script)),
+        env={**os.environ, **path, **environ},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip(), ended.stderr
+
+
+def test_kernels_are_compiled_without_a_place_to_keep_them(tmp_path: Path) -> None:
+    printed, log = run(tmp_path, **NOWHERE, HOME="/dev/null")
+    assert printed == "False None"
+    assert log.count("kernels are compiled anew at each start") == 1
+    assert "Traceback" not in log
+    kept = tmp_path / "kept"
+    printed, log = run(tmp_path, NUMBA_CACHE_DIR=str(kept))
+    assert printed.startswith(f"True {kept}")
+    assert "anew" not in log
+    assert any(kept.rglob("*.nbc"))
+
+
+def test_choices_are_made_without_a_place_to_keep_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "below.json", Path("/dev/null/below/it.json")):
+        caplog.clear()
+        file = ChoiceFile(path)
+        assert file.fault() is not None
+        chosen = KernelChoice(from_rows=4, ratios={})
+        for shape in ("a", "b"):
+            assert file.find(shape) is None
+            assert file.keep(shape, chosen) == chosen
+        assert caplog.text.count("kernels are measured anew at each start") == 1
+    assert ChoiceFile(tmp_path / "new" / "deep" / "file.json").fault() is None
+
+
+def test_the_doctor_says_what_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice_file.VARIABLE, str(tmp_path / "choices.json"))
+    monkeypatch.setattr(doctor_machine, "cache_directory", lambda: tmp_path)
+    found = doctor_machine.caches()
+    assert found.verdict is Verdict.OK
+    assert str(tmp_path / "choices.json") in found.found
+    monkeypatch.setenv(choice_file.VARIABLE, "/dev/null/choices.json")
+    found = doctor_machine.caches()
+    assert found.verdict is Verdict.WARN
+    assert "/dev/null is no directory" in found.found
+    assert "NUMBA_CACHE_DIR" in found.cure
+    monkeypatch.delenv(choice_file.VARIABLE)
+    monkeypatch.setattr(doctor_machine, "cache_directory", lambda: None)
+    assert "no place for compiled kernels" in doctor_machine.caches().found
