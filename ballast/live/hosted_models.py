@@ -87,6 +87,7 @@ class HostedModels:
             log.error("model %s", name, exc_info=error)
         host = self.by_name.pop(name, None)
         if host is not None:
+            self.forget(name)
             self._machine.unload(host)
         settings = next(m for m in self._fleet.models if m.name == name)
         base = f"its base {name} is not served"
