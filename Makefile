@@ -1,5 +1,5 @@
 # Everything a newcomer types. Each sets up first what it needs and is not there: what tests need as
-# well is three times as large as what serving needs, and comes with `make test`.
+# well is twice as large as what serving needs, and comes with `make test`.
 VENV   ?= .venv
 FLEET  ?= fleets/demo/fleet.yaml
 JOBS   ?= 2
