@@ -101,7 +101,7 @@ def _as_blocks(content: object) -> object:
 def _kind_of(known: tuple[str, ...]) -> Discriminator:
     def kind(block: object) -> object:
         found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-        if found in THOUGHT_KINDS:
+        if found in THOUGHT_KINDS and "thinking" in known:
             return "thinking"
         return found if found in known else "other"
 
@@ -134,7 +134,7 @@ Block = Annotated[
     | Annotated[ToolResultBlock, Tag("tool_result")]
     | Annotated[ThoughtPart, Tag("thinking")]
     | Annotated[OtherBlock, Tag("other")],
-    _kind_of(("text", "tool_use", "tool_result")),
+    _kind_of(("text", "tool_use", "tool_result", "thinking")),
 ]
 _Blocks = list[Block]
 

@@ -218,3 +218,53 @@ def test_tools_that_a_client_runs_at_home_get_their_schema() -> None:
     editor = tools["str_replace_based_edit_tool"]["parameters"]["properties"]
     assert "undo_edit" not in editor["command"]["enum"]
     assert "insert_text" in editor
+
+
+def test_the_text_after_calls_belongs_to_their_answer() -> None:
+    """As Codex sends back what it got: a result follows its call, in whatever order they came."""
+    call = {"type": "function_call", "name": "f", "arguments": "{}"}
+    body = {
+        "model": "m",
+        "input": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "a"},
+            {**call, "call_id": "c1"},
+            {"type": "reasoning", "summary": []},
+            {**call, "call_id": "c2"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+            {"type": "function_call_output", "call_id": "c1", "output": "r"},
+            {"type": "custom_tool_call_output", "call_id": "c2", "output": []},
+        ],
+    }
+    messages = [m.for_template() for m in ResponsesRequest.model_validate(body).chat().messages]
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "tool"]
+    assert messages[1]["content"] == "a\nb"
+    assert [c["id"] for c in messages[1]["tool_calls"]] == ["c1", "c2"]
+    assert [m["tool_call_id"] for m in messages[2:]] == ["c1", "c2"]
+
+
+UNKNOWN: list[tuple[dict[str, Any], str, list[str]]] = [
+    ({"type": "search_result", "title": "t", "content": [{"type": "text", "text": "x"}]}, "x", []),
+    ({"type": "compaction", "content": "x"}, "x", []),
+    ({"type": "mcp_tool_result", "content": [{"type": "text", "text": "x"}]}, "x", []),
+    ({"type": "mcp_tool_use", "id": "m", "name": "n", "input": {}}, "", ["block mcp_tool_use"]),
+    ({"type": "text", "text": ""}, "", []),
+    ({"type": "redacted_thinking", "data": "d"}, "", []),
+    ({"type": "new", "content": [3, None, {"text": 3}, {"text": "x"}, "y"]}, "x\ny", []),
+    ({"type": "new", "content": {"text": "x"}}, "x", []),
+]
+
+
+@pytest.mark.parametrize(("block", "text", "left_out"), UNKNOWN)
+def test_blocks_of_unknown_kinds(block: dict[str, Any], text: str, left_out: list[str]) -> None:
+    turn = {"role": "assistant", "content": [block]}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [block]}
+    body = {
+        "model": "m",
+        "max_tokens": 1,
+        "messages": [{"role": "user", "content": [result]}, turn, {"role": "user", "content": "q"}],
+    }
+    thought = block["type"] == "redacted_thinking"
+    asked = MessagesRequest.model_validate(body).chat()
+    assert [m.content for m in asked.messages] == [text, text, "q"]
+    assert asked.left_out == (["block redacted_thinking"] if thought else left_out * 2)
