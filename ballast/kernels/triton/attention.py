@@ -7,7 +7,6 @@ is imported) it runs on CPU tensors, slowly, which is how it is tested.
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar
 
 import torch
@@ -53,14 +52,11 @@ class TritonAttention:
             "partial", shape_of_partial, torch.float32, common=True
         )
         self._many_rows = _power(shape.tile * shape.group, MANY_ROWS)
-        self._few_rows = _power(rows, FEW_ROWS)
+        self._few_rows = self._many_rows if batch.invariant else _power(rows, FEW_ROWS)
         self._invariant = batch.invariant
         self._dim = _power(kv.head_dim, NARROWEST)
         self._dtype = getattr(tl, str(kv.dtype).removeprefix("torch."))
         self._widen = widened(kv.dtype, kv.device)
-        self._ordered = batch.invariant and not self._widen
-        if batch.invariant and not (self._ordered and of_one_chain(kv.device)):
-            self._few_rows = self._many_rows
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         batch, kv = self._batch, self._batch.kv
@@ -156,7 +152,6 @@ class TritonAttention:
             DTYPE=self._dtype,
             ALIGNED=self._aligned(layer),
             CUT=cut,
-            ORDERED=self._ordered,
             # Contracted to multiply-adds, two kernels could round differently.
             enable_fp_fusion=not self._invariant,
             **sizes(rows, self._dim, kv.dtype),
@@ -195,21 +190,6 @@ def widened(dtype: torch.dtype, device: torch.device) -> bool:
 def _power(n: int, least: int) -> int:
     """The next power of two."""
     return int(triton.next_power_of_2(max(n, least)))
-
-
-ONE_CHAIN = ((8, 0), (9, 0))
-"""Compute capabilities on which products of 16 bits give the same bits for all sizes of operands:
-sums over K in the same steps, whichever matrix instruction is taken. Seen on 9.0; 8.0 has one
-instruction alone."""
-
-
-@functools.cache
-def of_one_chain(device: torch.device) -> bool:
-    """Whether the device is known to be of `ONE_CHAIN`; so are CPUs, where the interpreter runs."""
-    if device.type != "cuda":
-        return True
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor) in ONE_CHAIN
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -5,8 +5,9 @@ turn until the count in device memory is reached, so that a captured launch fits
 Scores and sums are float32; so are products, unless K and V are 16 bits wide: those are multiplied
 as they are, and weights are rounded to their dtype before they meet V. Sums of a row run over keys
 in steps of `N` from the item's first, whatever is beside it. With items of longer chunks cut like
-decodes (`CUT`), and with equal M or sums that are `ORDERED`, a row's result is the same to the bit
-in a decode, in a chunk of any length and in any batch.
+decodes (`CUT`) and equal M, N and D, a row's result is the same to the bit in a decode, in a chunk
+of any length and in any batch. With another M a sum over keys runs in another order, as rows lie
+otherwise on warps.
 
 `keys`, `values`: addresses of a layer's K and V in block 0, as numbers, multiples of `ALIGNED`
 bytes: Triton's launcher refuses a pointer to what no page backs, and block 0 may be such. `sinks`,
@@ -109,7 +110,6 @@ def _over_keys(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WIDEN: tl.constexpr,
-    ORDERED: tl.constexpr,
 ):
     """Sums over keys from `low` to `end` in steps of N from `begin`: largest score (base 2), sum of
     weights, weighted sum of values."""
@@ -146,17 +146,9 @@ def _over_keys(
         base = tl.where(now == NOTHING, 0.0, now)
         p = tl.exp2(score - base[:, None])
         before = tl.exp2(largest - base)
+        weight = weight * before + tl.sum(p, 1)
         if not WIDEN:
-            rounded = p.to(v.dtype)
-        if ORDERED:
-            # All columns are the same: a matrix instruction adds in the order of keys, where a
-            # reduction's order depends on how rows are spread over warps.
-            sums = tl.max(tl.dot(rounded, tl.full([N, 16], 1.0, v.dtype)), 1)
-        else:
-            sums = tl.sum(p, 1)
-        weight = weight * before + sums
-        if not WIDEN:
-            p = rounded
+            p = p.to(v.dtype)
         total = total * before[:, None] + tl.dot(p, v, input_precision="ieee")
         largest = now
     return largest, weight, total
@@ -195,15 +187,13 @@ def attend_code(
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     CUT: tl.constexpr,
-    ORDERED: tl.constexpr,
 ):
     """Programs (any number, KV_HEADS). M rows, N keys, D >= DIM elements at once, powers of two.
 
     `partial` (slots, KV_HEADS, partial_rows, DIM + 4) float32: per row its sum, its largest score
     (base 2) and its sum of weights, and two of nothing, which keep rows aligned. `WIDEN`: multiply
     in float32. `CUT`: merge the sums of this many keys each in registers, as `merge_code` does
-    those of items; 0: one sum over all keys of an item. `ORDERED`: sum weights in the order of
-    keys, as they are rounded for V, whatever M and the number of warps; not with `WIDEN`.
+    those of items; 0: one sum over all keys of an item.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     keys = tl.multiple_of(keys.to(tl.pointer_type(DTYPE)), ALIGNED)
@@ -263,7 +253,6 @@ def attend_code(
                     WINDOW,
                     SOFTCAP,
                     WIDEN,
-                    ORDERED,
                 )
                 largest, weight, total = _merged(
                     largest, weight, total, part_largest, part_weight, part_total
@@ -293,7 +282,6 @@ def attend_code(
                 WINDOW,
                 SOFTCAP,
                 WIDEN,
-                ORDERED,
             )
         if slot < 0:
             if SINKS:

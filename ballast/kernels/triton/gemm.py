@@ -8,6 +8,7 @@ asserted on GPUs by `tests/kernels/gemm_cases.py`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ballast.kernels.triton.attention import LOADED, multiprocessors, of_one_chain, widened
+from ballast.kernels.triton.attention import LOADED, multiprocessors, widened
 from ballast.kernels.triton.gemm_code import gemm_code
 
 INVARIANT_DTYPES = (torch.bfloat16, torch.float16)
@@ -42,6 +43,9 @@ TILES = (
 )
 """The first of which there are at least so many per multiprocessor is taken: the best for an 8B
 model's matrices on an H200 (`benchmarks/gpu_invariant.py --tiles`)."""
+ONE_CHAIN = ((8, 0), (9, 0))
+"""Compute capabilities on which all of `TILES` fit into shared memory and take one kind of matrix
+instruction, so that they give the same bits: seen on 9.0."""
 COMMON = Tile(64, 64, 64, 4, 4)
 """Of all numbers of rows on GPUs that are not of `ONE_CHAIN`, whose shared memory may be small."""
 
@@ -54,7 +58,7 @@ def invariant_gemm(x: Tensor, matrix: Tensor, tile: Tile | None = None) -> Tenso
     if not out.numel():
         return out
     if tile is None:
-        tile = tile_of(m, n, multiprocessors(x.device), of_one_chain(x.device))
+        tile = tile_of(m, n, multiprocessors(x.device), _is_of_one_chain(x.device))
     address = matrix.data_ptr()
     aligned = LOADED if address % LOADED == 0 and k % 8 == 0 else x.dtype.itemsize
     gemm_code[(triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
@@ -87,3 +91,12 @@ def tile_of(m: int, n: int, multiprocessors: int, one_chain: bool) -> Tile:
         if (tile.rows == 64 or m > 64) and tiles >= least * multiprocessors:
             return tile
     return COMMON
+
+
+@functools.cache
+def _is_of_one_chain(device: torch.device) -> bool:
+    """Whether the device is known to be of `ONE_CHAIN`; so are CPUs, where the interpreter runs."""
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor) in ONE_CHAIN

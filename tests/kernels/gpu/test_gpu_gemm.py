@@ -38,8 +38,7 @@ def _ptx(kernel: Any, constants: dict[str, Any], capability: int, warps: int, sh
 
 @pytest.mark.parametrize(("capability", "kind"), [(80, "mma"), (90, "wgmma")])
 def test_all_tiles_take_the_same_kind_of_matrix_instruction(capability: int, kind: str) -> None:
-    from ballast.kernels.triton.attention import ONE_CHAIN
-    from ballast.kernels.triton.gemm import TILES
+    from ballast.kernels.triton.gemm import ONE_CHAIN, TILES
     from ballast.kernels.triton.gemm_code import gemm_code
 
     assert divmod(capability, 10) in ONE_CHAIN
