@@ -72,6 +72,15 @@ def _in_path(name: str) -> str:
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[int, BeforeValidator(_size), Field(gt=0, lt=2**63)]
 SizeOrNone = Annotated[int, BeforeValidator(_size), Field(ge=0, lt=2**63)]
+
+
+def _switch(value: Any) -> bool:
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise ValueError("it is 1 or 0")
+
+
+Switch = Annotated[bool, BeforeValidator(_switch)]
 PageSize = Annotated[int, BeforeValidator(_page)]
 Bandwidth = Annotated[float, BeforeValidator(_bandwidth), Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]

@@ -44,6 +44,7 @@ from ballast.fleet.field_types import (
     Secret,
     Size,
     SizeOrNone,
+    Switch,
 )
 
 
@@ -209,7 +210,7 @@ class DeviceKeys(Keys):
     prefix_cache: bool = True
     kv_layout: Annotated[KvLayout, Field(strict=False)] = KvLayout.BLOCK_MAJOR
     role: Annotated[Role, Field(strict=False)] = Role.BOTH
-    invariant: bool | Literal[0, 1] | None = None
+    invariant: Switch | None = None
     """None: the device's default. Of GPUs only."""
     graphs: SizeOrNone | None = None
     """None: 256 MiB on a GPU."""
@@ -233,7 +234,7 @@ class DeviceKeys(Keys):
             kv_layout=self.kv_layout,
             role=self.role,
             graphs=self.graphs,
-            invariant=None if self.invariant is None else bool(self.invariant),
+            invariant=self.invariant,
             tensor_parallel=self.tensor_parallel,
             exchange=self.exchange or plain.exchange,
         )

@@ -6,6 +6,7 @@ is its counterpart on CPU.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -42,6 +43,8 @@ from ballast.weights.event_rotor import EventRotor
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.rotor import MakeRotor
 from ballast.weights.segment import whole_pages
+
+log = logging.getLogger(__name__)
 
 
 class CudaMachine:
@@ -159,6 +162,7 @@ class CudaMachine:
         compute = self._compute
         where = (segments, kv.base, kv.layout, kv.range.range.n_bytes, compute.device)
         kind = GpuFusedModel if host.fused else GpuTransformersModel
+        _report_dependence(host, self.device)
         shared = (compute.attention, self._graphs, self._common)
         made = kind(host, *where, *shared, invariant=self.device.is_invariant)
         self.keep(made)
@@ -292,3 +296,18 @@ def driver_of(name: str) -> CudaDriver:
     except DeviceError as error:
         allowed = f"this machine has no GPU that CUDA can use: {error}"
         raise ConfigError("devices", name, allowed) from error
+
+
+def _report_dependence(host: HostModel, device: DeviceSettings) -> None:
+    """Log why a model's texts can depend on what else is served, if they can."""
+    name, dtype = host.spec.name, host.spec.dtype
+    if dtype == "float32":
+        return
+    if not device.is_invariant:
+        cure = "`invariant: 1` of the device prevents it, and costs more than a tenth"
+        log.info("%s: in %s a text can depend on what else is served; %s", name, dtype, cure)
+    elif not host.fused or host.adapters:
+        why = "adapters multiply" if host.fused else "its generic path multiplies"
+        log.warning(
+            "%s: `invariant` is not kept: %s in an order that depends on other rows", name, why
+        )

@@ -620,6 +620,10 @@ def test_a_gpu_is_named_by_its_number(home: Path) -> None:
     assert (fleet.device.gpu, fleet.device.page_bytes) == (1, 2 * MiB)
     assert fleet.device.parts == 2
     assert fleet.link.bytes_per_second is None, "what paces CPUs does not pace a GPU"
+    assert fleet.device.invariant is None
+    for value, wanted in (("1", True), ("true", True), ("0", False)):
+        text = MINIMAL.replace(one, f'name: "cuda:1", invariant: {value}, {one}')
+        assert load(home, text).device.is_invariant is wanted
     assert load(home, MINIMAL).device.gpu is None
     for wrong, key in (
         ('name: "cuda:x"', "name"),
@@ -627,6 +631,9 @@ def test_a_gpu_is_named_by_its_number(home: Path) -> None:
         ('name: "cuda:0", threads: 2', "threads"),
         ('name: "cuda:0", tensor_parallel: 2, lanes: 2', "lanes"),
         ('name: "cuda:0", tensor_parallel: 2, graphs: 64MiB', "graphs"),
+        ('name: "cuda:0", tensor_parallel: 2, invariant: 1', "invariant"),
+        ("invariant: 0", "invariant"),
+        ('name: "cuda:0", invariant: 2', "invariant"),
         ('name: "cuda:0", tensor_parallel: 2, exchange: gloo', "exchange"),
         ('name: "cuda:0", tensor_parallel: 2, kv_layout: per-layer', "kv_layout"),
     ):

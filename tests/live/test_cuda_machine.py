@@ -231,6 +231,42 @@ def test_what_only_cpus_run_is_refused_model_by_model(
         assert set(server.device.specs) == {"a"}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "impl", "invariant", "says"),
+    [
+        ("bfloat16", "fused", None, "`invariant: 1` of the device"),
+        ("bfloat16", "fused", True, None),
+        ("bfloat16", "generic", True, "generic path"),
+        ("float32", "fused", None, None),
+    ],
+)
+def test_rows_are_independent_where_it_is_asked_for_and_the_log_says_where_not(
+    tmp_path: Path,
+    driver: FakeDriver,
+    caplog: pytest.LogCaptureFixture,
+    dtype: str,
+    impl: str,
+    invariant: bool | None,
+    says: str | None,
+) -> None:
+    settings = fleet({"a": make_llama(tmp_path / "a", 3)})
+    models = tuple(replace(m, dtype=dtype, model_impl=impl) for m in settings.models)
+    budget = 64 * MiB + GPU_LANE_BYTES
+    device = replace(
+        settings.device, budget_bytes=budget, page_bytes=128 * KiB, invariant=invariant
+    )
+    settings = on_gpu(replace(settings, models=models, device=device))
+    with caplog.at_level("INFO", "ballast"), serving(settings, driver) as server:
+        executor = server.device.executors["a"][0]
+        assert isinstance(executor, GpuExecutor)
+        assert executor._invariant is bool(invariant)
+        if isinstance(executor, GpuFusedModel):
+            assert executor._one_row is not invariant, "it adds in another order"
+    told = [r.getMessage() for r in caplog.records if "invariant" in r.getMessage()]
+    assert len(told) == (says is not None)
+    assert says is None or says in told[0]
+
+
 def test_bfloat16_runs(tmp_path: Path, driver: FakeDriver) -> None:
     settings = fleet({"a": make_llama(tmp_path / "a", 3)})
     models = tuple(replace(m, dtype="bfloat16") for m in settings.models)
