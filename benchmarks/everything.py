@@ -99,6 +99,7 @@ RUNS = (
     Run("sim_fidelity", ("--parts", "two"), resumes=True),
     Run("sim_engines", timed=False),
     Run("sim_profiles", timed=False),
+    Run("sim_published", timed=False),
     Run("sim_costs", timed=False),
     Run("sim_speed"),
     Run("crash"),

@@ -359,7 +359,7 @@ def stated_left_out(known: Known, found: Errors) -> None:
         others = [s for s in STEPS if s is not step]
         more, all_reduce = fit_steps(others, hardware, layer, reading, reduces)
         reach = known.reaches[ON].model_copy(update={"layer_seconds": layer + more})
-        host = graphs_engine(STEPS, all_reduce).host
+        host = graphs_engine(STEPS, all_reduce, reduces).host
         assert host is not None
         sizes = known.sizes(step.model)
         costs = step_costs(sizes, hardware, reach, host, by_size.get(step.tp))

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import nnls
 
-from ballast.core.units import MiB
+from ballast.core.units import KiB, MiB
 from ballast.sim.derating import Measured, decode_terms, fit_beside, fit_kernels
 from ballast.sim.model_catalogue import facts
-from ballast.sim.profile_tables import EngineProfile
+from ballast.sim.profile_tables import EngineProfile, HeldRuns
 from ballast.sim.roofline import AllReduce, Derate, EngineHostCosts, Hardware, KernelReach, Sizes
 from scripts.measured import Tables, rows
 
@@ -98,6 +98,46 @@ STEPS = (
     Stated("Llama-3-8b", 8, 2.3e-3),
     Stated("Qwen3-32b", 8, 7.0e-3),
 )
+ALL_REDUCES: dict[int, tuple[float, ...]] = {
+    2: (4.45, 4.54, 4.76, 5.22, 6.36, 8.41, 12.39, 20.19),
+    4: (4.91, 5.26, 5.82, 7.13, 11.19, 12.71, 18.48, 30.40),
+    8: (5.52, 6.32, 7.80, 11.49, 12.27, 15.01, 19.27, 30.71),
+}
+"""Microseconds of vLLM's own all-reduce within a CUDA graph on H100s, by group size, of 16 KiB and
+of twice as many each time."""
+ALL_REDUCES_FROM = 16 * KiB
+ALL_REDUCES_SOURCE = (
+    "vLLM 0.20.0's all-reduces in graphs on H100, bf16: github.com/ai-dynamo/aiconfigurator, "
+    "67f90e7, campaign_checkpoints/h100_sxm/custom_allreduce_perf.txt (Apache-2.0)"
+)
+ANSWER_SECONDS = 8.9e-3
+ANSWER_SOURCE = (
+    "answer_seconds: what vLLM's clients on H100 waited for a first token beyond the engine's "
+    "steps, the median of eleven published runs (benchmarks/sim_published.py)"
+)
+HELD = (
+    HeldRuns(
+        engine="graphs", tp=1, runs=4,
+        ttft=0.02, ttft_worst=0.031, tpot=-0.057, tpot_worst=-0.069,
+        source="vLLM, Llama-2-7b: benchmarks/sim_published.py",
+    ),
+    HeldRuns(
+        engine="graphs", tp=2, runs=3,
+        ttft=0.009, ttft_worst=0.012, tpot=0.004, tpot_worst=0.018,
+        source="vLLM, CodeLlama-34b: benchmarks/sim_published.py",
+    ),
+    HeldRuns(
+        engine="graphs", tp=4, runs=4,
+        ttft=-0.058, ttft_worst=-0.452, tpot=-0.037, tpot_worst=-0.052,
+        source="vLLM, Llama-2-70b: benchmarks/sim_published.py",
+    ),
+)  # fmt: skip
+"""What `benchmarks.sim_published` finds on `ON`."""
+NOT_HELD = (
+    "groups of eight (a stated step is missed by up to 22 % where it is left out of the fit); an "
+    "order that computes prompts before decodes, as SGLang's (25 % of its time per token); A100 "
+    "(found 12 to 15 % off)"
+)
 STEPS_SOURCE = (
     "decode steps of current engines with CUDA graphs on H100, bf16, means of many runs by others: "
     "8B on one 6.4 ms (nothing more per sequence) and on eight 2.3 ms, 32B on eight 7.0 ms"
@@ -138,15 +178,37 @@ def fit_steps(
     return 1e-5 * float(layer), float(all_reduce)
 
 
-def graphs_engine(steps: Sequence[Stated], all_reduce: float) -> EngineProfile:
-    """The engine that replays graphs, as `steps` show it."""
+def all_reduce_bytes(reduces: Sequence[AllReduce], least: float) -> float:
+    """How much longer a byte takes in ALL_REDUCES than over NCCL, whose least time they take
+    `least` times: least squares of relative errors."""
+    by_size = {a.tp: a for a in reduces}
+    terms, beyond = [], []
+    for tp, measured in ALL_REDUCES.items():
+        for n, seconds in enumerate(1e-6 * us for us in measured):
+            terms.append(by_size[tp].per_byte * ALL_REDUCES_FROM * 2**n / seconds)
+            beyond.append(1 - least * by_size[tp].least / seconds)
+    return float(np.dot(terms, beyond) / np.dot(terms, terms))
+
+
+def graphs_engine(
+    steps: Sequence[Stated], all_reduce: float, reduces: Sequence[AllReduce]
+) -> EngineProfile:
+    """The engine that replays graphs, as `steps` show it, and its all-reduces; `reduces`: NCCL's on
+    the same device."""
     shortest = min(step.seconds for step in steps)
     return EngineProfile(
         served_by="engines of today (vLLM, SGLang): decode steps are CUDA graphs, scheduled ahead",
         host=EngineHostCosts(
-            step_seconds=shortest, all_reduce=all_reduce, graphs=True, steps_ahead=1
+            step_seconds=shortest,
+            all_reduce=all_reduce,
+            all_reduce_bytes=all_reduce_bytes(reduces, all_reduce),
+            graphs=True,
+            steps_ahead=1,
         ),
-        source=f"{STEPS_SOURCE}; step_seconds is the shortest of them, and so an upper bound",
+        answer_seconds=ANSWER_SECONDS,
+        not_held=NOT_HELD,
+        source=f"{STEPS_SOURCE}; step_seconds is the shortest of them, and so an upper bound; "
+        f"all_reduce_bytes: {ALL_REDUCES_SOURCE}; {ANSWER_SOURCE}",
         assumed=["step_seconds", "sequence_seconds", "layer_seconds", "group_layer_seconds"],
     )
 

@@ -31,6 +31,7 @@ from ballast.sim.roofline import AllReduce, Derate, Hardware, KernelReach, Sizes
 from ballast.sim.toml_file import as_toml
 from scripts.fit_engines import (
     ACTIVATIONS_SOURCE,
+    HELD,
     MAP_SECONDS,
     ON,
     PAGES_SOURCE,
@@ -317,6 +318,7 @@ def profiles(folder: Path) -> dict[str, DeviceProfile]:
             sources={name: source for name, source in SOURCES.items() if name in used},
             measured=measured,
             all_reduce=reduces,
+            held=list(HELD) if device == ON else [],
         )
     return found
 
@@ -345,7 +347,7 @@ def reaches_of(
             reading = readings.get(d, statistics.median(readings.values()))
             derate = own.get(d, unmeasured)
             reaches[d] = reach_like(kernel_reaches, derate, reading, measured=d in own)
-    return reaches, graphs_engine(STEPS, all_reduce)
+    return reaches, graphs_engine(STEPS, all_reduce, reduces)
 
 
 def catalogue_of(folder: Path) -> CatalogueKeys:

@@ -13,13 +13,16 @@ from ballast.bench.report import LatencyStats, Report, RequestStats
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.units import format_bytes
 from ballast.sim.cluster import Kind
-from ballast.sim.profile import DeviceProfile
+from ballast.sim.profile import DeviceProfile, device_files, device_profile
+from ballast.sim.profile_tables import HeldRuns
 
 _LATENCIES: tuple[tuple[str, Callable[[RequestStats], LatencyStats | None]], ...] = (
     ("TTFT", lambda s: s.ttft),
     ("TPOT", lambda s: s.tpot),
     ("end to end", lambda s: s.e2e),
 )
+HELD_ON = "H100-80G"
+"""The device whose published runs stand for devices of which none are known."""
 _PARTS = ("p50", "p99")
 """Percentiles that each model is shown with."""
 
@@ -179,12 +182,36 @@ def _sure_of(plan: Planned) -> Iterator[str]:
 
 
 def forecast_text(profile: DeviceProfile) -> str:
-    """How far simulated capacity was from the live one, as far as anybody measured both."""
-    errors = profile.capacity_errors
-    if not errors:
-        return f"Nobody has held simulated capacity against the live one on {profile.device}."
-    parts = ", ".join(f"{preset} {error:+.0%}" for preset, error in errors.items())
-    return f"Simulated capacity, against the live one on {profile.device}: {parts}."
+    """How far simulations were from what was measured, as far as anybody measured it: of capacity
+    on the device, and of published runs of the engine there, or where there are some."""
+    lines = []
+    if profile.capacity_errors:
+        parts = ", ".join(f"{p} {error:+.0%}" for p, error in profile.capacity_errors.items())
+        lines.append(f"Simulated capacity, against the live one on {profile.device}: {parts}.")
+    engine, device = profile.engine, profile.device
+    rows, where = profile.held, device
+    if not any(row.engine == engine for row in rows) and device in device_files():
+        rows, where = device_profile(HELD_ON).held, HELD_ON
+    sizes = [_held_text(row) for row in rows if row.engine == engine]
+    if sizes:
+        found = f"Simulated over measured in published runs of {engine} on {where}"
+        elsewhere = "" if where == device else f" (none is known on {device})"
+        lines.append(f"{found}{elsewhere}, median and worst: {'; '.join(sizes)}.")
+    if profile.serving.not_held:
+        lines.append(f"Not held, or off: {profile.serving.not_held}.")
+    return "\n".join(lines) or (
+        f"No run of {engine} on {device} is known that simulations could be held against."
+    )
+
+
+def _held_text(row: HeldRuns) -> str:
+    """``on 1 device TTFT +2 % (+3), TPOT -6 % (-7), 4 runs``"""
+    on = f"on {row.tp} device{'s' if row.tp > 1 else ''}"
+    ttft, tpot = (
+        f"{100 * median:+.0f} % ({100 * worst:+.0f})"
+        for median, worst in ((row.ttft, row.ttft_worst), (row.tpot, row.tpot_worst))
+    )
+    return f"{on} TTFT {ttft}, TPOT {tpot}, {row.runs} runs"
 
 
 def _loads(loads: Mapping[str, float] | None) -> str:

@@ -31,6 +31,7 @@ from ballast.sim.model_catalogue import catalogue, facts, shape_of
 from ballast.sim.profile_tables import (
     CostCoefficients,
     EngineProfile,
+    HeldRuns,
     LinkProfile,
     MeasuredCapacity,
     MeasuredDevice,
@@ -77,6 +78,8 @@ class DeviceProfile(Keys):
     all_reduce: list[AllReduce] = Field(default_factory=list)
     capacity: list[MeasuredCapacity] = Field(default_factory=list)
     """Capacities that were measured both live and simulated."""
+    held: list[HeldRuns] = Field(default_factory=list)
+    """Published runs on this device that simulations were held against."""
 
     @property
     def capacity_errors(self) -> dict[str, float]:

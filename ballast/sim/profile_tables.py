@@ -85,6 +85,8 @@ class EngineProfile(Keys):
     """Device and host in one, as fits of this engine's jobs show them."""
     source: str = ""
     """Where `host` comes from."""
+    not_held: str = ""
+    """What no run of it has been held against, or was found to be off, in words."""
     assumed: list[str] = Field(default_factory=list)
     """Keys of `host` that are assumed, not measured."""
 
@@ -134,6 +136,24 @@ class MeasuredDevice(Keys):
     page_bytes: Size
     step_tokens: Size
     step_logits: Size
+
+
+class HeldRuns(Keys):
+    """How far simulations of an engine were from published runs of it: simulated over measured,
+    less one, of runs' means."""
+
+    engine: Name
+    tp: Size
+    """Devices of a group."""
+    runs: Size
+    ttft: Finite
+    """Of the time to the first token, the median of the runs."""
+    ttft_worst: Finite
+    tpot: Finite
+    """Of the time per further token, the median of the runs."""
+    tpot_worst: Finite
+    source: str
+    """Whose runs."""
 
 
 class MeasuredCapacity(Keys):

@@ -102,6 +102,8 @@ class EngineHostCosts(Keys):
     """`layer_seconds` in a group of devices."""
     all_reduce: NotNegative = 1.0
     """x the device's least time of an all-reduce, which is NCCL's."""
+    all_reduce_bytes: NotNegative = 1.0
+    """x the seconds per byte of the same."""
     graphs: bool = False
     """Decode steps are CUDA graphs: only prefills' kernels are launched by the host."""
     steps_ahead: Whole = 0
@@ -222,7 +224,7 @@ def step_costs(
         rounds = 2 * sizes.layers
         device += rounds * host.all_reduce * group.least
         launching = host.group_layer_seconds * sizes.layers
-        message = rounds * group.per_byte * 2 * sizes.hidden
+        message = rounds * host.all_reduce_bytes * group.per_byte * 2 * sizes.hidden
 
     def step(launching: float) -> float:
         beside = (device, launching, host.step_seconds)

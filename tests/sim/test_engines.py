@@ -115,3 +115,26 @@ def test_stated_activations_are_met() -> None:
         unmapped = CostSwitches(without=("mapping",)).of(used).moving(2 * MiB)
         assert spec.weight_bytes / unmapped.to_device == pytest.approx(seconds, rel=0.02)
         assert spec.weight_bytes / profile.link.to_device < 0.5 * seconds
+
+
+def test_messages_of_many_sequences_take_the_engines_own_all_reduces() -> None:
+    group = AllReduce(tp=8, least=3e-5, base=3e-5, per_byte=5e-12, source="a test")
+    plain, twice = (
+        step_costs(
+            SIZES, HARDWARE, REACH, EngineHostCosts(step_seconds=0.0, all_reduce_bytes=n), group
+        )
+        for n in (1.0, 2.0)
+    )
+    message = 2 * SIZES.layers * group.per_byte * 2 * SIZES.hidden
+    assert twice.base == plain.base, "of few bytes, it is the least time"
+    assert twice.per_sequence - plain.per_sequence == pytest.approx(message)
+    assert twice.per_token - plain.per_token == pytest.approx(message)
+
+
+def test_groups_of_eight_exchange_as_long_as_was_measured() -> None:
+    """80 layers of 8,192 for 64 sequences: 1 MiB, 19.3 us in a graph on H100s."""
+    profile = device_profile("H100-80G")
+    host, (group,) = profile.serving.host, [a for a in profile.all_reduce if a.tp == 8]
+    assert host is not None
+    seconds = host.all_reduce * group.least + host.all_reduce_bytes * group.per_byte * MiB
+    assert seconds == pytest.approx(19.3e-6, rel=0.2)
