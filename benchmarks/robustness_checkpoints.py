@@ -87,6 +87,41 @@ def text(name: str, content: str) -> Callable[[Path], None]:
     return change
 
 
+def tokenizer(**values: Any) -> Callable[[Path], None]:
+    """Write these into tokenizer.json."""
+
+    def change(directory: Path) -> None:
+        file = directory / "tokenizer.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return change
+
+
+def panics_at_times(target: Target) -> str:
+    """A model whose tokenizer panics where it decodes `a`, and nowhere else."""
+    name = f"panics-{time.monotonic_ns()}"
+    directory = target.fleet_file.parent / name
+    shutil.copytree(target.fleet_file.parent / MODEL, directory)
+    tokenizer(decoder={"type": "Strip", "content": "a", "start": 9, "stop": 9})(directory)
+    entry = {"name": name, "path": name}
+    added, answer = target.ask("POST", "/admin/models", entry, ADMIN_KEY, LOAD_SECONDS)
+    assert added == 201, f"{added}: {answer}"
+    _, encoded = target.post("/tokenize", {"model": name, "prompt": "a"})
+    found = []
+    for tokens in (encoded["tokens"], [40, 41], encoded["tokens"]):
+        status, _ = target.post("/detokenize", {"model": name, "tokens": tokens})
+        found.append(status)
+    asked, _ = target.complete(model=name)
+    others = [target.complete(model=model)[0] for model in (MODEL, VICTIM)]
+    health, _ = target.ask("GET", "/health")
+    removed, _ = target.ask("DELETE", f"/admin/models/{name}?patience=1", key=ADMIN_KEY)
+    seen = f"decoding {found}, completions {asked}; others {others}, /health {health}"
+    assert found == [422, 200, 422], seen
+    assert [*others, health, removed] == [200] * 4, seen
+    assert asked in (200, 422), seen
+    return seen
+
+
 def generation(**values: Any) -> Callable[[Path], None]:
     """Write these into config.json and generation_config.json."""
 
@@ -152,6 +187,12 @@ CHECKPOINT_ATTACKS: tuple[tuple[Any, ...], ...] = (
         SERVES,
         added(text("chat_template.jinja", "{{ 'a' * 10**10 }}")),
     ),
+    (
+        "a tokenizer that panics",
+        SERVES,
+        added(tokenizer(pre_tokenizer={"type": "FixedLength", "length": 0})),
+    ),
+    ("a tokenizer that panics at times", "422 then; it serves", panics_at_times),
     ("conversations without end", "refused; completions 200", endless_template_again),
     ("a pattern without end", "the base serves", endless_pattern, False),
 )

@@ -14,6 +14,7 @@
     |  |- AnswerTooLarge    the answer could have more values than its limit
     |  |- UnknownModel
     |  `- NeverFits         the request needs more memory than its model can ever get here
+    |- TokenizerFailed      a model's tokenizer cannot encode or decode something: mend it
     |- NonFiniteOutput      a model computed NaN or infinity for a request: mend the model
     |- Unavailable          the service drains or the worker is gone: try again elsewhere or later
     |- NotKept              an operator's change could not be recorded: make room, or let it write
@@ -139,6 +140,15 @@ class NonFiniteOutput(BallastError):
             f"{model!r} computed {what} that are not finite (NaN or infinity); its weights, or its "
             "dtype's range, do not suffice for this request"
         )
+
+
+class TokenizerFailed(BallastError):
+    """A model's tokenizer failed at a text or tokens of one request, which ends with this."""
+
+    code = "tokenizer_failed"
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"the model's tokenizer failed at this request: {brief(error)}")
 
 
 class Unavailable(BallastError):

@@ -1,4 +1,4 @@
-"""Load a tokenizer once in a limited child process, before the server loads it itself.
+"""Load and try a tokenizer in a limited child process, before the server loads it itself.
 
 A tokenizer's files are parsed by native code, which may take unlimited memory or time, or end the
 process (`ballast.isolation`). Ordinary faults are ignored here: the server reports them when it
@@ -14,9 +14,11 @@ from types import NoneType
 from ballast.core.errors import CheckpointError, LimitExceeded
 from ballast.isolation.calls import Isolation
 
+SAMPLE = "Hello, world! 123 äß 你好\n"
+
 
 def vet_tokenizer(directory: Path, isolation: Isolation) -> None:
-    """Try to load a checkpoint's tokenizer in isolation.
+    """Try to load and use a checkpoint's tokenizer in isolation.
 
     Raises CheckpointError if loading it would end the process, and LimitExceeded if it takes too
     much memory or time.
@@ -28,16 +30,17 @@ def vet_tokenizer(directory: Path, isolation: Isolation) -> None:
 
 
 def try_tokenizer(directory: Path) -> None:
-    """Load a checkpoint's tokenizer, in a process that loading may end.
+    """Load a checkpoint's tokenizer, encode a text and decode it, in a process that this may end.
 
     Raises CheckpointError for a fault that `except Exception` does not catch, and MemoryError.
     """
     from transformers import AutoTokenizer
 
     try:
-        AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(directory), trust_remote_code=False, local_files_only=True
         )
+        tokenizer.decode(tokenizer.encode(SAMPLE))
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - the server names it

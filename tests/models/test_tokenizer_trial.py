@@ -107,3 +107,11 @@ def test_what_the_server_names_itself_passes(tokenizer: Path, tmp_path: Path) ->
                 (path / file).write_bytes(content)
             change(path)
             vet_tokenizer(path, zygote)
+
+
+def test_a_tokenizer_that_panics_in_use_is_refused(tokenizer: Path) -> None:
+    file = tokenizer / "tokenizer.json"
+    changed = {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    with Zygote.fork() as zygote, pytest.raises(CheckpointError, match="chunk size"):
+        vet_tokenizer(tokenizer, zygote)

@@ -12,7 +12,14 @@ from typing import Any
 
 from starlette.responses import Response
 
-from ballast.core.errors import BallastError, NotKept, RequestError, Unavailable, UnknownModel
+from ballast.core.errors import (
+    BallastError,
+    NotKept,
+    RequestError,
+    TokenizerFailed,
+    Unavailable,
+    UnknownModel,
+)
 from ballast.core.event import FailedOutput
 from ballast.fleet.faults import fault_of
 from ballast.fleet.key_hints import place_of
@@ -32,6 +39,7 @@ _STATUS = {
     "insufficient_memory": 400,
     "model_not_found": 404,
     "not_finite": 422,
+    "tokenizer_failed": 422,
     "queue_full": 429,
     "queue_timeout": 429,
     "model_changed": 503,
@@ -82,6 +90,8 @@ class Fault(Exception):
         if isinstance(error, RequestError):
             param = "model" if isinstance(error, UnknownModel) else error.param
             return cls(_STATUS.get(error.code, 400), str(error), error.code, param)
+        if isinstance(error, TokenizerFailed):
+            return cls(_STATUS[error.code], str(error), error.code)
         if isinstance(error, Unavailable):
             return cls(503, str(error), "unavailable")
         if isinstance(error, NotKept):

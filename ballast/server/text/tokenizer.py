@@ -8,11 +8,17 @@ import contextlib
 import inspect
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ballast.core.errors import CheckpointError, InvalidRequest
+from ballast.core.errors import (
+    BallastError,
+    CheckpointError,
+    InvalidRequest,
+    TokenizerFailed,
+    brief,
+)
 from ballast.core.model import ModelSpec
 from ballast.fleet.unfinished_download import unfinished
 from ballast.memory.syscalls import malloc_trim
@@ -105,38 +111,43 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            loaded = AutoTokenizer.from_pretrained(
-                str(path), trust_remote_code=False, local_files_only=True
-            )
-        except Exception as error:  # whatever a broken file makes the library raise
-            why = unfinished(Path(path)) or error
+            with _failures():
+                loaded = AutoTokenizer.from_pretrained(
+                    str(path), trust_remote_code=False, local_files_only=True
+                )
+                return cls(loaded, tool_parser)
+        except TokenizerFailed as error:
+            why = unfinished(Path(path)) or brief(error.__cause__ or error)
             raise CheckpointError(str(path), None, f"no usable tokenizer: {why}") from error
-        return cls(loaded, tool_parser)
 
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
         """Encode a text as token ids; `special`: add the tokenizer's special tokens (say, its BOS).
 
         Raises TooManyTokens where there are more than `most`, before tokenizing if the text's
-        length alone proves it. With a backend, other threads run meanwhile.
+        length alone proves it, and TokenizerFailed. With a backend, other threads run meanwhile.
         """
         if most is not None and self._bound is not None and self._bound.exceeds(text, most):
             raise TooManyTokens(len(text), None)
-        ids: list[int] | None
-        if self._backend is None:
-            with self._lock:
-                ids = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
-            found = len(ids)
-        else:
-            # `encode` would hold the interpreter lock throughout.
-            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=special)
-            found = len(encoding)
-            ids = list(encoding.ids) if most is None or found <= most else None
-            if len(text) > HUGE_TEXT:
-                del encoding
-                malloc_trim()
+        with _failures():
+            found, ids = self._encoded(text, special, most)
         if ids is None or (most is not None and found > most):
             raise TooManyTokens(len(text), found)
         return ids
+
+    def _encoded(self, text: str, special: bool, most: int | None) -> tuple[int, list[int] | None]:
+        """Number of tokens, and the tokens unless there are more than `most`."""
+        if self._backend is None:
+            with self._lock:
+                ids = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+            return len(ids), ids
+        # `encode` would hold the interpreter lock throughout.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        found = len(encoding)
+        kept = list(encoding.ids) if most is None or found <= most else None
+        if len(text) > HUGE_TEXT:
+            del encoding
+            malloc_trim()
+        return found, kept
 
     @property
     def template(self) -> str:
@@ -246,12 +257,12 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens, special ones included."""
-        with self._lock:
+        with self._lock, _failures():
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def spelled(self, tokens: Sequence[int]) -> list[str]:
         """Return tokens as the vocabulary spells them; empty for ids that it lacks."""
-        with self._lock:
+        with self._lock, _failures():
             found = self._tokenizer.convert_ids_to_tokens(list(tokens))
         return [token or "" for token in found]
 
@@ -260,25 +271,37 @@ class Tokenizer:
         if self._token_bytes is not None and token not in self.special_ids:
             raw = self._token_bytes(token)
             return raw.decode(errors="replace"), raw
-        with self._lock:
+        with self._lock, _failures():
             text = self._tokenizer.decode([token])
         return text, text.encode()
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the single token, special or not, that is spelled `text`; None without
         one."""
-        with self._lock:
+        with self._lock, _failures():
             token = self._tokenizer.convert_tokens_to_ids(text)
             found = token is not None and self._tokenizer.convert_ids_to_tokens(token) == text
         return int(token) if found else None
 
     def special_token(self, text: str) -> int | None:
         """Return the id of the special token that is spelled `text`; None without one."""
-        with self._lock:
+        with self._lock, _failures():
             token = self._tokenizer.convert_tokens_to_ids(text)
         return token if token in self.special_ids else None
 
     def _decode(self, tokens: list[int], special: bool, hidden: Collection[int]) -> str:
         tokens = [t for t in tokens if t not in hidden]
-        with self._lock:
+        with self._lock, _failures():
             return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Raise whatever the tokenizer's library raises as TokenizerFailed. A panic of its native code
+    is no Exception, and would pass by all handlers of a request's errors."""
+    try:
+        yield
+    except (BallastError, TooManyTokens, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise TokenizerFailed(error) from error
