@@ -154,16 +154,22 @@ def _with_options(
 ) -> ServerSettings:
     """Return `server` with the command line's options. Raises ConfigError."""
     from ballast.core.settings import KeySettings
+    from ballast.fleet.faults import HIDDEN
+    from ballast.fleet.field_types import secret_text
     from ballast.server.http.origins import check_origins
 
     if drain_seconds is not None:
         server = replace(server, drain_seconds=drain_seconds)
     if api_key:
+        try:
+            secret_text(api_key)
+        except ValueError as error:
+            raise ConfigError("--api-key", HIDDEN, str(error)) from error
         secret = KeySettings(name="default", key=api_key)
         same = [k.name for k in server.keys if k.name == secret.name or k.key == api_key]
         if same or server.admin_key == api_key:
             where = same[0] if same else "admin_key"
-            raise ConfigError("--api-key", "(hidden)", f"the fleet file has it already: {where}")
+            raise ConfigError("--api-key", HIDDEN, f"the fleet file has it already: {where}")
         server = replace(server, keys=(*server.keys, secret))
     check_origins(server)
     return server

@@ -48,7 +48,7 @@ BUDGET = "12MiB"
 BANDWIDTH = "4MB/s"
 """Of the link: an activation takes long enough to be seen, a quarter of a second."""
 MOMENTS = ("decode", "prefill", "activation")
-ADMIN = "crash"
+ADMIN = "crash-of-a-worker"
 TIMEOUT = 240.0
 
 

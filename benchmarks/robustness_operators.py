@@ -99,6 +99,26 @@ def open_to_all(target: Target) -> str:
     return seen
 
 
+def short_keys(target: Target) -> str:
+    """Start servers whose keys can be guessed."""
+    seen = []
+    plain = target.fleet_file.read_text().partition("\nserver:")[0]
+    file = target.fleet_file.with_name("short.yaml")
+    for section in ("keys: [{name: a, key: sk-hunter2}]", "admin_key: admin"):
+        file.write_text(f"{plain}\nserver: {{{section}}}\n")
+        ended = subprocess.run(
+            (*BALLAST, "serve", str(file), "--port", "0", "--no-changes"),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+            check=False,
+        )
+        seen.append(f"exit code {ended.returncode}: {ended.stderr.strip():.120}")
+        assert ended.returncode == 2, seen
+        assert "hunter2" not in ended.stderr, seen
+    return "; ".join(seen)
+
+
 def sigterm_while_a_template_never_ends(target: Target) -> str:
     """SIGTERM while requests for a model with such a template are open."""
     with _second(target) as (second, process):
@@ -182,6 +202,7 @@ OPERATOR_ATTACKS: tuple[tuple[str, str, Callable[[Target], str], bool], ...] = (
     ("80 open files", "one line, exit code 2", few_files(80), False),
     ("100 open files", "one line, exit code 2", few_files(100), False),
     ("all addresses, no keys", "exit code 2", open_to_all, False),
+    ("keys that can be guessed", "exit code 2", short_keys, False),
     ("SIGTERM within a template", "exit code 0", sigterm_while_a_template_never_ends, False),
     ("the story's file", "mode 600", story_file, False),
     ("two servers, one file of changes", "one is refused", two_servers_one_file, False),

@@ -18,8 +18,8 @@ from ballast.fleet.make import make_fleet
 
 MODEL, VICTIM, FEW = "atlas-chat", "wren-mini", "few"
 """The model that is attacked, the one that a witness reads, and one of which two requests run."""
-ATTACKER_KEY, VICTIM_KEY, OTHER_KEY = "sk-attacker", "sk-victim", "sk-other"
-PART_KEY, ADMIN_KEY = "sk-part", "sk-admin"
+ATTACKER_KEY, VICTIM_KEY = "sk-attacker-attacker", "sk-victim-victim"
+OTHER_KEY, PART_KEY, ADMIN_KEY = "sk-other-other-other", "sk-part-part-part", "sk-admin-admin-admin"
 ENDLESS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 """A chat template that does not come to an end."""
 SECTION = f"""

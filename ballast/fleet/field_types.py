@@ -31,14 +31,24 @@ def _bandwidth(value: Any) -> float:
     return float(parse_bytes(value))
 
 
-def _secret(value: Any) -> str:
-    """Its text as the header carries it: a number would have lost leading zeros by now."""
+LEAST_KEY = 16
+"""Least characters of an API key: a server bounds no guesses."""
+
+
+def secret_text(value: Any) -> str:
+    """Return an API key's text as the header carries it: a number would have lost leading zeros by
+    now. Raises ValueError, without the key."""
     if not isinstance(value, str):
         raise ValueError('a text is needed: write it as "${NAME}", in quotes, and set NAME')
     if not value:
         raise ValueError("it must not be empty: is the environment variable empty?")
     if not (value.isascii() and value.isprintable()) or " " in value:
         raise ValueError("a key consists of printable ASCII characters other than the space")
+    if len(value) < LEAST_KEY:
+        raise ValueError(
+            f"a key has {LEAST_KEY} characters or more, as shorter ones can be guessed; "
+            "`openssl rand -hex 24` makes one"
+        )
     return value
 
 
@@ -94,4 +104,4 @@ Context = Annotated[int, Field(ge=2, lt=2**31)]
 DeviceName = Annotated[str, Field(min_length=1, max_length=128)]
 Origin = Annotated[str, AfterValidator(_origin)]
 Host = Annotated[str, AfterValidator(_host)]
-Secret = Annotated[str, BeforeValidator(_secret)]
+Secret = Annotated[str, BeforeValidator(secret_text)]

@@ -435,7 +435,7 @@ server:
       tokens_per_minute: 10000
       concurrent: 4
       isolated: true
-    - {name: team-b, key: sk-bbb}
+    - {name: team-b, key: sk-bbb-0123456789}
   admin_key: ${KEY_ADMIN}
   hosts: [ballast.example, box]
   most_open: 10
@@ -451,7 +451,7 @@ server:
   spare_worker: false
 """
 )
-SECRETS = {"KEY_A": "0123", "KEY_ADMIN": "sk-admin"}
+SECRETS = {"KEY_A": "0123456789abcdef", "KEY_ADMIN": "sk-admin-01234567"}
 
 
 def test_the_server_section(home: Path) -> None:
@@ -461,16 +461,16 @@ def test_the_server_section(home: Path) -> None:
         keys=(
             KeySettings(
                 name="team-a",
-                key="0123",
+                key="0123456789abcdef",
                 models=("a",),
                 requests_per_minute=60,
                 tokens_per_minute=10_000,
                 concurrent=4,
                 isolated=True,
             ),
-            KeySettings(name="team-b", key="sk-bbb"),
+            KeySettings(name="team-b", key="sk-bbb-0123456789"),
         ),
-        admin_key="sk-admin",
+        admin_key="sk-admin-01234567",
         hosts=("ballast.example", "box"),
         most_open=10,
         most_connections=20,
@@ -484,7 +484,7 @@ def test_the_server_section(home: Path) -> None:
         deprecated_metrics=True,
         spare_worker=False,
     )
-    for secret in ("0123", "sk-bbb", "sk-admin"):
+    for secret in ("0123456789abcdef", "sk-bbb-0123456789", "sk-admin-01234567"):
         assert secret not in repr(server)
 
 
@@ -495,10 +495,17 @@ def test_the_server_section(home: Path) -> None:
         ('"${KEY_A}"', '""', "server.keys[0].key", "must not be empty"),
         ('"${KEY_A}"', '"a secret"', "server.keys[0].key", "printable ASCII"),
         ('"${KEY_A}"', '"${MISSING}"', "server.keys[0].key", "environment variable MISSING"),
-        ('"${KEY_A}"', "sk-bbb", "server.keys[1].key", "server.keys[0] is the same key"),
-        ('"${KEY_A}"', "sk-admin", "server.keys[0].key", "server.admin_key is the same key"),
-        ("key: sk-bbb", "key: k, kye: sk-bbb", "server.keys[1].kye", "did you mean 'key'"),
-        ("{name: team-b, key: sk-bbb}", "sk-bbb", "server.keys[1]", "keys among: name, key"),
+        ('"${KEY_A}"', "sk-bbb-0123456789", "server.keys[1].key", "server.keys[0] is the same"),
+        ('"${KEY_A}"', "sk-admin-01234567", "server.keys[0].key", "server.admin_key is the same"),
+        ('"${KEY_A}"', "'0123456789abcde'", "server.keys[0].key", "openssl rand -hex 24"),
+        ("${KEY_ADMIN}", "short", "server.admin_key", "16 characters or more"),
+        ("key: sk-bbb", "key: sk-bbb-0123456789, kye: sk-bbb", "server.keys[1].kye", "mean 'key'"),
+        (
+            "{name: team-b, key: sk-bbb-0123456789}",
+            "sk-bbb-0123456789",
+            "server.keys[1]",
+            "keys among: name, key",
+        ),
         ("admin_key", "adminkey", "server.adminkey", "did you mean 'admin_key'"),
         ("team-b", "team-a", "server.keys[1].name", "server.keys[0] has that name"),
         ("concurrent: 4", "concurrent: 0", "server.keys[0].concurrent", "or equal to 1"),
@@ -512,7 +519,13 @@ def test_a_fault_of_the_server_section_tells_no_secret(
     error = fault(home, SERVER.replace(old, new, 1), **SECRETS)
     assert error.key == key
     assert says in str(error)
-    for secret in ("0123", "sk-bbb", "sk-admin", "a secret"):
+    for secret in (
+        "0123456789abcdef",
+        "sk-bbb-0123456789",
+        "sk-admin-01234567",
+        "a secret",
+        "0123456789abcde",
+    ):
         assert secret not in str(error)
 
 

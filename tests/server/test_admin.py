@@ -13,7 +13,7 @@ import pytest
 from tests.server.process import ServerProcess, server
 from tests.server.test_api import MODEL
 
-ADMIN = {"authorization": "Bearer sk-admin"}
+ADMIN = {"authorization": "Bearer sk-admin-of-the-tests"}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def ruled(fleet_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     shutil.copytree(model, directory / "more")
     shutil.copytree(model, directory / "broken")
     file = directory / "fleet.yaml"
-    file.write_text(file.read_text().rstrip() + "\nserver: {admin_key: sk-admin}\n")
+    file.write_text(file.read_text().rstrip() + "\nserver: {admin_key: sk-admin-of-the-tests}\n")
     with server(file, "--echo") as running:
         yield running
 

@@ -48,9 +48,9 @@ def test_bad_models_are_named_and_the_others_served(fleet_file: Path, tmp_path: 
         shutil.copytree(tmp_path / OTHER, tmp_path / name)
         change(tmp_path / name)
         text += f"\n  - {{name: {name}, path: {name}}}"
-    (tmp_path / "fleet.yaml").write_text(text + "\nserver: {admin_key: sk-admin}\n")
+    (tmp_path / "fleet.yaml").write_text(text + "\nserver: {admin_key: sk-admin-of-the-tests}\n")
     with server(tmp_path / "fleet.yaml") as running:
-        key = {"authorization": "Bearer sk-admin"}
+        key = {"authorization": "Bearer sk-admin-of-the-tests"}
         failed = running.http.get("/health", headers=key).json()["failed"]
         assert failed.keys() == BAD.keys()
         for name, (_, reason) in BAD.items():

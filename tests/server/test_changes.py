@@ -24,7 +24,7 @@ def file(fleet_file: Path, tmp_path: Path) -> Path:
     for name in ("more", "late"):
         shutil.copytree(tmp_path / OTHER, tmp_path / name)
     text = (tmp_path / "fleet.yaml").read_text().rstrip()
-    (tmp_path / "fleet.yaml").write_text(text + "\nserver: {admin_key: sk-admin}\n")
+    (tmp_path / "fleet.yaml").write_text(text + "\nserver: {admin_key: sk-admin-of-the-tests}\n")
     return tmp_path / "fleet.yaml"
 
 
@@ -37,7 +37,7 @@ def serving(file: Path) -> ServerProcess:
 
 
 def models(of: ServerProcess) -> list[str]:
-    headers = {"authorization": "Bearer sk-admin"}
+    headers = {"authorization": "Bearer sk-admin-of-the-tests"}
     return [m["id"] for m in of.http.get("/v1/models", headers=headers).json()["data"]]
 
 
@@ -173,8 +173,12 @@ def test_the_fleet_file_is_followed(file: Path) -> None:
         edit(
             file, "models:", "models:\n  - {name: late, path: late}\n  - {name: twice, path: late}"
         )
-        key = "{name: k, key: sk-k, models: [late, typo]}"
-        edit(file, "{admin_key: sk-admin}", f"{{admin_key: sk-admin, keys: [{key}]}}")
+        key = "{name: k, key: sk-k-of-the-tests, models: [late, typo]}"
+        edit(
+            file,
+            "{admin_key: sk-admin-of-the-tests}",
+            f"{{admin_key: sk-admin-of-the-tests, keys: [{key}]}}",
+        )
         running.kill_worker()  # the next one is waited for
         reload(running, lambda: "late" in models(running))
         assert set(models(running)) == {MODEL, OTHER, "new", "twice", "late"}
@@ -184,7 +188,7 @@ def test_the_fleet_file_is_followed(file: Path) -> None:
         assert "twice: path counts once it is added again" in running.output
         assert ask(running, MODEL).status_code == 401
         body = {"model": "late", "prompt": "abc", "max_tokens": 2}
-        headers = {"authorization": "Bearer sk-k"}
+        headers = {"authorization": "Bearer sk-k-of-the-tests"}
         assert running.http.post("/v1/completions", json=body, headers=headers).is_success
 
         edit(file, "  - {name: late, path: late}", "")

@@ -19,7 +19,7 @@ from ballast.cli import app
 from tests.server.process import ServerProcess, server, until
 from tests.server.test_crash import KINDS, MODELS, Stream, streamed_amid
 
-ADMIN = {"Authorization": "Bearer sk-admin"}
+ADMIN = {"Authorization": "Bearer sk-admin-of-the-tests"}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def two(fleet_file: Path) -> Iterator[ServerProcess]:
         model["devices"] = homes[model["name"]]
     (device,) = fleet["devices"]
     fleet["devices"] = [device | {"budget": "32MiB", "name": name} for name in ("cpu:0", "cpu:1")]
-    fleet["server"] = {"admin_key": "sk-admin"}
+    fleet["server"] = {"admin_key": "sk-admin-of-the-tests"}
     file = fleet_file.with_name("two.yaml")
     file.write_text(yaml.safe_dump(fleet))
     with server(file) as running:
@@ -199,7 +199,9 @@ def test_streams_go_on_elsewhere_when_their_device_is_drained(
 
 def test_the_command_drains_a_device_and_says_why_not(two: ServerProcess) -> None:
     def ran(*options: str) -> Result:
-        return CliRunner().invoke(app, ["drain", *options, "--url", two.base, "--key", "sk-admin"])
+        return CliRunner().invoke(
+            app, ["drain", *options, "--url", two.base, "--key", "sk-admin-of-the-tests"]
+        )
 
     try:
         assert ran("cpu:1").output == "cpu:1 is drained\n"
@@ -209,5 +211,7 @@ def test_the_command_drains_a_device_and_says_why_not(two: ServerProcess) -> Non
         assert "no device 'cpu:9'" in ran("cpu:9").output
     finally:
         assert ran("cpu:1", "--undo").output == "cpu:1 is uncordoned\n"
-    refused = CliRunner().invoke(app, ["drain", "cpu:1", "--url", two.base, "--key", "sk-wrong"])
+    refused = CliRunner().invoke(
+        app, ["drain", "cpu:1", "--url", two.base, "--key", "sk-wrong-of-the-tests"]
+    )
     assert refused.exit_code == 1

@@ -25,7 +25,7 @@ def apart(fleet_file: Path) -> Iterator[ServerProcess]:
         {**device, "budget": "32MiB", "name": name, "role": role}
         for name, role in (("cpu:0", "prefill"), ("cpu:1", "decode"))
     ]
-    fleet["server"] = {"admin_key": "sk-admin"}
+    fleet["server"] = {"admin_key": "sk-admin-of-the-tests"}
     file = fleet_file.with_name("apart.yaml")
     file.write_text(yaml.safe_dump(fleet))
     with server(file) as running:

@@ -39,7 +39,7 @@ LONGEST = 2
 """Most items of a list that is made by a schema without a bound."""
 HOOKS = (HOLD, DIE, REFUSE, BREAK, TELL, SILENT, PAUSE, STUCK)
 """Seeds by which a fake device is told to misbehave: not what is tested here."""
-ADMIN = {"authorization": "Bearer sk-admin"}
+ADMIN = {"authorization": "Bearer sk-admin-of-the-tests"}
 CHAT: dict[str, Any] = {
     "model": MODELS[1],
     "messages": [{"role": "user", "content": "What floats?"}],
@@ -128,7 +128,7 @@ def own(echo_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     directory = tmp_path_factory.mktemp("fuzz")
     shutil.copytree(echo_file.parent, directory, dirs_exist_ok=True)
     file = directory / echo_file.name
-    file.write_text(file.read_text().rstrip() + "\nserver:\n  admin_key: sk-admin\n")
+    file.write_text(file.read_text().rstrip() + "\nserver:\n  admin_key: sk-admin-of-the-tests\n")
     with server(file, "--echo") as running:
         yield running
 

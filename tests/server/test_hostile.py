@@ -19,7 +19,13 @@ from tests.server.process import DEADLINE, ServerProcess, server, until
 from tests.server.text.test_chat_template import RANGES
 
 MODEL = "atlas-chat"
-FLOOD, OTHER, PART, RAISED, ADMIN = "sk-flood", "sk-other", "sk-part", "sk-raised", "sk-admin"
+FLOOD, OTHER, PART, RAISED, ADMIN = (
+    "sk-flood-of-the-tests",
+    "sk-other-of-the-tests",
+    "sk-part-of-the-tests",
+    "sk-raised-of-the-tests",
+    "sk-admin-of-the-tests",
+)
 MOST_OPEN = 40
 SECTION = f"""
 server:

@@ -51,7 +51,7 @@ def two(fleet_file: Path) -> Iterator[ServerProcess]:
     (device,) = fleet["devices"]
     budgets = {LENDER: "48MiB", BORROWER: f"{tight(fleet_file) // KiB}KiB"}
     fleet["devices"] = [device | {"budget": b, "name": name} for name, b in budgets.items()]
-    fleet["server"] = {"admin_key": "sk-admin"}
+    fleet["server"] = {"admin_key": "sk-admin-of-the-tests"}
     file = fleet_file.with_name("lent.yaml")
     file.write_text(yaml.safe_dump(fleet))
     with server(file) as running:

@@ -23,18 +23,22 @@ from tests.server.test_api import MODEL, sample
 SECTION = """
 server:
   keys:
-    - {name: whole, key: sk-whole}
-    - {name: part, key: sk-part, models: [wren-mini]}
-    - {name: apart, key: sk-apart, isolated: true}
-    - {name: shared, key: sk-shared, isolated: false}
-    - {name: slow, key: sk-slow, requests_per_minute: 2}
-    - {name: short, key: sk-short, tokens_per_minute: 20}
-  admin_key: sk-admin
+    - {name: whole, key: sk-whole-of-the-tests}
+    - {name: part, key: sk-part-of-the-tests, models: [wren-mini]}
+    - {name: apart, key: sk-apart-of-the-tests, isolated: true}
+    - {name: shared, key: sk-shared-of-the-tests, isolated: false}
+    - {name: slow, key: sk-slow-of-the-tests, requests_per_minute: 2}
+    - {name: short, key: sk-short-of-the-tests, tokens_per_minute: 20}
+  admin_key: sk-admin-of-the-tests
   most_body: 64KiB
 """
 
 
-KEYS = {"sk-whole": "key:whole", "sk-apart": "key:apart", "sk-shared": ""}
+KEYS = {
+    "sk-whole-of-the-tests": "key:whole",
+    "sk-apart-of-the-tests": "key:apart",
+    "sk-shared-of-the-tests": "",
+}
 """And what keeps their cached prefixes apart."""
 
 
@@ -67,7 +71,9 @@ def code(response: httpx.Response) -> str:
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/metrics", "/openapi.json", "/nowhere", "/admin/x"]
 )
-@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer sk-wrong"}, {"x-api-key": ""}])
+@pytest.mark.parametrize(
+    "headers", [{}, {"authorization": "Bearer sk-wrong-of-the-tests"}, {"x-api-key": ""}]
+)
 def test_every_route_but_health_wants_a_key(
     guarded: ServerProcess, path: str, headers: dict[str, str]
 ) -> None:
@@ -82,15 +88,18 @@ def test_probes_need_no_key_and_tell_strangers_nothing_of_models(guarded: Server
 
 
 def test_a_key_opens_what_it_may(guarded: ServerProcess) -> None:
-    assert ask(guarded, "sk-whole").status_code == 200
-    assert guarded.http.get("/v1/models", headers={"x-api-key": "sk-whole"}).status_code == 200
-    part = {"authorization": "Bearer sk-part"}
+    assert ask(guarded, "sk-whole-of-the-tests").status_code == 200
+    assert (
+        guarded.http.get("/v1/models", headers={"x-api-key": "sk-whole-of-the-tests"}).status_code
+        == 200
+    )
+    part = {"authorization": "Bearer sk-part-of-the-tests"}
     listed = guarded.http.get("/v1/models", headers=part).json()["data"]
     assert [m["id"] for m in listed] == ["wren-mini"]
-    hidden = ask(guarded, "sk-part")
+    hidden = ask(guarded, "sk-part-of-the-tests")
     assert (hidden.status_code, code(hidden)) == (404, "model_not_found")
     assert message(hidden).endswith("; served: wren-mini")
-    assert ask(guarded, "sk-part", model="wren-mini").status_code == 200
+    assert ask(guarded, "sk-part-of-the-tests", model="wren-mini").status_code == 200
     assert guarded.http.get("/metrics", headers=part).status_code == 403
 
 
@@ -102,16 +111,23 @@ def test_keys_share_no_prefixes_unless_they_say_so(guarded: ServerProcess) -> No
 def test_the_admin_key_reads_and_administers_but_does_not_generate(
     guarded: ServerProcess,
 ) -> None:
-    admin = {"authorization": "Bearer sk-admin"}
+    admin = {"authorization": "Bearer sk-admin-of-the-tests"}
     assert guarded.http.get("/metrics", headers=admin).status_code == 200
     assert guarded.http.get("/admin/nowhere", headers=admin).status_code == 404
-    assert code(ask(guarded, "sk-admin")) == "forbidden"
-    other = guarded.http.get("/admin/nowhere", headers={"authorization": "Bearer sk-whole"})
+    assert code(ask(guarded, "sk-admin-of-the-tests")) == "forbidden"
+    other = guarded.http.get(
+        "/admin/nowhere", headers={"authorization": "Bearer sk-whole-of-the-tests"}
+    )
     assert other.status_code == 403
 
 
 @pytest.mark.parametrize(
-    ("key", "why"), [(None, "wants a key"), ("sk-wrong", "not accept"), ("sk-whole", "not accept")]
+    ("key", "why"),
+    [
+        (None, "wants a key"),
+        ("sk-wrong-of-the-tests", "not accept"),
+        ("sk-whole-of-the-tests", "not accept"),
+    ],
 )
 def test_top_says_that_it_needs_the_admin_key(
     guarded: ServerProcess, key: str | None, why: str
@@ -122,7 +138,7 @@ def test_top_says_that_it_needs_the_admin_key(
 
     with pytest.raises(Unreadable, match=why):
         asyncio.run(read(key))
-    assert asyncio.run(read("sk-admin")).status == "ok"
+    assert asyncio.run(read("sk-admin-of-the-tests")).status == "ok"
 
 
 def test_without_an_admin_key_there_are_no_admin_routes(echo: ServerProcess) -> None:
@@ -130,29 +146,29 @@ def test_without_an_admin_key_there_are_no_admin_routes(echo: ServerProcess) -> 
 
 
 def test_requests_per_minute(guarded: ServerProcess) -> None:
-    first, second = ask(guarded, "sk-slow"), ask(guarded, "sk-slow")
+    first, second = ask(guarded, "sk-slow-of-the-tests"), ask(guarded, "sk-slow-of-the-tests")
     assert (first.status_code, second.status_code) == (200, 200)
     assert first.headers["x-ratelimit-limit-requests"] == "2"
-    third = ask(guarded, "sk-slow")
+    third = ask(guarded, "sk-slow-of-the-tests")
     assert (third.status_code, code(third)) == (429, "rate_limit_exceeded")
     assert 1 <= int(third.headers["retry-after"]) <= 30
 
 
 def test_tokens_per_minute_count_prompts_and_outputs(guarded: ServerProcess) -> None:
-    assert ask(guarded, "sk-short", max_tokens=17).status_code == 200
-    refused = ask(guarded, "sk-short")
+    assert ask(guarded, "sk-short-of-the-tests", max_tokens=17).status_code == 200
+    refused = ask(guarded, "sk-short-of-the-tests")
     assert (refused.status_code, code(refused)) == (429, "rate_limit_exceeded")
     assert 1 <= int(refused.headers["retry-after"]) <= 60
 
 
 def test_a_full_queue_says_when_to_come_again(guarded: ServerProcess) -> None:
-    refused = ask(guarded, "sk-whole", seed=REFUSE)
+    refused = ask(guarded, "sk-whole-of-the-tests", seed=REFUSE)
     assert (refused.status_code, code(refused)) == (429, "queue_full")
     assert 1 <= int(refused.headers["retry-after"]) <= 60
 
 
 def test_a_long_body_is_refused_whether_announced_or_not(guarded: ServerProcess) -> None:
-    key = {"authorization": "Bearer sk-whole", "content-type": "application/json"}
+    key = {"authorization": "Bearer sk-whole-of-the-tests", "content-type": "application/json"}
     long = b'{"model": "' + b"x" * 100_000 + b'"}'
     announced = guarded.http.post("/v1/completions", content=long, headers=key)
     parts = iter([long[:50_000], long[50_000:]])

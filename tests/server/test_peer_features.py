@@ -15,8 +15,8 @@ import ballast
 from tests.server.process import ServerProcess, server, until
 from tests.server.test_api import MODEL
 
-ADMIN = {"authorization": "Bearer sk-admin"}
-USER = {"authorization": "Bearer sk-user"}
+ADMIN = {"authorization": "Bearer sk-admin-of-the-tests"}
+USER = {"authorization": "Bearer sk-user-of-the-tests"}
 PAGE = {"origin": "https://chat.example"}
 ALIAS = "gpt-4o"
 
@@ -32,11 +32,11 @@ def peers_file(fleet_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     text = with_alias(file.read_text(), MODEL)
     server_section = """
 server:
-  admin_key: sk-admin
+  admin_key: sk-admin-of-the-tests
   cors_origins: [https://chat.example]
   keys:
-    - {name: all, key: sk-user}
-    - {name: one, key: sk-one, models: [gpt-4o]}
+    - {name: all, key: sk-user-of-the-tests}
+    - {name: one, key: sk-one-of-the-tests, models: [gpt-4o]}
 """
     file.write_text(text.rstrip() + server_section)
     return file
@@ -83,7 +83,7 @@ def listed(to: ServerProcess, **headers: str) -> list[str]:
 def test_every_route_takes_an_alias_and_answers_name_what_was_asked_for(
     peers: ServerProcess,
 ) -> None:
-    with OpenAI(base_url=peers.url, api_key="sk-user") as client:
+    with OpenAI(base_url=peers.url, api_key="sk-user-of-the-tests") as client:
         result = client.chat.completions.create(
             model=ALIAS, messages=[{"role": "user", "content": "abc"}], max_tokens=2
         )
@@ -112,7 +112,7 @@ def test_every_route_takes_an_alias_and_answers_name_what_was_asked_for(
 
 
 def test_a_key_for_an_alias_is_for_its_model(peers: ServerProcess) -> None:
-    one = {"authorization": "Bearer sk-one"}
+    one = {"authorization": "Bearer sk-one-of-the-tests"}
     assert listed(peers, **one) == [MODEL, ALIAS]
     body = {"model": MODEL, "prompt": "abc", "max_tokens": 1}
     assert peers.http.post("/v1/completions", json=body, headers=one).status_code == 200
@@ -211,7 +211,7 @@ def test_pages_of_an_origin_that_is_named_may_read_responses(peers: ServerProces
     assert {"authorization", "content-type", "x-stainless-os"} <= {
         name.strip() for name in allowed.split(",")
     }
-    for headers in (USER, {"authorization": "Bearer sk-wrong"}):
+    for headers in (USER, {"authorization": "Bearer sk-wrong-of-the-tests"}):
         answer = peers.http.get("/v1/models", headers={**PAGE, **headers})
         assert answer.status_code == (200 if headers == USER else 401)
         assert answer.headers["access-control-allow-origin"] == PAGE["origin"]

@@ -46,7 +46,7 @@ def fleet_of(fleet_file: Path, name: str, **device: Any) -> Path:
         model["path"] = {"atlas-chat": "atlas-chat", "wren-mini": "other"}[model["name"]]
     (given,) = fleet["devices"]
     fleet["devices"] = [given | device]
-    fleet["server"] = {"admin_key": "sk-admin"}
+    fleet["server"] = {"admin_key": "sk-admin-of-the-tests"}
     file = fleet_file.with_name(name)
     file.write_text(yaml.safe_dump(fleet))
     return file

@@ -203,7 +203,7 @@ def test_a_key_leaves_others_their_share_of_open_requests() -> None:
 
 def test_a_single_key_may_have_everything() -> None:
     async def scenario() -> None:
-        key = KeySettings(name="one", key="sk-one")
+        key = KeySettings(name="one", key="sk-one-of-the-tests")
         behind = Behind(most_open=10, keys=(key,))
         asked = [asyncio.ensure_future(behind.ask(WHOLE, key=key)) for _ in range(10)]
         await behind.asked.wait()

@@ -14,8 +14,8 @@ from ballast.core.settings import KeySettings, ServerSettings
 from ballast.server import serve
 from ballast.server.http.address import check_closed, is_loopback
 
-OPEN = ServerSettings(admin_key="sk-admin")
-CLOSED = ServerSettings(keys=(KeySettings(name="a", key="sk-a"),))
+OPEN = ServerSettings(admin_key="sk-admin-of-the-tests")
+CLOSED = ServerSettings(keys=(KeySettings(name="a", key="sk-a-of-the-tests"),))
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,10 @@ def test_an_address_that_others_reach_wants_keys(host: str, expected: bool) -> N
     [
         ([], {}, False),
         (["--without-keys"], {}, True),
-        (["--api-key", "sk-x"], {}, True),
-        ([], {"BALLAST_API_KEY": "sk-x"}, True),
+        (["--api-key", "sk-x-of-the-tests"], {}, True),
+        ([], {"BALLAST_API_KEY": "sk-x-of-the-tests"}, True),
+        (["--api-key", "sk-short"], {}, False),
+        ([], {"BALLAST_API_KEY": "sk-short"}, False),
         ([], {"BALLAST_WITHOUT_KEYS": "1"}, True),
     ],
 )

@@ -15,7 +15,7 @@ from ballast.server.http.origins import SameOrigin, check_origins
 from tests.server.process import ServerProcess
 from tests.server.test_api import MODEL
 
-KEYS = (KeySettings(name="a", key="sk-a"),)
+KEYS = (KeySettings(name="a", key="sk-a-of-the-tests"),)
 PAGE = "https://chat.example"
 
 
@@ -140,7 +140,7 @@ def test_any_origin_wants_keys() -> None:
     check_origins(ServerSettings(cors_origins=("*",), keys=KEYS))
     check_origins(ServerSettings(cors_origins=(PAGE,)))
     with pytest.raises(ConfigError, match="cors_origins"):
-        check_origins(ServerSettings(cors_origins=("*",), admin_key="sk-admin"))
+        check_origins(ServerSettings(cors_origins=("*",), admin_key="sk-admin-of-the-tests"))
 
 
 # -- of a server ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ballast.server.access.keys import ApiKeys, Guard
 from ballast.server.observe.request_watch import Watch
 from tests.server.observe.test_metrics import Scraped
 
-KEYS = ApiKeys(ServerSettings(keys=(KeySettings(name="one", key="sk-one"),)))
+KEYS = ApiKeys(ServerSettings(keys=(KeySettings(name="one", key="sk-one-of-the-tests"),)))
 
 
 def post(path: str, **headers: str) -> httpx.Response:
@@ -32,11 +32,14 @@ def post(path: str, **headers: str) -> httpx.Response:
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_a_key_is_taken_from_either_header(path: str) -> None:
-    for headers in ({"x-api-key": "sk-one"}, {"authorization": "Bearer sk-one"}):
+    for headers in (
+        {"x-api-key": "sk-one-of-the-tests"},
+        {"authorization": "Bearer sk-one-of-the-tests"},
+    ):
         let_in = post(path, **headers)
         assert let_in.text == "in"
         assert let_in.headers["request-id"] == let_in.headers["x-request-id"]
-    refused = post(path, **{"x-api-key": "sk-two"})
+    refused = post(path, **{"x-api-key": "sk-two-of-the-tests"})
     assert refused.status_code == 401
     body = refused.json()
     assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")

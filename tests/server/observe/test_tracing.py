@@ -30,7 +30,7 @@ from ballast.server.openai.request import ChatRequest
 from tests.server.process import server
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
-KEY = Caller(KeySettings(name="team-a", key="sk-secret"))
+KEY = Caller(KeySettings(name="team-a", key="sk-secret-of-the-tests"))
 PARENT = "00f067aa0ba902b7"
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
