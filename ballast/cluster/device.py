@@ -230,6 +230,7 @@ class RemoteDevice(DeviceRecord):
                 self.requests.dispatch()
             case StatusMsg():
                 self.report = message.report
+                self.requests.reported()
                 self._remember(message)
             case CommandDoneMsg():
                 command = self._commands.done(message)

@@ -27,7 +27,7 @@ class DeviceRecord:
 
     def __init__(self, name: str, suspicions: Suspicions) -> None:
         self.name = name
-        self.requests = OpenRequests(suspicions, self._queue_of, self._began)
+        self.requests = OpenRequests(suspicions, self._queue_of, self._began, self._residency_of)
         self.specs: Mapping[str, ModelSpec] = {}
         self.failed: Mapping[str, str] = {}
         """Models of its fleet that it could not load, with the reason."""
@@ -93,11 +93,13 @@ class DeviceRecord:
     def has_weights(self, name: str) -> bool:
         """Return whether the last report shows the weights of a model, or of an adapter's base, as
         resident."""
-        if self.report is None:
-            return False
-        bases = {base.name for base in self.specs.values() if name in _names(base)}
-        here = (m for m in self.report.models if m.name in bases)
-        return any(m.residency == Residency.RESIDENT.value for m in here)
+        base = self.base_of(name)
+        return base is not None and self._residency_of(base.name) == Residency.RESIDENT.value
+
+    def _residency_of(self, base: str) -> str | None:
+        """Return the state of a model's weights by the last report; None: unknown."""
+        models = () if self.report is None else self.report.models
+        return next((m.residency for m in models if m.name == base), None)
 
     def held_tokens(self, submission: Submission) -> int:
         """Estimate how many tokens of a prompt are in the device's prefix cache: those that were

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from ballast.cluster.activation_turns import ActivationTurns, ModelWish
 from ballast.cluster.fairness import chosen
 from ballast.cluster.output_stream import OpenRequest
 from ballast.cluster.suspicion import Suspicions
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import CancelledOutput, FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.model import ModelSpec
+from ballast.core.view import Residency
 from ballast.transport.worker_messages.codec import ToWorker
 from ballast.transport.worker_messages.request_messages import (
     FlowControlMsg,
@@ -27,6 +29,8 @@ from ballast.transport.worker_messages.request_messages import (
 
 log = logging.getLogger(__name__)
 
+_ABSENT = (Residency.ABSENT.value, Residency.EVICTING.value)
+"""States of a model that a request has activated."""
 POISON = "poison"
 """Code of `FailedOutput` for a request that killed workers, the last one while it ran alone."""
 
@@ -39,13 +43,20 @@ class OpenRequests:
         suspicions: Suspicions,
         queue_of: Callable[[str], tuple[ModelSpec, ModelSpec] | None],
         began: Callable[[str], object] = lambda request_id: None,
+        residency_of: Callable[[str], str | None] = lambda model: Residency.RESIDENT.value,
     ) -> None:
         """`queue_of`: returns a model or adapter and its base by the former's name; None: unknown.
         `began`: called once per request when this device has generated a token of it and has a full
-        block of its KV."""
+        block of its KV. `residency_of`: returns the state of a base's weights, as last reported;
+        None: unknown."""
         self._suspicions = suspicions
         self._queue_of = queue_of
         self._began = began
+        self._residency_of = residency_of
+        self._turns = ActivationTurns()
+        self._turned_away = False
+        """Whether requests wait for their key's turn, or budget, to have a model activated."""
+        self._next_turn: asyncio.TimerHandle | None = None
         self._open: dict[str, OpenRequest] = {}
         self._silent: Counter[str] = Counter()
         """Number of requests without a token yet, by model."""
@@ -199,6 +210,7 @@ class OpenRequests:
         as in flight. Returns the ids in flight. A suspect that ran alone fails.
         """
         self._send = None
+        self._turns.keep(())
         in_flight = [i for i in (list(recorded) or self.sent) if i in self._open]
         for request in self._open.values():
             request.sent = request.begun = request.departing = False
@@ -210,6 +222,13 @@ class OpenRequests:
     def pause(self) -> None:
         """Send no more requests to the worker; those that it has go on."""
         self._paused = True
+
+    def reported(self) -> None:
+        """Handle a report of the worker: requests may be sent that waited until models were
+        resident."""
+        if self._turned_away:
+            self._changed = True
+            self.dispatch()
 
     def dispatch(self) -> None:
         """Send the requests that may be sent: the latest suspect alone, else those within their
@@ -262,12 +281,14 @@ class OpenRequests:
 
     def _fair(self, waiting: Sequence[OpenRequest]) -> list[OpenRequest]:
         """Return the waiting requests to send now: all without a key, and those within their keys'
-        fair shares. The others fail after their model's `queue_seconds`."""
+        fair shares and budgets of activations. The others fail after their model's
+        `queue_seconds`."""
         bases: dict[str, ModelSpec] = {}
         by_base: defaultdict[str, list[OpenRequest]] = defaultdict(list)
         found = []
         for request in waiting:
-            queue = self._queue_of(request.submission.model) if request.key else None
+            bounded = request.key or request.activations_per_minute is not None
+            queue = self._queue_of(request.submission.model) if bounded else None
             if queue is None:
                 found.append(request)
                 continue
@@ -277,10 +298,46 @@ class OpenRequests:
             if spec.queue_seconds is not None and request.fresh and request.expiry is None:
                 wait = asyncio.get_running_loop().call_later
                 request.expiry = wait(spec.queue_seconds, self._expire, request.submission.id)
+        held = self._held_for_turn(waiting, by_base)
         for name, requests in by_base.items():
-            at_worker = self._at_worker(bases[name])
-            found += chosen(requests, at_worker, bases[name].max_running)
+            if name not in held:
+                at_worker = self._at_worker(bases[name])
+                found += chosen(requests, at_worker, bases[name].max_running)
         return found
+
+    def _held_for_turn(
+        self, waiting: Sequence[OpenRequest], by_base: Mapping[str, Sequence[OpenRequest]]
+    ) -> set[str]:
+        """Return the models that are absent and not coming, and that none of the requests that wait
+        for them may have activated now: it is not their keys' turn, or their budgets are spent."""
+        absent = {name for name in by_base if self._residency_of(name) in _ABSENT}
+        self._turned_away = False
+        if not absent:
+            return absent
+        at_worker = {self._base_name(r) for r in self._open.values() if r.sent}
+        resident = Residency.RESIDENT.value
+        coming = at_worker.intersection(self._turns.coming)
+        self._turns.keep([name for name in coming if self._residency_of(name) != resident])
+        absent -= at_worker
+        absent -= {n for n in absent if any(r.activations_per_minute is None for r in by_base[n])}
+        wishes: dict[ModelWish, None] = {}
+        for r in waiting:
+            if r.activations_per_minute and (name := self._base_name(r)) in absent:
+                wishes[ModelWish(r.submission.tenant, name, r.activations_per_minute)] = None
+        loop = asyncio.get_running_loop()
+        turns = self._turns.choose([*wishes], loop.time())
+        absent -= turns.models
+        self._turned_away = bool(absent)
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+            self._next_turn = None
+        if turns.seconds is not None:
+            self._next_turn = loop.call_later(turns.seconds, self.reported)
+        return absent
+
+    def _base_name(self, request: OpenRequest) -> str:
+        queue = self._queue_of(request.submission.model)
+        return "" if queue is None else queue[1].name
 
     def _at_worker(self, base: ModelSpec) -> Counter[str]:
         """Count, by key, the requests of a model that count against the key's share of the worker.

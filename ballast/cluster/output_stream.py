@@ -137,6 +137,8 @@ class OpenRequest:
     stream: OutputStream
     key: str = ""
     """Name of its API key where keys have fair shares of the worker; else empty."""
+    activations_per_minute: int | None = None
+    """Activations of models that its key may cause in a minute on each device; None: no bound."""
     sent: bool = False
     """Whether the present worker has it."""
     begun: bool = False

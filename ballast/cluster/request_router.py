@@ -25,18 +25,24 @@ class RequestRouter(DeviceObserver):
     def __init__(self, devices: DeviceSet) -> None:
         self._devices = devices
 
-    def submit(self, submissions: Sequence[Submission], key: str = "") -> OutputStream:
+    def submit(
+        self,
+        submissions: Sequence[Submission],
+        key: str = "",
+        activations_per_minute: int | None = None,
+    ) -> OutputStream:
         """Route requests, whose ids must be new, to devices that serve their models; return the
         stream of their outputs. They wait while no worker serves.
 
         `key`: API key under which they have a fair share; empty: they are sent as they come.
+        `activations_per_minute`: bound of the models that their key may have activated, by device.
         Raises Unavailable where all devices of a model are lost.
         """
         homes = [self._route(submission) for submission in submissions]
         stream = OutputStream((s.id for s in submissions), self.withdraw, self.pace)
         for device in dict.fromkeys(homes):
             device.requests.add(
-                OpenRequest(s, stream, key)
+                OpenRequest(s, stream, key, activations_per_minute)
                 for s, home in zip(submissions, homes, strict=True)
                 if home is device
             )

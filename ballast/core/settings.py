@@ -227,6 +227,10 @@ class LinkSettings:
         return LinkRates.even(self.bytes_per_second, self.mixed_bytes_per_second)
 
 
+ACTIVATIONS_PER_MINUTE = 30
+"""Activations that each of several keys may cause in a minute, by default."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySettings:
     """Permissions and limits of one API key."""
@@ -243,6 +247,9 @@ class KeySettings:
     """Bound of its open requests."""
     max_answer: int | None = None
     """Bound of the values of one of its answers, where it is below the model's."""
+    activations_per_minute: int | None = None
+    """Bound of the models that its requests have activated, on each device; beyond it, requests for
+    absent models wait. None: ACTIVATIONS_PER_MINUTE if there are several keys, else no bound."""
     isolated: bool | None = None
     """Whether its prefix cache is separate from other keys'; None: if there are several keys."""
     priority: int = 0

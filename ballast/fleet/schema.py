@@ -263,6 +263,8 @@ class ApiKeyKeys(Keys):
     concurrent: Count | None = None
     answer: Count | None = None
     """None: as the model's `limits.answer`."""
+    activations_per_minute: Count | None = None
+    """None: 30 where there are several keys."""
     isolated: bool | None = None
     """None: true where there are several keys."""
     priority: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -276,6 +278,7 @@ class ApiKeyKeys(Keys):
             tokens_per_minute=self.tokens_per_minute,
             concurrent=self.concurrent,
             max_answer=self.answer,
+            activations_per_minute=self.activations_per_minute,
             isolated=self.isolated,
             priority=self.priority,
         )

@@ -200,7 +200,9 @@ class Service:
             tenant = "" if caller.key is None else caller.key.name
             submissions = [replace(s, salt=salt, tenant=tenant) for s in submissions]
         stream = self.controller.router.submit(
-            submissions, caller.name if self.settings.several_keys else ""
+            submissions,
+            caller.name if self.settings.several_keys else "",
+            caller.activations_per_minute,
         )
         meter = RequestMeter(
             submissions,

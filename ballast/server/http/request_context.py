@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from ballast.core.settings import KeySettings
+from ballast.core.settings import ACTIVATIONS_PER_MINUTE, KeySettings
 from ballast.server.http.bodies import SMALL_BYTES
 
 if TYPE_CHECKING:
@@ -64,6 +64,14 @@ class Caller:
         """Salt of a request with its own `cache_salt`. No key's name has the separator, so no two
         pairs share a salt."""
         return self.salt if cache_salt is None else f"{self.salt}\0{cache_salt}"
+
+    @property
+    def activations_per_minute(self) -> int | None:
+        """Models that its requests may have activated in a minute, on each device; None: any."""
+        if self.key is None:
+            return None
+        by_default = ACTIVATIONS_PER_MINUTE if self.apart else None
+        return self.key.activations_per_minute or by_default
 
     def may_use(self, model: str) -> bool:
         """Whether the caller's key gives access to a model."""
