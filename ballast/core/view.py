@@ -149,6 +149,9 @@ class ModelView:
     idle_since: float | None = None
     """Time since when it is resident without any request, in seconds; None: it is not resident, or
     has requests, paused ones included."""
+    given_up: bool = False
+    """Whether it is resident without any request, and all requests for which it was activated have
+    left before any had a job."""
     traffic: TrafficStats = field(default_factory=TrafficStats)
     _derived: dict[Callable[[ModelView], Any], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False

@@ -62,6 +62,7 @@ def _activate(state: DeviceState, a: Activate) -> Refusal:
     if short is not None:
         return f"short of {short.pages} pages"
     m.activations += 1
+    m.for_requests = bool(m.waiting)
     if m.weights.filled:
         # Other models have brought all of it.
         m.life.find(state.now)

@@ -51,6 +51,7 @@ class Life:
         "model",
         "news",
         "resident_since",
+        "unused",
         "version",
     )
 
@@ -66,6 +67,8 @@ class Life:
         """Whether the job in flight, or the last one, began while weights still arrived."""
         self.resident_since = float("-inf")
         """Time at which the model last became resident, on the device's clock."""
+        self.unused = False
+        """Whether no job has begun since the last activation was ordered."""
         self._residency, self._work, self._stay = Residency.ABSENT, Work.IDLE, Membership.SERVED
         self._landing, self._layers, self._kv = Landing.SHUT, RemapPhase.STILL, SwapPhase.STILL
         self._transfer: int | None = None
@@ -178,12 +181,12 @@ class Life:
     def activate(self, transfer: int) -> None:
         """Begin an activation whose weights `transfer` brings."""
         self._go(Transition.ACTIVATE)
-        self._transfer = transfer
+        self._transfer, self.unused = transfer, True
 
     def find(self, now: float) -> None:
         """Become resident without a transfer: other models have loaded all of its weights."""
         self._go(Transition.FIND)
-        self.resident_since = now
+        self.resident_since, self.unused = now, True
 
     def refill(self, transfer: int) -> None:
         """Continue the activation by one more transfer, for segments that another model was to
@@ -223,12 +226,12 @@ class Life:
     def begin_job(self, job: Job, now: float) -> None:
         """Begin a job. While `moving`, it is the job that copies KV."""
         self._go(Transition.BEGIN_JOB)
-        self._job, self.job_began, self.early = job, now, False
+        self._job, self.job_began, self.early, self.unused = job, now, False, False
 
     def begin_early_job(self, job: Job, now: float) -> None:
         """Begin a job that waits for layers which are still loading."""
         self._go(Transition.BEGIN_EARLY_JOB)
-        self._job, self.job_began, self.early = job, now, True
+        self._job, self.job_began, self.early, self.unused = job, now, True, False
 
     def end_job(self) -> None:
         """End the job in flight."""

@@ -78,6 +78,8 @@ class ModelState:
     """Whether waiting requests are not admitted, by order of a policy."""
     frozen: bool = False
     """Whether it is held and its running requests are not in jobs either."""
+    for_requests: bool = False
+    """Whether requests waited for it when its last activation was ordered."""
     shortages: tuple[Shortage, ...] = ()
     """Requests that found no pages when its last job was formed."""
     blocked: tuple[str, int] | None = None
@@ -149,6 +151,11 @@ class ModelState:
         if self.residency is not Residency.RESIDENT or self.waiting or self.running or self.paused:
             return None
         return max(self.last_used, self.life.resident_since)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether all requests for which it was activated have left before any had a job."""
+        return self.for_requests and self.life.unused and self.idle_since is not None
 
     @property
     def rotation(self) -> Rotation:

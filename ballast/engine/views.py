@@ -86,6 +86,7 @@ def made_anew(m: ModelState) -> ModelView:
         first_cached_pages=_first_cached_pages(m),
         frozen=m.frozen,
         idle_since=m.idle_since,
+        given_up=m.given_up,
         traffic=m.traffic,
     )
 

@@ -49,7 +49,8 @@ class MemoryPolicy(Policy, ABC):
         """Decide. Called on arrivals, finishes, shortages and timers, not on every step."""
 
     def expire(self, view: DeviceView) -> Expiry:
-        """Evict models whose idle time to live is over; called before each decision."""
+        """Evict models whose idle time to live is over, and those that are given up; called before
+        each decision."""
         return expire(view)
 
     def when_stuck(self, view: DeviceView) -> Sequence[Action]:

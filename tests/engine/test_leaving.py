@@ -40,7 +40,13 @@ def test_a_client_that_vanishes_while_its_model_loads(preset: str, another: bool
     device.submit(asked("other", "m" if another else "n", 0.6))
     device.advance(0.55)
     assert result == [(0.5, CancelledOutput("gone"))]
-    assert device.open_requests == 0
+    assert device.open_requests == 1, "the other one, which is still to come"
+    if not another:
+        device.advance(1.5)  # by now all of it is there
+        given_up = preset != "static"
+        gone = device.state.models["m"]
+        assert gone.residency is (Residency.ABSENT if given_up else Residency.RESIDENT)
+        assert (gone.activations, gone.evictions) == (1, given_up)
     device.finish(1.0)
     ends = [o for _, o in result if not isinstance(o, CancelledOutput)]
     assert isinstance(ends[-1], FinishedOutput)
@@ -49,3 +55,28 @@ def test_a_client_that_vanishes_while_its_model_loads(preset: str, another: bool
         assert (list(m.waiting), list(m.running)) == ([], [])
         assert (m.job, m.life.transfer_id) == (None, None)
         m.kv.validate([])
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_load_is_kept_if_somebody_waits_for_it_when_it_lands(again: bool) -> None:
+    models = [spec("m"), spec("n")]
+    profile = MachineProfile(
+        costs=dict.fromkeys(("m", "n"), COSTS), link=LinkRates.even(1e6), overhead=0.0
+    )
+    result: list[Output] = []
+    device = SimDevice(
+        fleet("balloon", models, 60).device,
+        models,
+        resolve("balloon"),
+        profile,
+        lambda _, output: result.append(output),
+    )
+    device.submit(asked("gone", "m", 0.0))
+    device._heap.schedule(0.5, CancelEvent("gone"))
+    if again:
+        device.submit(asked("again", "m", 0.9))
+    device.finish(9.0)
+    m = device.state.models["m"]
+    assert m.residency is (Residency.RESIDENT if again else Residency.ABSENT)
+    assert m.evictions == (not again)
+    assert any(isinstance(o, FinishedOutput) for o in result) == again

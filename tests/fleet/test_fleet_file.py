@@ -451,7 +451,7 @@ server:
   spare_worker: false
 """
 )
-SECRETS = {"KEY_A": "0123456789abcdef", "KEY_ADMIN": "sk-admin-01234567"}
+SECRETS = {"KEY_A": "0123456701234567", "KEY_ADMIN": "sk-admin-01234567"}
 
 
 def test_the_server_section(home: Path) -> None:
@@ -461,7 +461,7 @@ def test_the_server_section(home: Path) -> None:
         keys=(
             KeySettings(
                 name="team-a",
-                key="0123456789abcdef",
+                key="0123456701234567",
                 models=("a",),
                 requests_per_minute=60,
                 tokens_per_minute=10_000,
@@ -484,7 +484,7 @@ def test_the_server_section(home: Path) -> None:
         deprecated_metrics=True,
         spare_worker=False,
     )
-    for secret in ("0123456789abcdef", "sk-bbb-0123456789", "sk-admin-01234567"):
+    for secret in ("0123456701234567", "sk-bbb-0123456789", "sk-admin-01234567"):
         assert secret not in repr(server)
 
 
@@ -520,7 +520,7 @@ def test_a_fault_of_the_server_section_tells_no_secret(
     assert error.key == key
     assert says in str(error)
     for secret in (
-        "0123456789abcdef",
+        "0123456701234567",
         "sk-bbb-0123456789",
         "sk-admin-01234567",
         "a secret",

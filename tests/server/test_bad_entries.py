@@ -90,7 +90,7 @@ def file(fleet_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
         make(tmp_path / path)
         text = text.replace("models:", f"models:\n  - name: {name}\n    path: {path}", 1)
     text = f"{text.rstrip()}\n  - {{name: lora, adapter: gone/lora/x, base: {OTHER}}}"
-    (tmp_path / "fleet.yaml").write_text(text + "\nserver: {admin_key: sk-admin}\n")
+    (tmp_path / "fleet.yaml").write_text(text + "\nserver: {admin_key: sk-admin-of-the-tests}\n")
     return tmp_path / "fleet.yaml"
 
 

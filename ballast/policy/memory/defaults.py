@@ -67,7 +67,8 @@ class LendAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Expiry:
-    """Evictions of models whose time to live is over, and when the next one is due."""
+    """Evictions of models whose time to live is over or that are given up, and when the next is
+    due."""
 
     evictions: tuple[Evict, ...] = ()
     wake_at: float | None = None
@@ -75,11 +76,16 @@ class Expiry:
     over."""
 
 
-def expire(view: DeviceView) -> Expiry:
-    """Evict every idle model that has been without a request for its `ttl`. Pinned models stay."""
+def expire(view: DeviceView, *, give_up: bool = True) -> Expiry:
+    """Evict every idle model that has been without a request for its `ttl`, and, with `give_up`,
+    those whose requests have all left while they were brought onto the device. Pinned models
+    stay."""
     evictions: list[Evict] = []
     later: list[float] = []
     for m in view.models:
+        if give_up and m.given_up and not m.spec.pinned:
+            evictions.append(Evict(m.name, why="the requests that waited for it have left"))
+            continue
         ttl = m.spec.ttl
         if not ttl or m.idle_since is None or m.spec.pinned:
             continue

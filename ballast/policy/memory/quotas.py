@@ -15,10 +15,9 @@ from typing import NamedTuple
 from ballast.core.actions import Action, Decision, DropCache, Limit
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView
-from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claims import kv_claims
 from ballast.policy.market.offers import own_younger_requests
-from ballast.policy.memory.static import Division, cover_within, keep_places, shares
+from ballast.policy.memory.static import Division, PlacedModels, cover_within, keep_places, shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Wish(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Quotas(MemoryPolicy):
+class Quotas(PlacedModels):
     """Keep every model's weights on the device, and bound its KV by a quota that follows demand.
 
     Quotas begin as fixed shares (`static`), in proportion to `share`. Every `adapt` seconds, if a

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Decision, Promise
 from ballast.core.view import DeviceView
-from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claims import activation_claims, earliest, kv_claims
 from ballast.policy.market.cover import cover
 from ballast.policy.market.fair_shares import share_out
@@ -24,6 +23,7 @@ from ballast.policy.market.offers import (
 )
 from ballast.policy.memory.static import (
     Division,
+    PlacedModels,
     cover_limited,
     cover_within,
     keep_places,
@@ -47,7 +47,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute(MemoryPolicy):
+class Recompute(PlacedModels):
     """Keep every model resident; where KV is short, preempt the youngest running request
     (recomputation).
 

@@ -6,6 +6,7 @@ for placing weights and for covering claims within a model's own limit.
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from ballast.policy.market.claims import kv_claims
 from ballast.policy.market.cover import cover, gather
 from ballast.policy.market.offers import lent_pages, own_younger_requests
 from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.memory.defaults import Expiry, expire
 
 
 def placed(view: DeviceView, *, pooled: bool = False) -> tuple[list[ModelView], int]:
@@ -87,8 +89,17 @@ class Division:
     pages: dict[str, int]
 
 
+class PlacedModels(MemoryPolicy, ABC):
+    """Memory policy under which models keep their places, whether requests wait for them or not."""
+
+    __slots__ = ()
+
+    def expire(self, view: DeviceView) -> Expiry:
+        return expire(view, give_up=False)
+
+
 @dataclass(frozen=True, slots=True)
-class FixedShares(MemoryPolicy):
+class FixedShares(PlacedModels):
     """Activate models that have a place, bound their KV, and refuse requests of models without one.
 
     Within its share a model serves first come first served; when its running requests need more

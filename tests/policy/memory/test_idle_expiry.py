@@ -14,7 +14,7 @@ from ballast.core.request import Submission
 from ballast.core.view import ModelView, Residency
 from ballast.engine.state import DeviceState
 from ballast.policy.memory.defaults import Expiry, expire
-from ballast.policy.presets import PRESETS
+from ballast.policy.presets import PRESETS, resolve
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.policy import worlds
@@ -92,3 +92,17 @@ def test_under_every_preset_an_idle_model_leaves_on_time_and_returns_when_asked(
     assert expired == times
     assert result.state.models["kept"].evictions == (preset == "swap")
     assert result.state.models["short"].residency is Residency.ABSENT
+
+
+def test_models_that_are_given_up_leave_unless_they_are_pinned_or_have_places() -> None:
+    models = (
+        replace(model("given up", None, 99.0), given_up=True),
+        replace(model("pinned", None, 99.0, pinned=True), given_up=True),
+        model("used", None, 99.0),
+    )
+    view = worlds.device(*models, now=100.0, free=0)
+    (eviction,) = expire(view).evictions
+    assert eviction == Evict("given up", "the requests that waited for it have left")
+    for name in PRESETS:
+        left = [e.model for e in resolve(name).memory.expire(view).evictions]
+        assert left == (["given up"] if name in ("balloon", "prism", "swap") else []), name
