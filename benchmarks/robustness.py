@@ -33,6 +33,7 @@ from benchmarks.robustness_children import CHILD_ATTACKS
 from benchmarks.robustness_clients import CLIENT_ATTACKS
 from benchmarks.robustness_content import CONTENT_ATTACKS
 from benchmarks.robustness_operators import OPERATOR_ATTACKS
+from benchmarks.robustness_shares import SHARE_ATTACKS
 from benchmarks.robustness_target import (
     SECRETS,
     VICTIM,
@@ -69,6 +70,7 @@ ATTACKS = tuple(
     Attack(*attack)
     for attack in (
         *CLIENT_ATTACKS,
+        *SHARE_ATTACKS,
         *CHILD_ATTACKS,
         *OPERATOR_ATTACKS,
         *CHECKPOINT_ATTACKS,

@@ -75,6 +75,7 @@ def _in_pages(report: DeviceReport, page_bytes: int) -> DeviceReport:
                 weight_pages=m.weight_pages * times,
                 kv_pages=m.kv_pages * times,
                 cached_pages=m.cached_pages * times,
+                cached_pages_of={t: n * times for t, n in m.cached_pages_of.items()},
                 borrowed_pages=m.borrowed_pages * times,
                 lent_pages=m.lent_pages * times,
             )
@@ -88,8 +89,11 @@ def _sum(a: ModelReport, b: ModelReport) -> ModelReport:
     counts = {
         f.name: getattr(a, f.name) + getattr(b, f.name)
         for f in fields(ModelReport)
-        if f.name not in ("name", "residency", "set_aside")
+        if f.name not in ("name", "residency", "set_aside", "cached_pages_of")
     }
     # One that another device still serves is not set aside.
     aside = {n: why for n, why in a.set_aside.items() if n in b.set_aside}
-    return ModelReport(name=a.name, residency=nearest, set_aside=aside, **counts)
+    cached = {**Counter(a.cached_pages_of) + Counter(b.cached_pages_of)}
+    return ModelReport(
+        name=a.name, residency=nearest, set_aside=aside, cached_pages_of=cached, **counts
+    )

@@ -76,6 +76,8 @@ class ModelReport:
     stall_seconds: float = 0.0
     """Seconds in which its jobs waited for these loads."""
     steps: StepTokens = StepTokens()
+    cached_pages_of: dict[str, int] = field(default_factory=dict)
+    """Pages that hold cached prefixes only, by tenant (API key; empty: without one)."""
     set_aside: dict[str, str] = field(default_factory=dict)
     """Why requests for its name, or an adapter's, are refused: its last ones failed."""
     traffic: Traffic = field(default_factory=Traffic)

@@ -291,6 +291,8 @@ class Story:
         self._arrivals += 1
         if s.salt:
             entry["salt"] = digest(self._key, s.salt.encode()).hex()
+        if s.tenant:
+            entry["tenant"] = digest(self._key, s.tenant.encode()).hex()
         if not self._prefixes or s.model not in self._named:
             return None
         fingerprint, size = self._named[s.model]

@@ -149,6 +149,8 @@ class ModelView:
     idle_since: float | None = None
     """Time since when it is resident without any request, in seconds; None: it is not resident, or
     has requests, paused ones included."""
+    cached_of: tuple[tuple[str, int], ...] = ()
+    """Pages that hold cached prefixes only, by tenant."""
     given_up: bool = False
     """Whether it is resident without any request, and all requests for which it was activated have
     left before any had a job."""

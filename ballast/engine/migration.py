@@ -249,7 +249,8 @@ class Migration:
         known = tuple(request.tokens[: len(here.known)])
         same = here.read and here.model is m and known == here.known and here.salt == request.salt
         if same and here.tokens <= len(request.tokens):
-            m.kv.remember(request.tokens, here.blocks, here.tokens, here.salt)
+            tenant = request.submission.tenant
+            m.kv.remember(request.tokens, here.blocks, here.tokens, here.salt, tenant)
         self._drop(request.id)
 
     def forget(self, m: ModelState) -> None:

@@ -58,6 +58,7 @@ def _model(m: ModelState, now: float) -> ModelReport:
         weight_pages=0 if _absent(m) else m.weights.pages - rotated_pages,
         kv_pages=m.kv.pages,
         cached_pages=m.kv.cached_pages,
+        cached_pages_of=dict(m.kv.cached_pages_of),
         waiting=len(m.waiting),
         running=len(m.running),
         paused=len(m.paused),

@@ -162,7 +162,8 @@ class DeviceState:
 
     def remember(self, m: ModelState, request: Request) -> None:
         """Add a request's full blocks to the prefix cache."""
-        m.kv.remember(request.tokens, request.blocks, request.computed, request.salt)
+        tenant = request.submission.tenant
+        m.kv.remember(request.tokens, request.blocks, request.computed, request.salt, tenant)
 
     def end(self, request: Request, state: RequestState, output: Output) -> Output:
         """End a request in `state`: free its blocks and forget it. Returns `output`."""

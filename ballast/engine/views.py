@@ -61,6 +61,7 @@ def made_anew(m: ModelState) -> ModelView:
         weight_pages=m.weights.pages,
         kv_pages=m.kv.pages,
         cached_pages=m.kv.cached_pages,
+        cached_of=tuple(m.kv.cached_pages_of.items()),
         loose_pages=m.kv.loose_pages,
         limit=m.kv.limit,
         held=m.held,

@@ -32,14 +32,15 @@ class KvCache(BlockTables):
     def drop_cached(self, pages: int, *, spare: Collection[int] = ()) -> int:
         """Forget cached prefixes until `pages` are freed or no more can be; return pages freed.
 
-        The least recently used slab goes first, slabs on borrowed pages last, slabs with a block
+        Slabs of tenants with more than their share of the cached ones go first, among these and
+        among the others the least recently used; slabs on borrowed pages last, slabs with a block
         of `spare` never. Prefixes in slabs in use stay: forgetting them would free no page.
         """
         if self._fixed:
             return 0
         self.version.n += 1
         spared = {block // self._size for block in spare}
-        idle: Iterable[Slab] = (s for s in self._slabs.idle.values() if s.index not in spared)
+        idle: Iterable[Slab] = self._slabs.to_drop(spared)
         if self._backing.abroad:
             idle = sorted(idle, key=lambda slab: slab.index in self._backing.abroad)
         dropped = list(islice(idle, max(0, ceil_div(pages, self.layout.slab_pages))))
@@ -85,11 +86,11 @@ class KvCache(BlockTables):
         return freed
 
     def _forget_scattered(self, blocks: int) -> bool:
-        """Forget at least `blocks` cached blocks of slabs in use, least recently used slab first.
+        """Forget at least `blocks` cached blocks of slabs in use, in the order of `drop_cached`.
 
         Returns whether there were any."""
         forgotten = 0
-        for slab in list(self._slabs.mixed.values()):
+        for slab in list(self._slabs.to_thin()):
             if forgotten >= blocks:
                 break
             forgotten += len(slab.cached)

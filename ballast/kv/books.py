@@ -7,7 +7,7 @@ read these counts. Allocates and frees nothing; only the limit and `fixed` can b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ballast.core.actions import Short
 from ballast.core.change_counter import ChangeCounter
@@ -150,6 +150,12 @@ class BlockBooks:
         if self._fixed:
             return 0
         return len(self._slabs.idle) * self.layout.slab_pages - self.cached_borrowed_pages
+
+    @property
+    def cached_pages_of(self) -> Mapping[str, int]:
+        """Pages of slabs that hold cached prefixes only, borrowed ones included, by tenant."""
+        pages = self.layout.slab_pages
+        return {tenant: n * pages for tenant, n in self._slabs.idle_of.items()}
 
     @property
     def cached_borrowed_pages(self) -> int:

@@ -29,6 +29,8 @@ class PrefixIndex:
         self._fingerprint = fingerprint.encode()
         self._names: dict[int, bytes] = {}
         self._kept: dict[bytes, int] = {}
+        self._tenants: dict[int, str] = {}
+        """Tenant of each named block that has one."""
 
     def __len__(self) -> int:
         """Number of kept blocks."""
@@ -52,8 +54,16 @@ class PrefixIndex:
             found.append(block)
         return found
 
-    def name(self, tokens: Sequence[int], blocks: Sequence[int], full: int, salt: str) -> None:
-        """Name those of the first `full` blocks of a table of `tokens` that have no name yet.
+    def name(
+        self,
+        tokens: Sequence[int],
+        blocks: Sequence[int],
+        full: int,
+        salt: str,
+        tenant: str = "",
+    ) -> None:
+        """Name those of the first `full` blocks of a table of `tokens` that have no name yet, as
+        blocks of `tenant`.
 
         A table is named from its beginning, always under one salt. Costs one look-up if all have
         names.
@@ -71,6 +81,12 @@ class PrefixIndex:
             name = self._next(name, tokens, i)
             names[blocks[i]] = name
             self._kept.setdefault(name, blocks[i])
+            if tenant:
+                self._tenants[blocks[i]] = tenant
+
+    def tenant(self, block: int) -> str:
+        """Return the tenant that a block was named for; empty: none."""
+        return self._tenants.get(block, "")
 
     def keep(self, block: int) -> bool:
         """Return whether the block is kept; a duplicate whose original is gone becomes kept."""
@@ -83,6 +99,7 @@ class PrefixIndex:
     def forget(self, block: int) -> None:
         """Remove a block whose contents are gone."""
         name = self._names.pop(block, None)
+        self._tenants.pop(block, None)
         if name is not None and self._kept.get(name) == block:
             del self._kept[name]
 
@@ -92,11 +109,16 @@ class PrefixIndex:
         if name is None:
             return
         self._names[target] = name
+        tenant = self._tenants.pop(source, None)
+        if tenant is not None:
+            self._tenants[target] = tenant
         if self._kept.get(name) == source:
             self._kept[name] = target
 
     def validate(self) -> None:
         """Raises BrokenPromise unless every name leads to a block that bears it."""
+        if not self._tenants.keys() <= self._names.keys():
+            raise BrokenPromise("a block without a name has a tenant")
         for name, block in self._kept.items():
             if self._names.get(block) != name:
                 raise BrokenPromise(f"a prefix leads to block {block}, which has another name")

@@ -17,7 +17,7 @@ of `KvCache` every slab has a block that is not free. Every operation costs O(1)
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ballast.core.errors import BrokenPromise
 
@@ -25,7 +25,18 @@ from ballast.core.errors import BrokenPromise
 class Slab:
     """Block states of one slab. After a change of its fields the caller runs `Slabs.settle`."""
 
-    __slots__ = ("_at_hand", "_bucket", "_level", "_queue", "cached", "free", "index", "used")
+    __slots__ = (
+        "_at_hand",
+        "_bucket",
+        "_level",
+        "_line",
+        "_queue",
+        "cached",
+        "free",
+        "index",
+        "tenant",
+        "used",
+    )
 
     def __init__(self, index: int, blocks_per_slab: int) -> None:
         first = index * blocks_per_slab
@@ -36,9 +47,12 @@ class Slab:
         """Blocks with at least one reference."""
         self.cached: dict[int, None] = {}
         """Blocks without references that hold a cached prefix, least recently used first."""
+        self.tenant = ""
+        """Tenant of the block that was cached last."""
         self._bucket: _ByFree | None = None
         self._level = 0
-        self._queue: OrderedDict[int, Slab] | None = None
+        self._line: str | None = None
+        self._queue: _Cached | None = None
         self._at_hand = 0
 
     @property
@@ -78,6 +92,56 @@ class _ByFree:
         return slabs[next(reversed(slabs))]
 
 
+class _Cached:
+    """Slabs with cached blocks, least recently used first, and the same by tenant."""
+
+    __slots__ = ("all", "of")
+
+    def __init__(self) -> None:
+        self.all: OrderedDict[int, Slab] = OrderedDict()
+        self.of: OrderedDict[str, OrderedDict[int, Slab]] = OrderedDict()
+        """By tenant, the one whose blocks were cached last at the end."""
+
+    def touch(self, slab: Slab) -> None:
+        """Add a slab, or make it the most recently used, in the line of its tenant."""
+        self.remove(slab)
+        self.all[slab.index] = slab
+        line = self.of.get(slab.tenant)
+        if line is None:
+            line = self.of[slab.tenant] = OrderedDict()
+        line[slab.index] = slab
+        self.of.move_to_end(slab.tenant)
+        slab._line = slab.tenant
+
+    def remove(self, slab: Slab) -> None:
+        """Remove a slab, if it is here."""
+        if self.all.pop(slab.index, None) is not None:
+            assert slab._line is not None
+            line = self.of[slab._line]
+            del line[slab.index]
+            if not line:
+                del self.of[slab._line]
+
+    def next(self) -> Slab:
+        """Return the slab to be uncached first."""
+        return next(self.in_turn(()))
+
+    def in_turn(self, spared: Collection[int]) -> Iterator[Slab]:
+        """Yield all slabs but those `spared` in the order in which they are to be uncached.
+
+        The least recently used slab of the tenant with the most slabs comes first: it is over its
+        share, unless all are equal. Among equals, of the one whose blocks were cached last.
+        """
+        if len(self.of) <= 1:
+            yield from (s for i, s in self.all.items() if i not in spared)
+            return
+        lines = {t: (s for i, s in line.items() if i not in spared) for t, line in self.of.items()}
+        left = {t: len(line) - sum(i in line for i in spared) for t, line in self.of.items()}
+        while left[tenant := max(reversed(left), key=left.__getitem__)]:
+            left[tenant] -= 1
+            yield next(lines[tenant])
+
+
 class Slabs:
     """All slabs of a KV cache that are backed by pages now."""
 
@@ -85,11 +149,12 @@ class Slabs:
         self.blocks_per_slab = blocks_per_slab
         self.of: dict[int, Slab] = {}
         """Backed slabs by index."""
-        self.idle: OrderedDict[int, Slab] = OrderedDict()
+        self._idle, self._mixed = _Cached(), _Cached()
+        self.idle: OrderedDict[int, Slab] = self._idle.all
         """Slabs of cached blocks only, least recently used first."""
         self.at_hand = 0
         """Free and cached blocks in slabs in use: allocatable without a new or an idle slab."""
-        self.mixed: OrderedDict[int, Slab] = OrderedDict()
+        self.mixed: OrderedDict[int, Slab] = self._mixed.all
         """Slabs in use that hold cached blocks, least recently used first."""
         self._in_use = _ByFree(blocks_per_slab)
         self._others = _ByFree(blocks_per_slab)
@@ -98,6 +163,21 @@ class Slabs:
     def free(self) -> int:
         """Free blocks of all slabs."""
         return self._in_use.blocks + self._others.blocks
+
+    @property
+    def idle_of(self) -> Mapping[str, int]:
+        """Number of idle slabs of each tenant that has any."""
+        lines = tuple(self._idle.of.items())  # reports are made by another thread
+        return {tenant: len(line) for tenant, line in lines}
+
+    def to_drop(self, spared: Collection[int]) -> Iterator[Slab]:
+        """Yield the idle slabs but those `spared`, by index, in the order in which they are to be
+        dropped: of tenants over their shares first, then the least recently used."""
+        return self._idle.in_turn(spared)
+
+    def to_thin(self) -> Iterator[Slab]:
+        """Yield the slabs in use that hold cached blocks, in the same order."""
+        return self._mixed.in_turn(())
 
     @property
     def holes(self) -> int:
@@ -144,16 +224,16 @@ class Slabs:
     def sacrifice(self, n: int) -> list[int]:
         """Turn at least `n` cached blocks into free ones and return them; fewer if no more exist.
 
-        Slabs in use come first, then whole idle slabs; among slabs, and among the blocks of a
-        slab, the least recently used comes first.
+        Slabs in use come first, then whole idle slabs; among slabs those of tenants over their
+        shares, and among these, and among the blocks of a slab, the least recently used.
         """
         gone: list[int] = []
         while len(gone) < n:
             if self.mixed:
-                slab = next(iter(self.mixed.values()))
+                slab = self._mixed.next()
                 lost = list(slab.cached)[: n - len(gone)]
             elif self.idle:
-                slab = next(iter(self.idle.values()))
+                slab = self._idle.next()
                 lost = list(slab.cached)
             else:
                 break
@@ -175,6 +255,7 @@ class Slabs:
         if source in old.cached:
             del old.cached[source]
             new.cached[target] = None
+            new.tenant = old.tenant
         else:
             old.used -= 1
             new.used += 1
@@ -194,15 +275,15 @@ class Slabs:
             if bucket is not None:
                 bucket.add(slab, level)
             slab._bucket, slab._level = bucket, level
-        queue = (self.mixed if slab.used else self.idle) if n_cached else None
+        queue = (self._mixed if slab.used else self._idle) if n_cached else None
         if queue is not slab._queue:
             if slab._queue is not None:
-                del slab._queue[slab.index]
+                slab._queue.remove(slab)
             if queue is not None:
-                queue[slab.index] = slab
+                queue.touch(slab)
             slab._queue = queue
         elif touched and queue is not None:
-            queue.move_to_end(slab.index)
+            queue.touch(slab)
         at_hand = level + n_cached if slab.used else 0
         self.at_hand += at_hand - slab._at_hand
         slab._at_hand = at_hand
@@ -222,6 +303,10 @@ class Slabs:
         mixed = {s.index for s in slabs if s.used and s.cached}
         if set(self.idle) != idle or set(self.mixed) != mixed:
             raise BrokenPromise("a slab is in the wrong queue")
+        for cached in (self._idle, self._mixed):
+            lines = {i: tenant for tenant, line in cached.of.items() for i in line}
+            if lines != {i: s._line for i, s in cached.all.items()} or not all(cached.of.values()):
+                raise BrokenPromise("a slab is in the wrong tenant's line")
         if self.at_hand != sum(len(s.free) + len(s.cached) for s in slabs if s.used):
             raise BrokenPromise(f"{self.at_hand} blocks at hand is a miscount")
         if self.holes != sum(len(s.free) for s in slabs if s.used):

@@ -112,16 +112,23 @@ class BlockTables(BlockBooks):
         self._release(blocks, surrender)
 
     def remember(
-        self, tokens: Sequence[int], blocks: Sequence[int], computed: int, salt: str = ""
+        self,
+        tokens: Sequence[int],
+        blocks: Sequence[int],
+        computed: int,
+        salt: str = "",
+        tenant: str = "",
     ) -> None:
-        """Add a table's full blocks to the prefix cache; KV exists for `tokens[:computed]`.
+        """Add a table's full blocks to the prefix cache, in the share of `tenant`; KV exists for
+        `tokens[:computed]`.
 
         May be called after every step: if no block has filled since, it costs one look-up. Of two
         blocks with equal contents the first is cached; the other stays private meanwhile.
         """
         if self._prefix is not None:
             self.version.n += 1
-            self._prefix.name(tokens, blocks, computed // self.spec.block_tokens, salt)
+            full = computed // self.spec.block_tokens
+            self._prefix.name(tokens, blocks, full, salt, tenant)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -177,6 +184,7 @@ class BlockTables(BlockBooks):
         for block in blocks:
             if self._prefix is not None and self._prefix.keep(block):
                 slab.cached[block] = None
+                slab.tenant = self._prefix.tenant(block)
             else:
                 self._forget((block,))
                 slab.free.append(block)

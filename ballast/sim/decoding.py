@@ -87,7 +87,7 @@ class DecodeBatch:
         for row in full:
             row.write(m, self.ends)
             r = row.request
-            m.kv.remember(r.tokens, r.blocks, r.computed, r.salt)
+            m.kv.remember(r.tokens, r.blocks, r.computed, r.salt, r.submission.tenant)
         self._pending = full
         self._seconds += seconds * share
         self._last = seconds - stall

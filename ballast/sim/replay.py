@@ -32,7 +32,7 @@ from ballast.sim.swapper import carry_nothing
 
 CONTEXT = 6
 """Entries shown before a difference."""
-_PRIVATE = ("blocks", "salt", "turn", "page_numbers")
+_PRIVATE = ("blocks", "salt", "tenant", "turn", "page_numbers")
 """Fields that may differ: because of tokens, of turns that a leap passed over, or of free pages
 with memory when a device lent some."""
 _REASONS = ("why", "refused")

@@ -216,6 +216,7 @@ class StoryEvents:
             stop_token_ids=tokens[-1:] if how.get("finished") == "stop" else (),
             ignore_eos=True,
             salt=entry.get("salt", ""),
+            tenant=entry.get("tenant", ""),
             prompt_logprobs=entry.get("prompt_logprobs"),
             embed=entry.get("embed", False),
             resumed=None if resumed is None else tokens[prompt:],

@@ -8,6 +8,7 @@ over the requests that it delays. Memory policies pass these sources to
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -69,9 +70,24 @@ def cached_prefixes(view: DeviceView, claim: Claim) -> Iterator[Offer]:
 
 
 def _with_cache(view: DeviceView) -> Sequence[ModelView]:
-    """Return the models that have cached prefixes, longest unused first."""
+    """Return the models that have cached prefixes, longest unused first; those before all others of
+    whose prefixes such of a tenant would go first that has more than its share on the device."""
     found = [m for m in view.models if m.cached_pages or m.cached_borrowed]
-    return sorted(found, key=lambda m: (m.last_used, m.name))
+    over = _over_shares(found)
+    return sorted(found, key=lambda m: (_first_to_lose(m) not in over, m.last_used, m.name))
+
+
+def _over_shares(models: Sequence[ModelView]) -> set[str]:
+    """Return the tenants that have more than an equal share of the cached prefixes."""
+    held: Counter[str] = Counter()
+    for m in models:
+        held.update(dict(m.cached_of))
+    return {tenant for tenant, pages in held.items() if pages * len(held) > held.total()}
+
+
+def _first_to_lose(m: ModelView) -> str | None:
+    """Return the tenant that has most of a model's cached prefixes."""
+    return max(m.cached_of, key=lambda of: of[1], default=(None, 0))[0]
 
 
 def own_prefix(view: DeviceView, claim: Claim) -> Iterator[Offer]:

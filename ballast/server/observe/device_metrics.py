@@ -220,6 +220,15 @@ def _models(report: DeviceReport) -> Iterator[Metric]:
             gauge.add_metric((m.name,), getattr(m, field))
         yield gauge
     yield from _model_memory(report)
+    shares = GaugeMetricFamily(
+        "ballast_cached_pages_of_keys",
+        "Pages that hold cached prefixes only, by API key",
+        labels=(*_MODEL, "key"),
+    )
+    for m in report.models:
+        for key, pages in m.cached_pages_of.items():
+            shares.add_metric((m.name, key), pages)
+    yield shares
     for name, help, field in _MODEL_COUNTERS:
         counter = CounterMetricFamily(name, help, labels=_MODEL)
         for m in report.models:
