@@ -17,9 +17,9 @@ from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.units import KiB, MiB, format_bytes
 
 GPU_PAGE = 2 * MiB
+"""Mapping granularity of all GPU drivers so far; the device checks that it suffices."""
 INVARIANT = False
 """Default of `DeviceSettings.invariant` on a GPU."""
-"""Mapping granularity of all GPU drivers so far; the device checks that it suffices."""
 STORY_BYTES, STORY_PARTS = 1024 * MiB, 8
 GRAPH_BYTES = 256 * MiB
 """Default bytes for CUDA graphs. Not measured on a GPU yet."""
@@ -227,10 +227,6 @@ class LinkSettings:
         return LinkRates.even(self.bytes_per_second, self.mixed_bytes_per_second)
 
 
-ACTIVATIONS_PER_MINUTE = 30
-"""Activations that each of several keys may cause in a minute, by default."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySettings:
     """Permissions and limits of one API key."""
@@ -248,8 +244,7 @@ class KeySettings:
     max_answer: int | None = None
     """Bound of the values of one of its answers, where it is below the model's."""
     activations_per_minute: int | None = None
-    """Bound of the models that its requests have activated, on each device; beyond it, requests for
-    absent models wait. None: ACTIVATIONS_PER_MINUTE if there are several keys, else no bound."""
+    """Bound of the models that its requests have activated, on each device; None: by default."""
     isolated: bool | None = None
     """Whether its prefix cache is separate from other keys'; None: if there are several keys."""
     priority: int = 0
@@ -267,8 +262,7 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     """Origins (`scheme://host[:port]`, or `*`: any) whose pages browsers let read responses."""
     hosts: tuple[str, ...] = ()
-    """Names by which clients reach the server, beside loopback names and IP addresses; empty: with
-    keys any, without keys no other."""
+    """Names of the server, beside loopback and addresses; empty: with keys any, else no other."""
     most_open: int = 4096
     """Bound of the open generating requests; more are refused (429)."""
     most_connections: int = 8192
@@ -292,8 +286,7 @@ class ServerSettings:
     starting_seconds: float = 120.0
     """The same for a worker that starts."""
     stuck_seconds: float = 300.0
-    """Duration of a job, of a turn of the loop, or of computing without a message, after which a
-    worker is killed."""
+    """Time of a job, of the loop's turn or of silent computing after which a worker is killed."""
     loading_seconds: float = 600.0
     """Time without progress of loading, or of computing without a message, after which a starting
     worker is killed."""

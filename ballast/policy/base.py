@@ -93,6 +93,15 @@ class MemoryPolicy(Policy, ABC):
         return caches_in_order(view, pages)
 
 
+class PlacedModels(MemoryPolicy, ABC):
+    """Memory policy under which models keep their places, whether requests wait for them or not."""
+
+    __slots__ = ()
+
+    def expire(self, view: DeviceView) -> Expiry:
+        return expire(view, give_up=False)
+
+
 class AdmissionPolicy(Policy, ABC):
     """Decides the order in which waiting requests are admitted. It does not decide which work is
     undone for which request: that is `Precedence`."""

@@ -21,6 +21,7 @@ from ballast.core.request import Precedence
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.base import PlacedModels
 from ballast.policy.market.claim_and_offer import Claim, Offer, Source
 from ballast.policy.market.claims import activation_claims, earliest, kv_claims
 from ballast.policy.market.cover import cover
@@ -43,14 +44,7 @@ from ballast.policy.memory.recompute import (
     stand,
     turns_of,
 )
-from ballast.policy.memory.static import (
-    PlacedModels,
-    cover_limited,
-    cover_within,
-    part_limited,
-    placed,
-    shares,
-)
+from ballast.policy.memory.static import cover_limited, cover_within, part_limited, placed, shares
 from ballast.policy.requirements import Requirements
 
 LEAST_KEPT = 4

@@ -12,6 +12,7 @@ from math import ceil
 
 from ballast.core.actions import Action, Decision, DropCache, Limit, Promise, Remap
 from ballast.core.view import DeviceView, Residency
+from ballast.policy.base import PlacedModels
 from ballast.policy.market.claim_and_offer import Claim, Source
 from ballast.policy.market.claims import activation_claims, earliest, kv_claims, queue_claims
 from ballast.policy.market.cover import cover
@@ -28,7 +29,6 @@ from ballast.policy.memory.layer_offers import LayerOffers, last_remaps, most_fr
 from ballast.policy.memory.layer_reversion import give_back, off_peak, to_active
 from ballast.policy.memory.recompute import PATIENCE, Standing, hold, served, stand, turns_of
 from ballast.policy.memory.static import (
-    PlacedModels,
     cover_limited,
     part_limited,
     placed,

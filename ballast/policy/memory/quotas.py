@@ -15,9 +15,10 @@ from typing import NamedTuple
 from ballast.core.actions import Action, Decision, DropCache, Limit
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView
+from ballast.policy.base import PlacedModels
 from ballast.policy.market.claims import kv_claims
 from ballast.policy.market.offers import own_younger_requests
-from ballast.policy.memory.static import Division, PlacedModels, cover_within, keep_places, shares
+from ballast.policy.memory.static import Division, cover_within, keep_places, shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Decision, Promise
 from ballast.core.view import DeviceView
+from ballast.policy.base import PlacedModels
 from ballast.policy.market.claims import activation_claims, earliest, kv_claims
 from ballast.policy.market.cover import cover
 from ballast.policy.market.fair_shares import share_out
@@ -23,7 +24,6 @@ from ballast.policy.market.offers import (
 )
 from ballast.policy.memory.static import (
     Division,
-    PlacedModels,
     cover_limited,
     cover_within,
     keep_places,

@@ -6,7 +6,6 @@ for placing weights and for covering claims within a model's own limit.
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,13 +13,12 @@ from ballast.core.actions import Action, Activate, Decision, DropCache, Evict, L
 from ballast.core.request import Precedence
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
-from ballast.policy.base import MemoryPolicy
+from ballast.policy.base import PlacedModels
 from ballast.policy.market.claim_and_offer import Claim, Source
 from ballast.policy.market.claims import kv_claims
 from ballast.policy.market.cover import cover, gather
 from ballast.policy.market.offers import lent_pages, own_younger_requests
 from ballast.policy.market.page_budget import PageBudget
-from ballast.policy.memory.defaults import Expiry, expire
 
 
 def placed(view: DeviceView, *, pooled: bool = False) -> tuple[list[ModelView], int]:
@@ -87,15 +85,6 @@ class Division:
     among: tuple[tuple[str, float], ...]
     """(model, configured share), in the order of places."""
     pages: dict[str, int]
-
-
-class PlacedModels(MemoryPolicy, ABC):
-    """Memory policy under which models keep their places, whether requests wait for them or not."""
-
-    __slots__ = ()
-
-    def expire(self, view: DeviceView) -> Expiry:
-        return expire(view, give_up=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from ballast.core.settings import ACTIVATIONS_PER_MINUTE, KeySettings
+from ballast.core.settings import KeySettings
 from ballast.server.http.bodies import SMALL_BYTES
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _UNSAFE = re.compile(r"[^\w.:/ -]", re.ASCII)
 
 MESSAGES = "/v1/messages"
 """Path of the Messages API."""
+ACTIVATIONS_PER_MINUTE = 30
+"""Activations that each of several keys may cause in a minute on each device, by default."""
 
 
 @dataclass(frozen=True, slots=True)
