@@ -109,7 +109,7 @@ def _add_faults(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        fault = Fault.of_validation(error.errors(), _form(request))
+        fault = Fault.of_validation(error.errors(), _form(request), error.body)
         return fault.response(context_of(request.scope))
 
     async def http(request: Request, error: Exception) -> Response:

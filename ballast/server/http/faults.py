@@ -107,12 +107,15 @@ class Fault(Exception):
         return cls(status, failed.reason, failed.code, retry_after=retry_after)
 
     @classmethod
-    def of_validation(cls, errors: Sequence[Any], form: Any = None) -> Fault:
+    def of_validation(cls, errors: Sequence[Any], form: Any = None, body: Any = None) -> Fault:
         """Convert pydantic's list of errors: the first field at fault, and the reason.
 
         `form`: type of the body; errors in settings are worded as those of the fleet file are.
+        `body`: the decoded body, in which the path of the value at fault is looked up.
         """
         first = errors[0]
+        if first["type"] == "string_type" and isinstance(first["input"], list) and errors[1:]:
+            first = errors[1]  # a text or a list: of the list it is said what is wrong within it
         # ("body", field, index or branch of a union ...): clients know the field;
         # and so it does for ("query", parameter) or ("path", parameter).
         path = [str(part) for part in first["loc"][1:]]
@@ -126,7 +129,7 @@ class Fault(Exception):
             wrong = {**first, "loc": tuple(first["loc"][1:])}
             return cls(400, str(fault_of(wrong, form, pointer=place_of)), "invalid_request", param)
         reason = _reason(first)
-        where = "" if reason.startswith(f"{param}[") else f"{param}: "
+        where = "" if reason.startswith(f"{param}[") else f"{_place(first, body)}: "
         return cls(400, where + reason, "invalid_request", param)
 
     @property
@@ -189,18 +192,60 @@ def _of_body(error: Any) -> str:
     return _in_words(error)
 
 
+_WORDS = {
+    "missing": "it is required",
+    "list_type": "it should be a list",
+    "dict_type": "it should be an object",
+    "model_type": "it should be an object",
+    "model_attributes_type": "it should be an object",
+    "string_type": "it should be a text",
+    "string_too_short": "it should not be empty",
+    "bool_type": "it should be true or false",
+    "bool_parsing": "it should be true or false",
+    "int_type": "it should be a whole number",
+    "int_parsing": "it should be a whole number",
+    "int_from_float": "it should be a whole number",
+    "float_type": "it should be a number",
+    "float_parsing": "it should be a number",
+    "union_tag_not_found": "its type should be a text",
+    "union_tag_invalid": "its type should be a text",
+}
+"""Pydantic's types of errors, in JSON's words instead of Python's."""
+
+
 def _in_words(error: Any) -> str:
     """Rephrase pydantic's message as the continuation of a sentence."""
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
+    if error["type"] in ("too_long", "too_short"):
+        most = error["type"] == "too_long"
+        bound = error["ctx"]["max_length" if most else "min_length"]
+        found = error["ctx"].get("actual_length")
+        more = "" if found is None else f", not {found}"
+        return f"{'at most' if most else 'at least'} {bound}{more}"
     message = str(error["msg"]).replace("Input should", "it should")
-    return message[:1].lower() + message[1:]
+    return _WORDS.get(error["type"], message[:1].lower() + message[1:])
+
+
+def _place(error: Any, body: Any) -> str:
+    """Write the path of the value at fault, as `messages[0].content`. Of pydantic's path, only keys
+    and indices of the body count: between them it has its own names for the forms of a value."""
+    path, value, steps = "", body, error["loc"][1:]
+    for i, step in enumerate(steps):
+        inner = isinstance(value, list) and isinstance(step, int) and step < len(value)
+        if inner or (isinstance(value, dict) and step in value):
+            value = value[step]
+        elif i > 0 and not (error["type"] == "missing" and i == len(steps) - 1):
+            continue
+        path += f"[{step}]" if isinstance(step, int) else f".{step:.80}"
+    return path.removeprefix(".")
 
 
 def _reason(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"][2:])
     value = error.get("input")
     if isinstance(value, str):
         value = value[:80]  # before it is escaped: it may have megabytes
-    shown = "" if isinstance(value, dict | list) or value is None else f"; it was {value!r:.80}"
-    return f"{where + ': ' if where else ''}{_in_words(error)}{shown}"
+    shown = (
+        "" if isinstance(value, dict | list) or value in (None, "") else f"; it was {value!r:.80}"
+    )
+    return f"{_in_words(error)}{shown}"

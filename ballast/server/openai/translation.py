@@ -96,7 +96,8 @@ def readable(part: object, kinds: Sequence[str], what: str) -> object:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind not in kinds:
         known = ", ".join(kinds)
-        raise ValueError(f"{what} of type {kind[:80]!r} cannot be read here, only {known}")
+        why = f"{what} of type {kind[:80]!r} cannot be read here, only {known}"
+        raise ValueError(f"{why}: models are served for text alone")
     return part
 
 

@@ -111,7 +111,10 @@ def _functions(tools: object) -> tuple[Function, ...]:
 
 def _function(tool: object, where: str) -> Function:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise InvalidRequest("a tool is an object with the type function", f"{where}.type")
+        raise InvalidRequest(
+            'a tool is an object like {"type": "function", "function": {"name": "..."}}',
+            f"{where}.type",
+        )
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise InvalidRequest("a tool has an object `function`", f"{where}.function")
@@ -143,7 +146,10 @@ def _named(tool_choice: Any) -> str:
             f"tool_choice: {kind} cannot be called here, only a function can", "tool_choice.type"
         )
     if not isinstance(name, str):
-        raise InvalidRequest("tool_choice names a function", "tool_choice.function.name")
+        raise InvalidRequest(
+            'tool_choice names a function, as {"type": "function", "function": {"name": "..."}}',
+            "tool_choice.function.name",
+        )
     return name
 
 
