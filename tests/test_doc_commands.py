@@ -254,3 +254,18 @@ def test_the_commands_of_the_readme_are_found() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--list"], capture_output=True, text=True)
     kinds = {line.split(": ")[1] for line in done.stdout.splitlines()}
     assert {"shell", "server", "python"} <= kinds, done.stdout + done.stderr
+
+
+def test_printed_figures_are_compared_with_what_the_command_prints(project: Project) -> None:
+    """In order, whatever draws the table and however wide its columns are."""
+    command = (
+        "```\nprintf 'preset │ kept\\n──────┼──\\nswap   │ 46.5 %%\\nballoon│ 78.6 %%\\n'\n```\n"
+    )
+    mark = "<!-- doc_commands: prints -->\n"
+    project.page(f"{command}\n{mark}```text\npreset  kept\nswap 46.5 %\nballoon 78.6 %\n```\n")
+    assert project.run("--venv", sys.prefix).returncode == 0
+    for wrong in ("swap 33.0 %", "balloon 78.6 %\nswap 46.5 %"):
+        project.page(f"{command}\n{mark}```text\n{wrong}\n```\n")
+        ran = project.run("--venv", sys.prefix)
+        assert ran.returncode == 1
+        assert "does not print" in ran.stdout
