@@ -57,8 +57,7 @@ async def constraint_of(
     dialect = tokenizer.dialect
     if tools is not None and dialect is None:
         raise InvalidRequest(
-            "tools: this model's chat template knows none, or no way to call them that is "
-            "known here (`tool_parser` in the fleet file names one)",
+            "tools: this model has no chat template, which conversations need; use /v1/completions",
             "tools",
         )
     if request.response_format is not None and request.structured_outputs is not None:

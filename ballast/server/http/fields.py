@@ -25,8 +25,9 @@ MOST_PROMPTS = 256
 MOST_INPUTS = 2048
 """Most texts to embed in one request, as OpenAI's API has it."""
 MOST_BIASED = 1024
-MOST_STOPS = 64
-"""Most stop strings of one request."""
+MOST_STOPS, LONGEST_STOP = 64, 1024
+"""Most stop strings of one request, and most characters of each: what may begin one is compared
+with all of them at each token."""
 MOST_TOP = 20
 """Most alternatives returned with a token's log-probability."""
 _ID = 2**31
@@ -78,7 +79,8 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Count = Annotated[StrictInt, Field(ge=0, lt=_ID)]
 Stop = Annotated[
     Annotated[
-        list[Annotated[Text, Field(min_length=1)]], Field(max_length=MOST_STOPS, fail_fast=True)
+        list[Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]],
+        Field(max_length=MOST_STOPS, fail_fast=True),
     ]
     | None,
     BeforeValidator(_listed),

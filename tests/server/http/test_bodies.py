@@ -85,6 +85,7 @@ TOO_MANY = [
     (ChatRequest, "logit_bias", dict.fromkeys(map("x{}".format, range(10_000)), 0)),
     (ChatRequest, "stop", ["a"] * (MOST_STOPS + 1)),
     (ChatRequest, "stop", [0] * 10_000),
+    (ChatRequest, "stop", ["a" * 1025]),
     (ChatRequest, "stop_token_ids", [1] * 65),
     (ChatRequest, "stop_token_ids", ["a"] * 10_000),
     (CompletionRequest, "prompt", ["a"] * (MOST_PROMPTS + 1)),
