@@ -117,10 +117,12 @@ def timed_tiles(rows: Sequence[int]) -> dict[str, dict[int, dict[str, Any]]]:
             for share in (0.0, 0.5, 1.0):
                 tiles = replace(TILES, **candidate)
                 work = partial(hybrid_gemm, x, weights.data_ptr(), n, share, tiles)
-                result[f"{share:g}"] = attempted(
-                    lambda work=work: {"ms": 1e3 * gpu.seconds(work, 5)}
-                )
+                result[f"{share:g}"] = attempted(partial(_milliseconds, gpu, work))
     return found
+
+
+def _milliseconds(gpu: Any, work: Callable[[], Tensor]) -> dict[str, float]:
+    return {"ms": 1e3 * gpu.seconds(work, 5)}
 
 
 def _of_rows(gpu: Any, weights: Tensor, m: int, times: int) -> dict[str, float]:

@@ -64,6 +64,7 @@ class GpuExecutor(ModelExecutor):
         make: Callable[[GpuBatch], GpuAttention] | None = None,
         graphs: GraphCache | None = None,
         common: Scratch | None = None,
+        *,
         invariant: bool = False,
     ) -> None:
         """`kv_bytes`: bytes of addresses for its KV; `make`: makes the attention of a batch, by
