@@ -14,6 +14,7 @@ bytes within their segment.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import resource
@@ -26,7 +27,7 @@ from ballast.core.errors import DeviceError
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.isolation.calls import Here, Isolation
 from ballast.weights.decoder_recipe import DecoderRecipe
-from ballast.weights.sealed import SealedSegment, no_memory
+from ballast.weights.sealed import SEALS, SealedSegment, no_memory
 from ballast.weights.segment import Fill, Origin, PackedTensor, Piece, Segment, whole_pages
 from ballast.weights.segment_exchange import SegmentExchange
 from ballast.weights.sharding import WHOLE, Shard
@@ -147,10 +148,11 @@ class HostTier:
         """
         if self._exchange is None:
             return True
-        fd = os.memfd_create(f"ballast-{model}"[:200], os.MFD_CLOEXEC)
+        fd = os.memfd_create("ballast record", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(fd, "wb") as file:
             file.write(record)
             file.flush()
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             return self._exchange.keep_model(model, kind, files, fd)
 
     def forget(self, model: str) -> None:

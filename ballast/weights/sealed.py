@@ -19,7 +19,7 @@ from ballast.memory.host_memory import available
 from ballast.weights.segment import Fill, Piece, Segment, whole_pages
 
 _SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_SEALS = _SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+SEALS = _SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 class SealedSegment:
@@ -55,7 +55,7 @@ class SealedSegment:
             try:
                 os.ftruncate(fd, n_bytes)
                 digest = _filled(fd, n_bytes, segment, fill, threads)
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE if writable else _SEALS)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE if writable else SEALS)
             except BaseException:
                 os.close(fd)
                 raise

@@ -20,6 +20,7 @@ from ballast.core.settings import AdapterSettings, ModelSettings
 from ballast.weights import checkpoint
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostBytes, HostModel, HostTier
+from ballast.weights.sharding import Shard
 from benchmarks.adapters import random_adapter
 from tests.cluster.test_segment_broker import tier
 from tests.models.tiny import llama
@@ -209,3 +210,23 @@ def test_all_of_a_model_is_as_it_was(tmp_path: Path) -> None:
 
     in_turn(serve, serve)
     assert hosts[0] == hosts[1]
+
+
+def test_a_group_of_ranks_reads_its_files_again_and_refuses_changed_ones(tmp_path: Path) -> None:
+    """Ranks beside the first have no broker: what they would read may be of other weights."""
+    llama(tmp_path)
+    first = Shard(0, 2)
+    fingerprints: list[str] = []
+
+    def serve(one: HostTier) -> None:
+        host = load_host_model(asked(tmp_path), one, shard=first)
+        fingerprints.append(host.spec.fingerprint)
+        host.close()
+
+    def refuse(one: HostTier) -> None:
+        overwritten(tmp_path)
+        with pytest.raises(CheckpointError, match="its files have changed since 'm'"):
+            load_host_model(asked(tmp_path), one, shard=first)
+
+    in_turn(serve, serve, refuse)
+    assert fingerprints[0] == fingerprints[1]
