@@ -49,8 +49,8 @@ Lanes = Annotated[
 Engine = Annotated[
     str | None,
     typer.Option(
-        help="What serves on devices that name none, as H100-80G@eager does: graphs, eager or one "
-        "of your profile's; default: the profile's own."
+        help="What serves on devices that name none, as H100-80G@eager does: graphs, sglang, "
+        "eager or one of your profile's; default: the profile's own."
     ),
 ]
 Placed = Annotated[

@@ -45,10 +45,11 @@ from scripts.fit_engines import (
     page_seconds,
     reach_like,
     reach_of_kernels,
+    sglang_engine,
 )
 from scripts.measured import Pair, Tables, read_tables, rows
 
-EAGER, GRAPHS = "eager", "graphs"
+EAGER, GRAPHS, SGLANG = "eager", "graphs", "sglang"
 PROFILES = Path(__file__).parent.parent / "ballast" / "sim" / "profiles"
 SOURCES = {
     "aegaeon": MeasurementSource(
@@ -314,7 +315,7 @@ def profiles(folder: Path) -> dict[str, DeviceProfile]:
             link=link_of(device, tables.hardware),
             hardware=hardware,
             reach=reaches[device],
-            engines={GRAPHS: graphs, EAGER: eager},
+            engines={GRAPHS: graphs, SGLANG: sglang_engine(graphs), EAGER: eager},
             sources={name: source for name, source in SOURCES.items() if name in used},
             measured=measured,
             all_reduce=reduces,

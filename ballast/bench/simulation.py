@@ -16,7 +16,7 @@ from ballast.bench.stories import fresh, stories
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.settings import FleetSettings
-from ballast.policy.presets import resolve
+from ballast.policy.presets import resolve, shared_options
 from ballast.sim.cluster import Kind
 from ballast.sim.cluster_files import NO_FILES, ClusterFiles
 from ballast.sim.cost_switches import ALL
@@ -46,7 +46,7 @@ def simulate_presets(
     if not workload.requests:
         raise ConfigError("workload", workload.name, "it must have requests: ask for more seconds")
     placement = placement or fleet.placement
-    chosen = [resolve(name, options_of(fleet, name), placement=placement) for name in presets]
+    chosen = [resolve(name, _options(fleet, name, kinds), placement=placement) for name in presets]
     for preset in chosen:
 
         def arrived(sent: int, name: str = preset.name) -> None:
@@ -66,6 +66,13 @@ def simulate_presets(
                 files=files,
             )
         yield run
+
+
+def _options(fleet: FleetSettings, name: str, kinds: Sequence[Kind]) -> dict[str, float]:
+    """The options of a preset: the fleet's, and the order of jobs of the engine that serves."""
+    first = any(kind.profile.serving.prefill_first for kind in kinds)
+    order = shared_options(name, {"separate": 1.0}) if first else {}
+    return {**order, **options_of(fleet, name)}
 
 
 def simulation_json(

@@ -80,6 +80,9 @@ class EngineProfile(Keys):
     client."""
     spread: list[Positive] = Field(default_factory=list)
     """Quantiles of measured over fitted job durations, equally likely, with a mean of 1."""
+    prefill_first: bool = False
+    """Whether prompts are computed in jobs of their own before its models decode on: the option
+    `separate` of the compute policies that have it."""
     host: EngineHostCosts | None = None
     derate: Derate | None = None
     """Device and host in one, as fits of this engine's jobs show them."""

@@ -68,7 +68,10 @@ def test_devices_and_engines_are_what_the_script_makes() -> None:
     for device, profile in made.items():
         shipped = device_profile(device)
         assert shipped.page_seconds == pytest.approx(profile.page_seconds, rel=1e-4)
-        assert (shipped.engine, set(shipped.engines)) == ("graphs", {"graphs", "eager"})
+        assert (shipped.engine, set(shipped.engines)) == (
+            "graphs",
+            {"graphs", "sglang", "eager"},
+        )
         for name, engine in profile.engines.items():
             own = shipped.engines[name]
             for part in ("host", "derate"):

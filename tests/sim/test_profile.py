@@ -246,6 +246,8 @@ def test_a_forecast_says_how_far_simulations_were_from_published_runs() -> None:
     assert "published runs of graphs on H100-80G, median and worst: on 1 device TTFT +2 %" in own
     assert "on 4 devices TTFT -6 % (-45), TPOT -4 % (-5), 4 runs." in own
     assert "Not held, or off: groups of eight" in own
+    prompts_first = forecast_text(device_profile("H100-80G@sglang"))
+    assert prompts_first.startswith("Not held, or off: any run of it")
     other = forecast_text(device_profile("A100-80G"))
     assert "on H100-80G (none is known on A100-80G), median and worst: on 1 device" in other
     assert forecast_text(device_profile("A100-80G@eager")) == (
