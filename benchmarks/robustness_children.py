@@ -74,7 +74,7 @@ def _connect(port: int) -> None:
 def _signalled(pid: int) -> None:
     descriptor = os.pidfd_open(pid)
     try:
-        signal.pidfd_send_signal(descriptor, 0)  # type: ignore[arg-type]
+        signal.pidfd_send_signal(descriptor, 0)
     finally:
         os.close(descriptor)
 

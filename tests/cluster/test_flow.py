@@ -179,7 +179,8 @@ class FlowControl(RuleBasedStateMachine):
         if stream.unread:
             reading = stream.take()
             try:
-                reading.send(None)
+                while reading.send(None) is None:
+                    pass  # it lets the loop's other work pass
             except StopIteration as done:
                 for output in done.value:
                     assert size(output) > 0
