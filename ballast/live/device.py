@@ -197,7 +197,7 @@ class LiveDevice:
                 self.state.unname(m)
                 self.state.strike(m)
                 self.models.refuse(name, error)
-        for name, why in self.models.failed.items():
+        for name, why in self.models.failed.items() - self.fleet.faults.items():
             log.error("model %s is not served: %s", name, why)
 
     def _start_runner(

@@ -48,6 +48,14 @@ def test_a_request_that_names_nothing_has_the_models_values(running: ServerProce
     assert (sent["sampling"]["temperature"], sent["max_tokens"]) == (0.3, 5)
 
 
+def test_a_response_says_what_counted(running: ServerProcess) -> None:
+    body = {"model": MODEL, "input": "Hello", "max_output_tokens": 16}
+    told = running.http.post("/v1/responses", json=body).json()
+    assert (told["temperature"], told["top_p"]) == (0.3, 1.0)
+    told = running.http.post("/v1/responses", json={**body, "temperature": 0.5}).json()
+    assert told["temperature"] == 0.5
+
+
 def test_what_a_request_names_counts(running: ServerProcess) -> None:
     sent = submission(
         running, "/v1/chat/completions", **CHAT, temperature=0, top_k=-1, max_tokens=20

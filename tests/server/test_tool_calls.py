@@ -125,6 +125,7 @@ def test_calls_are_read_back(echo: ServerProcess) -> None:
     # As many tokens as the prompt has: each once.
     tokens = echo.http.post("/tokenize", json={"model": MODEL, "messages": result}).json()["count"]
     asked: dict[str, Any] = {"messages": result, "tools": TOOLS, "max_tokens": tokens}
+    asked["extra_body"] = {"ignore_eos": True}  # which the prompt has, after the user's turn
     [whole] = ask(echo.client, **asked).choices
     [call] = whole.message.tool_calls
     assert call.function.name == "forecast"

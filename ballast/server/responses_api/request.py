@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StrictBool, StrictInt, Tag
 
+from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.server.conversation import (
     MOST_MESSAGES,
     MOST_PARTS,
@@ -273,9 +274,15 @@ class ResponsesRequest(Translated):
         chat.leave_out(f"item {kind}" for kind in others if kind != "reasoning")
         return chat
 
-    def repeated(self) -> dict[str, Any]:
-        """Fields of a `ResponseRecord` that repeat the request, with defaults filled in. Raises
-        InvalidRequest."""
+    def repeated(self, defaults: SamplingDefaults) -> dict[str, Any]:
+        """Fields of a `ResponseRecord` that repeat the request, with the model's `defaults` filled
+        in. Raises InvalidRequest."""
+        own = SamplingDefaults(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+        ).over(defaults)
         tools = [
             {
                 "type": "function",
@@ -290,10 +297,10 @@ class ResponsesRequest(Translated):
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "presence_penalty": self.presence_penalty or 0.0,
-            "frequency_penalty": self.frequency_penalty or 0.0,
+            "temperature": 1.0 if own.temperature is None else own.temperature,
+            "top_p": 1.0 if own.top_p is None else own.top_p,
+            "presence_penalty": own.presence_penalty or 0.0,
+            "frequency_penalty": own.frequency_penalty or 0.0,
             "top_logprobs": self.top_logprobs or 0,
             "text": TextFormat(_encoded(self.format, "text")),
             "tools": _encoded(tools, "tools"),

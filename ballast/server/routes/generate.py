@@ -60,7 +60,10 @@ def add_generating_routes(app: FastAPI, service: Service) -> None:
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         service.check_fields(body)
         context = context_of(request.scope)
-        chat, repeated = await off_loop(context.large_body, lambda: (body.chat(), body.repeated()))
+        defaults = service.models.find(body.model, context.caller).sampling
+        chat, repeated = await off_loop(
+            context.large_body, lambda: (body.chat(), body.repeated(defaults))
+        )
         body.input = []  # as `encode_conversation` drops the messages of `chat`
         with body.names():
             return await _answer(

@@ -117,7 +117,7 @@ def test_stop_sequences(echo: ServerProcess, stop: str) -> None:
 
 
 def test_max_tokens_beyond_the_context_is_what_the_context_leaves(echo: ServerProcess) -> None:
-    whole = post(echo, max_tokens=100_000).json()
+    whole = post(echo, max_tokens=100_000, ignore_eos=True).json()
     assert whole["stop_reason"] == "model_context_window_exceeded"
     assert sum(whole["usage"].values()) == 256
     refused = post(echo, messages=[{"role": "user", "content": "a " * 300}])

@@ -177,9 +177,9 @@ def test_calls_are_items_between_messages(echo: ServerProcess) -> None:
     assert call["id"].startswith("fc_")
     assert call["call_id"].startswith("call_")
     assert json.loads(call["arguments"]) == {"city": "Rom", "days": 2}
-    assert (last["content"][0]["text"], last["status"]) == (" So it rains.", "incomplete")
+    assert (last["content"][0]["text"], last["status"]) == (" So it rains.", "completed")
     found = events(echo, **fields)
-    assert kinds(found) == [*BEGUN, *TEXT, *FUNCTION, *TEXT, "response.incomplete"]
+    assert kinds(found) == [*BEGUN, *TEXT, *FUNCTION, *TEXT, "response.completed"]
     indices = [e["output_index"] for e in found if "output_index" in e]
     assert indices == sorted(indices)
     assert set(indices) == {0, 1, 2}
