@@ -34,6 +34,7 @@ from benchmarks.robustness_clients import CLIENT_ATTACKS
 from benchmarks.robustness_content import CONTENT_ATTACKS
 from benchmarks.robustness_operators import OPERATOR_ATTACKS
 from benchmarks.robustness_shares import SHARE_ATTACKS
+from benchmarks.robustness_strangers import STRANGER_ATTACKS
 from benchmarks.robustness_target import (
     SECRETS,
     VICTIM,
@@ -71,6 +72,7 @@ ATTACKS = tuple(
     for attack in (
         *CLIENT_ATTACKS,
         *SHARE_ATTACKS,
+        *STRANGER_ATTACKS,
         *CHILD_ATTACKS,
         *OPERATOR_ATTACKS,
         *CHECKPOINT_ATTACKS,

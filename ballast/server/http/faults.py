@@ -62,6 +62,9 @@ _MESSAGES_TYPES = {
 }
 """Error types of the Messages API, by HTTP status."""
 
+_LONGEST, _LONGEST_FIELD = 4096, 200
+"""Most characters of a message, and of a field's name: they may quote a client's texts."""
+
 
 class Fault(Exception):
     """Exception that ends the handling of a request with an error response.
@@ -77,6 +80,8 @@ class Fault(Exception):
         param: str | None = None,
         retry_after: float = 1.0,
     ) -> None:
+        if len(message) > _LONGEST:
+            message = f"{message[:_LONGEST]}..."
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
         self.retry_after = retry_after
@@ -118,7 +123,7 @@ class Fault(Exception):
             first = errors[1]  # a text or a list: of the list it is said what is wrong within it
         # ("body", field, index or branch of a union ...): clients know the field;
         # and so it does for ("query", parameter) or ("path", parameter).
-        path = [str(part) for part in first["loc"][1:]]
+        path = [str(part)[:_LONGEST_FIELD] for part in first["loc"][1:]]
         if first["type"] == "json_invalid":
             why = first.get("ctx", {}).get("error") or first["msg"]
             return cls(400, f"the body is not JSON: {why}", "invalid_request")

@@ -65,6 +65,9 @@ class MessageForm:
             _event(made) for step in self._push(pieces) if (made := _of_step(step)) is not None
         )
 
+    def parts(self, pieces: Iterable[OutputPiece]) -> Iterable[bytes]:
+        return (self.events(pieces),)
+
     def closing(self, usage: Usage) -> bytes:
         delta = MessageDelta(delta=self._stopped(usage), usage=_usage(usage))
         return _event(delta) + _event(MessageStop())

@@ -59,6 +59,9 @@ class Form(Protocol):
     def events(self, pieces: Iterable[OutputPiece]) -> bytes:
         """Return the events of pieces that came together; may be empty."""
 
+    def parts(self, pieces: Iterable[OutputPiece]) -> Iterable[bytes]:
+        """Return the same events in parts, between which the loop can turn."""
+
     def closing(self, usage: Usage) -> bytes:
         """Return the events after the last token."""
 
@@ -118,6 +121,9 @@ class _Chunks:
 
     def events(self, pieces: Iterable[OutputPiece]) -> bytes:
         return b"".join(event(self._encoded(piece)) for piece in pieces)
+
+    def parts(self, pieces: Iterable[OutputPiece]) -> Iterable[bytes]:
+        return (self.events(pieces),)
 
     def closing(self, usage: Usage) -> bytes:
         return (event(encode(self.usage(usage))) if self._include_usage else b"") + DONE

@@ -11,6 +11,7 @@ import msgspec
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_list import JsonList
 from ballast.server.http.json_response import encode
+from ballast.server.http.sliced_response import SLICE_BYTES
 from ballast.server.http.sse import DONE, PING, event
 from ballast.server.openai.forms import Head, token_logprobs
 from ballast.server.openai.records import TokenLogprob, Usage
@@ -69,7 +70,19 @@ class ResponseForm:
         )
 
     def events(self, pieces: Iterable[OutputPiece]) -> bytes:
-        return b"".join(self._of_step(step) for step in self._push(pieces))
+        return b"".join(self.parts(pieces))
+
+    def parts(self, pieces: Iterable[OutputPiece]) -> Iterator[bytes]:
+        # Each of the last events of a text repeats all of its log-probabilities.
+        part = b""
+        for step in self._push(pieces):
+            for made in self._of_step(step):
+                part = part + made if part else made
+                if len(part) >= SLICE_BYTES:
+                    yield part
+                    part = b""
+        if part:
+            yield part
 
     def closing(self, usage: Usage) -> bytes:
         return self._end(self._whole(usage))
@@ -174,55 +187,42 @@ class ResponseForm:
 
     # -- events -----------------------------------------------------------------------------------
 
-    def _of_step(self, step: Step) -> bytes:
+    def _of_step(self, step: Step) -> Iterator[bytes]:
         block = step.block
         where = {"item_id": self._id(block), "output_index": block.index}
         text = block.call is None
         if isinstance(step, Opened):
             item = self._begun(block)
-            made = self._event("response.output_item.added", ItemEvent, block.index, item)
+            yield self._event("response.output_item.added", ItemEvent, block.index, item)
             if text:
                 part = OutputText(text="")
-                made += self._event("response.content_part.added", PartEvent, part=part, **where)
-            return made
-        if isinstance(step, Grown):
-            if text:
-                scores = self._add_scores(step)
-                return self._event(
-                    "response.output_text.delta",
-                    TextDelta,
-                    delta=step.fragment,
-                    logprobs=scores,
-                    **where,
-                )
+                yield self._event("response.content_part.added", PartEvent, part=part, **where)
+        elif isinstance(step, Grown) and text:
+            name, grown = "response.output_text.delta", step.fragment
+            scores = self._add_scores(step)
+            yield self._event(name, TextDelta, delta=grown, logprobs=scores, **where)
+        elif isinstance(step, Grown):
             name = "response.function_call_arguments.delta"
-            return self._event(name, ArgumentsDelta, delta=step.fragment, **where)
-        if text:
-            part = self._part(block)
-            made = [
-                self._event(
-                    "response.output_text.done",
-                    TextDone,
-                    text=part.text,
-                    logprobs=part.logprobs,
-                    **where,
-                ),
-                self._event("response.content_part.done", PartEvent, part=part, **where),
-            ]
+            yield self._event(name, ArgumentsDelta, delta=step.fragment, **where)
         else:
-            assert block.call is not None
-            made = [
-                self._event(
-                    "response.function_call_arguments.done",
-                    ArgumentsDone,
-                    name=block.call.name,
-                    arguments=block.text,
-                    **where,
-                )
-            ]
-        item = self._item(block, last=step.last, whole=not self._cut)
-        made.append(self._event("response.output_item.done", ItemEvent, block.index, item))
-        return b"".join(made)
+            yield from self._closed(block, where)
+            item = self._item(block, last=step.last, whole=not self._cut)
+            yield self._event("response.output_item.done", ItemEvent, block.index, item)
+
+    def _closed(self, block: OutputBlock, where: dict[str, Any]) -> Iterator[bytes]:
+        if block.call is None:
+            part = self._part(block)
+            name, scores = "response.output_text.done", part.logprobs
+            yield self._event(name, TextDone, text=part.text, logprobs=scores, **where)
+            yield self._event("response.content_part.done", PartEvent, part=part, **where)
+        else:
+            yield self._event(
+                "response.function_call_arguments.done",
+                ArgumentsDone,
+                name=block.call.name,
+                arguments=block.text,
+                **where,
+            )
 
     def _end(self, response: ResponseRecord) -> bytes:
         return self._event(f"response.{response.status}", ResponseEvent, response=response) + DONE

@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from ballast.core.errors import UnknownModel
@@ -39,8 +40,9 @@ def listed(service: Service, caller: Caller) -> list[Model]:
     name."""
     aside = service.models.set_aside(caller)
     models, aliases = service.models.visible_to(caller), service.controller.devices.fleet.aliases
+    residencies = _residencies(service)
     return [
-        _serving(service, spec, name)
+        _serving(service, spec, name, residencies)
         for spec in models.values()
         if spec.name not in aside
         for name in (spec.name, *aliases.get(spec.name, ()))
@@ -53,7 +55,7 @@ def described(service: Service, name: str, caller: Caller) -> Model:
     own = service.models.own_name(name)
     spec = service.models.visible_to(caller).get(own)
     if spec is not None:
-        return _serving(service, spec, name)
+        return _serving(service, spec, name, _residencies(service))
     failed = service.models.failed(caller)
     if own in failed:
         return _failed(service, own, failed[own])
@@ -94,12 +96,16 @@ def _memory(service: Service, name: str) -> int:
     )
 
 
-def _serving(service: Service, spec: ModelSpec, name: str) -> Model:
+def _residencies(service: Service) -> dict[str, str]:
+    """Residency of each model that has been reported."""
+    report = service.controller.devices.report
+    return {} if report is None else {m.name: m.residency for m in report.models}
+
+
+def _serving(service: Service, spec: ModelSpec, name: str, residencies: Mapping[str, str]) -> Model:
     """Describe a model that serves, under its own name or an alias."""
     base = spec.base or spec.name
-    report = service.controller.devices.report
-    reports = report.models if report is not None else ()
-    where = next((m.residency for m in reports if m.name == base), Residency.ABSENT.value)
+    where = residencies.get(base, Residency.ABSENT.value)
     why = service.controller.devices.set_aside.get(spec.name)
     return Model(
         id=name,

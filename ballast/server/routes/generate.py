@@ -6,6 +6,7 @@ output. All else is the same for all APIs.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import encode
 from ballast.server.http.off_loop import off_loop
 from ballast.server.http.request_context import RequestContext, context_of
-from ballast.server.http.sliced_response import SlicedResponse, slices
+from ballast.server.http.sliced_response import SLICE_BYTES, SlicedResponse, slices
 from ballast.server.http.sse import ClientGone, EventStream, unless_gone
 from ballast.server.messages_api.form import MessageForm
 from ballast.server.messages_api.records import Message
@@ -134,18 +135,18 @@ async def _events(
 
     A silence (an empty batch) is filled, so that clients do not take it for the end.
     """
-    yield form.opening(generation.size, generation.usage) + _of_batch(form, first)
+    opening = form.opening(generation.size, generation.usage)
+    yield opening + (form.events(first) if first else form.silence)
     try:
         async for batch in batches:
-            if events := _of_batch(form, batch):
-                yield events
+            for events in form.parts(batch) if batch else (form.silence,):
+                if events:
+                    yield events
+                if len(events) >= SLICE_BYTES:
+                    await asyncio.sleep(0)
     except (Fault, BallastError) as error:
         fault = Fault.of(error)
         context.code = fault.code
         yield form.failed(fault)
         return
     yield form.closing(generation.usage)
-
-
-def _of_batch(form: Form, batch: list[OutputPiece]) -> bytes:
-    return form.events(batch) if batch else form.silence

@@ -170,3 +170,25 @@ def test_bodies_that_are_hard_to_read(echo: ServerProcess) -> None:
         for route in (COMPLETIONS, CHAT, "/tokenize", "/v1/embeddings"):
             response = echo.http.post(route, content=body, headers=headers)
             assert response.status_code in (400, 413), (body[:20], response.text[:200])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"logit_bias": {"9" * 2_000_000: "x"}},
+        {"messages": [{"role": 7, "content": "x" * 2_000_000}]},
+        {"seed": "x" * 2_000_000},
+        {"model": "x" * 2_000_000},
+        {"response_format": {"type": "x" * 2_000_000}},
+        {"tool_choice": "x" * 2_000_000},
+        {"stop": ["x" * 2_000_000] * 2 + [7]},
+        {"cache_salt": "x" * 2_000_000},
+        {"chat_template_kwargs": "x" * 2_000_000},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_errors_quote_little_of_a_large_body(echo: ServerProcess, more: dict[str, Any]) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], **more}
+    refused = echo.http.post("/v1/chat/completions", json=body)
+    assert 400 <= refused.status_code < 500
+    assert len(refused.content) < 10_000
