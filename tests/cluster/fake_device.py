@@ -109,9 +109,9 @@ class EchoDevice:
             raise MemoryError("no room for the pool")
         if fleet.options.get("mute"):
             signal.pause()  # as if loading took for ever
-        if seconds := os.environ.get("FAKE_DEVICE_COMPUTES"):
+        if seconds := os.environ.get("BALLAST_TEST_DEVICE_COMPUTES"):
             _compute_with_the_lock(float(seconds))
-        if os.environ.get("FAKE_DEVICE_CLUTCHES"):
+        if os.environ.get("BALLAST_TEST_DEVICE_CLUTCHES"):
             ctypes.PyDLL(None).sleep(3600)  # with the interpreter lock, as `PyDLL` keeps it
         self.failed = {m.name: "it is broken" for m in fleet.models if "broken" in m.path}
         self.failed |= fleet.faults

@@ -117,7 +117,7 @@ def test_a_worker_that_computes_while_it_cannot_send_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It keeps the interpreter lock for longer than it may be silent: no heartbeat comes."""
-    monkeypatch.setenv("FAKE_DEVICE_COMPUTES", "1.5")
+    monkeypatch.setenv("BALLAST_TEST_DEVICE_COMPUTES", "1.5")
 
     async def scenario() -> None:
         async with running(replace(FLEET, server=BRIEF)) as (controller, first):
@@ -137,7 +137,7 @@ def test_a_worker_that_computes_while_it_cannot_send_is_left_alone(
 def test_a_worker_that_starts_for_ever_is_ended(
     how: str, limits: ServerSettings, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(f"FAKE_DEVICE_{how}", "30")
+    monkeypatch.setenv(f"BALLAST_TEST_DEVICE_{how}", "30")
 
     async def scenario() -> None:
         with pytest.raises(Unavailable, match=why):
