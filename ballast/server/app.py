@@ -40,7 +40,9 @@ _PREFIX = "/v1"
 
 def create_app(service: Service, admin: AdminService) -> Gate:
     """Build the application, behind its gate."""
-    app = FastAPI(title="Ballast", docs_url=None, redoc_url=None, responses=ERRORS)
+    app = FastAPI(
+        title="Ballast", docs_url=None, redoc_url=None, openapi_url=None, responses=ERRORS
+    )
     app.router.route_class = json_route()
     document(app)
     gate = Gate(

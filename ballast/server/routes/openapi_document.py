@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from starlette.responses import Response
 
-from ballast.server.http.json_response import ErrorBody, MessagesErrorBody
+from ballast.server.http.json_response import ErrorBody, MessagesErrorBody, encode
 from ballast.server.messages_api.records import InputTokens, Message
 from ballast.server.observe.server_state import ServerNow
 from ballast.server.openai.records import (
@@ -80,7 +81,8 @@ def responses_of(kind: type[msgspec.Struct], *, streams: bool = False) -> Respon
 
 
 def document(app: FastAPI) -> None:
-    """Add the schemas that routes refer to to the application's OpenAPI document."""
+    """Add the application's OpenAPI document, with the schemas that routes refer to, as
+    `/openapi.json`."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -89,3 +91,8 @@ def document(app: FastAPI) -> None:
         return found
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it
+
+    # Not a coroutine: FastAPI runs it on a thread, since making the document takes 0.3 s.
+    @app.get("/openapi.json", include_in_schema=False)
+    def schema() -> Response:
+        return Response(encode(app.openapi()), media_type="application/json")
