@@ -119,7 +119,7 @@ class Fault(Exception):
         `body`: the decoded body, in which the path of the value at fault is looked up.
         """
         first = errors[0]
-        if first["type"] == "string_type" and isinstance(first["input"], list) and errors[1:]:
+        if first["type"] == "string_type" and isinstance(first.get("input"), list) and errors[1:]:
             first = errors[1]  # a text or a list: of the list it is said what is wrong within it
         # ("body", field, index or branch of a union ...): clients know the field;
         # and so it does for ("query", parameter) or ("path", parameter).
