@@ -57,7 +57,8 @@ def control_groups(controller: str, root: Path = ROOT) -> list[ControlGroup]:
             if mount.version == version and (version == 2 or controller in mount.controllers)
         ]
         if seen:
-            found += max(seen, key=len)  # of several mounts, the one that shows the most
+            most = max(seen, key=len)  # of several mounts, the one that shows the most
+            found += most
     return found
 
 

@@ -17,6 +17,7 @@ MADE_OF: dict[type[BallastError], tuple[object, ...]] = {
     errors.RequestError: ("too long", "prompt"),
     errors.DeviceError: ("mmap", "no memory"),
     errors.OutOfMemory: ("cuMemCreate", "no memory"),
+    errors.NonFiniteOutput: ("a", "logits"),
     errors.DeviceLost: ("cuLaunchKernel", "an illegal address was accessed"),
     WorkloadError: ("no such column", "trace.csv", 7),
 }
