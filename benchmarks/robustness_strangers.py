@@ -51,9 +51,7 @@ def scored_echoes(target: Target) -> str:
     """Prompts that come back with 20 alternatives of each token: as many as fit, then more."""
 
     def ask(prompts: int) -> tuple[int, Any]:
-        prompt = [
-            [random.Random(i).randrange(100, 200) for _ in range(150)] for i in range(prompts)
-        ]
+        prompt = [_drawn(i, 150) for i in range(prompts)]
         scored = {"echo": True, "logprobs": 20, "max_tokens": 1}
         return target.post(TEXT, {"model": MODEL, "prompt": prompt, **scored})
 
@@ -112,7 +110,7 @@ def spelled_paths(target: Target) -> str:
 
 def salted_prefixes(target: Target) -> str:
     """Users of one key, each with a salt, ask what another asked."""
-    prompt = [random.Random(1011).randrange(100, 200) for _ in range(200)]
+    prompt = _drawn(1011, 200)
 
     def cached(salt: str | None) -> int:
         status, answer = target.complete(prompt=prompt, cache_salt=salt)
@@ -159,6 +157,12 @@ def web_pages(target: Target) -> str:
     assert [*found.values()] == [421, 421, 421, 403, 403, 400, 200], seen
     assert ended.returncode == 2, seen
     return seen
+
+
+def _drawn(seed: int, n: int) -> list[int]:
+    """Tokens of a prompt that no other one begins like."""
+    draw = random.Random(seed)
+    return [draw.randrange(100, 200) for _ in range(n)]
 
 
 def _status(target: Target, method: str, path: str, headers: dict[str, str]) -> int:
