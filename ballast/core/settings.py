@@ -162,7 +162,7 @@ class DeviceSettings:
     graphs."""
     invariant: bool | None = None
     """Whether a row's result in 16 bits may depend on no other row of its job, so that no text
-    depends on what else is served; None: `INVARIANT` on a GPU."""
+    depends on what else is served; None: `INVARIANT` on a GPU, on a CPU where it costs little."""
     role: Role = Role.BOTH
     tensor_parallel: int = 1
     """Number of ranks (processes) that share the device's models, memory and link equally."""

@@ -53,9 +53,6 @@ def _check_devices(keys: FleetKeys) -> None:
         if device.gpu is None and device.graphs is not None:
             allowed = "only GPUs have CUDA graphs"
             raise ConfigError(f"devices[{i}].graphs", device.graphs, allowed)
-        if device.gpu is None and device.invariant is not None:
-            allowed = "of GPUs only"
-            raise ConfigError(f"devices[{i}].invariant", device.invariant, allowed)
         if device.name.startswith("cuda"):
             _check_gpu(keys, device, f"devices[{i}]")
             if (exchange := keys.devices[i].exchange) is not None:
@@ -120,9 +117,6 @@ def _check_gpu(keys: FleetKeys, device: DeviceSettings, at: str) -> None:
     if device.tensor_parallel > 1 and device.graphs:
         allowed = "0: groups run without CUDA graphs so far"
         raise ConfigError(f"{at}.graphs", device.graphs, allowed)
-    if device.tensor_parallel > 1 and device.invariant:
-        allowed = "0: the sums of groups depend on the number of rows"
-        raise ConfigError(f"{at}.invariant", device.invariant, allowed)
     for i, link in enumerate(keys.links):
         if link.device == device.name and link.bandwidth is not None:
             allowed = "a GPU's link is as fast as it is: only links of CPU devices are paced"
@@ -137,6 +131,9 @@ def _check_group(keys: FleetKeys, device: DeviceSettings, at: str) -> None:
     if device.kv_layout is not KvLayout.BLOCK_MAJOR:
         allowed = f"a device with `tensor_parallel` has it {KvLayout.BLOCK_MAJOR} so far"
         raise ConfigError(f"{at}.kv_layout", device.kv_layout, allowed)
+    if device.invariant:
+        allowed = "0: the sums of groups depend on the number of rows"
+        raise ConfigError(f"{at}.invariant", device.invariant, allowed)
 
 
 def _check_api_keys(server: ServerKeys) -> None:

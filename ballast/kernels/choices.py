@@ -131,10 +131,23 @@ def name_of(shape: MatrixShape) -> str:
     return f"{kind} {shape.n}x{shape.k}" + (" gated" if shape.gated else "")
 
 
-def from_rows(n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> int:
+def is_invariant(wanted: bool | None) -> bool:
+    """Return whether rows in bfloat16 are multiplied independently of each other: as `wanted`;
+    None: where our kernel, which does so, is hardly slower. That is on CPUs whose bfloat16
+    instructions are those of both kernels, without tiles (AMX)."""
+    return DOTS and not onednn.has_tiles() if wanted is None else wanted
+
+
+def from_rows(
+    n: int, k: int, dtype: torch.dtype, *, gated: bool = False, invariant: bool = False
+) -> int:
     """Return the rows from which oneDNN multiplies (n, k) panels in this process, as
-    `Choices.from_rows`; `NEVER` if our kernel always does.
+    `Choices.from_rows`; `NEVER` if our kernel always does, as it must where a row in bfloat16 is to
+    be `invariant`: independent of the other rows. In float32, whose sums differ too little to
+    change a token, oneDNN is used all the same.
     """
+    if invariant and dtype == torch.bfloat16:
+        return NEVER
     found = _choices().from_rows(MatrixShape(n, k, dtype, gated))
     return NEVER if found is None else found
 

@@ -31,7 +31,7 @@ from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.models.executor import ModelExecutor
-from ballast.models.on_cpu import on_cpu
+from ballast.models.on_cpu import on_cpu, report_dependence
 from ballast.models.profile_run import measured
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier
@@ -96,6 +96,7 @@ class CpuMachine(OnCpu):
     ) -> tuple[ModelExecutor, ...]:
         # The fast path alone computes in its lane's workspace.
         several = workspaces if host.fused else workspaces[:1]
+        report_dependence(host, self.device)
         made = [on_cpu(host, segments, kv.base, kv.layout, w, self.device) for w in several]
         return tuple(made) if host.fused else tuple(made * len(workspaces))
 

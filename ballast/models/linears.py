@@ -12,17 +12,22 @@ from ballast.kernels import choices, linear, onednn, team
 
 
 def packed(
-    address: int, n: int, k: int, dtype: torch.dtype, bias: Callable[[], Tensor | None]
+    address: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    bias: Callable[[], Tensor | None],
+    invariant: bool = False,
 ) -> Callable[[Tensor], Tensor]:
     """Return a function x (..., k) -> x W^T + bias (..., n) of `dtype`, for the panels at
     `address`.
 
     The panels need not be present yet. `bias` is called each time. Measures which kernel is faster
-    (`ballast.kernels.choices`) if that is not known yet.
+    (`ballast.kernels.choices`) if that is not known yet, unless a row must be `invariant`.
     """
     tables = linear.tables(np.array([address]), n, k)
     table, kernel = tables.ctypes.data, linear.kernel(dtype)
-    from_rows = choices.from_rows(n, k, dtype)
+    from_rows = choices.from_rows(n, k, dtype, invariant=invariant)
     descriptor = onednn.describe(n, k, dtype) if from_rows < choices.NEVER else None
     matrix = None
     if descriptor is not None:
@@ -44,7 +49,7 @@ def packed(
     return multiply
 
 
-def replace(module: nn.Module, address: int, dtype: torch.dtype) -> None:
+def replace(module: nn.Module, address: int, dtype: torch.dtype, invariant: bool = False) -> None:
     """Make `module` compute from panels at `address` instead of its weight."""
 
     def bias() -> Tensor | None:
@@ -52,4 +57,4 @@ def replace(module: nn.Module, address: int, dtype: torch.dtype) -> None:
 
     assert isinstance(module, nn.Linear)
     n, k = module.out_features, module.in_features
-    module.forward = packed(address, n, k, dtype, bias)  # type: ignore[method-assign,assignment]
+    module.forward = packed(address, n, k, dtype, bias, invariant)  # type: ignore[method-assign,assignment]

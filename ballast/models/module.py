@@ -27,19 +27,24 @@ counterpart on GPUs."""
 
 
 def placed(
-    host: HostModel, addresses: Sequence[int], view: View, device: torch.device | None = None
+    host: HostModel,
+    addresses: Sequence[int],
+    view: View,
+    device: torch.device | None = None,
+    *,
+    invariant: bool = False,
 ) -> nn.Module:
     """Build the module of `host`, segment i at `addresses[i]`, with the attention of
     `models.attention`.
 
     It has as many layers as `host`, which may be fewer than the configuration's. It is on the CPU,
-    or on `device`. Raises UnsupportedModel if it keeps state that cannot be set up without its
-    weights.
+    or on `device`; `invariant`: as of `linears.packed`. Raises UnsupportedModel if it keeps state
+    that cannot be set up without its weights.
     """
     module = build_module(host.config, DTYPES[host.spec.dtype])
     _cut(module, layers_of(module, host))
     module.set_attn_implementation(attention.NAME)  # type: ignore[operator]
-    _place(module, host.segments, addresses, view)
+    _place(module, host.segments, addresses, view, invariant)
     set_up_buffers(module, host.config.model_type, device or torch.device("cpu"))
     return module
 
@@ -65,7 +70,11 @@ def _cut(module: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 def _place(
-    module: nn.Module, segments: Sequence[Segment], addresses: Sequence[int], view: View
+    module: nn.Module,
+    segments: Sequence[Segment],
+    addresses: Sequence[int],
+    view: View,
+    invariant: bool,
 ) -> None:
     """Make every parameter (and persistent buffer) a view of its place; touches no memory there."""
     left = set(module.state_dict())
@@ -74,7 +83,7 @@ def _place(
             if packed.layout == PANELS:
                 (name,) = packed.names
                 linear = module.get_submodule(name.removesuffix(".weight"))
-                linears.replace(linear, base + packed.offset, DTYPES[packed.dtype])
+                linears.replace(linear, base + packed.offset, DTYPES[packed.dtype], invariant)
                 left.discard(name)
                 continue
             tensor = view(base + packed.offset, packed.shape, DTYPES[packed.dtype])

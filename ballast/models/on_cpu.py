@@ -3,15 +3,20 @@ generic."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from ballast.core.settings import DeviceSettings
+from ballast.kernels import choices
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.models.executor import ModelExecutor
 from ballast.models.fused.model import FusedModel
 from ballast.models.transformers import TransformersModel
 from ballast.weights.host import HostModel
+from ballast.weights.segment import PLAIN
+
+log = logging.getLogger(__name__)
 
 
 def on_cpu(
@@ -29,6 +34,21 @@ def on_cpu(
     block 0. `workspace`: the lane's, used by the fast path only.
     """
     where = (host, segment_addresses, kv_base, layout)
+    invariant = choices.is_invariant(device.invariant)
     if host.fused:
-        return FusedModel(*where, workspace, device.step_tokens, device.step_logits)
-    return TransformersModel(*where)
+        most = (device.step_tokens, device.step_logits)
+        return FusedModel(*where, workspace, *most, invariant=invariant)
+    return TransformersModel(*where, invariant=invariant)
+
+
+def report_dependence(host: HostModel, device: DeviceSettings) -> None:
+    """Log why a model's texts can depend on what else is served, if they can."""
+    name, dtype = host.spec.name, host.spec.dtype
+    if dtype == "float32":
+        return
+    if not choices.is_invariant(device.invariant):
+        cure = "`invariant: 1` of the device prevents it, and is slower on this CPU"
+        log.info("%s: in %s a text can depend on what else is served; %s", name, dtype, cure)
+    elif any(t.layout == PLAIN and len(t.shape) > 1 for t in host.segments[1].tensors):
+        why = "`linear: plain` multiplies in an order that depends on other rows"
+        log.warning("%s: `invariant` is not kept: %s", name, why)

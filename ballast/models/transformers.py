@@ -29,14 +29,16 @@ class TransformersModel(ModelExecutor):
         segment_addresses: Sequence[int],
         kv_base: int,
         layout: Layout,
+        invariant: bool = False,
     ) -> None:
-        """`segment_addresses[i]`: address of segment i of `host` while the model is resident.
+        """`segment_addresses[i]`: address of segment i of `host` while the model is resident;
+        `invariant`: as of `FusedModel`, as far as its matrices are packed.
 
         Raises UnsupportedModel if the module keeps state that cannot be set up without its weights.
         """
         super().__init__(host, kv_base, layout)
         own = len(host.segments)
-        self._module = placed(host, segment_addresses[:own], tensor_at)
+        self._module = placed(host, segment_addresses[:own], tensor_at, invariant=invariant)
         groups = groups_of(host.adapters, segment_addresses[own:], self.dtype)
         self._adapted = AdaptedModules(self._module, {p: g.add for p, g in groups.items()})
         self._stops: Collection[int] = ()

@@ -43,6 +43,30 @@ def test_the_number_of_rows_with_the_least_time(
     assert decide(ratios) == chosen
 
 
+def test_rows_in_bfloat16_are_invariant_by_default_where_that_costs_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where both kernels have the same instructions; tiles are faster by far."""
+    for dots, tiles, by_default in (
+        (True, False, True),
+        (True, True, False),
+        (False, False, False),
+    ):
+        monkeypatch.setattr(choices, "DOTS", dots)
+        monkeypatch.setattr(onednn, "has_tiles", lambda tiles=tiles: tiles)
+        assert choices.is_invariant(None) is by_default
+        assert choices.is_invariant(True)
+        assert not choices.is_invariant(False)
+
+
+@pytest.mark.usefixtures("panels")
+def test_an_invariant_row_is_never_onednns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "_choices", lambda: Choices(None))
+    for dtype, invariant in ((torch.bfloat16, choices.NEVER), (torch.float32, 64)):
+        assert choices.from_rows(128, 64, dtype) == UNMEASURED[dtype]
+        assert choices.from_rows(128, 64, dtype, invariant=True) == invariant
+
+
 @given(_RATIOS)
 def test_what_was_slower_everywhere_is_never_used(ratios: dict[int, float]) -> None:
     chosen = decide(ratios)

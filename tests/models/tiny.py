@@ -75,6 +75,7 @@ class Served:
         ranks: Mapping[str, Any] | None = None,
         attention: Callable[[GpuBatch], GpuAttention] | None = None,
         gpu: Mapping[str, Any] | None = None,
+        invariant: bool = False,
         **settings: Any,
     ) -> None:
         """`shard`: what part of the model, `ranks`: what that takes besides. `attention`: served as
@@ -102,11 +103,11 @@ class Served:
             workspace = Workspace(workspace_bytes(self.spec, ROWS, SAMPLED, self.host.recipe))
             size = (workspace, ROWS, SAMPLED)
             if ranks is None:
-                self.model = FusedModel(*where, *size)
+                self.model = FusedModel(*where, *size, invariant=invariant)
             else:
                 self.model = ParallelModel(*where, *size, **ranks)
         else:
-            self.model = TransformersModel(*where)
+            self.model = TransformersModel(*where, invariant=invariant)
         self.fill()
 
     def fill(self) -> None:

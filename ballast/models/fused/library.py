@@ -73,9 +73,10 @@ class Library:
         dtype: torch.dtype,
         places: Mapping[str, MatrixPlace],
         narrowed: int,
+        invariant: bool = False,
     ) -> Library | None:
         """Return the library of a model; None if our kernels are the only ones for these weights on
-        this CPU, or the fastest.
+        this CPU, or the fastest, or if they must be, as rows in bfloat16 are to be `invariant`.
 
         Measures matrices of shapes that are new to this machine, which takes a second or two.
         """
@@ -85,7 +86,9 @@ class Library:
         if any(t.layout == PLAIN for t in matrices.values()):
             return cls(layers, last, dtype, places, narrowed, dict.fromkeys(matrices, 0))
         from_rows = {
-            role: choices.from_rows(*_stored_shape(t), dtype, gated=t.layout == GATED)
+            role: choices.from_rows(
+                *_stored_shape(t), dtype, gated=t.layout == GATED, invariant=invariant
+            )
             for role, t in matrices.items()
         }
         used = {role: n for role, n in from_rows.items() if n < choices.NEVER}

@@ -78,11 +78,13 @@ class FusedModel(ModelExecutor):
         workspace: Workspace,
         max_rows: int,
         max_sampled: int,
+        invariant: bool = False,
     ) -> None:
         """`segment_addresses[i]`: address of segment i of `host` while the model is resident.
 
-        `max_rows`, `max_sampled`: most tokens of a job, and most positions sampled in it. Raises
-        BrokenPromise if the workspace is too small for them.
+        `max_rows`, `max_sampled`: most tokens of a job, and most positions sampled in it;
+        `invariant`: a row's result in bfloat16 depends on no other row. Raises BrokenPromise if the
+        workspace is too small for them.
         """
         super().__init__(host, kv_base, layout)
         spec = self.spec
@@ -107,7 +109,7 @@ class FusedModel(ModelExecutor):
             self.experts = FusedExperts(spec, text, layers, self.dtype, b.experts, hidden, max_rows)
         self._logits = tensor_at(b.logits, (max_sampled, spec.vocab), torch.float32)
         self._hidden = tensor_at(b.hidden, (max_rows, spec.hidden), torch.float32)
-        self._make_matrix_tables(layers, last)
+        self._make_matrix_tables(layers, last, invariant)
         addresses = segment_addresses[len(host.segments) :]
         interleaved = _is_interleaved(layers)
         self._adapters = FusedAdapters(host, addresses, self.dtype, interleaved=interleaved)
@@ -309,14 +311,16 @@ class FusedModel(ModelExecutor):
         self._lands = tables.lands(layers)
         self._rotary = tables.rotary(layers, self._angles, self._kv)
 
-    def _make_matrix_tables(self, layers: Sequence[TensorsByRole], last: TensorsByRole) -> None:
+    def _make_matrix_tables(
+        self, layers: Sequence[TensorsByRole], last: TensorsByRole, invariant: bool
+    ) -> None:
         """Make the tables of the matrices, by role, for our kernel and for the library's."""
         b, spec = self._buffers, self.spec
         self._linears = {role: self._linear_tables(role, layers) for role in MATRICES}
         self._linears["head"] = self._linear_tables("head", [last])
         places = {role: self._place(role) for role in self._linears} | {"opened": self._opened()}
         self._places = places
-        self._library = Library.of(layers, last, self.dtype, places, b.gate_up)
+        self._library = Library.of(layers, last, self.dtype, places, b.gate_up, invariant)
         self._opened_tables = self._linear_tables("gate_up", layers, self._opened())
         self._gate = linear.gate_tables(
             spec.n_layers,

@@ -12,6 +12,7 @@ import transformers
 
 from ballast.core.errors import BrokenPromise, UnsupportedModel
 from ballast.core.job import SequenceWork
+from ballast.kernels import choices
 from ballast.models.fused.model import FusedModel
 from tests.models.tiny import GREEDY, ROWS, Served, save
 
@@ -151,6 +152,33 @@ def test_a_sequence_does_not_feel_its_neighbours(tmp_path: Path) -> None:
         torch.set_num_threads(threads)
     assert torch.equal(alone[0], both[1])
     served.close()
+
+
+@pytest.mark.parametrize("impl", ["fused", "generic"])
+def test_in_bfloat16_an_invariant_row_does_not_feel_the_rows_of_its_job(
+    tmp_path: Path, impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though oneDNN takes over from two rows on elsewhere: neither those of others, nor how many of
+    its own prompt come at once."""
+    monkeypatch.setattr(choices, "_choices", lambda: FromTwoRows())
+    checkpoint(tmp_path, "llama", torch.bfloat16)
+    served = Served(tmp_path, model_impl=impl, linear="packed", invariant=True)
+    tokens = tokens_of(40).tolist()
+    alone = served.logits(SequenceWork("a", tokens, 0, [0, 1, 2], GREEDY))
+    other = SequenceWork("b", tokens_of(30, 5).tolist(), 0, [3, 4], GREEDY)
+    both = served.logits(other, SequenceWork("a", tokens, 0, [5, 6, 7], GREEDY))
+    assert torch.equal(alone[0], both[1])
+    served.logits(SequenceWork("a", tokens[:17], 0, [0, 1, 2], None))
+    chunked = served.logits(SequenceWork("a", tokens[17:], 17, [0, 1, 2], GREEDY))
+    assert torch.equal(alone[0], chunked[0])
+    served.close()
+
+
+class FromTwoRows:
+    """Choices of a machine on which oneDNN is the faster one from two rows on."""
+
+    def from_rows(self, shape: object) -> int:
+        return 2
 
 
 def test_two_models_in_one_workspace(tmp_path: Path) -> None:
