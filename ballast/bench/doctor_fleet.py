@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from ballast.bench import doctor_memory
 from ballast.bench.doctor_finding import Finding, Verdict, judged
@@ -28,6 +29,7 @@ from ballast.models.parallel.model import check_parallel
 from ballast.policy.presets import preset_of
 from ballast.weights.checkpoint import clipped_context, read_spec
 from ballast.weights.manifest import fork_zygote
+from ballast.weights.stored import dequantised_types
 
 
 def fleet(settings: FleetSettings) -> Iterator[Finding]:
@@ -51,6 +53,9 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
         for a in host.adapters:
             found = f"an adapter of {model.name}, of rank {a.spec.rank}"
             yield judged(a.spec.name, f"{found}, {format_bytes(a.segment.n_bytes)}", "")
+        if types := dequantised_types(Path(model.path)):
+            found = f"a GGUF file: {types} are dequantised to {host.spec.dtype} at load"
+            yield judged(model.name, found, "")
         if (clipped := clipped_context(model, host.spec)) is not None:
             cure = "lower `limits.context`, or leave it out"
             faults.append(Finding(model.name, Verdict.WARN, clipped, cure))

@@ -14,6 +14,8 @@ do. It imports `core` only.
 - `fleet_difference`: Compute the steps that turn a running server's fleet into another.
 - `fleet_file`: The fleet file as `FleetSettings`.
 - `fleet_source`: A server's fleet: its file together with operators' changes.
+- `gguf_entry`: Make a checkpoint directory of a GGUF file.
+- `gguf_header`: Parse the header of a GGUF file.
 - `hub`: Download of checkpoints by hub id, without code.
 - `key_hints`: Suggest the fleet file's key for a misplaced or foreign one.
 - `levels`: Convert service levels and limits that may change while a model serves.

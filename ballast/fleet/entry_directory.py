@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ballast.core.errors import ConfigError
+from ballast.fleet.gguf_entry import gguf_directory, is_gguf
 from ballast.fleet.hub import is_hub_id
 from ballast.fleet.unfinished_download import unfinished
 
@@ -28,7 +29,8 @@ class DirectoryKind(NamedTuple):
 
 
 CHECKPOINT = DirectoryKind(
-    "config.json", "a checkpoint directory (config.json, *.safetensors, tokenizer files)"
+    "config.json",
+    "a checkpoint directory (config.json, *.safetensors, tokenizer files), a GGUF file",
 )
 ADAPTER = DirectoryKind(
     "adapter_config.json",
@@ -50,11 +52,13 @@ def find_directory(
         raise ConfigError(key, text, f"{why}; give {wanted.described}")
     hub_id = text.removeprefix("hf:")
     local = base / os.path.expanduser(text)  # which, unlike pathlib, takes any text
-    if _is_gguf(hub_id, local, wanted.file):
+    if wanted == CHECKPOINT and text == hub_id and is_gguf(local):
+        return gguf_directory(local, key, text)
+    if _names_gguf(hub_id, local):
         allowed = (
-            "GGUF files are not read: give the model that this one was converted from, as a "
-            "directory or hub id with config.json and *.safetensors (hf:org/name; the GGUF's page "
-            f"on the hub names it as base model); looked in {local}"
+            "GGUF files are not downloaded: give the path of such a file, or the model that it was "
+            "converted from, as a directory or hub id with config.json and *.safetensors "
+            f"(hf:org/name; the GGUF's page on the hub names it as base model); looked in {local}"
         )
         raise ConfigError(key, text, allowed)
     if text == hub_id and (os.path.lexists(local) or not is_hub_id(text)):
@@ -95,11 +99,9 @@ def _missing(directory: Path, file: str) -> str | None:
     return f"it has no {file}" + ("" if left is None else f"; it is {left}")
 
 
-def _is_gguf(hub_id: str, local: Path, file: str) -> bool:
-    """Whether a path or hub id means weights in llama.cpp's format: a file, a directory that holds
-    such files and not `file`, or a repository that is called so."""
-    if hub_id.lower().endswith(".gguf"):
-        return True
-    if os.path.exists(local):
-        return not os.path.isfile(local / file) and any(local.glob("*.gguf"))
-    return is_hub_id(hub_id) and "gguf" in hub_id.partition("@")[0].lower().split("-")
+def _names_gguf(hub_id: str, local: Path) -> bool:
+    """Whether a hub id means weights in llama.cpp's format: a file, or a repository called so."""
+    if os.path.exists(local) or not is_hub_id(hub_id):
+        return False
+    name = hub_id.partition("@")[0].lower()
+    return name.endswith(".gguf") or "gguf" in name.split("-")

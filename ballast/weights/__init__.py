@@ -15,6 +15,10 @@ cannot see `kv`.
 - `event_rotor`: Load rotating layers on a GPU, ordered by CUDA events.
 - `finite`: Refuse weights that are NaN or infinite, by file, tensor and place.
 - `generation_config`: Sampling parameters that a checkpoint recommends.
+- `gguf_blocks`: Dequantise blocks of GGUF files.
+- `gguf_config`: Configuration and tensor names of a GGUF header.
+- `gguf_export`: The process that makes a checkpoint's small files from a GGUF header.
+- `gguf_tokenizer`: Tokenizer files of a GGUF header.
 - `host`: The host tier: weights packed in sealed memory, shared by all workers.
 - `inspection`: Derive an architecture from its `transformers` module, or refuse the model.
 - `link_rotor`: Load rotating layers on a CPU device over the link, as jobs advance.
@@ -42,7 +46,7 @@ cannot see `kv`.
 - `shared`: Segments that several models contain, on the device once.
 - `slots`: Pages that rotating layers of a model share.
 - `source_files`: Identify the files that a model was loaded from.
-- `stored`: Tensors in safetensors files, located by their headers.
+- `stored`: Tensors in safetensors and GGUF files, located by their headers.
 - `support_checks`: Refusal of models that cannot be served, with reasons.
 - `tokenizer_files`: The files that make up a tokenizer, and a digest of them.
 - `weightless`: Modules without weights, for checks at any size.

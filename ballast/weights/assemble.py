@@ -30,10 +30,13 @@ from transformers.core_model_loading import (
 
 from ballast.core.errors import CheckpointError, UnsupportedModel
 from ballast.weights.architecture import Architecture
+from ballast.weights.gguf_blocks import BLOCKS, dequantise
 from ballast.weights.stored import ITEM_BYTES, Stored
 
 READABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Dtypes of stored tensors that can be read."""
+"""Dtypes of stored tensors that can be read, besides `BLOCKS`."""
+_AT_ONCE = 1 << 20
+"""Elements that are dequantised at a time, if not one head's have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +220,9 @@ class Sources:
 
     def _copy(self, run: Run, target: Tensor) -> None:
         source, fd = run.source, self._fds[run.source.path]
+        if source.heads or source.dtype in BLOCKS:
+            _dequantise(run, fd, target)
+            return
         item_bytes = ITEM_BYTES[source.dtype]
         at = source.start + run.start * item_bytes
         if READABLE[source.dtype] is target.dtype:
@@ -225,6 +231,28 @@ class Sources:
             buffer = bytearray(run.n * item_bytes)
             _read(source, fd, at, memoryview(buffer))
             target.copy_(torch.frombuffer(buffer, dtype=READABLE[source.dtype]))
+
+
+def _dequantise(run: Run, fd: int, target: Tensor) -> None:
+    """Read whole blocks, or the rows of whole heads, some at a time, and keep what is in `run`."""
+    source, end = run.source, run.start + run.n
+    kind = BLOCKS.get(source.dtype)
+    elements, n_bytes = (kind.elements, kind.n_bytes) if kind else (1, ITEM_BYTES[source.dtype])
+    unit = math.prod(source.shape) // source.heads if source.heads else elements
+    step = max(1, _AT_ONCE // unit) * unit
+    for first in range(run.start // unit * unit, end, step):
+        last = min(first + step, -(-end // unit) * unit)
+        buffer = bytearray((last - first) // elements * n_bytes)
+        _read(source, fd, source.start + first // elements * n_bytes, memoryview(buffer))
+        if kind:
+            found = dequantise(torch.frombuffer(buffer, dtype=torch.uint8), kind)
+        else:
+            found = torch.frombuffer(buffer, dtype=READABLE[source.dtype])
+        if source.heads:
+            rows = source.shape[0] // source.heads
+            found = found.view((last - first) // unit, rows // 2, 2, -1).transpose(1, 2).reshape(-1)
+        low, high = max(first, run.start), min(last, end)
+        target[low - run.start : high - run.start].copy_(found[low - first : high - first])
 
 
 def _read(source: Stored, fd: int, at: int, into: Any) -> None:

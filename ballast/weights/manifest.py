@@ -34,12 +34,13 @@ from ballast.weights.config import (
 )
 from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe
 from ballast.weights.generation_config import sampling_defaults
+from ballast.weights.gguf_blocks import BLOCKS
 from ballast.weights.inspection import inspect_model
 from ballast.weights.meta_module import linear_modules
 from ballast.weights.pooling import is_base_model, pools_last_token
 from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
-from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
+from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors, plain_dtype
 
 if TYPE_CHECKING:  # it needs packages that reading weights does not
     from ballast.isolation.zygote import Zygote
@@ -267,7 +268,7 @@ def _match(
                 reason = f"put together from {len(recipe.runs)} it {reason}"
                 raise CheckpointError(str(directory), tensor.names[0], reason)
             for run in recipe.runs:
-                if run.source.dtype not in READABLE:
+                if run.source.dtype not in READABLE and run.source.dtype not in BLOCKS:
                     raise run.source.error(
                         f"dtype {run.source.dtype} is not one of {', '.join(READABLE)}"
                     )
@@ -283,7 +284,8 @@ def _choose_dtype(settings: ModelSettings, plan: Mapping[str, Recipe]) -> str:
     n_bytes: Counter[str] = Counter()
     for recipe in plan.values():
         for run in recipe.runs:
-            n_bytes[run.source.dtype] += run.n * ITEM_BYTES[run.source.dtype]
+            dtype = plain_dtype(run.source.dtype)
+            n_bytes[dtype] += run.n * ITEM_BYTES[dtype]
     return "bfloat16" if n_bytes.most_common(1)[0][0] == "BF16" else "float32"
 
 

@@ -46,5 +46,5 @@ def _files(directory: Path) -> Iterator[Path]:
     except OSError:
         return
     for name in names:
-        if name in _READ or name.endswith(".safetensors"):
+        if name in _READ or name.endswith((".safetensors", ".gguf")):
             yield directory / name

@@ -1,4 +1,4 @@
-"""Locate tensors in safetensors files by their headers, without mapping the files.
+"""Locate tensors in safetensors and GGUF files by their headers, without reading weights.
 
 A header is checked in full before any data is read, so that an unusable checkpoint is refused with
 the file and the tensor at fault, and no job fails later.
@@ -10,12 +10,15 @@ import json
 import math
 import os
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ballast.core.errors import CheckpointError
+from ballast.fleet.gguf_header import BLOCK_PREFIX, GgufHeader, read_gguf
 from ballast.fleet.unfinished_download import is_lfs_pointer, unfinished
+from ballast.weights.gguf_config import PERMUTED, ROPE_FACTORS, tensor_name
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -53,6 +56,8 @@ class Stored:
     shape: tuple[int, ...]
     start: int
     n_bytes: int
+    heads: int = 0
+    """If above 0: the rows of each of so many heads are stored in the order of GGUF files."""
 
     def error(self, reason: str) -> CheckpointError:
         return CheckpointError(str(self.path), self.name, reason)
@@ -67,6 +72,8 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
     if (directory / SINGLE).is_file():
         return read_header(directory / SINGLE)
     index = directory / INDEX
+    if not index.is_file() and (files := sorted(directory.glob("*.gguf"))):
+        return gguf_tensors([read_gguf(path) for path in files])
     if not index.is_file():
         raise CheckpointError(
             str(directory), None, f"has neither {SINGLE} nor {INDEX}; " + _why_none(directory)
@@ -84,6 +91,48 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
     return {
         name: headers[shard][name] for name, shard in weight_map.items() if name in headers[shard]
     }
+
+
+def gguf_tensors(headers: Sequence[GgufHeader]) -> dict[str, Stored]:
+    """Return the tensors of all parts of a GGUF file, by the names that `transformers` has."""
+    values = headers[0].values
+    permuted = values.get("general.architecture") in PERMUTED
+    heads = values.get("llama.attention.head_count")
+    kv_heads = values.get("llama.attention.head_count_kv", heads)
+    found: dict[str, Stored] = {}
+    for header in headers:
+        for t in header.tensors.values():
+            if t.name == ROPE_FACTORS:
+                continue
+            name = tensor_name(t.name)
+            dtype = t.type.name if t.type.elements == 1 else BLOCK_PREFIX + t.type.name
+            stored = Stored(header.path, name, dtype, t.shape, t.start, t.n_bytes)
+            if permuted and ".q_proj." in name:
+                stored = _permuted(stored, heads)
+            elif permuted and ".k_proj." in name:
+                stored = _permuted(stored, kv_heads)
+            found[name] = stored
+    return found
+
+
+def _permuted(stored: Stored, heads: object) -> Stored:
+    if type(heads) is not int or heads < 1 or stored.shape[0] % (2 * heads):
+        raise stored.error(f"its {stored.shape[0]} rows are not those of {heads!r:.40} heads")
+    return replace(stored, heads=heads)
+
+
+def dequantised_types(directory: Path) -> str:
+    """Return the names of the GGUF types that a checkpoint's weights are dequantised from; empty
+    for others. Raises CheckpointError, as `find_tensors`."""
+    if not any(directory.glob("*.gguf")):
+        return ""
+    found = {t.dtype for t in find_tensors(directory).values()}
+    return ", ".join(sorted(d.removeprefix(BLOCK_PREFIX) for d in found if plain_dtype(d) != d))
+
+
+def plain_dtype(dtype: str) -> str:
+    """Return the dtype that a tensor is served in by default: blocks are dequantised to BF16."""
+    return "BF16" if dtype.startswith(BLOCK_PREFIX) else dtype
 
 
 def _why_none(directory: Path) -> str:
@@ -107,7 +156,7 @@ def served_tensors(directory: Path, dtype: str) -> dict[str, int]:
     """Estimate as `served_bytes`, for each tensor by its name in the checkpoint."""
     tensors = find_tensors(directory)
     if dtype == "auto":
-        halves = sum(t.n_bytes for t in tensors.values() if t.dtype == "BF16")
+        halves = sum(t.n_bytes for t in tensors.values() if plain_dtype(t.dtype) == "BF16")
         whole = sum(t.n_bytes for t in tensors.values())
         dtype = "bfloat16" if 2 * halves > whole else "float32"
     item = 2 if dtype == "bfloat16" else 4

@@ -68,7 +68,7 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "gone": ("/no/such/volume", lambda path: None, "is its volume mounted?"),
     "cached": ("hf:no-org/no-model", lambda path: None, "not in the local cache"),
     "either": ("no-org/no-model", lambda path: None, "there is no directory"),
-    "gguf": ("model-q4.gguf", of_a_file, "GGUF files are not read"),
+    "gguf": ("model-q4.gguf", of_a_file, "not a GGUF file"),
     "shards": ("shards", without_shards, "an unfinished download: 2 of the 2 shards"),
     "downloading": ("downloading", downloading, "an unfinished download"),
     "cut": ("cut", cut, "as an unfinished download is"),

@@ -1,0 +1,97 @@
+"""Make the small files of a checkpoint (configuration, tokenizer) from a GGUF file's header.
+
+    python -m ballast.weights.gguf_export FILE...
+
+prints one JSON object: `files`, texts by name, or `error`. `ballast.fleet.gguf_entry` runs it as a
+process, since the file may be anybody's: limited, and confined before it is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ballast.core.errors import BallastError, CheckpointError, brief
+from ballast.fleet.gguf_header import GgufHeader, GgufTensor, read_gguf
+from ballast.weights.gguf_config import ROPE_FACTORS, config_values, tensor_name
+from ballast.weights.gguf_tokenizer import end_tokens, tokenizer_files
+
+_MOST_FACTORS = 1 << 16
+
+
+def checkpoint_files(paths: Sequence[Path]) -> dict[str, str]:
+    """Return texts by the names of the files that they go to; `paths`: all parts of a split file,
+    or the one file. Raises CheckpointError and UnsupportedModel."""
+    headers = [read_gguf(path) for path in paths]
+    values = headers[0].values
+    _check_parts(headers)
+    tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
+    factors = None
+    for header in headers:
+        if ROPE_FACTORS in header.tensors:
+            factors = _factors(header.path, header.tensors[ROPE_FACTORS])
+    for name in tensors:
+        if name != ROPE_FACTORS:
+            tensor_name(name)
+    config = config_values(values, tensors, factors)
+    ends = end_tokens(values)
+    config["eos_token_id"] = ends
+    generation = {"eos_token_id": ends} if ends else {}
+    return {
+        "config.json": json.dumps(config),
+        "generation_config.json": json.dumps(generation),
+        **tokenizer_files(values),
+    }
+
+
+def _check_parts(headers: Sequence[GgufHeader]) -> None:
+    """Raise CheckpointError unless these are the parts of one file, in order."""
+    for i, header in enumerate(headers):
+        count, number = header.values.get("split.count", 0), header.values.get("split.no", 0)
+        whole = count in (0, 1) and len(headers) == 1
+        if not whole and (count != len(headers) or number != i):
+            reason = (
+                f"its header says part {number!r:.20} of {count!r:.20}; it is {i} of {len(headers)}"
+            )
+            raise CheckpointError(str(header.path), None, reason)
+
+
+def _factors(path: Path, tensor: GgufTensor) -> list[float]:
+    n = tensor.n_bytes // 4
+    if tensor.type.name != "F32" or n > _MOST_FACTORS:
+        raise CheckpointError(str(path), tensor.name, f"is {tensor.type.name} of {tensor.shape}")
+    return [float(x) for x in np.fromfile(path, "<f4", n, offset=tensor.start)]
+
+
+def _answer(paths: Sequence[Path]) -> dict[str, Any]:
+    try:
+        return {"files": checkpoint_files(paths)}
+    except BallastError as error:
+        return {"error": str(error)}
+    except OSError as error:
+        return {"error": f"{error.filename or paths[0]}: {error.strerror}"}
+    except MemoryError:
+        return {"error": "its header takes too much memory"}
+    except Exception as error:  # noqa: BLE001 - unforeseen contents of the file
+        return {"error": f"its header cannot be used: {brief(error)}"}
+
+
+def main() -> None:
+    import transformers.convert_slow_tokenizer  # noqa: F401 - all that is needed, before `confine`
+    from transformers.integrations.gguf import gguf_tokenizer_mapping  # noqa: F401
+
+    from ballast.isolation.confinement import confine
+    from ballast.isolation.limits import Limits
+
+    Limits().apply()
+    confine()
+    print(json.dumps(_answer([Path(name) for name in sys.argv[1:]])), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""GGUF files: what `transformers` computes from the weights as dequantised; bad headers by name."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from ballast.core.errors import BallastError, CheckpointError, ConfigError
+from ballast.core.job import SequenceWork
+from ballast.fleet.gguf_entry import gguf_directory
+from ballast.fleet.gguf_header import TYPES, read_gguf
+from ballast.weights.config import config_of, read_config
+from ballast.weights.gguf_blocks import dequantise
+from ballast.weights.gguf_export import checkpoint_files
+from tests.models.tiny import GREEDY, Served
+from tests.weights import gguf_writer as gguf
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+CASES = [(kind.name, "llama") for kind in TYPES.values()] + [("Q8_0", a) for a in ARCHITECTURES[1:]]
+ELEMENTS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def reference(directory: Path, made: dict[str, bytes], kinds: dict[str, str]) -> torch.nn.Module:
+    """The model of `transformers`, with the weights as dequantised."""
+    from ballast.weights.gguf_config import tensor_name
+
+    values = read_config(directory)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config_of(values), attn_implementation="eager", dtype=torch.float32
+    )
+    state = model.state_dict()
+    for name, data in made.items():
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if kinds[name] in ELEMENTS:
+            flat = raw.view(ELEMENTS[kinds[name]]).float()
+        else:
+            flat = dequantise(raw, TYPES[gguf.NUMBERS[kinds[name]]])
+        target = state[tensor_name(name)]
+        found = flat.view(target.shape)
+        heads = {"attn_q": gguf.HEADS, "attn_k": gguf.KV_HEADS}.get(name.split(".")[-2])
+        if heads and values["model_type"] == "llama":
+            rows = found.shape[0] // heads // 2
+            found = found.view(heads, rows, 2, -1).swapaxes(1, 2).reshape(found.shape)
+        target.copy_(found)
+    return model.eval()
+
+
+@pytest.mark.parametrize(("kind", "architecture"), CASES)
+def test_computes_what_transformers_does(
+    kind: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    wanted = gguf.tensors(kind, architecture)
+    made = gguf.write(tmp_path / "m.gguf", gguf.values(architecture), wanted)
+    directory = Path(gguf_directory(tmp_path / "m.gguf", "path", "m.gguf"))
+    model = reference(directory, made, {name: k for name, (k, _) in wanted.items()})
+    tokens = torch.randint(0, 250, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = model(tokens[None], use_cache=False).logits[0, -1]
+    served = Served(directory, dtype="float32")
+    try:
+        ours = served.logits(SequenceWork("a", tokens.tolist(), 0, [4, 0, 9, 6], GREEDY))[0]
+    finally:
+        served.close()
+    assert theirs.std() > 0.05  # or nothing would have been tested
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert ours.argmax() == theirs.argmax()
+
+
+@pytest.mark.parametrize("kind", [k.name for k in TYPES.values() if k.elements > 1])
+def test_dequantises_as_ggml_does(kind: str) -> None:
+    library = pytest.importorskip("gguf")
+    number = gguf.NUMBERS[kind]
+    data = np.frombuffer(gguf.blocks(kind, (8, 512), 1), np.uint8)
+    theirs = library.dequantize(
+        data.reshape(-1, TYPES[number].n_bytes), library.GGMLQuantizationType(number)
+    )
+    ours = dequantise(torch.from_numpy(data.copy()), TYPES[number])
+    assert np.array_equal(ours.numpy(), theirs.ravel())
+
+
+def test_tokenizer_template_and_end_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gguf.write(tmp_path / "m.gguf", gguf.values(), gguf.tensors("Q4_0"))
+    directory = gguf_directory(tmp_path, "path", "m")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    assert tokenizer.decode(tokenizer.encode("ab 12<|im_end|>")) == "ab 12<|im_end|>"
+    assert tokenizer.encode("ab<|im_end|>") == [258, 257]
+    assert tokenizer.chat_template is not None
+    assert read_config(Path(directory))["eos_token_id"] == [257]
+
+
+def test_split_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    wanted = list(gguf.tensors("Q4_0").items())
+    parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    for i, path in enumerate(parts):
+        more = {"split.no": i, "split.count": 2}
+        header = gguf.values(**more) if i == 0 else more
+        gguf.write(path, header, dict(wanted[i::2]))
+    for given in (tmp_path, *parts):
+        served = Served(Path(gguf_directory(given, "path", "m")), dtype="float32")
+        served.close()
+    parts[1].unlink()
+    with pytest.raises(ConfigError, match="1 of its 2 parts"):
+        gguf_directory(parts[0], "path", "m")
+
+
+def test_headers_that_lie_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    gguf.write(path, gguf.values(), gguf.tensors("Q4_0"))
+    whole = path.read_bytes()
+    for n in (0, 3, 4, 23, 24, 100, 3000, len(whole) - 4000):
+        path.write_bytes(whole[:n])
+        with pytest.raises(CheckpointError, match=r"m\.gguf"):
+            read_gguf(path)
+    huge = struct.pack("<Q", 2**63)
+    key = whole.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 8
+    tensor = whole.index(b"token_embd.weight") + len("token_embd.weight")
+    lies = {"tensors": 8, "values": 16, "key": 24, "list": key, "shape": tensor + 4}
+    lies |= {"offset": tensor + 4 + 16 + 4}
+    for at in lies.values():
+        path.write_bytes(whole[:at] + huge + whole[at + 8 :])
+        with pytest.raises(CheckpointError, match=r"m\.gguf"):
+            read_gguf(path)
+    path.write_bytes(whole[: tensor + 20] + struct.pack("<I", 16) + whole[tensor + 24 :])
+    with pytest.raises(CheckpointError, match="IQ2_XXS is not one of"):
+        read_gguf(path)
+
+
+def test_any_changed_byte_of_a_header_is_refused_or_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    gguf.write(path, gguf.values(), gguf.tensors("Q4_0"))
+    whole = bytearray(path.read_bytes())
+    rng = np.random.default_rng(0)
+    end = min(t.start for t in read_gguf(path).tensors.values())
+    for at in rng.integers(0, end, 300):
+        broken = whole.copy()
+        broken[at] ^= int(rng.integers(1, 256))
+        path.write_bytes(broken)
+        with contextlib.suppress(CheckpointError):  # any other error fails the test
+            read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"general.architecture": "gemma9"}, "'gemma9' is not one of llama"),
+        ({"llama.expert_count": 8}, "expert_count"),
+        ({"llama.logit_scale": 2.0}, "logit_scale"),
+        ({"llama.rope.scaling.type": "dynamic"}, "dynamic"),
+        ({"llama.rope.dimension_count": 32}, "rope.dimension_count"),
+        ({"llama.block_count": 0}, "block_count"),
+        ({"tokenizer.ggml.pre": "martian"}, "martian"),
+        ({"tokenizer.ggml.model": "rwkv"}, "rwkv"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(
+    more: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    gguf.write(tmp_path / "m.gguf", gguf.values() | more, gguf.tensors("Q4_0"))
+    with pytest.raises(BallastError, match=reason):
+        checkpoint_files([tmp_path / "m.gguf"])
