@@ -36,9 +36,12 @@ _PASSED = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "V
 def is_gguf(local: Path) -> bool:
     """Whether a path means a GGUF file: itself, or a directory that holds one and no other
     weights."""
-    if local.suffix.lower() == SUFFIX and not local.is_dir():
-        return True
-    return local.is_dir() and bool(_files(local)) and not any(local.glob("*.safetensors"))
+    if not os.path.isdir(local):
+        return local.suffix.lower() == SUFFIX
+    try:
+        return bool(_files(local)) and not any(local.glob("*.safetensors"))
+    except OSError:  # its own fault is named where it is looked into
+        return False
 
 
 def gguf_directory(local: Path, key: str, text: str) -> str:
@@ -79,7 +82,7 @@ def _parts(local: Path, key: str, text: str) -> list[Path]:
         ending = first.name[-len(SUFFIX) :]
         numbers = range(1, min(count, _MOST_PARTS) + 1)
         names = [f"{split[1]}-{i:05}-of-{split[3]}{ending}" for i in numbers]
-    missing = [name for name in names if not (first.parent / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(first.parent / name)]
     if missing or not 1 <= count <= _MOST_PARTS:
         part = f"{len(missing)} of its {count} parts are missing, the first of them {missing[:1]}"
         allowed = "there is no such file: is its volume mounted?" if split is None else part
