@@ -104,6 +104,7 @@ def test_a_measured_profile_drives_a_simulation(tmp_path: Path) -> None:
     assert profile.costs("atlas-chat").prefill_seconds(128) > 0
 
     work = ("bench", fleet, "--seconds", 5, "--profile", file, "--json", report)
+    work = (*work, "--preset", "balloon")
     pictures = ("--png", tmp_path / "out" / "a.png", "--html", tmp_path / "out" / "a.html")
     ballast(*work, "--virtual", "--story", tmp_path / "story", *pictures)
     assert pictures[1].read_bytes().startswith(b"\x89PNG")
@@ -162,9 +163,10 @@ def test_simulate_compares_presets_on_devices_that_are_not_here(tmp_path: Path) 
     shown = invoke("plan", fleet, "--devices", "L4", *work, "--json", out / "plan.json")
     result = json.loads((out / "plan.json").read_text())
     assert result["device"] == "L4"
-    assert result["presets"][0]["name"] == "static"
-    assert result["presets"][0]["devices"] == 2
-    assert 4 <= len(result["presets"][0]["draws"]) <= result["seeds"] == 8
+    by_name = {preset["name"]: preset for preset in result["presets"]}
+    assert list(by_name) == ["lru+round-robin", "recompute+round-robin", "static"]
+    assert by_name["static"]["devices"] == 2
+    assert 4 <= len(by_name["static"]["draws"]) <= result["seeds"] == 8
     assert "fewest devices" in shown
     assert "for a further draw they do with" in " ".join(shown.split())
     links = tmp_path / "links.toml"

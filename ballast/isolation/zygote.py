@@ -62,9 +62,15 @@ class Zygote:
 
     @classmethod
     def fork(
-        cls, prepare: Callable[[], object] = lambda: None, limits: Limits | None = None
+        cls,
+        prepare: Callable[[], object] = lambda: None,
+        limits: Limits | None = None,
+        *,
+        confined: bool = True,
     ) -> Zygote:
         """Fork the zygote from this process as it is now; `prepare` runs first in each child.
+
+        `confined` False: for calls that read nothing that others have written, and write files.
 
         Other threads of this process must be waiting, not computing: the zygote has none of them,
         and a lock that one of them holds stays held there.
@@ -74,7 +80,7 @@ class Zygote:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _serve(theirs, parent, prepare, limits)
+            _serve(theirs, parent, _confining(prepare) if confined else prepare, limits)
         theirs.close()
         return cls(ours, pid, limits)
 
@@ -268,7 +274,6 @@ def _run(
     try:
         die_with(zygote)
         limits.apply()
-        confine()
         reply = _called(request, prepare, limits)
         with open(writing, "wb") as file:
             file.write(_LENGTH.pack(len(reply)))
@@ -276,6 +281,16 @@ def _run(
         code = 0
     finally:
         os._exit(code)
+
+
+def _confining(prepare: Callable[[], object]) -> Callable[[], object]:
+    """Return what confines a child, and then prepares it."""
+
+    def ready() -> None:
+        confine()
+        prepare()
+
+    return ready
 
 
 def _called(request: bytes, prepare: Callable[[], object], limits: Limits) -> bytes:

@@ -314,7 +314,7 @@ def _fingerprint(config: Any, segments: Sequence[Segment]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def fork_zygote(limits: Limits | None = None) -> Zygote:
+def fork_zygote(limits: Limits | None = None, *, confined: bool = True) -> Zygote:
     """Fork the process whose children read manifests, as `Zygote.fork` does.
 
     Values that each of them would compute anew are computed before.
@@ -322,7 +322,7 @@ def fork_zygote(limits: Limits | None = None) -> Zygote:
     from ballast.isolation.zygote import Zygote
 
     get_checkpoint_conversion_mapping("llama")  # builds the rules of all models, and keeps them
-    return Zygote.fork(_one_thread, limits)
+    return Zygote.fork(_one_thread, limits, confined=confined)
 
 
 def _one_thread() -> None:

@@ -13,8 +13,6 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
 from ballast import __version__
 from ballast.core.settings import ModelSettings
 from ballast.weights.host import LoraDelta
@@ -56,10 +54,14 @@ class SealedModel:
     """Adapters that could not be loaded, with the reason."""
 
     def encode(self) -> bytes:
+        import msgspec  # here: where nothing is kept, as on GPUs' images, it need not be there
+
         return msgspec.msgpack.encode(replace(self, manifest=replace(self.manifest, plan={})))
 
     @classmethod
     def decode(cls, record: bytes) -> SealedModel:
+        import msgspec
+
         return msgspec.msgpack.decode(record, type=cls)
 
     def log_changes(self, settings: ModelSettings) -> None:

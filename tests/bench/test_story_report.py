@@ -37,7 +37,7 @@ def ran(path: Path, preset: str) -> ClusterRun:
     work = workload_of("bursty", NAMES, rate=4.0, seconds=12.0, most_tokens=1024, seed=3)
     specs = [spec(name) for name in NAMES]
     slos = {s.name: s.slo for s in specs}
-    kinds = parse_kinds("1xA100-80G,1xA10")
+    kinds = parse_kinds("1xA100-80G,1xA10", engine="eager")  # no time of a server's own
     with stories(fresh(path, preset, [preset])) as sink_of:
         return run_cluster(resolve(preset), kinds, specs, work, slos, sink_of=sink_of)
 

@@ -79,7 +79,9 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     opened: list[Served] = []
 
     def make(from_rows: dict[str, int], **settings: Any) -> Served:
-        def chosen(n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> int:
+        def chosen(
+            n: int, k: int, dtype: torch.dtype, *, gated: bool = False, invariant: bool = False
+        ) -> int:
             assert gated == (SHAPES[n, k] == "gate_up")
             return from_rows.get(SHAPES[n, k], choices.NEVER)
 

@@ -14,7 +14,7 @@ from tests.server.process import ServerProcess
 from tests.server.test_api import MODEL
 
 DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "ballast.json"
-METRIC = re.compile(r"\b(?:(?:vllm|ballast):|http_|process_)\w+")
+METRIC = re.compile(r"\b(?:vllm_|ballast_|http_|process_)\w+")
 GROUPED = re.compile(r"\bby \(([^)]*)\)")
 OF_A_SCRAPE = {"instance", "job"}
 """Labels that Prometheus adds."""
