@@ -87,6 +87,7 @@ FORBIDDEN_NAMES = {
 }
 HARMLESS = {
     "ballast": {"os"},
+    "ballast.fleet.gguf_header": {"os"},
     "ballast.fleet.unfinished_download": {"os"},
     "ballast.memory.pool": {"threading"},
     "ballast.memory.syscalls": {"os"},
