@@ -24,7 +24,7 @@ from ballast.weights.sharding import Shard
 from benchmarks.adapters import random_adapter
 from tests.cluster.test_segment_broker import tier
 from tests.models.tiny import llama
-from tests.weights.test_host import allocated
+from tests.weights.test_host import allocated, only_its_own  # noqa: F401 - a fixture
 
 Damage = Callable[[Path], object]
 
