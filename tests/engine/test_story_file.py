@@ -14,7 +14,7 @@ from ballast.engine.story_file import StoryFile, first_part_is_gone, parts
 
 
 def lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
 def test_entries_are_lines(tmp_path: Path) -> None:
