@@ -60,7 +60,7 @@ class LeastRecentlyUsed(MemoryPolicy):
         ]
         loaded = _loaded_since(view, memo)
         wanted = sorted((m for m in view.models if _wanted(m)), key=oldest)
-        room = Room(view, reserved)
+        room = Reservations(view, reserved)
         draining: set[str] = set()
         wake = None
         for heir in wanted:
@@ -105,7 +105,7 @@ class LeastRecentlyUsed(MemoryPolicy):
         return max(m.slab_pages, min(int(self.parallel * request_pages(m)), alone))
 
     def _drain_for(
-        self, view: DeviceView, heir: ModelView, room: Room, loaded: Mapping[str, float]
+        self, view: DeviceView, heir: ModelView, room: Reservations, loaded: Mapping[str, float]
     ) -> tuple[set[str], float | None]:
         """Return the busy models to drain so that `heir` fits once they are evicted, and when the
         next one may be drained."""
@@ -119,7 +119,7 @@ class LeastRecentlyUsed(MemoryPolicy):
         return {m.name for m in chosen if not m.idle}, None
 
 
-class Room:
+class Reservations:
     """Pages that loaded models, with their reservations, leave on a device."""
 
     def __init__(self, view: DeviceView, reserved: Mapping[str, int]) -> None:
