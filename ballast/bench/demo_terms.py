@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ballast.bench.device_run import run_virtual
-from ballast.bench.expected_load import expected_of, expecting
+from ballast.bench.expected_load import expected_of, expecting, request_tokens
 from ballast.bench.report import Report
 from ballast.bench.run_options import slos_of, workload_of
 from ballast.core.cost import StepCosts
@@ -104,10 +104,11 @@ class DemoTerms:
         document["defaults"] = document.get("defaults", {}) | {
             "slo": {"ttft": self.slo.ttft, "tpot": self.slo.tpot}
         }
+        asked = request_tokens(self.workload)
         for model in document["models"]:
             model.pop("slo", None)
             stated = ModelSettings(name=model["name"], path="")
-            model |= expected_of(stated, [model["name"]], self.workload)
+            model |= expected_of(stated, [model["name"]], asked)
         document["server"] = document.get("server", {}) | {"spare_worker": SPARE_WORKER}
         text = "# Written by `ballast demo` on terms measured on this machine.\n"
         text += yaml.safe_dump(document, sort_keys=False)

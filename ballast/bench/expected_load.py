@@ -6,8 +6,8 @@ fixed places give them to those with the most work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ballast.core.model import ModelSpec
@@ -18,8 +18,9 @@ from ballast.workload.workload import Workload
 def expecting(fleet: FleetSettings, workload: Workload) -> FleetSettings:
     """Return the fleet with what the workload asks of each model, where the fleet does not state
     it: tokens per second, and the tokens of its longest request."""
+    asked = request_tokens(workload)
     models = tuple(
-        replace(m, **expected_of(m, [m.name, *(a.name for a in m.adapters)], workload))
+        replace(m, **expected_of(m, [m.name, *(a.name for a in m.adapters)], asked))
         for m in fleet.models
     )
     return replace(fleet, models=models)
@@ -27,16 +28,33 @@ def expecting(fleet: FleetSettings, workload: Workload) -> FleetSettings:
 
 def specs_expecting(specs: Iterable[ModelSpec], workload: Workload) -> list[ModelSpec]:
     """Return the specs with the same."""
-    return [replace(s, **expected_of(s, [m.name for m in s.served], workload)) for s in specs]
+    asked = request_tokens(workload)
+    return [replace(s, **expected_of(s, [m.name for m in s.served], asked)) for s in specs]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTokens:
+    """Tokens of the requests of a workload that lasts `seconds`, by model."""
+
+    by_model: Mapping[str, Sequence[int]]
+    seconds: float
+
+
+def request_tokens(workload: Workload) -> RequestTokens:
+    """Return the tokens of each request, prompt and output together."""
+    tokens: dict[str, list[int]] = {}
+    for r in workload.requests:
+        tokens.setdefault(r.model, []).append(r.prompt_tokens + r.output_tokens)
+    return RequestTokens(tokens, max(workload.seconds, 1.0))
 
 
 def expected_of(
-    model: ModelSpec | ModelSettings, names: Sequence[str], workload: Workload
+    model: ModelSpec | ModelSettings, names: Sequence[str], asked: RequestTokens
 ) -> dict[str, Any]:
-    """Return the settings that state what a workload asks of the model of these `names`, its
-    adapters' included; what is stated stays."""
-    tokens = [r.prompt_tokens + r.output_tokens for r in workload.requests if r.model in names]
+    """Return the settings that state what is asked of the model of these `names`, its adapters'
+    included; what is stated stays."""
+    tokens = [n for name in names for n in asked.by_model.get(name, ())]
     return {
-        "expected_tokens": model.expected_tokens or sum(tokens) / max(workload.seconds, 1.0),
+        "expected_tokens": model.expected_tokens or sum(tokens) / asked.seconds,
         "expected_longest": model.expected_longest or max(tokens, default=0),
     }
