@@ -18,6 +18,7 @@ from ballast.server.openai.request import ChatRequest, GenerateRequest
 from ballast.server.text.chat_template import EncodedJob, TemplateRenderer
 from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
 from ballast.server.text.turns import fitted
+from ballast.server.tools.dialect import check_arguments
 
 
 class PromptEncoder:
@@ -113,6 +114,7 @@ class PromptEncoder:
 
         def prepare() -> EncodedJob:
             messages = [m.for_template() for m in request.messages or ()]
+            check_arguments(messages)
             dialect = tokenizer.dialect
             preface = "" if dialect is None else dialect.description(tools)
             messages = fitted(messages, traits, dialect, preface)

@@ -96,9 +96,7 @@ class ToolDialect:
 
         Most templates expect the arguments of earlier calls as objects, where clients send texts;
         Mistral's accept only ids of nine letters and digits, where clients may have other servers'.
-        Raises InvalidRequest where the arguments have too many values.
         """
-        _check_arguments(messages)
         turns = [self._turn(message) for message in messages]
         if self.syntax.tools_in_system and tools:
             if not turns or turns[0].get("role") != "system":
@@ -148,6 +146,23 @@ class ToolDialect:
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
+def check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidRequest where the arguments of earlier calls have too many values together: they
+    are JSON within JSON, whose values the weight of the body does not count. To be called before
+    anything reads them."""
+    left = MOST_WEIGHT
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = _function_of(call)
+            arguments = None if function is None else function.get("arguments")
+            if isinstance(arguments, str):
+                left -= weight(arguments.encode(errors="replace"), left)
+            if left < 0:
+                why = "the arguments of earlier calls have too many values"
+                raise InvalidRequest(f"messages: {why}", "messages")
+
+
 def _nine(call_id: object) -> object:
     """Return an id of a call as Mistral's templates accept it: the same for the same id."""
     if not isinstance(call_id, str) or _MISTRAL_ID.fullmatch(call_id):
@@ -164,22 +179,6 @@ def _as_text(tools: object) -> str:
         return json.dumps(tools)
     except RecursionError as error:
         raise InvalidRequest("tools: nested too deeply", "tools") from error
-
-
-def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Bound the number of values in the arguments of earlier calls: they are JSON within JSON,
-    whose values the weight of the body does not count."""
-    left = MOST_WEIGHT
-    for message in messages:
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
-            function = _function_of(call)
-            arguments = None if function is None else function.get("arguments")
-            if isinstance(arguments, str):
-                left -= weight(arguments.encode(errors="replace"), left)
-            if left < 0:
-                why = "the arguments of earlier calls have too many values"
-                raise InvalidRequest(f"messages: {why}", "messages")
 
 
 def _with_object(call: object) -> object:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ballast.core.errors import InvalidRequest
 from ballast.fleet.tokenizer import train_tokenizer
 from ballast.server.tools.delta import Arguments, Began
 from ballast.server.tools.dialect import ToolDialect
@@ -196,15 +195,3 @@ def test_any_arguments_of_earlier_calls(arguments: object) -> None:
         message: dict[str, object] = {"role": "assistant", "tool_calls": calls}
         [turn] = dialect.conversation([message], None)
         assert turn["role"] == "assistant"
-
-
-def test_arguments_of_earlier_calls_are_bounded_together() -> None:
-    """They are JSON within JSON: a body of one text may hold millions of values."""
-    dialect = ToolDialect.of("", "hermes", lambda text: None)
-    assert dialect is not None
-    arguments = "[" + "{}," * 9_000 + "{}]"
-    calls = [{"function": {"name": "f", "arguments": arguments}}]
-    message: dict[str, object] = {"role": "assistant", "tool_calls": calls}
-    assert len(dialect.conversation([message], None)) == 1
-    with pytest.raises(InvalidRequest, match="too many values"):
-        dialect.conversation([message] * 10, None)
