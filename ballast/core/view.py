@@ -152,8 +152,8 @@ class ModelView:
     cached_of: tuple[tuple[str, int], ...] = ()
     """Pages that hold cached prefixes only, by tenant."""
     given_up: bool = False
-    """Whether it is resident without any request, and all requests for which it was activated have
-    left before any had a job."""
+    """Whether it is resident, or its weights are loading, without any request, and all requests for
+    which it was activated have left before any had a job."""
     traffic: TrafficStats = field(default_factory=TrafficStats)
     _derived: dict[Callable[[ModelView], Any], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False

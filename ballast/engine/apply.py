@@ -75,11 +75,12 @@ def _activate(state: DeviceState, a: Activate) -> Refusal:
 
 def _evict(state: DeviceState, a: Evict) -> Refusal:
     m = state.models[a.model]
-    if m.residency is not Residency.RESIDENT:
+    stops = m.residency is Residency.ACTIVATING and m.given_up
+    if m.residency is not Residency.RESIDENT and not stops:
         return f"{a.model} is {m.residency.value}"
     if m.spec.pinned:
         return f"{a.model} is pinned"
-    layer_remap.drive_out(state, m)
+    (layer_remap.stop_load if stops else layer_remap.drive_out)(state, m)
     return None
 
 

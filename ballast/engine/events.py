@@ -136,6 +136,8 @@ def _transfer_done(state: DeviceState, event: TransferDoneEvent) -> list[Output]
     m = next(m for m in state.models.values() if m.life.transfer_id == event.transfer_id)
     failed = event.error is not None
     state.activation_rate.end(event.transfer_id, event.n_bytes, state.now, failed=failed)
+    if m.life.stopping:
+        return layer_remap.load_stopped(state, m, event.error)
     if not failed:
         if m.weights.transfer_landed():
             m.life.land(state.now)
@@ -155,7 +157,7 @@ def _transfer_done(state: DeviceState, event: TransferDoneEvent) -> list[Output]
 def _opened(state: DeviceState, event: FirstJobReadyEvent) -> list[Output]:
     """Allow a model's first job to begin; does nothing if its load has ended meanwhile."""
     for m in state.models.values():
-        if m.life.transfer_id == event.transfer_id:
+        if m.life.transfer_id == event.transfer_id and not m.life.stopping:
             m.life.open()
     return []
 

@@ -36,6 +36,25 @@ def drive_out(state: DeviceState, m: ModelState) -> None:
     proceed(state, m)
 
 
+def stop_load(state: DeviceState, m: ModelState) -> None:
+    """Stop the load of a model's weights, and order the eviction of what has come."""
+    transfer = m.life.transfer_id
+    assert transfer is not None, "they are loading"
+    m.life.stop_load()
+    m.weights.announce_eviction()
+    state.link.stop(transfer)
+
+
+def load_stopped(state: DeviceState, m: ModelState, error: str | None) -> list[Output]:
+    """Evict a model whose load was stopped and has ended; `error`: None if all of it came."""
+    if error is None:
+        m.weights.transfer_landed()
+    else:
+        m.weights.transfer_stopped()
+    m.life.load_stopped()
+    return proceed(state, m)
+
+
 def proceed(state: DeviceState, m: ModelState) -> list[Output]:
     """Carry out the next step of a model's life, if one is due; return outputs for clients."""
     step = m.life.due(stirred=m.weights.may_be_loading)

@@ -153,6 +153,11 @@ class Life:
         return waits or self._transfer is not None
 
     @property
+    def stopping(self) -> bool:
+        """Whether a load that nobody waits for has been stopped, and its end will come."""
+        return self._residency is Residency.EVICTING and self._transfer is not None
+
+    @property
     def ready(self) -> bool:
         """Whether a job may begin: the weights are resident, or jobs can wait for missing layers,
         no job is in flight, and no change of layers is pending."""
@@ -167,7 +172,7 @@ class Life:
 
         `stirred`: whether loads of layers may be in flight.
         """
-        if self._work is Work.BUSY:
+        if self._work is Work.BUSY or self.stopping:
             return None
         if self._landing is Landing.BROKEN:
             return Step.FAIL
@@ -212,6 +217,15 @@ class Life:
         """End in failure: the weights could not be loaded."""
         self._go(Transition.FAIL)
         self._transfer = self._broken = None
+
+    def stop_load(self) -> None:
+        """Order an eviction for when the load of the weights has ended, which is stopped."""
+        self._go(Transition.STOP_LOAD)
+
+    def load_stopped(self) -> None:
+        """Record the end of the load that was stopped."""
+        self._go(Transition.LOAD_STOPPED)
+        self._transfer = None
 
     def order_eviction(self) -> None:
         """Order an eviction, for when no job and no load is in flight; cancels an ordered remap."""
@@ -300,7 +314,9 @@ class Life:
             ),
             (work is Work.BUSY and self.settling, "a job while loads are being waited for"),
             (
-                residency is Residency.EVICTING and work is Work.IDLE and not self.settling,
+                residency is Residency.EVICTING
+                and work is Work.IDLE
+                and not (self.settling or self.stopping),
                 "an eviction that nothing is in the way of",
             ),
             (
@@ -319,7 +335,8 @@ class Life:
                 "something happens to it though it is gone",
             ),
             (
-                (self._transfer is not None) != (activating and landing is not Landing.BROKEN),
+                (self._transfer is not None)
+                != (self.stopping or (activating and landing is not Landing.BROKEN)),
                 "a transfer",
             ),
             ((self._broken is not None) != (landing is Landing.BROKEN), "a broken load"),

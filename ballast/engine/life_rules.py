@@ -104,6 +104,9 @@ class Transition(enum.Enum):
     BREAK = "break"
     """Its load has failed while a job was in flight."""
     FAIL = "fail"
+    STOP_LOAD = "stop load"
+    """Order of an eviction while its weights are loading, which nobody waits for."""
+    LOAD_STOPPED = "load stopped"
     ORDER_EVICTION = "order eviction"
     EVICT = "evict"
     BEGIN_JOB = "begin job"
@@ -158,6 +161,13 @@ RULES: Mapping[Transition, Rule] = {
         landing={_A.SHUT: _A.SHUT, _A.OPEN: _A.SHUT, _A.BROKEN: _A.SHUT},
         work=_IDLE,
     ),
+    Transition.STOP_LOAD: Rule(
+        residency={_R.ACTIVATING: _R.EVICTING},
+        landing={_A.SHUT: _A.SHUT, _A.OPEN: _A.SHUT},
+        work=_IDLE,
+        stay=_HERE,
+    ),
+    Transition.LOAD_STOPPED: Rule(residency={_R.EVICTING: _R.EVICTING}, work=_IDLE),
     Transition.ORDER_EVICTION: Rule(
         residency={_R.RESIDENT: _R.EVICTING},
         layers={

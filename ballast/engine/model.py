@@ -146,16 +146,22 @@ class ModelState:
         return self.life.job
 
     @property
+    def has_requests(self) -> bool:
+        return bool(self.waiting or self.running or self.paused)
+
+    @property
     def idle_since(self) -> float | None:
         """Time since which it is idle; None: it is not resident, or has requests."""
-        if self.residency is not Residency.RESIDENT or self.waiting or self.running or self.paused:
+        if self.residency is not Residency.RESIDENT or self.has_requests:
             return None
         return max(self.last_used, self.life.resident_since)
 
     @property
     def given_up(self) -> bool:
-        """Whether all requests for which it was activated have left before any had a job."""
-        return self.for_requests and self.life.unused and self.idle_since is not None
+        """Whether all requests for which it is or was activated have left before any had a job."""
+        if not (self.for_requests and self.life.unused) or self.has_requests:
+            return False
+        return self.residency in (Residency.RESIDENT, Residency.ACTIVATING)
 
     @property
     def rotation(self) -> Rotation:

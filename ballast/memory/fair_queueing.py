@@ -58,7 +58,11 @@ class StartTimeFairQueues(Generic[K, T]):
 
     def pop(self, key: K) -> None:
         """Remove the first item of this queue."""
-        self._queues[key].popleft()
+        self.remove(key, self._queues[key][0])
+
+    def remove(self, key: K, item: T) -> None:
+        """Remove an item of this queue."""
+        self._queues[key].remove(item)
         if not self._queues[key]:
             del self._queues[key]
         if not self._queues:

@@ -42,6 +42,9 @@ ACTIVATIONS = "activations"
 """The stream of whole models' weights. Sharing the link would bring none of them sooner, and in
 this order what several models have in common arrives before the second needs it."""
 
+STOPPED = "link: the transfer was stopped"
+"""Error of a transfer that was stopped."""
+
 
 class Link(Protocol):
     """A bandwidth between host and device, shared by all transfers.
@@ -63,6 +66,10 @@ class Link(Protocol):
         direction: Direction = Direction.TO_DEVICE,
     ) -> None:
         """Begin a transfer and return at once. Its end is posted as a `TransferDoneEvent`."""
+
+    def stop(self, transfer_id: int) -> None:
+        """Stop a transfer of `ACTIVATIONS` after what is in flight of it; it ends as failed, with
+        the error STOPPED. Does nothing where no more of it is to come."""
 
     def close(self) -> None:
         """End after the chunk in flight; transfers not finished end as failed."""
@@ -104,10 +111,31 @@ class Transfer:
         """Seconds of copying, without waiting."""
         self.error: str | None = None
         """Why it failed."""
+        self.is_begun = False
+        """Whether a batch has been taken."""
 
     def next_batch(self) -> list[Copy]:
         batch, self.coming = self.coming or [], next(self._batches, None)
+        self.is_begun = True
         return batch
+
+    def stop(self) -> None:
+        """Fail, with no batch to come."""
+        self.error, self.coming, self._batches = STOPPED, None, iter(())
+
+
+def stop_queued(queues: StartTimeFairQueues[str, Transfer], transfer_id: int) -> Transfer | None:
+    """Stop a transfer of `ACTIVATIONS`. Returns it if none of it has begun: then it has left its
+    queue, and its end is to be posted."""
+    for transfer in queues.items():
+        if transfer.id != transfer_id or transfer.stream != ACTIVATIONS:
+            continue
+        if not transfer.is_begun:
+            queues.remove(ACTIVATIONS, transfer)
+            return transfer
+        if transfer.coming is not None:
+            transfer.stop()
+    return None
 
 
 class HostLink:
@@ -193,6 +221,20 @@ class HostLink:
                 self._sides.add(direction, side)
             self._wake.notify()
 
+    def stop(self, transfer_id: int) -> None:
+        with self._wake:
+            if Direction.TO_DEVICE not in self._sides:
+                return
+            side = self._sides.first(Direction.TO_DEVICE)
+            stopped = stop_queued(side, transfer_id)
+            if not side:
+                self._sides.pop(Direction.TO_DEVICE)
+        if stopped is not None:
+            end = TransferDoneEvent(transfer_id, 0, 0.0, STOPPED)
+            (stopped.on_done or self._on_done)(end)
+            if stopped.watch is not None:
+                stopped.watch.ended(STOPPED)
+
     def close(self) -> None:
         with self._wake:
             self._closing.set()
@@ -221,6 +263,7 @@ class HostLink:
                     transfer.watch.landed(transfer.n_bytes)
                 continue
             with self._wake:
+                error = error or transfer.error
                 side.pop(transfer.stream)
                 if not side:
                     self._sides.pop(direction)

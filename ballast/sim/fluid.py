@@ -149,13 +149,27 @@ class Fluid:
         n_bytes: int,
         ended: Ended,
         ceiling: Ceiling | None = None,
-    ) -> None:
+    ) -> Flow:
         """Let `n_bytes` move over `path` from `now` on; `ended` is called when they have."""
-        self.flows.append(Flow(path, ceiling, ended, now, float(n_bytes), now))
+        flow = Flow(path, ceiling, ended, now, float(n_bytes), now)
+        self.flows.append(flow)
         for side in path:
             side.flows += 1
         if not self._ending:
             self._renew(now)
+        return flow
+
+    def stop(self, now: float, flow: Flow) -> None:
+        """Stop a flow before its end; its `ended` is not called. Its bandwidth is shared among the
+        others."""
+        self.flows.remove(flow)
+        for side in flow.path:
+            side.flows -= 1
+        if self.flows:
+            self._renew(now)
+        elif self._next is not None:
+            self._agenda.drop(self._next)
+            self._next = None
 
     def _end(self, now: float) -> None:
         """End the flows that are due, and share their bandwidth among the others."""

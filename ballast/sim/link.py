@@ -16,9 +16,10 @@ from ballast.core.clock import Clock
 from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.memory.copies import Copy
-from ballast.memory.transfer import ACTIVATIONS
+from ballast.memory.transfer import ACTIVATIONS, STOPPED
+from ballast.sim.change_queue import ScheduledChange
 from ballast.sim.event_heap import EventHeap
-from ballast.sim.fluid import Ceiling, Ended, Fluid, Side, Wire
+from ballast.sim.fluid import Ceiling, Ended, Flow, Fluid, Side, Wire
 from ballast.sim.page_costs import LoopTime
 
 Path = Mapping[Direction, Sequence[Side]]
@@ -76,6 +77,8 @@ class SimLink:
             for direction in Direction
         }
         self._streams: dict[tuple[str, Direction], Stream] = {}
+        self._mapping: dict[tuple[str, int], ScheduledChange] = {}
+        """By stream and number, the begin of each transfer that waits for the loop's calls."""
         self.moving = 0
         """Transfers and loads that are on their way, or wait for those before them."""
 
@@ -113,7 +116,7 @@ class SimLink:
         def begin(at: float) -> None:
             before = 0
             for mark in [*marks, n_bytes]:
-                carrier.carry(at, mark - before, partial(ended, mark), ceiling)
+                carrier.carry(at, mark - before, partial(ended, mark), ceiling, transfer_id)
                 before = mark
 
         if self._calls.until <= now:
@@ -122,10 +125,22 @@ class SimLink:
 
         def mapped(at: float) -> None:
             self.moving -= 1
+            del self._mapping[stream, transfer_id]
             begin(at)
 
         self.moving += 1
-        self._heap.agenda.schedule(self._calls.until, mapped)
+        change = self._heap.agenda.schedule(self._calls.until, mapped)
+        self._mapping[stream, transfer_id] = change
+
+    def stop(self, transfer_id: int) -> None:
+        now = self._clock.now()
+        mapping = self._mapping.pop((ACTIVATIONS, transfer_id), None)
+        if mapping is not None:
+            self._heap.agenda.drop(mapping)
+            self.moving -= 1
+        elif not self.stream(ACTIVATIONS, Direction.TO_DEVICE).stop(now, transfer_id):
+            return
+        self._heap.schedule(now, TransferDoneEvent(transfer_id, 0, 0.0, STOPPED))
 
     def stream(self, name: str, direction: Direction) -> Stream:
         """Return the stream of that name, for bytes that no loop waits for."""
@@ -139,25 +154,62 @@ class SimLink:
         """Nothing to end."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes that move as one flow."""
+
+    n_bytes: int
+    ended: Ended
+    ceiling: Ceiling | None
+    transfer: int | None
+    """Number of the transfer to which they belong; None: of no device's loop."""
+
+
 class Stream:
     """Bytes of one device and direction that move one after another."""
 
     def __init__(self, link: SimLink, fluid: Fluid, path: Sequence[Side]) -> None:
         self._link, self._fluid, self._path = link, fluid, path
-        self._queue: deque[tuple[int, Ended, Ceiling | None]] = deque()
-        """Queued transfers in order; the first flows."""
+        self._queue: deque[_Part] = deque()
+        """Queued parts in order; the first flows."""
+        self._flow: Flow | None = None
 
-    def carry(self, now: float, n_bytes: int, ended: Ended, ceiling: Ceiling | None = None) -> None:
-        """Move bytes after those that are on their way; call `ended` at their end."""
+    def carry(
+        self,
+        now: float,
+        n_bytes: int,
+        ended: Ended,
+        ceiling: Ceiling | None = None,
+        transfer: int | None = None,
+    ) -> None:
+        """Move bytes after those that are on their way; call `ended` at their end. `transfer`: its
+        number, by which `stop` finds them."""
         self._link.moving += 1
-        self._queue.append((n_bytes, ended, ceiling))
+        self._queue.append(_Part(n_bytes, ended, ceiling, transfer))
         if len(self._queue) == 1:
-            self._fluid.start(now, self._path, n_bytes, self._ended, ceiling)
+            self._start_first(now)
+
+    def stop(self, now: float, transfer: int) -> bool:
+        """Drop what is to come of a transfer; returns whether there was any."""
+        kept = deque(part for part in self._queue if part.transfer != transfer)
+        if len(kept) == len(self._queue):
+            return False
+        flows = self._queue[0].transfer == transfer
+        self._link.moving -= len(self._queue) - len(kept)
+        self._queue = kept
+        if flows:
+            assert self._flow is not None, "the first part flows"
+            self._fluid.stop(now, self._flow)
+            self._start_first(now)
+        return True
+
+    def _start_first(self, now: float) -> None:
+        if self._queue:
+            part = self._queue[0]
+            self._flow = self._fluid.start(now, self._path, part.n_bytes, self._ended, part.ceiling)
 
     def _ended(self, at: float, seconds: float) -> None:
-        _, ended, _ = self._queue.popleft()
+        part = self._queue.popleft()
         self._link.moving -= 1
-        if self._queue:
-            n_bytes, _, ceiling = self._queue[0]
-            self._fluid.start(at, self._path, n_bytes, self._ended, ceiling)
-        ended(at, seconds)
+        self._start_first(at)
+        part.ended(at, seconds)

@@ -81,6 +81,9 @@ class _Link:
     ) -> None:
         """Do nothing: there is nothing to copy."""
 
+    def stop(self, transfer_id: int) -> None:
+        """Do nothing: the end that was recorded follows."""
+
     def close(self) -> None:
         """Do nothing: there is nothing to end."""
 

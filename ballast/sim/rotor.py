@@ -87,6 +87,7 @@ class SimRotor:
 
     def forget(self) -> None:
         self._lay(WHOLE, ())
+        self._arriving = {}
 
     def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         if not self._early:

@@ -240,6 +240,13 @@ class WeightsOnDevice:
             if segment.filler == self.spec.name:
                 segment.filler = None
 
+    def transfer_stopped(self) -> None:
+        """Handle the end of a transfer that was stopped: other models may load the shared segments,
+        and no job will wait for layers."""
+        self.transfer_failed()
+        if self.rotor is not None:
+            self.rotor.forget()
+
     def evict(self) -> None:
         """Free the model's pages, and those of shared segments that no other model uses now. No job
         or transfer of this model may use them, and its rotor is settled."""

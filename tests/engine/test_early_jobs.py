@@ -4,6 +4,7 @@ on the way fails alone."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -223,6 +224,49 @@ def test_what_arrives_and_goes_while_the_first_job_waits(
         assert server.answers[second.id].tokens == alone[second.id].tokens
         assert isinstance(answers[gone.id].end, CancelledOutput)
         check(server)
+
+
+def test_a_load_that_is_given_up_leaves_nothing_behind(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its pages are back before the others' load; when it is loaded again, jobs wait for its layers
+    as before."""
+    (first,), (other,) = asked(1, models=("a",)), asked(1, models=("b",))
+    with InProcess(fleet(paths)) as server:
+        alone = server.generate([first, other])
+    begun, go = threading.Event(), threading.Event()
+
+    def copy(copy: Copy, copy_bytes: CopyBytes) -> None:
+        begun.set()
+        assert go.wait(DEADLINE)
+        copy_checked(copy, copy_bytes)
+
+    step = Stepwise(monkeypatch)
+    monkeypatch.setattr("ballast.memory.transfer.copy_checked", copy)
+    story = tmp_path / "story.jsonl"
+    with InProcess(replace(fleet(paths), story_path=str(story)), make_machine=step) as server:
+        step.watch(server)
+        m = server.device.state.models["a"]
+        server.submit(replace(first, id="gone"))
+        assert begun.wait(DEADLINE)
+        server.cancel("gone")
+        server.submit(other)
+        until = time.monotonic() + DEADLINE
+        while not m.life.stopping and time.monotonic() < until:
+            time.sleep(0.01)
+        go.set()
+        server.wait()
+        assert (m.residency, m.evictions) == (Residency.ABSENT, 1)
+        assert server.device.state.pool.ledger.owned("weights:a") == 0
+        answers = server.generate([first])
+        check(server)
+    assert isinstance(server.answers["gone"].end, CancelledOutput)
+    assert answers[first.id].tokens == alone[first.id].tokens
+    assert server.answers[other.id].tokens == alone[other.id].tokens
+    assert {name for name, _ in step.waited} == {"a", "b"}
+    (life,) = read_device_stories(story)
+    found = replay(life)
+    assert (found.difference, found.stray) == (None, None)
 
 
 def test_costs_are_learned_from_jobs_that_found_their_layers(

@@ -42,9 +42,14 @@ def test_a_client_that_vanishes_while_its_model_loads(preset: str, another: bool
     assert result == [(0.5, CancelledOutput("gone"))]
     assert device.open_requests == 1, "the other one, which is still to come"
     if not another:
-        device.advance(1.5)  # by now all of it is there
-        given_up = preset != "static"
-        gone = device.state.models["m"]
+        gone, given_up = device.state.models["m"], preset != "static"
+        device.advance(0.65)
+        assert gone.residency is (Residency.ABSENT if given_up else Residency.ACTIVATING)
+        assert device.state.pool.ledger.owned("weights:m") == (0 if given_up else 20)
+        device.advance(0.6 + 1.35)  # the other one's load had the link from then on
+        there = device.state.models["n"].residency is Residency.RESIDENT
+        assert there == given_up
+        device.advance(2.7)
         assert gone.residency is (Residency.ABSENT if given_up else Residency.RESIDENT)
         assert (gone.activations, gone.evictions) == (1, given_up)
     device.finish(1.0)

@@ -44,6 +44,8 @@ DO: dict[Transition, Callable[[Life], object]] = {
     Transition.LAND: lambda m: m.land(0.0),
     Transition.BREAK: lambda m: m.break_off("the host is gone"),
     Transition.FAIL: lambda m: m.fail(),
+    Transition.STOP_LOAD: lambda m: m.stop_load(),
+    Transition.LOAD_STOPPED: lambda m: m.load_stopped(),
     Transition.ORDER_EVICTION: lambda m: m.order_eviction(),
     Transition.EVICT: lambda m: m.evict(),
     Transition.BEGIN_JOB: lambda m: m.begin_job(JOB, 0.0),
@@ -79,7 +81,7 @@ class Driven:
 
     @property
     def key(self) -> tuple[object, ...]:
-        return *parts(self.life).values(), self.stirred
+        return *parts(self.life).values(), self.stirred, self.life.stopping
 
     def proceed(self) -> None:
         step = self.life.due(stirred=self.stirred)
@@ -102,7 +104,11 @@ class Driven:
         if life.residency is Residency.ABSENT and here:
             yield lambda d: d.life.activate(1)
             yield lambda d: d.life.find(0.0)
-        if life.transfer_id is not None:
+        if life.stopping:
+            yield Driven.load_stopped
+        elif life.transfer_id is not None:
+            if life.work is Work.IDLE and here:
+                yield lambda d: d.life.stop_load()
             yield lambda d: d.life.land(0.0)
             if life.landing is Landing.SHUT:
                 yield lambda d: d.life.refill(2)
@@ -136,6 +142,10 @@ class Driven:
 
     def drive_out(self) -> None:
         self.life.order_eviction()
+        self.proceed()
+
+    def load_stopped(self) -> None:
+        self.life.load_stopped()
         self.proceed()
 
     def remap(self) -> None:
@@ -189,7 +199,7 @@ def test_every_state_that_can_be_reached_is_whole_and_nothing_else_is_let_by() -
     assert seen == {state for part in PARTS.values() for state in part}
     # The end of a job that was to move KV, and the loss of it, are one event.
     assert legal == set(Transition) - {Transition.LOSE_KV}
-    assert len(known) == 128
+    assert len(known) == 136
 
 
 def tried(life: Life, transition: Transition) -> bool:

@@ -98,7 +98,7 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
         m = state.models[rng.choice(list(PARTS))]
         seen = view.model(m.spec.name)
         free = state.pool.free
-        kind = rng.choice(("activate", "evict", "evict", "busy", "settle", "wait"))
+        kind = rng.choice(("activate", "evict", "evict", "stop", "busy", "settle", "wait"))
         evicting = any(x.residency is Residency.EVICTING for x in view.models)
         if kind == "activate" and seen.residency is Residency.ABSENT:
             refused = apply(state, Activate(m.spec.name), [])
@@ -112,6 +112,10 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
             if not evicting:
                 assert state.pool.free == free + seen.evictable_pages
                 kinds.add((kind, seen.evictable_pages > 0))
+        elif kind == "stop" and seen.residency is Residency.ACTIVATING:
+            m.for_requests = True  # all of which have left
+            assert apply(state, Evict(m.spec.name), []) is None
+            kinds.add((kind,))
         elif kind == "busy" and seen.residency is Residency.RESIDENT and m.job is None:
             m.life.begin_job(Job(0, 0, m.spec.name, ()), state.now)
             assert apply(state, Evict(m.spec.name), []) is None
@@ -127,6 +131,7 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
         ("activate", False, False),
         ("evict", True),
         ("evict", False),
+        ("stop",),
     }
 
 

@@ -14,8 +14,8 @@ from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.core.units import KiB, MiB
-from ballast.memory.copies import Copy, copy_now
-from ballast.memory.transfer import PRIOR_BYTES_PER_SECOND, HostLink, copy_threads
+from ballast.memory.copies import Copy, CopyBytes, copy_checked, copy_now
+from ballast.memory.transfer import PRIOR_BYTES_PER_SECOND, STOPPED, HostLink, copy_threads
 from ballast.memory.vm_memfd import MemfdVm
 
 PAGE = 64 * KiB
@@ -224,6 +224,63 @@ def test_closing_tells_what_was_not_finished(done_events: DoneEvents) -> None:
     assert all(d.n_bytes < 10_000 for d in done)
     with pytest.raises(DeviceError, match="closed"):
         link.start(3, [])
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_a_transfer_that_is_stopped_ends_with_what_is_in_flight(
+    done_events: DoneEvents, monkeypatch: pytest.MonkeyPatch, paced: bool
+) -> None:
+    """What follows it does not wait for the rest; one that has not begun ends at once."""
+    begun, go = threading.Event(), threading.Event()
+
+    def copy(copy: Copy, copy_bytes: CopyBytes) -> None:
+        begun.set()
+        assert go.wait(240)
+        copy_checked(copy, copy_bytes)
+
+    monkeypatch.setattr("ballast.memory.transfer.copy_checked", copy)
+    source, target = _pair(90_000)
+    pace = LinkRates.even(1e9) if paced else None
+    link = HostLink(Stepping(1e-6), done_events, pace, threads=1, chunk_bytes=10_000)
+    whole = [Copy(target.ctypes.data, source.ctypes.data, 90_000)]
+    watches = [Followed(done_events) for _ in range(2)]
+    link.start(1, whole, watch=watches[0])
+    link.start(1, [Copy(target.ctypes.data, source.ctypes.data, 9)], "kv")
+    link.start(2, whole, watch=watches[1])
+    link.start(3, whole)
+    assert begun.wait(240)
+    link.stop(1)
+    link.stop(2)
+    link.stop(2)
+    link.stop(77)
+    second = done_events.next()
+    assert (second.transfer_id, second.n_bytes, second.error) == (2, 0, STOPPED)
+    go.set()
+    ends = [done_events.next() for _ in range(3)]
+    assert [(e.transfer_id, e.n_bytes, e.error) for e in ends] == [
+        (1, 10_000, STOPPED),
+        (1, 9, None),
+        (3, 90_000, None),
+    ]
+    link.stop(3)
+    link.close()
+    assert (source == target).all()
+    assert [watch.end for watch in watches] == [[(STOPPED, True)], [(STOPPED, True)]]
+    assert done_events.queue.empty()
+
+
+def test_stopping_at_any_moment_ends_each_transfer_once(done_events: DoneEvents) -> None:
+    link = HostLink(Stepping(1e-6), done_events, threads=2, chunk_bytes=1_000)
+    source, target = _pair(40_000)
+    for i in range(60):
+        link.start(i, [Copy(target.ctypes.data, source.ctypes.data, 40_000)])
+        if i % 3:
+            link.stop(i - i % 2)
+    ends = [done_events.next() for _ in range(60)]
+    link.close()
+    assert sorted(e.transfer_id for e in ends) == list(range(60))
+    assert all(e.error == (None if e.n_bytes == 40_000 else STOPPED) for e in ends)
+    assert done_events.queue.empty()
 
 
 def test_senseless_settings_and_copies(done_events: DoneEvents) -> None:

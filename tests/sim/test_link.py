@@ -13,6 +13,7 @@ from ballast.core.clock import VirtualClock
 from ballast.core.event import TransferDoneEvent
 from ballast.core.link import Direction, LinkRates
 from ballast.memory.copies import Copy
+from ballast.memory.transfer import ACTIVATIONS, STOPPED
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.link import SimLink
 
@@ -145,6 +146,34 @@ def test_the_other_direction_slows_down_what_is_in_flight_while_it_lasts() -> No
 def test_streams_share_their_own_direction_only() -> None:
     asked = [Asked(0.0, 60, "a"), Asked(0.0, 60, "b"), Asked(0.0, 100, "a", OUT)]
     assert by_id(ends(asked)) == pytest.approx({0: 2.0, 1: 2.0, 2: 2.0})
+
+
+def test_a_transfer_that_is_stopped_leaves_the_link_to_others() -> None:
+    clock = VirtualClock()
+    heap = EventHeap(clock)
+    link = SimLink(heap, clock, ONE)
+    for transfer, stream in ((1, ACTIVATIONS), (2, ACTIVATIONS), (3, ACTIVATIONS), (1, "kv")):
+        link.start(transfer, [Copy(0, 0, 1000)], stream)
+    found: list[tuple[float, TransferDoneEvent]] = []
+
+    def run(until: float) -> None:
+        while (due := min(heap.agenda.next, inf if heap.next is None else heap.next)) <= until:
+            if due == inf:
+                break
+            events = [e for e in heap.take(due) if isinstance(e, TransferDoneEvent)]
+            found.extend((clock.now(), e) for e in events)
+        if until < inf:
+            clock.advance_to(until)
+
+    run(4.0)  # each stream has carried 200 bytes
+    for transfer in (1, 2, 2, 9):
+        link.stop(transfer)
+    run(inf)
+    ends = [(at, e.transfer_id, e.error) for at, e in found]
+    # The other stream shares with the third transfer; alone, that has the last 200 bytes.
+    assert ends == [(4.0, 1, STOPPED), (4.0, 2, STOPPED), (20.0, 1, None), (22.0, 3, None)]
+    assert link.moving == 0
+    assert heap.next is None
 
 
 def test_many_at_once_leave_nothing_behind_in_the_heap() -> None:

@@ -21,7 +21,13 @@ from ballast.memory.copies import Copy, batches
 from ballast.memory.cuda.calls import Driver
 from ballast.memory.cuda.fences import EventPool
 from ballast.memory.fair_queueing import StartTimeFairQueues
-from ballast.memory.transfer import ACTIVATIONS, PRIOR_BYTES_PER_SECOND, Transfer
+from ballast.memory.transfer import (
+    ACTIVATIONS,
+    PRIOR_BYTES_PER_SECOND,
+    STOPPED,
+    Transfer,
+    stop_queued,
+)
 
 
 class CudaLink:
@@ -72,6 +78,9 @@ class CudaLink:
         direction: Direction = Direction.TO_DEVICE,
     ) -> None:
         self._sides[direction].start(transfer_id, copies, stream)
+
+    def stop(self, transfer_id: int) -> None:
+        self._sides[Direction.TO_DEVICE].stop(transfer_id)
 
     def close(self) -> None:
         if self._closed:
@@ -132,6 +141,12 @@ class _Side:
                 raise DeviceError("link", "it is closed")
             self._turns.add(stream, transfer)
             self._wake.notify()
+
+    def stop(self, transfer_id: int) -> None:
+        with self._wake:
+            stopped = stop_queued(self._turns, transfer_id)
+        if stopped is not None:
+            self._on_done(TransferDoneEvent(transfer_id, 0, 0.0, STOPPED))
 
     def close(self) -> None:
         with self._wake:

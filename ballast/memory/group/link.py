@@ -66,6 +66,9 @@ class GroupLink:
             )
         )
 
+    def stop(self, transfer_id: int) -> None:
+        """Do nothing: the parts of the other ranks would go on."""
+
     def close(self) -> None:
         self._own.close()
 

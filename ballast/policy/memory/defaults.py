@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ballast.core.actions import RECALL_SECONDS, Action, DropCache, Evict, Recall, Refuse
 from ballast.core.model import kv_room
 from ballast.core.units import ceil_div
-from ballast.core.view import DeviceView, ModelView, RequestView
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 
 ACTIVATIONS_GROW = "jobs of a new model take larger activations"
 KV_COMES_HOME = "KV comes home from borrowed pages"
@@ -79,12 +79,17 @@ class Expiry:
 def expire(view: DeviceView, *, give_up: bool = True) -> Expiry:
     """Evict every idle model that has been without a request for its `ttl`, and, with `give_up`,
     those whose requests have all left while they were brought onto the device. Pinned models
-    stay."""
+    stay.
+
+    A load that is in flight goes on unless others wait for memory or the link: a client that asks
+    again, as after a time-out, then finds it further on.
+    """
     evictions: list[Evict] = []
     later: list[float] = []
     for m in view.models:
         if give_up and m.given_up and not m.spec.pinned:
-            evictions.append(Evict(m.name, why="the requests that waited for it have left"))
+            if m.residency is Residency.RESIDENT or _is_awaited(view):
+                evictions.append(Evict(m.name, why="the requests that waited for it have left"))
             continue
         ttl = m.spec.ttl
         if not ttl or m.idle_since is None or m.spec.pinned:
@@ -95,6 +100,11 @@ def expire(view: DeviceView, *, give_up: bool = True) -> Expiry:
         else:
             later.append(at)
     return Expiry(tuple(evictions), min(later, default=None))
+
+
+def _is_awaited(view: DeviceView) -> bool:
+    """Whether requests wait for memory, or for a model's weights."""
+    return bool(view.shortages) or any(m.waiting for m in view.models)
 
 
 def last_resort(view: DeviceView) -> Sequence[Action]:

@@ -24,7 +24,7 @@ from ballast.memory.cuda.link import CudaLink
 from ballast.memory.cuda.pinning import PinnedMemory
 from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.tensor import array_at
-from ballast.memory.transfer import PRIOR_BYTES_PER_SECOND
+from ballast.memory.transfer import PRIOR_BYTES_PER_SECOND, STOPPED
 from tests.memory.fake_cuda import FakeDriver, Misuse
 
 PAGE = 64 * KiB
@@ -87,6 +87,35 @@ def test_all_copies_land_before_the_end_is_told(
     assert (back == source).all()
     assert link.bytes_per_second != PRIOR_BYTES_PER_SECOND
     cuda.unmap(r, 0, 2)
+
+
+def test_a_transfer_that_is_stopped_ends_with_what_is_in_flight(
+    done_events: queue.Queue[TransferDoneEvent],
+) -> None:
+    driver = Gate()
+    vm = CudaVm(driver, 0, PAGE, 4)
+    assert vm.populate([0, 1]) is None
+    r = vm.reserve(2 * PAGE)
+    vm.map(r, 0, [0, 1])
+    link = CudaLink(driver, 0, Counting(), done_events.put, chunk_bytes=10_000, ahead=2)
+    source = _source(90_000)
+    whole = [Copy(r.base, source.ctypes.data, 90_000)]
+    for transfer in (1, 2, 3):
+        link.start(transfer, whole)
+    link.stop(2)
+    second = done_events.get(timeout=240)
+    assert (second.transfer_id, second.n_bytes, second.error) == (2, 0, STOPPED)
+    link.stop(1)
+    driver.open.set()
+    first, third = (done_events.get(timeout=240) for _ in range(2))
+    assert (first.transfer_id, first.error, third.transfer_id) == (1, STOPPED, 3)
+    assert first.n_bytes <= 20_000
+    assert (third.n_bytes, third.error) == (90_000, None)
+    link.stop(3)
+    link.close()
+    assert done_events.empty()
+    vm.close()
+    assert driver.is_clean()
 
 
 def test_nothing_to_copy(link: CudaLink, done_events: queue.Queue[TransferDoneEvent]) -> None:

@@ -94,6 +94,18 @@ def test_under_every_preset_an_idle_model_leaves_on_time_and_returns_when_asked(
     assert result.state.models["short"].residency is Residency.ABSENT
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_load_that_is_given_up_is_stopped_where_others_wait(waits: bool) -> None:
+    """Else it goes on: its client may ask again."""
+    loading = replace(model("loading", None, None), given_up=True, residency=Residency.ACTIVATING)
+    other = model("other", None, None)
+    if waits:
+        other = replace(other, waiting=(worlds.request(1),))
+    evictions = expire(worlds.device(loading, other, now=100.0, free=0)).evictions
+    assert [e.model for e in evictions] == (["loading"] if waits else [])
+    assert not expire(worlds.device(loading, other, now=100.0, free=0), give_up=False).evictions
+
+
 def test_models_that_are_given_up_leave_unless_they_are_pinned_or_have_places() -> None:
     models = (
         replace(model("given up", None, 99.0), given_up=True),
