@@ -5,6 +5,7 @@ import order to its top. A package imports only packages that stand before it in
 all of these: `[tool.importlinter]` in `pyproject.toml` has the levels.
 
 - `core`: The vocabulary: requests, events, actions, views, settings, errors.
+- `residency`: The order of the copies by which passes stream layers that are not resident.
 - `memory`: Pages of a device, their owners and mappings, and transfers between host and device.
 - `policy`: Pure scheduling, memory and placement policies, and the presets made of them.
 - `workload`: Traces and synthetic workloads: which request arrives when, of how many tokens.
