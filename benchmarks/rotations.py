@@ -37,9 +37,11 @@ class RandomRotations(MemoryPolicy):
         )
 
     def draw(self, rotatable: tuple[int, ...]) -> Rotation:
-        """Any number of layers, through any number of slots."""
+        """Any number of layers, each in any of any number of slots."""
         m = self.rng.randint(1, len(rotatable))
         if m == 1:
             return WHOLE
         layers = self.rng.sample(rotatable, m)
-        return Rotation(tuple(sorted(layers)), self.rng.randint(1, m - 1))
+        slots = self.rng.randint(1, m - 1)
+        stated = [*range(slots), *self.rng.choices(range(slots), k=m - slots)]
+        return Rotation.of(dict(zip(layers, stated, strict=True)))

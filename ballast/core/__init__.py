@@ -23,6 +23,7 @@ clock.
 - `link`: Directions and rates of the link between host and device.
 - `migration`: Commands and results of moving a running request with its KV to another device.
 - `model`: `ModelSpec`: the sizes of a model that scheduling and memory need.
+- `omitted`: Mark fields that stories omit while they have their default.
 - `report`: `DeviceReport`: what a device reports for routing, metrics and display.
 - `request`: Sampling parameters, submissions, and the life of a request inside an engine.
 - `rotation`: Which layers of a model share slots, so that the others' memory is free (MIRAGE, 5.4).

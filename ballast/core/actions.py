@@ -6,16 +6,11 @@ Nothing here acts: all are frozen data. `why` is the reason that the story recor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from ballast.core.omitted import OMITTED
 from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
-
-OMITTED: Mapping[str, Any] = {"omitted": True}
-"""Metadata of a field that stories omit while it has its default, so that stories recorded before
-the field existed compare equal."""
 
 
 @dataclass(frozen=True, slots=True)

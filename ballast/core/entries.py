@@ -7,10 +7,10 @@ story that can be replayed begins with a `Snapshot`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ballast.core.actions import OMITTED, Action, LoopCommand
+from ballast.core.actions import Action, LoopCommand
 from ballast.core.cost import StepCosts
 from ballast.core.event import (
     ArrivalEvent,
@@ -46,6 +46,7 @@ from ballast.core.migration import (
     KvTailEvent,
 )
 from ballast.core.model import ModelSpec
+from ballast.core.omitted import OMITTED
 from ballast.core.settings import DeviceSettings
 
 FORMAT = 1
@@ -179,11 +180,21 @@ def describe(event: Event) -> StoryEntry:
 
 def describe_action(action: Action | LoopCommand) -> StoryEntry:
     """Describe an action or command as plain data."""
-    entry = dataclasses.asdict(action)
-    for field in dataclasses.fields(action):
-        if field.metadata == OMITTED and entry[field.name] == field.default:
-            del entry[field.name]
-    return entry
+    return {name: _plain(value) for name, value in _fields(action)}
+
+
+def _fields(of: Any) -> Iterator[tuple[str, Any]]:
+    """Return the names and values of a dataclass's fields, without those that stories omit."""
+    for field in dataclasses.fields(of):
+        value = getattr(of, field.name)
+        if field.metadata != OMITTED or value != field.default:
+            yield field.name, value
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {name: _plain(part) for name, part in _fields(value)}
+    return value
 
 
 def describe_lease(lease: Lease) -> StoryEntry:

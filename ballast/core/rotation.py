@@ -15,12 +15,13 @@ loop).
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil, floor, inf
 
 from ballast.core.errors import BrokenPromise
+from ballast.core.omitted import OMITTED
 from ballast.core.spacing import even, grown
 
 NEGLIGIBLE = 1e-9
@@ -30,14 +31,36 @@ MOST_SLOTS = 3
 more than alpha slots, some slots have a single layer, which need not rotate."""
 
 
+REMAPPED = 0.01
+"""Stall that is accepted to avoid remapping one more layer, as a fraction of a pass. Remapping a
+layer of hundreds of pages takes about as long as a pass, and plans last for tens of passes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Rotating layers and their slots: the i-th of `layers` has slot `i % slots`."""
+    """Rotating layers and their slots."""
 
     layers: tuple[int, ...] = ()
     """Rotating layers, ascending, counted from 0; more than `slots`, or none."""
     slots: int = 0
     """Number of slots (beta); 0: no layer rotates."""
+    assigned: tuple[int, ...] = field(default=(), metadata=OMITTED)
+    """Slot of each of `layers`; empty where the slots are used in turn, the i-th layer having slot
+    `i % slots`, as in all stories recorded before this field existed."""
+
+    def __post_init__(self) -> None:
+        if self.assigned == self._in_turn():
+            object.__setattr__(self, "assigned", ())
+
+    @classmethod
+    def of(cls, slot_of: Mapping[int, int]) -> Rotation:
+        """Return the rotation in which each layer has the slot given."""
+        layers = tuple(sorted(slot_of))
+        slots = 1 + max(slot_of.values(), default=-1)
+        return cls(layers, slots, tuple(slot_of[i] for i in layers))
+
+    def _in_turn(self) -> tuple[int, ...]:
+        return tuple(i % self.slots for i in range(len(self.layers))) if self.slots > 0 else ()
 
     @property
     def n_freed(self) -> int:
@@ -52,12 +75,19 @@ class Rotation:
 
     def of_slot(self, slot: int) -> tuple[int, ...]:
         """Return the layers that share a slot, in the order in which they run."""
-        return self.layers[slot :: self.slots]
+        if not self.assigned:
+            return self.layers[slot :: self.slots]
+        return tuple(i for i, s in zip(self.layers, self.assigned, strict=True) if s == slot)
 
     @property
     def slot_of(self) -> dict[int, int]:
-        """Slot of each rotating layer."""
-        return {layer: i % self.slots for i, layer in enumerate(self.layers)}
+        """Slot of each rotating layer, in the order in which they run."""
+        return dict(zip(self.layers, self.assigned or self._in_turn(), strict=True))
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """By slot, the layer that a pass begins with."""
+        return tuple(self.of_slot(slot)[0] for slot in range(self.slots))
 
     @property
     def next_of(self) -> dict[int, int]:
@@ -76,7 +106,17 @@ class Rotation:
             return "rotating layers are named once each, in order"
         if not set(self.layers).issubset(rotatable):
             return f"of {self.layers} not all can rotate"
+        if self.assigned and len(self.assigned) != len(self.layers):
+            return f"slots are stated for {len(self.assigned)} of {len(self.layers)} layers"
+        if self.assigned and set(self.assigned) != set(range(self.slots)):
+            return f"each of {self.slots} slots has layers, and layers no other slots"
         return None
+
+    def remapped(self, after: Rotation) -> int:
+        """Return the number of layers of which a change to `after` changes the mapping: those that
+        begin or cease to rotate, or get another slot."""
+        ours, theirs = self.slot_of, after.slot_of
+        return sum(ours.get(i) != theirs.get(i) for i in {*ours, *theirs})
 
 
 WHOLE = Rotation()
@@ -179,17 +219,18 @@ def best(
     now: Rotation = WHOLE,
     slots: int | None = None,
 ) -> Rotation | None:
-    """Return the rotation that frees `alpha` layers with the least stall, then the fewest loads,
-    then the fewest changes; None: too few layers can rotate.
+    """Return the rotation that frees `alpha` layers with the least stall, where each layer whose
+    mapping changes without need counts as `REMAPPED`; then that with the fewest loads, then that
+    with the fewest changes; None: too few layers can rotate.
 
     Equations 4 and 5 are averages, and assume two slots used in turn, which fails for odd m where
     the circle closes. So exact stalls are compared, of one to three slots and of several sets of
-    layers: evenly spaced ones, ones with a wider gap where the circle closes, and the layers that
-    rotate `now` with a few added or removed. `slots`: fixes their number, at most alpha.
+    layers: evenly spaced ones whose slots are used in turn, ones with a wider gap where the circle
+    closes, and the rotation `now` with a few layers added or removed, while all others keep their
+    slots. `slots`: fixes their number, at most alpha.
     """
     if alpha <= 0:
         return WHOLE
-    rotating = set(now.layers)
     period = n * compute + outside
     slack = NEGLIGIBLE * period
     found: tuple[tuple[float, int, int], Rotation] | None = None
@@ -203,18 +244,25 @@ def best(
     for least, beta in sorted(tries):
         if found and (found[0][0] == 0.0 or found[0][0] < least - slack):
             break
-        candidates = _candidates(n, rotatable, alpha + beta, beta, outside / compute, now.layers)
-        for moved, layers in sorted((len(rotating.symmetric_difference(c)), c) for c in candidates):
-            plan = Rotation(layers, beta)
-            wait = stall(n, plan, transfer, compute, outside)
-            if found and abs(wait - found[0][0]) <= slack:
-                wait = found[0][0]
-            key = wait, len(layers), moved
+        plans = _candidates(n, rotatable, alpha + beta, beta, outside / compute, now)
+        needed = abs(alpha + beta - len(now.layers))
+        for moved, plan in sorted(((now.remapped(p), p) for p in plans), key=_fewest_changes):
+            changes = REMAPPED * period * (moved - needed)
+            if found and found[0][0] < least + changes - slack:
+                break
+            cost = stall(n, plan, transfer, compute, outside) + changes
+            if found and abs(cost - found[0][0]) <= slack:
+                cost = found[0][0]
+            key = cost, len(plan.layers), moved
             if found is None or key < found[0]:
                 found = key, plan
-            if wait <= least + slack:
+            if cost <= least + changes + slack:
                 break
     return found[1] if found else None
+
+
+def _fewest_changes(tried: tuple[int, Rotation]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return tried[0], tried[1].layers, tried[1].assigned
 
 
 def _candidates(
@@ -223,14 +271,17 @@ def _candidates(
     m: int,
     beta: int,
     outside: float,
-    now: tuple[int, ...],
-) -> set[tuple[int, ...]]:
-    """Return candidate sets of `m` layers for `best`; `outside` is in units of layers."""
+    now: Rotation,
+) -> set[Rotation]:
+    """Return candidates for `best`: `m` layers in `beta` slots; `outside` is in units of layers."""
     rounds = {n + min(n, floor(outside)), n + min(n, ceil(outside))}
     if m % beta:
         # Where the circle closes, two consecutive layers have the same slot, which loses one.
         rounds |= {around - 1 for around in rounds}
-    found = {grown(n, rotatable, m, now)} if set(now).intersection(rotatable) else set()
+    found = set[Rotation]()
+    if not set(now.layers).isdisjoint(rotatable):
+        found.add(Rotation.of(grown(n, rotatable, m, beta, now.slot_of)))
     for around in rounds:
-        found.update(even(around, tuple(x for x in rotatable if x < around), m))
+        for layers in even(around, tuple(x for x in rotatable if x < around), m):
+            found.add(Rotation(layers, beta))
     return found

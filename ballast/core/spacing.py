@@ -6,25 +6,55 @@ Used only by `core.rotation`. Pure combinatorics on layer numbers.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from math import gcd
 
 
-def grown(n: int, rotatable: tuple[int, ...], m: int, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return `m` layers: `layers`, with some added in wide gaps or removed from narrow ones."""
-    chosen = sorted(set(layers).intersection(rotatable))
+def grown(
+    n: int, rotatable: tuple[int, ...], m: int, beta: int, now: Mapping[int, int]
+) -> dict[int, int]:
+    """Return `m` layers, each with its slot of `beta`: those of `now` that can keep theirs, with
+    some added where a slot's layers are far apart on the circle, or removed where they are close.
 
-    def room(x: int) -> tuple[int, int]:
-        i = bisect_left(chosen, x)
-        after = bisect_right(chosen, x)
-        return (x - chosen[i - 1]) % n or n, (chosen[after % len(chosen)] - x) % n or n
+    Layers whose slot is no more are the first to be added to the others.
+    """
+    free = set(rotatable)
+    turns: list[list[int]] = [[] for _ in range(beta)]
+    for layer, slot in now.items():
+        if slot < beta and layer in free:
+            insort(turns[slot], layer)
+            free.discard(layer)
+    homeless = free.intersection(now)
 
-    while len(chosen) < m:
-        insort(chosen, max(set(rotatable).difference(chosen), key=lambda x: (min(room(x)), -x)))
-    while len(chosen) > m:
-        chosen.remove(min(chosen, key=lambda x: (sum(room(x)), x)))
-    return tuple(chosen)
+    def room(layer: int, slot: int) -> tuple[int, int]:
+        turn = turns[slot]
+        if not turn:
+            return n, n
+        i, after = bisect_left(turn, layer), bisect_right(turn, layer)
+        return (layer - turn[i - 1]) % n or n, (turn[after % len(turn)] - layer) % n or n
+
+    def roomiest(choice: tuple[int, int]) -> tuple[int, int, int, int]:
+        layer, slot = choice
+        nearest = min(min(room(layer, s)) for s in range(beta))
+        return min(room(layer, slot)), nearest, -layer, -slot
+
+    total = sum(map(len, turns))
+    while total < m:
+        among = homeless or free
+        layer, slot = max(((x, s) for x in among for s in range(beta)), key=roomiest)
+        insort(turns[slot], layer)
+        free.discard(layer)
+        homeless.discard(layer)
+        total += 1
+    while total > m:
+        closest = min(
+            ((x, s) for s, turn in enumerate(turns) if len(turn) > 1 for x in turn),
+            key=lambda choice: (sum(room(*choice)), choice),
+        )
+        turns[closest[1]].remove(closest[0])
+        total -= 1
+    return {layer: slot for slot, turn in enumerate(turns) for layer in turn}
 
 
 def _gaps(around: int, layers: Collection[int]) -> list[int]:

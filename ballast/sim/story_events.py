@@ -68,7 +68,7 @@ class StoryRotor:
         """Do nothing: the story has the event at which no layer is in transfer."""
 
     def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
-        self.held = rotation.layers[: rotation.slots]
+        self.held = rotation.first
 
     def forget(self) -> None:
         self.held = ()

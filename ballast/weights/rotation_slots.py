@@ -37,8 +37,8 @@ class RotationSlots:
     def lacking(self) -> list[tuple[int, int]]:
         """Return the slots that do not hold the layer that a pass begins with, each with that
         layer."""
-        first = self.rotation.layers[: self.rotation.slots]
-        return [(slot, layer) for slot, layer in enumerate(first) if self.held[slot] != layer]
+        first = enumerate(self.rotation.first)
+        return [(slot, layer) for slot, layer in first if self.held[slot] != layer]
 
     def following(self, layer: int) -> tuple[int, int] | None:
         """Return the slot of a layer that a pass has used, and the layer that takes its place; None

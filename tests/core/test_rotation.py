@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballast.core.errors import BrokenPromise
-from ballast.core.rotation import WHOLE, Rotation, best, double, most, single, spread, stall
+from ballast.core.rotation import (
+    REMAPPED,
+    WHOLE,
+    Rotation,
+    best,
+    double,
+    most,
+    single,
+    spread,
+    stall,
+)
 
 LAYERS = 12
 
@@ -62,6 +72,20 @@ def test_a_slot_holds_its_layers_in_a_circle() -> None:
     assert WHOLE.slot_of == WHOLE.next_of == {}
 
 
+def test_slots_are_as_stated() -> None:
+    rotation = Rotation((1, 2, 4, 5, 7), 2, (1, 0, 0, 1, 0))
+    assert rotation.slot_of == {1: 1, 2: 0, 4: 0, 5: 1, 7: 0}
+    assert rotation.next_of == {2: 4, 4: 7, 7: 2, 1: 5, 5: 1}
+    assert rotation.of_slot(0) == (2, 4, 7)
+    assert rotation.first == (2, 1)
+    assert (rotation.n_freed, rotation.loads) == (3, 5)
+    assert Rotation.of(rotation.slot_of) == rotation
+    assert Rotation((0, 3, 5), 2, (0, 1, 0)) == Rotation((0, 3, 5), 2), "in turn"
+    assert rotation.remapped(rotation) == 0
+    assert rotation.remapped(WHOLE) == WHOLE.remapped(rotation) == 5
+    assert rotation.remapped(Rotation((1, 2, 3, 5, 7), 2, (1, 0, 1, 0, 0))) == 3
+
+
 def test_a_rotation_that_cannot_be_is_refused() -> None:
     assert WHOLE.refusal(()) is Rotation((0, 2), 1).refusal(range(3)) is None
     for slots in (0, 2, 3):
@@ -70,13 +94,21 @@ def test_a_rotation_that_cannot_be_is_refused() -> None:
         assert "once each, in order" in (Rotation(layers, 1).refusal(range(3)) or "")
     for layers in ((0, 3), (-1, 0)):
         assert "not all can rotate" in (Rotation(layers, 1).refusal(range(3)) or "")
+    for assigned in ((0, 0, 0), (0, 1, 2), (1, 0, -1)):
+        wrong = Rotation((0, 1, 2), 2, assigned)
+        assert "each of 2 slots has layers" in (wrong.refusal(range(3)) or "")
+    assert "for 2 of 3 layers" in (Rotation((0, 1, 2), 2, (0, 1)).refusal(range(3)) or "")
 
 
 @st.composite
 def rotations(draw: st.DrawFn) -> tuple[int, Rotation]:
     n = draw(st.integers(2, 16))
     layers = draw(st.sets(st.integers(0, n - 1), min_size=2))
-    return n, Rotation(tuple(sorted(layers)), draw(st.integers(1, min(4, len(layers) - 1))))
+    slots = draw(st.integers(1, min(4, len(layers) - 1)))
+    # Each slot has a layer; the others are anywhere.
+    rest = len(layers) - slots
+    assigned = [*range(slots), *(draw(st.integers(0, slots - 1)) for _ in range(rest))]
+    return n, Rotation(tuple(sorted(layers)), slots, tuple(draw(st.permutations(assigned))))
 
 
 RATIOS = st.fractions(0, 20, max_denominator=8)
@@ -223,7 +255,7 @@ def test_loading_the_next_but_one_overwrites_where_the_circle_closes() -> None:
 
 
 @given(st.integers(4, 32), st.floats(0.1, 8), st.lists(st.integers(1, 31), min_size=2, max_size=8))
-def test_a_plan_in_force_changes_no_more_than_it_must(
+def test_a_plan_in_force_changes_only_what_saves_more_stall_than_that_costs(
     n: int, transfer: float, alphas: list[int]
 ) -> None:
     every = tuple(range(n))
@@ -234,16 +266,28 @@ def test_a_plan_in_force_changes_no_more_than_it_must(
             continue
         plan = best(n, every, alpha, transfer, 1.0, now=now)
         assert plan is not None
-        waits = stall(n, plan, transfer, 1.0)
-        assert waits <= stall(n, fresh, transfer, 1.0) + 1e-6
-        assert best(n, every, alpha, transfer, 1.0, now=plan) == plan
-        if not waits and plan.slots == fresh.slots:
-            assert changed(now, plan) <= changed(now, fresh)
+        assert best(n, every, alpha, transfer, 1.0, now=fresh) == fresh
+        assert cost(n, now, plan, transfer) <= cost(n, now, fresh, transfer) + 1e-6
         now = plan
 
 
-def changed(before: Rotation, after: Rotation) -> int:
-    return len(set(before.layers) ^ set(after.layers))
+def cost(n: int, now: Rotation, after: Rotation, transfer: float) -> float:
+    needless = now.remapped(after) - abs(len(after.layers) - len(now.layers))
+    return stall(n, after, transfer, 1.0) + REMAPPED * n * needless
+
+
+@pytest.mark.parametrize("n", [32, 40, 80])
+@pytest.mark.parametrize("transfer", [1.0, 1.3, 2.0, 4.0])
+def test_a_layer_more_or_less_leaves_the_others_where_they_are(n: int, transfer: float) -> None:
+    every = tuple(range(n))
+    top = most(n, every, transfer, float(n))
+    now = WHOLE
+    for alpha in (*range(1, top + 1), *range(top - 1, 0, -1)):
+        plan = best(n, every, alpha, transfer, 1.0, now=now)
+        assert plan is not None
+        if alpha + now.slots <= n:  # else a slot has to go, with the places of its layers
+            assert now.remapped(plan) <= 4
+        now = plan
 
 
 def test_layers_that_are_close_on_the_circle_wait() -> None:

@@ -22,7 +22,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.story_file import StoryFile
-from ballast.policy.presets import resolve
+from ballast.policy.presets import resolve, shared_options
 from ballast.sim.device import SimDevice
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.story_reader import DeviceStory, read_device_stories
@@ -42,6 +42,8 @@ STORIES = Path(__file__).parent / "stories"
 SUFFIX = ".jsonl.xz"
 World = tuple[FleetSettings, list[ModelSpec], list[Submission]]
 PREEMPTIVE = {**TURNS, "preemptive": 1}
+LATER = {"late_last": 0.0, "fair_shares": 0.0}
+"""Options that are younger than the first stories, as they were before they were options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class Case:
             device = replace(settings.device, lanes=self.lanes)
             if self.lanes > 1:
                 device = replace(device, threads=self.lanes)
-            options = {**settings.options, **self.options}
+            later = shared_options(self.preset, LATER)
+            options = {**later, **settings.options, **self.options}
             file = StoryFile(path, device.name)
             profile = MachineProfile(
                 costs=dict.fromkeys((s.name for s in specs), COSTS),

@@ -16,7 +16,7 @@ from ballast.core.entries import StoryEntry
 from ballast.policy.presets import ORDERS, PRESETS, shared_options
 from ballast.sim.replay import StoryDifference, replay
 from ballast.sim.story_reader import DeviceStory
-from tests.sim.record_stories import CASES, STORIES, SUFFIX, events_of, read
+from tests.sim.record_stories import CASES, LATER, STORIES, SUFFIX, events_of, read
 
 NAMES = sorted(path.name.removesuffix(SUFFIX) for path in STORIES.glob(f"*{SUFFIX}"))
 
@@ -47,30 +47,6 @@ def _scattered(life: int, entry: int, model: str, pages: int) -> Mended:
 
 
 MENDED: dict[str, tuple[Mended, ...]] = {
-    "mirage-preemptive-deadline": (
-        Mended(
-            life=0,
-            entry=530,
-            replayed={
-                "action": "Remap",
-                "model": "a",
-                "rotation": {"layers": [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14], "slots": 2},
-            },
-            reason="An inactive model that lends layers for a claim can lend further ones, in the "
-            "same decision, to a model that has become active and is to lend less. These were "
-            "looked for in a view that counted the first ones as lent already, and counted them "
-            "once more.",
-        ),
-    ),
-    "mirage-pooled": (
-        Mended(
-            life=0,
-            entry=298,
-            replayed={"promises": [{"model": "a", "weights": 0, "kv": 2}]},
-            reason="a request that came later dropped cached prefixes, and was admitted on them, "
-            "while one that was overdue and undoes nobody kept no more than what was free",
-        ),
-    ),
     "kvswap-deadline": (
         Mended(
             life=0,
@@ -107,10 +83,6 @@ MENDED: dict[str, tuple[Mended, ...]] = {
     "recompute-pooled": (_scattered(0, 102, "m0", 1), _scattered(2, 70, "m0", 3)),
 }
 """By name of the story, one for each life that differs: it goes its own way from there."""
-
-
-LATER = {"late_last": 0.0, "fair_shares": 0.0}
-"""Options that are younger than the stories, as they were before they were options."""
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,11 @@ from ballast.weights.rotation_slots import NOBODY, RotationSlots
 @st.composite
 def rotations(draw: st.DrawFn) -> Rotation:
     layers = draw(st.lists(st.integers(0, 30), unique=True, min_size=2, max_size=12))
-    return Rotation(tuple(sorted(layers)), draw(st.integers(1, len(layers) - 1)))
+    slots = draw(st.integers(1, len(layers) - 1))
+    # Each slot has a layer; the others are anywhere.
+    rest = len(layers) - slots
+    assigned = [*range(slots), *(draw(st.integers(0, slots - 1)) for _ in range(rest))]
+    return Rotation(tuple(sorted(layers)), slots, tuple(draw(st.permutations(assigned))))
 
 
 def begin(slots: RotationSlots) -> None:

@@ -32,7 +32,11 @@ def rotations(draw: st.DrawFn, n: int) -> Rotation:
     layers = draw(st.sets(st.integers(0, n - 1)))
     if len(layers) < 2:
         return WHOLE
-    return Rotation(tuple(sorted(layers)), draw(st.integers(1, len(layers) - 1)))
+    slots = draw(st.integers(1, len(layers) - 1))
+    # Each slot has a layer; the others are anywhere.
+    rest = len(layers) - slots
+    assigned = [*range(slots), *(draw(st.integers(0, slots - 1)) for _ in range(rest))]
+    return Rotation(tuple(sorted(layers)), slots, tuple(draw(st.permutations(assigned))))
 
 
 @given(st.integers(2, 9), st.integers(1, 3), st.integers(0, 3), st.data())
@@ -56,7 +60,7 @@ def test_pages_add_up(n: int, pages: int, spare: int, data: st.DataObject) -> No
         assert slots.pages == wanted.slots * pages
         # What it says is there, is there; all else has to be brought.
         for slot, layer in enumerate(turned.held):
-            here = weights.pages(wanted.layers[slot] * pages, pages)
+            here = weights.pages(wanted.first[slot] * pages, pages)
             assert layer == -1 or bytes_at[here] == layer
             assert layer in (-1, *wanted.of_slot(slot))
         there = {

@@ -140,8 +140,8 @@ class LayerOffers:
         return Remap(m.name, Rotation(m.rotatable[: alpha + slots], slots), why)
 
     def settled(self, view: DeviceView, remap: Remap) -> Remap | None:
-        """Choose the layers of a `Remap`: the plan that stalls least, among equals the one that
-        moves fewest layers; None if it is no better than the present one."""
+        """Choose the layers of a `Remap` and their slots: the plan that stalls least, weighed
+        against the layers that it remaps; None if it is no better than the present one."""
         m = view.model(remap.model)
         n, ratio = m.spec.n_layers, _rounded(self._ratio(view, m))
         plan = best(n, m.rotatable, remap.rotation.n_freed, 1.0, ratio, 0.0, m.rotation, self.slots)
