@@ -136,12 +136,12 @@ def serve(
         # After the file has been judged: this takes seconds.
         from ballast.server.serve import serve as run
 
-        lines.at(f"starting: loading {len(reading.fleet.models)} models", 0)
         code = run(
             source,
             host,
             port,
             ready=lambda port: lines.over.set(),
+            progress=lambda text: lines.at("loading models", 0, note=text),
             reading=reading,
             otlp_endpoint=otlp_endpoint,
             own_process=True,

@@ -17,7 +17,7 @@ from ballast.cluster.fleet_commands import FleetCommands
 from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
 from ballast.cluster.lending.lending_pairs import LendingPairs
 from ballast.cluster.migrations import Migrations
-from ballast.cluster.placing import homes_of, part_of
+from ballast.cluster.placing import Homes, homes_of, part_of
 from ballast.cluster.relocation import Relocation
 from ballast.cluster.request_router import RequestRouter
 from ballast.cluster.segment_broker import SegmentBroker
@@ -69,12 +69,9 @@ class Controller:
         """Carries out operators' commands."""
         self._policy_task: asyncio.Task[None] | None = None
 
-    async def start(self, fleet: FleetSettings) -> None:
-        """Start all devices; returns when they serve. Raises Unavailable if one cannot start, and
-        ConfigError where no device has room for a model."""
+    def prepare(self, fleet: FleetSettings) -> None:
+        """List the devices of a fleet; `start` starts them."""
         self.devices.fleet = fleet
-        homes = await asyncio.to_thread(homes_of, fleet)
-        cores = len(os.sched_getaffinity(0))
         # What a dead worker lent or borrowed is settled before its requests go on elsewhere.
         observers = (
             self._lending_pairs,
@@ -84,19 +81,35 @@ class Controller:
             self.devices,
             self._leaving,
         )
-        starting = []
         for name in fleet.devices:
             device = RemoteDevice(name, self._make_worker, self._spare, self._suspicions, observers)
+            device.fleet = part_of(fleet, name, (), 1)
             self.devices.add(device)
+
+    async def start(self, fleet: FleetSettings) -> None:
+        """Start all devices; returns when they serve. Raises Unavailable if one cannot start, and
+        ConfigError where no device has room for a model."""
+        self.prepare(fleet)
+        await self.start_devices(await asyncio.to_thread(homes_of, fleet))
+        await self.note_loaded()
+
+    async def start_devices(self, homes: Homes) -> None:
+        """Start all devices, each with the models whose `homes` name it. Raises as `start`."""
+        fleet, cores = self.devices.fleet, len(os.sched_getaffinity(0))
+        starting = []
+        for name, device in self.devices.items():
             models = {model for model, at in homes.items() if name in at}
-            starting.append(
-                asyncio.ensure_future(device.start(part_of(fleet, name, models, cores)))
-            )
+            part = part_of(fleet, name, models, cores)
+            starting.append(asyncio.ensure_future(device.start(part)))
         try:
             await asyncio.gather(*starting)
         finally:
             for task in starting:
                 task.cancel()
+
+    async def note_loaded(self) -> None:
+        """Prepare the spare worker and start the fleet policy, once the fleet has been loaded."""
+        fleet = self.devices.fleet
         if fleet.server.spare_worker:
             await self._spare.prepare()
         policy = self.devices.fleet_policy

@@ -126,7 +126,7 @@ class RemoteDevice(DeviceRecord):
             raise Unavailable(self.down)
         if self._ending:
             raise Unavailable("the server is stopping")
-        known = {m.name for m in self.fleet.models}
+        known = {m.name for m in self.fleet.models} | self.failed.keys()
         if isinstance(command, Remove) and command.model in known.difference(self.specs):
             outcome = CommandOutcome(specs=dict(self.specs))  # it could not be loaded
             self._carried_out(command, outcome)
@@ -140,6 +140,17 @@ class RemoteDevice(DeviceRecord):
             return CommandOutcome(specs=dict(self.specs))
         return await self.command(Add(settings))
 
+    async def load(self, settings: ModelSettings) -> CommandOutcome:
+        """Load a model of the fleet on the device that has started without it. One that cannot be
+        loaded is listed in `failed`, as if the worker had started with it. Raises as `command`."""
+        outcome = await self.command(Add(settings, at_start=True))
+        if outcome.code is not None and outcome.code != "unavailable":
+            self.fleet = changed(self.fleet, Add(settings))
+            base = f"its base {settings.name} is not served"
+            adapters = dict.fromkeys((a.name for a in settings.adapters), base)
+            self.failed = {**self.failed, **adapters, settings.name: outcome.reason}
+        return outcome
+
     def _began(self, request_id: str) -> None:
         for observer in self._observers:
             observer.first_token(self, request_id)
@@ -151,6 +162,8 @@ class RemoteDevice(DeviceRecord):
         left = names_of(self.fleet)
         self.fleet = changed(self.fleet, command)
         left -= names_of(self.fleet)
+        if isinstance(command, Remove):
+            left.add(command.model)  # one that has never been loaded is not in the settings
         self.leaving -= left
         self._prefixes = {n: p for n, p in self._prefixes.items() if n not in left}
         served = {s.name for base in self.specs.values() for s in base.served}

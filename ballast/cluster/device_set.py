@@ -62,8 +62,6 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
     def specs(self) -> Mapping[str, ModelSpec]:
         """Models that some device serves, by name, in the fleet's order."""
         devices = list(self._devices.values())
-        if len(devices) == 1:
-            return devices[0].specs
         found = {name: spec for d in reversed(devices) for name, spec in d.specs.items()}
         return {m.name: found[m.name] for m in self.fleet.models if m.name in found}
 

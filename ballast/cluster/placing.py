@@ -33,7 +33,7 @@ def homes_of(fleet: FleetSettings) -> dict[str, list[str]]:
     homes = {m.name: named(m, fleet) for m in fleet.models if m.devices}
     largest = max((device for device, _ in fleet.devices.values()), key=lambda d: d.budget_bytes)
     free = [m for m in fleet.models if not m.devices]
-    misfits = [m for m in free if fleet.others and _bytes(m) > largest.budget_bytes]
+    misfits = [m for m in free if fleet.others and approximate_bytes(m) > largest.budget_bytes]
     found = placed([m for m in free if m not in misfits], fleet, homes)
     return homes | found | {m.name: [largest.name] for m in misfits}
 
@@ -58,7 +58,7 @@ def placed(
     devices = fleet.devices
     if len(devices) == 1:
         return {m.name: list(devices) for m in models}
-    sizes = {m.name: _bytes(m) for m in (*fleet.models, *models)}
+    sizes = {m.name: approximate_bytes(m) for m in (*fleet.models, *models)}
     taken = dict.fromkeys(devices, 0)
     for name, at in homes.items():
         for device in at:
@@ -122,7 +122,7 @@ def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int
     and the device's share of `cores`."""
     device, link = fleet.devices[name]
     if not fleet.others:
-        return fleet
+        return replace(fleet, models=tuple(m for m in fleet.models if m.name in models))
     return replace(
         fleet,
         models=tuple(m for m in fleet.models if m.name in models),
@@ -145,7 +145,7 @@ def _share_of(own: DeviceSettings, fleet: FleetSettings, cores: int) -> int:
     return max(1, (cores - sum(named)) // (len(devices) - len(named)))
 
 
-def _bytes(model: ModelSettings) -> int:
+def approximate_bytes(model: ModelSettings) -> int:
     """Return the approximate bytes of a model's weights; 1 if the checkpoint is unreadable, which
     its load reports."""
     if model.fault:

@@ -17,6 +17,9 @@ class Add:
     """Load a model beside those that are served, and serve it with its adapters."""
 
     settings: ModelSettings
+    at_start: bool = False
+    """Whether the model belongs to the fleet of a server that starts: it is loaded as fast as the
+    machine can, not behind those that serve."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,8 @@ class ModelSettings:
     block_tokens: int = 16
     pinned: bool = False
     """A pinned model is never evicted."""
+    preload: bool = False
+    """Whether a server that starts loads it before the models without this setting."""
     ttl: float | None = None
     """Idle time to live: seconds without a request after which it is evicted; None, 0: never."""
     model_impl: str = "auto"

@@ -114,6 +114,8 @@ class ModelKeys(LiveKeys):
     limits: LimitKeys = LimitKeys()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     block_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
+    preload: bool = False
+    """Loaded first when the server starts."""
     model_impl: Literal["auto", "generic", "fused"] = "auto"
     linear: Literal["auto", "packed", "plain"] = "auto"
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"
@@ -184,6 +186,7 @@ class NamedModelKeys(ModelKeys):
             queue_seconds=self.limits.queue_seconds,
             block_tokens=self.block_tokens,
             pinned=self.pinned,
+            preload=self.preload,
             ttl=self.ttl,
             model_impl=self.model_impl,
             linear=self.linear,

@@ -28,6 +28,7 @@ from ballast.engine.state import DeviceState
 from ballast.live.hosted_models import HostedModels
 from ballast.live.machine import Machine
 from ballast.live.runner import Executor
+from ballast.weights.checkpoint import THREADS
 from ballast.weights.host import HostModel, HostTier
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,10 @@ class CommandExecutor:
     def __init__(self, device: OperatedDevice) -> None:
         self._device = device
         self._thread = ThreadPoolExecutor(1, "operator", initializer=_stand_back)
+        self._loader = ThreadPoolExecutor(1, "loader")
+        """Loads the models of a fleet that starts, at the priority of what serves."""
+        self._turn = threading.Lock()
+        """Held by the thread that carries a command out: models are loaded one at a time."""
         self._numbers = itertools.count(1)
         self._open: dict[str, Future[str | None]] = {}
         """Results of commands that the loop has not ended yet, by id."""
@@ -81,8 +86,10 @@ class CommandExecutor:
         thread."""
         match command:
             case Add() | Remove():
+                at_start = isinstance(command, Add) and command.at_start
                 try:
-                    self._thread.submit(self._work, command, done)
+                    thread = self._loader if at_start else self._thread
+                    thread.submit(self._work, command, done)
                 except RuntimeError:
                     done(CommandOutcome("unavailable", ENDING))
             case _:
@@ -104,7 +111,8 @@ class CommandExecutor:
         for result in left:
             result.set_result(ENDING)
         self._device.tier.closing = True
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        for thread in (self._thread, self._loader):
+            thread.shutdown(wait=True, cancel_futures=True)
 
     # -- in the operator's thread -----------------------------------------------------------------
 
@@ -112,9 +120,10 @@ class CommandExecutor:
         device = self._device
         failed: dict[str, str] = {}
         try:
-            with device.beside_jobs():
+            with self._turn, device.beside_jobs():
                 if isinstance(command, Add):
-                    failed = dict(self._add(command.settings).failed)
+                    threads = THREADS if command.at_start else 1
+                    failed = dict(self._add(command.settings, threads).failed)
                 else:
                     self._remove(command)
             outcome = CommandOutcome(specs=device.specs, failed=failed)
@@ -127,12 +136,12 @@ class CommandExecutor:
             outcome = CommandOutcome("broken", f"{type(error).__name__}: {error}")
         done(outcome)
 
-    def _add(self, settings: ModelSettings) -> HostModel:
+    def _add(self, settings: ModelSettings, threads: int) -> HostModel:
         device = self._device
         for name in (settings.name, *(a.name for a in settings.adapters)):
             if name in device.state.named:
                 raise CommandRefused(f"there is a model {name!r} already")
-        host = device.models.load(settings, threads=1)
+        host = device.models.load(settings, threads)
         try:
             self._join(host)
         except BaseException:

@@ -7,9 +7,11 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `admin`: Changes of the fleet, by operators and by the fleet file.
 - `app`: The ASGI application: routes, middleware, error handlers.
 - `conversation`: Fields of conversations in requests (its path is in `/openapi.json`).
+- `fleet_loader`: Starts the devices and loads the fleet's models, while the server answers.
 - `generate`: Answers of checked requests: parameters, constraints, choices, embeddings.
 - `http`: HTTP itself: connections, bodies, errors, the context of a request.
 - `messages_api`: Anthropic's Messages API.
+- `model_loads`: Models that are not served yet, and the requests that wait for them.
 - `observe`: Metrics, traces, the log of requests, records of the server's state.
 - `openai`: OpenAI's completions and chat APIs: requests, records, forms.
 - `responses_api`: OpenAI's Responses API.

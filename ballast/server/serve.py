@@ -15,18 +15,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
 
 from ballast.cluster.controller import Controller
-from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.logs import write_line
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
-from ballast.core.errors import BallastError, Unavailable
-from ballast.core.settings import FleetSettings
 from ballast.fleet.fleet_source import FleetReading, FleetSource
 from ballast.isolation.confinement import conceal_memory, missing
 from ballast.isolation.hangup import note_hangup, take_hangup
@@ -35,6 +32,7 @@ from ballast.server.access.gate import Gate
 from ballast.server.access.keys import Guard
 from ballast.server.admin.admin_service import AdminService
 from ballast.server.app import create_app
+from ballast.server.fleet_loader import FleetLoader
 from ballast.server.http.address import bound, is_loopback
 from ballast.server.http.connection import new_loop, protocol
 from ballast.server.http.connection_limits import Connections, limited
@@ -48,8 +46,6 @@ from ballast.server.observe.request_watch import Listener, Watch
 from ballast.server.observe.tracing import Tracing, tracing
 from ballast.server.service import Service
 from ballast.server.text.chat_template import TemplateRenderer
-from ballast.server.text.template_check import check_tokenizer
-from ballast.server.text.tokenizer import Tokenizer
 from ballast.server.without_torch import forgo_torch
 
 log = logging.getLogger(__name__)
@@ -84,12 +80,15 @@ def serve(
     reading: FleetReading | None = None,
     worker_command: Sequence[str] = COMMAND,
     own_process: bool = False,
+    progress: Callable[[str], object] = lambda text: None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain; returns the exit code.
 
-    `port` 0 takes a free port; `ready` is called with the port once requests are answered. On the
-    first signal new requests are refused, and open ones have the settings' `drain_seconds` to
-    finish; a second signal cuts that short. On SIGHUP the fleet file is read again. Outside the
+    Requests are answered while models are still being loaded: one for such a model waits for it.
+    `port` 0 takes a free port; `progress` receives in words how far loading is, and `ready` is
+    called with the port once each model serves or has failed. On the first signal new requests are
+    refused, and open ones have the settings' `drain_seconds` to finish; a second signal cuts that
+    short. On SIGHUP the fleet file is read again. Outside the
     main thread no signals are handled. Traces go to the collector at `otlp_endpoint`, or at the one
     that the environment names, if any. `reading`: of `source`, if it has been read. `own_process`:
     the process is the server's own. A watchdog ends it where it hangs, also after this function has
@@ -114,7 +113,7 @@ def serve(
         if own_process:
             watchdog.start()
         return runner.run(
-            _serve(source, reading, host, port, ready, tracer, worker_command, watchdog)
+            _serve(source, reading, host, port, ready, progress, tracer, worker_command, watchdog)
         )
 
 
@@ -124,6 +123,7 @@ async def _serve(
     host: str,
     port: int,
     ready: Callable[[int], None] | None,
+    progress: Callable[[str], object],
     tracer: Tracing | None,
     worker_command: Sequence[str],
     watchdog: Watchdog,
@@ -133,25 +133,37 @@ async def _serve(
     with bound(host, port) as listener, operator.by_signals():
         broker = SegmentBroker(writable=reading.fleet.has_gpus)
         controller = Controller(lambda: LocalWorker(worker_command, broker), broker)
+        controller.prepare(reading.fleet)
         templates = TemplateRenderer()
-        starting = asyncio.ensure_future(_start(reading.fleet, controller, templates))
+        clock, wall = MonotonicClock(), WallClock()
+        service = Service(controller, {}, clock, wall, reading.fleet.server, templates)
+        admin = AdminService(service, source, reading)
+        loader = FleetLoader(service, progress)
+        await loader.expect(reading.fleet)
+        loading = asyncio.ensure_future(loader.run(reading.fleet))
+        connections = Connections(
+            lambda: service.settings.most_connections,
+            lambda: OTHER_FILES + len(broker),
+            lambda: service.settings.most_connections_each,
+        )
         try:
-            if await _first(starting, operator.to_stop):
-                service = starting.result()
-                admin = AdminService(service, source, reading)
-                connections = Connections(
-                    lambda: service.settings.most_connections,
-                    lambda: OTHER_FILES + len(broker),
-                    lambda: service.settings.most_connections_each,
-                )
-                await _answer(
-                    service, admin, host, listener, operator, ready, tracer, watchdog, connections
-                )
+            await _answer(
+                service,
+                admin,
+                loading,
+                host,
+                listener,
+                operator,
+                ready,
+                tracer,
+                watchdog,
+                connections,
+            )
             return 0
         finally:
             watchdog.end_within(STOP_SECONDS)
-            starting.cancel()
-            await asyncio.wait({starting})
+            loading.cancel()
+            await asyncio.wait({loading})
             await templates.close()
             await controller.close(LAST_SECONDS)
             if tracer is not None:
@@ -166,67 +178,10 @@ async def _beat(watchdog: Watchdog) -> None:
         await asyncio.sleep(BEAT_SECONDS)
 
 
-async def _start(
-    fleet: FleetSettings, controller: Controller, templates: TemplateRenderer
-) -> Service:
-    """Start the workers, load the tokenizers of the models that they serve, and try the chat
-    templates."""
-    importing = asyncio.ensure_future(asyncio.to_thread(Tokenizer.prepare))
-    preparing = asyncio.ensure_future(templates.prepare())
-    try:
-        await controller.start(fleet)
-    except BaseException:
-        importing.cancel()
-        preparing.cancel()
-        await asyncio.wait({preparing})
-        raise
-    await importing
-    with contextlib.suppress(Unavailable):  # tried again when it is needed
-        await preparing
-    tokenizers, failed = await _tokenizers(fleet, controller.devices, templates)
-    controller.devices.unreadable = failed
-    clock, wall = MonotonicClock(), WallClock()
-    service = Service(controller, tokenizers, clock, wall, fleet.server, templates)
-    for name, why in controller.devices.failed.items():
-        write_line(f"ballast: {name} is not served: {why}", sys.stderr)
-    if not service.models.visible_to():
-        raise Unavailable("no model of the fleet can be served")
-    return service
-
-
-async def _tokenizers(
-    fleet: FleetSettings, devices: DeviceSet, templates: TemplateRenderer
-) -> tuple[dict[str, Tokenizer], dict[str, str]]:
-    """Load the tokenizers by model (an adapter has its base's), and return the reasons for models
-    without a usable one."""
-    loaded, failed = await asyncio.to_thread(_load_tokenizers, fleet, devices.failed)
-    for model in fleet.models:
-        tokenizer = loaded.get(model.name)
-        if tokenizer is not None:
-            spec = devices.specs.get(model.name)
-            await check_tokenizer(tokenizer, model.name, spec, templates)
-    return loaded, failed
-
-
-def _load_tokenizers(
-    fleet: FleetSettings, unserved: Container[str]
-) -> tuple[dict[str, Tokenizer], dict[str, str]]:
-    loaded: dict[str, Tokenizer] = {}
-    failed: dict[str, str] = {}
-    for model in fleet.models:
-        if model.name in unserved:
-            continue
-        names = [model.name, *(a.name for a in model.adapters)]
-        try:
-            loaded |= dict.fromkeys(names, Tokenizer.load(model.path, model.tool_parser))
-        except BallastError as error:
-            failed |= dict.fromkeys(names, str(error))
-    return loaded, failed
-
-
 async def _answer(
     service: Service,
     admin: AdminService,
+    loading: asyncio.Future[None],
     name: str,
     listener: socket.socket,
     operator: OperatorSignals,
@@ -235,7 +190,8 @@ async def _answer(
     watchdog: Watchdog,
     connections: Connections,
 ) -> None:
-    """Answer requests until the operator stops the server and it has drained."""
+    """Answer requests until the operator stops the server and it has drained. Raises what `loading`
+    raises, if the fleet cannot be loaded."""
     gate = create_app(service, admin)
     gate.crowded = connections.crowded
     service.metrics.connections.set_function(lambda: connections.open)
@@ -244,19 +200,41 @@ async def _answer(
     running = asyncio.ensure_future(http.serve(sockets=[listener]))
     if await _first(running, http.up):
         running.result()  # it has ended: raise its error
+    log.info("answering at http://%s:%d while models are loaded", host, port)
+    announcing = asyncio.ensure_future(_announce_loaded(loading, service, host, port, ready))
+    reloading = asyncio.ensure_future(_reload(operator, admin))
+    stopping = asyncio.ensure_future(operator.to_stop.wait())
+    await asyncio.wait({announcing, stopping, running}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (stopping, reloading):
+        task.cancel()
+    if announcing.done():  # the fleet cannot be loaded
+        service.loads.give_up()
+        http.should_exit = True
+        await running
+        announcing.result()
+    announcing.cancel()
+    if not running.done():
+        watchdog.end_within(service.settings.drain_seconds + STOP_SECONDS)
+        await _drain(service, gate, operator)
+        http.should_exit = True
+    await running
+
+
+async def _announce_loaded(
+    loading: asyncio.Future[None],
+    service: Service,
+    host: str,
+    port: int,
+    ready: Callable[[int], None] | None,
+) -> None:
+    """Announce that the fleet is loaded, once it is; never returns. Raises what `loading` does."""
+    await asyncio.shield(loading)
     gc.freeze()  # loaded objects stay: collections can skip them
     atexit.register(gc.unfreeze)  # except the last: libraries report leaks
     _announce(service, host, port)
     if ready is not None:
         ready(port)
-    reloading = asyncio.ensure_future(_reload(operator, admin))
-    stopped = await _first(running, operator.to_stop)
-    reloading.cancel()
-    if not stopped:
-        watchdog.end_within(service.settings.drain_seconds + STOP_SECONDS)
-        await _drain(service, gate, operator)
-        http.should_exit = True
-    await running
+    await asyncio.Event().wait()
 
 
 def _http_server(
@@ -300,6 +278,7 @@ async def _drain(service: Service, gate: Gate, operator: OperatorSignals) -> Non
         async with asyncio.timeout(service.settings.drain_seconds):
             await _first(idle, operator.to_hurry)
     idle.cancel()
+    service.loads.give_up()
     service.controller.router.fail_all("unavailable", "the server stopped before this was finished")
 
 

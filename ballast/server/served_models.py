@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ballast.cluster.controller import Controller
-from ballast.core.errors import UnknownModel
+from ballast.core.errors import Unavailable, UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.server.http.request_context import ANYONE, Caller
+from ballast.server.model_loads import ModelLoad, ModelLoads
 from ballast.server.text.tokenizer import Tokenizer
 
 _LONGEST_NAME = 200
@@ -22,9 +23,12 @@ _MOST_NAMED = 20
 class ServedModels:
     """Names, specs and tokenizers of the models that serve, as each caller may see them."""
 
-    def __init__(self, controller: Controller, tokenizers: Mapping[str, Tokenizer]) -> None:
+    def __init__(
+        self, controller: Controller, tokenizers: Mapping[str, Tokenizer], loads: ModelLoads
+    ) -> None:
         self._controller = controller
         self._tokenizers = dict(tokenizers)
+        self._loads = loads
 
     def visible_to(self, caller: Caller = ANYONE) -> dict[str, ModelSpec]:
         """Return the models that serve and that `caller` may use, by own name, in the fleet's
@@ -35,6 +39,25 @@ class ServedModels:
             for spec in served
             if spec.name in self._tokenizers and self._may_use(caller, spec.name)
         }
+
+    def awaited(self, name: str, caller: Caller) -> ModelLoad | None:
+        """Return the load of a model that is not served yet and that `caller` may use, by any name;
+        None: there is none to wait for."""
+        return self._loads.find(name) if self._may_use(caller, self.own_name(name)) else None
+
+    def awaited_names(self, caller: Caller = ANYONE) -> dict[str, ModelLoad]:
+        """Return the models and adapters that are not served yet and that `caller` may use, by own
+        name, in the fleet's order."""
+        entries = self._controller.devices.fleet.entries
+        found = {entry.name: self._loads.find(entry.name) for entry in entries}
+        return {n: x for n, x in found.items() if x is not None and self._may_use(caller, n)}
+
+    async def arrived(self, name: str, caller: Caller) -> ModelSpec:
+        """Find a model, as `find`, after waiting until it has been loaded."""
+        load = self.awaited(name, caller)
+        if load is not None:
+            await self._loads.wait(load)
+        return self.find(name, caller)
 
     def failed(self, caller: Caller = ANYONE) -> dict[str, str]:
         """Return the fleet's models that do not serve and that `caller` may use, with the reason
@@ -58,16 +81,19 @@ class ServedModels:
     def own_name(self, name: str) -> str:
         """Resolve an alias; an own name, or an unknown one, is returned as it is."""
         known = name in self._tokenizers or name in self._controller.devices.failed
+        known = known or any(entry.name == name for entry in self._controller.devices.fleet.entries)
         return name if known else self.aliases.get(name, name)
 
     def find(self, name: str, caller: Caller) -> ModelSpec:
         """Find a model by its own name or an alias.
 
         Raises UnknownModel, with the reason if the fleet's model of that name could not be loaded,
-        and with the models that `caller` may use.
+        and with the models that `caller` may use; Unavailable if it has not been loaded yet.
         """
         models, own = self.visible_to(caller), self.own_name(name)
         spec = models.get(own)
+        if spec is None and self.awaited(name, caller) is not None:
+            raise Unavailable(f"the model {own!r} has not been loaded yet")
         if spec is None:
             why = self.failed(caller).get(own)
             more = f": it could not be loaded ({why})" if why else ""

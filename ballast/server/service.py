@@ -35,6 +35,7 @@ from ballast.server.http.faults import Fault
 from ballast.server.http.fields import Body
 from ballast.server.http.refused_fields import refuse_fields
 from ballast.server.http.request_context import Caller, RequestContext
+from ballast.server.model_loads import ModelLoads
 from ballast.server.observe.device_metrics import DeviceCollector
 from ballast.server.observe.metrics import Metrics
 from ballast.server.openai.request import GenerateRequest
@@ -66,7 +67,8 @@ class Service:
         self.controller = controller
         self.templates = templates
         self.settings = settings
-        self.models = ServedModels(controller, tokenizers)
+        self.loads = ModelLoads(clock)
+        self.models = ServedModels(controller, tokenizers, self.loads)
         self.prompts = PromptEncoder(templates)
         self.keys = ApiKeys(settings)
         self.quotas = KeyQuotas(clock)
@@ -152,7 +154,7 @@ class Service:
         """Submit texts to be embedded; `answer_id` begins the ids of their submissions. Raises
         RequestError, Fault or Unavailable."""
         arrived = self.clock.now()
-        spec = self.models.find(request.model, context.caller)
+        spec = await self.models.arrived(request.model, context.caller)
         self.check_fields(request)
         if not spec.embeds:
             raise InvalidRequest(f"the model {spec.name!r} does not embed texts", "model")

@@ -114,7 +114,9 @@ class AdminService:
         _done(await self._controller.commands.withdraw(name, device, patience))
 
     async def drain(self, device: str) -> None:
-        """Move the models and requests of a device to others. Raises Fault or Unavailable."""
+        """Move the models and requests of a device to others, once the fleet has been loaded.
+        Raises Fault or Unavailable."""
+        await self._service.loads.wait_for_all()
         async with self._models:
             _done(await self._controller.commands.drain(device))
 
@@ -146,6 +148,8 @@ class AdminService:
         """Add a model to the fleet; returns its name. Raises Fault, Unavailable or NotKept."""
         home = Path(self._controller.devices.fleet.home)
         settings = await asyncio.to_thread(_prepared, entry, home)
+        if any(map(self._service.loads.find, settings.names)):
+            raise Fault(409, f"there is a model {settings.name!r} already", "refused")
         async with self._models:
             instead = self._names(settings.name) & self._file
             # The command first: the worker tries out the tokenizer in an isolated process.
@@ -204,6 +208,7 @@ class AdminService:
 
     async def reload(self) -> None:
         """Read the fleet file again, and make the changes that it contains; failures are logged."""
+        await self._service.loads.wait_for_all()
         for _ in range(1 + AGAIN):
             while self._controller.devices.replacing:
                 await asyncio.sleep(POLL_SECONDS)  # a worker is being replaced

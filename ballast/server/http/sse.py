@@ -24,6 +24,11 @@ PING = b": ping\n\n"
 """A comment, which readers of events skip; sent to keep a silent stream alive."""
 
 
+def comment(text: str) -> bytes:
+    """Encode a comment of one line, which readers of events skip."""
+    return f": {' '.join(text.split())}\n\n".encode()
+
+
 class ClientGone(Exception):
     """The client has closed its connection, and needs no response."""
 

@@ -73,7 +73,7 @@ class MessageForm:
         return _event(delta) + _event(MessageStop())
 
     def failed(self, fault: Fault) -> bytes:
-        return event(fault.messages_body(self._head.request_id), "error")
+        return message_failed(fault, self._head.request_id)
 
     def add(self, pieces: Iterable[OutputPiece]) -> None:
         for _ in self._push(pieces):
@@ -159,3 +159,8 @@ def _usage(usage: Usage) -> MessageUsage:
 
 def _event(record: Event) -> bytes:
     return event(encode(record), str(type(record).__struct_config__.tag))
+
+
+def message_failed(fault: Fault, request_id: str) -> bytes:
+    """Encode the end of a stream that cannot be completed."""
+    return event(fault.messages_body(request_id), "error")

@@ -10,9 +10,10 @@ import msgspec
 from ballast.core.capability import Capability
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
+from ballast.server.model_loads import LoadNow
 from ballast.server.observe.latency import Quantiles
 
-Status = Literal["ok", "draining", "restarting", "lost"]
+Status = Literal["ok", "starting", "draining", "restarting", "lost"]
 
 
 class NameNow(msgspec.Struct, frozen=True):
@@ -103,5 +104,7 @@ class ServerNow(msgspec.Struct, frozen=True):
     `refused`, if it was not carried out; `by`, where the preset did not decide; `device`, where
     there are several."""
     devices: list[DeviceNow]
+    loading: list[LoadNow] = []
+    """Models that have not been loaded yet, in the order in which they will be."""
     lending: list[Capability] = []
     """Whether and how one device can lend pages to another, for each pair of devices."""

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import UnsetType
 
 from ballast.core.clock import Clock
+from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import encode
 from ballast.server.http.sse import DONE, PING, event
@@ -81,7 +82,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Fields that all events of an answer have in common."""
+    """Facts that forms take from the request and its model."""
 
     request_id: str
     """Id of the HTTP request, which errors of the Messages API repeat."""
@@ -92,6 +93,13 @@ class Head:
     wall: Clock
     created: int
     """Seconds since 1970."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """The model's values for what requests leave open."""
+
+
+def stream_failed(fault: Fault, request_id: str = "") -> bytes:
+    """Encode the end of a stream that cannot be completed."""
+    return event(fault.openai_body()) + DONE
 
 
 class _Chunks:
@@ -129,7 +137,7 @@ class _Chunks:
         return (event(encode(self.usage(usage))) if self._include_usage else b"") + DONE
 
     def failed(self, fault: Fault) -> bytes:
-        return event(fault.openai_body()) + DONE
+        return stream_failed(fault)
 
     def usage(self, usage: Usage) -> Chunk:
         """Return the chunk without choices that has the usage."""

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from ballast.server.model_loads import LoadNow
+
 UNSET = msgspec.UNSET
 StopReason = str | int | msgspec.UnsetType
 """As in vLLM: the stop string or token that ended the output, of those that the client named."""
@@ -196,6 +198,8 @@ class ModelStatus(msgspec.Struct, omit_defaults=True):
     value: Literal["loaded", "loading", "evicted", "failed"]
     reason: str | None = None
     """Reason why the model failed."""
+    load: LoadNow | None = None
+    """How far the server has loaded it, for which its requests wait; null where it has."""
 
 
 class Model(msgspec.Struct, kw_only=True):

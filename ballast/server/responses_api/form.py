@@ -20,6 +20,7 @@ from ballast.server.responses_api.records import (
     ArgumentsDelta,
     ArgumentsDone,
     CachedTokens,
+    ErrorEvent,
     FunctionCall,
     IncompleteDetails,
     ItemEvent,
@@ -233,3 +234,9 @@ class ResponseForm:
         made = record(kind, self._sent, *values, **fields)
         self._sent += 1
         return event(encode(made), kind)
+
+
+def response_failed(fault: Fault, request_id: str = "") -> bytes:
+    """Encode the only event of a stream that cannot begin."""
+    record = ErrorEvent("error", 0, fault.code, fault.text, fault.param)
+    return event(encode(record), "error") + DONE

@@ -121,6 +121,16 @@ class ResponseEvent(msgspec.Struct):
     response: ResponseRecord
 
 
+class ErrorEvent(msgspec.Struct):
+    """`error`: there is no response."""
+
+    type: str
+    sequence_number: int
+    code: str
+    message: str
+    param: str | None
+
+
 class ItemEvent(msgspec.Struct):
     """`response.output_item.added` and `.done`."""
 

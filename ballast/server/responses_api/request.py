@@ -274,15 +274,25 @@ class ResponsesRequest(Translated):
         chat.leave_out(f"item {kind}" for kind in others if kind != "reasoning")
         return chat
 
-    def repeated(self, defaults: SamplingDefaults) -> dict[str, Any]:
-        """Fields of a `ResponseRecord` that repeat the request, with the model's `defaults` filled
-        in. Raises InvalidRequest."""
+    def sampled(self, defaults: SamplingDefaults) -> dict[str, float]:
+        """Fields of a `ResponseRecord` that repeat how tokens are sampled, with the model's
+        `defaults` filled in."""
         own = SamplingDefaults(
             temperature=self.temperature,
             top_p=self.top_p,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
         ).over(defaults)
+        return {
+            "temperature": 1.0 if own.temperature is None else own.temperature,
+            "top_p": 1.0 if own.top_p is None else own.top_p,
+            "presence_penalty": own.presence_penalty or 0.0,
+            "frequency_penalty": own.frequency_penalty or 0.0,
+        }
+
+    def repeated(self) -> dict[str, Any]:
+        """Fields of a `ResponseRecord` that repeat the request, beside `sampled`. Raises
+        InvalidRequest."""
         tools = [
             {
                 "type": "function",
@@ -297,10 +307,6 @@ class ResponsesRequest(Translated):
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "temperature": 1.0 if own.temperature is None else own.temperature,
-            "top_p": 1.0 if own.top_p is None else own.top_p,
-            "presence_penalty": own.presence_penalty or 0.0,
-            "frequency_penalty": own.frequency_penalty or 0.0,
             "top_logprobs": self.top_logprobs or 0,
             "text": TextFormat(_encoded(self.format, "text")),
             "tools": _encoded(tools, "tools"),

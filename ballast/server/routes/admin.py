@@ -80,6 +80,8 @@ def _spec(service: Service, name: str) -> ModelSpec:
         for served in base.served:
             if served.name == own:
                 return served
+    if service.loads.find(own) is not None:
+        raise Unavailable(f"{own} has not been loaded yet")
     known = [s.name for base in service.controller.devices.specs.values() for s in base.served]
     raise UnknownModel(f"there is no model {name!r}; {unknown(name, known)}")
 

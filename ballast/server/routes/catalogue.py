@@ -10,6 +10,7 @@ from ballast.core.errors import UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.core.view import Residency
 from ballast.server.http.request_context import Caller
+from ballast.server.model_loads import ModelLoad
 from ballast.server.openai.records import Model, ModelStatus, RunningModel
 from ballast.server.service import Service
 
@@ -41,12 +42,18 @@ def listed(service: Service, caller: Caller) -> list[Model]:
     aside = service.models.set_aside(caller)
     models, aliases = service.models.visible_to(caller), service.controller.devices.fleet.aliases
     residencies = _residencies(service)
-    return [
+    served = [
         _serving(service, spec, name, residencies)
         for spec in models.values()
         if spec.name not in aside
         for name in (spec.name, *aliases.get(spec.name, ()))
         if name == spec.name or name not in models
+    ]
+    loading = service.models.awaited_names(caller).items()
+    return served + [
+        _awaited(service, load, name)
+        for own, load in loading
+        for name in (own, *aliases.get(own, ()))
     ]
 
 
@@ -56,6 +63,9 @@ def described(service: Service, name: str, caller: Caller) -> Model:
     spec = service.models.visible_to(caller).get(own)
     if spec is not None:
         return _serving(service, spec, name, _residencies(service))
+    load = service.models.awaited(own, caller)
+    if load is not None:
+        return _awaited(service, load, name)
     failed = service.models.failed(caller)
     if own in failed:
         return _failed(service, own, failed[own])
@@ -114,6 +124,19 @@ def _serving(service: Service, spec: ModelSpec, name: str, residencies: Mapping[
         parent=spec.base,
         max_model_len=spec.max_model_len,
         status=status_of(where) if why is None else ModelStatus("failed", why),
+    )
+
+
+def _awaited(service: Service, load: ModelLoad, name: str) -> Model:
+    """Describe a model that has not been loaded yet, or an adapter of one."""
+    own = name in (load.name, *load.settings.aliases)
+    return Model(
+        id=name,
+        created=service.started,
+        root=load.name,
+        parent=None if own else load.name,
+        max_model_len=None,
+        status=ModelStatus("loading", load=service.loads.now(load)),
     )
 
 

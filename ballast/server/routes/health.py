@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from ballast.cluster.controller import Controller
 from ballast.server.access.gate import Gate
 from ballast.server.http.json_response import encode
 from ballast.server.http.request_context import context_of
@@ -30,8 +29,10 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"description": "Not now", "content": _ANY}})
     async def health(request: Request) -> Response:
-        content: dict[str, Any] = {"status": status(service.controller, gate)}
-        if service.controller.devices.down is not None:
+        content: dict[str, Any] = {"status": status(service, gate)}
+        if content["status"] == "starting":
+            content["reason"] = service.loads.progress()
+        elif service.controller.devices.down is not None:
             content["reason"] = service.controller.devices.down
         elif service.controller.devices.missing:
             content["missing"] = service.controller.devices.missing
@@ -45,8 +46,12 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
         return _answer(200 if content["status"] == "ok" else 503, **content)
 
 
-def status(controller: Controller, gate: Gate) -> Status:
-    """State of the server: `ok` where it can take requests, else the reason."""
+def status(service: Service, gate: Gate) -> Status:
+    """State of the server: `ok` where it can take requests, else the reason. While it is
+    `starting`, requests for models that have been loaded are answered, and others wait."""
+    controller = service.controller
+    if len(service.loads) > 0:
+        return "draining" if gate.draining else "starting"
     if controller.devices.down is not None:
         return "restarting" if controller.devices.lost is None else "lost"
     return "draining" if gate.draining else "ok"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -10,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ballast import __version__
 from ballast.cluster.device import RemoteDevice
-from ballast.core.report import ModelReport
+from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.settings import Slo
 from ballast.server.access.gate import Gate
 from ballast.server.http.json_response import answered
@@ -44,8 +45,9 @@ def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
 def models_now(service: Service) -> list[ModelNow]:
     """Collect the state of the models that serve. Safe from any thread."""
     report = service.controller.devices.report
-    assert report is not None
-    return [_model(service, m) for m in report.models]
+    models = {} if report is None else {m.name: m for m in report.models}
+    fleet = [m.name for m in service.controller.devices.fleet.models if m.name in models]
+    return [_model(service, models[name]) for name in dict.fromkeys([*fleet, *models])]
 
 
 def decisions(service: Service, last: int, model: str | None = None) -> list[dict[str, Any]]:
@@ -61,14 +63,13 @@ def decisions(service: Service, last: int, model: str | None = None) -> list[dic
 
 def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
     controller = service.controller
-    report = controller.devices.report
-    assert report is not None  # there is one before any route
+    report = controller.devices.report or _unreported(controller.devices)
     return ServerNow(
         version=__version__,
         time=service.wall.now(),
         uptime=service.clock.now(),
         preset=controller.devices.fleet.preset,
-        status=status(controller, gate),
+        status=status(service, gate),
         reason=controller.devices.down,
         restarts=controller.devices.restarts,
         open=controller.devices.open_requests,
@@ -83,13 +84,13 @@ def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
         failed=dict(controller.devices.failed),
         decisions=decisions(service, LAST_DECISIONS),
         devices=[_device(d) for d in controller.devices.values()],
+        loading=[service.loads.now(load) for load in service.loads],
         lending=list(controller.devices.lending),
     )
 
 
 def _device(device: RemoteDevice) -> DeviceNow:
-    report = device.report
-    assert report is not None  # there is one before any route
+    report = device.report or _unreported([device.name])
     status: Literal["ok", "restarting", "lost"] = "ok"
     if device.down is not None:
         status = "restarting" if device.lost is None else "lost"
@@ -110,6 +111,22 @@ def _device(device: RemoteDevice) -> DeviceNow:
         borrowed=report.borrowed,
         moved_in=device.moved_in,
         cordoned=device.cordoned,
+    )
+
+
+def _unreported(names: Iterable[str]) -> DeviceReport:
+    """Return the report of devices whose workers start and have not reported yet."""
+    return DeviceReport(
+        device=", ".join(names),
+        now=0.0,
+        page_bytes=1,
+        total=0,
+        free=0,
+        reclaiming=0,
+        owners={},
+        models=(),
+        jobs=0,
+        draining=False,
     )
 
 

@@ -38,7 +38,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=responses_of(Tokenized))
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         context = context_of(request.scope)
-        spec = service.models.find(body.model, context.caller)
+        spec = await service.models.arrived(body.model, context.caller)
         tokenizer = service.models.tokenizer(spec.name)
         service.check_fields(body)
         body.check()
@@ -60,7 +60,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize", responses=responses_of(Detokenized))
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        spec = service.models.find(body.model, context_of(request.scope).caller)
+        spec = await service.models.arrived(body.model, context_of(request.scope).caller)
         service.check_fields(body)
         most = max(spec.max_model_len, MOST_DETOKENIZED)
         if len(body.tokens) > most:
@@ -74,7 +74,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         check_version(request.headers)
         context = context_of(request.scope)
-        spec = service.models.find(body.model, context.caller)
+        spec = await service.models.arrived(body.model, context.caller)
         service.check_fields(body)
         chat = await off_loop(context.large_body, body.chat)
         context.left_out = chat.left_out
