@@ -46,7 +46,7 @@ from ballast.core.lease import Lease, LendingMessage
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Submission
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.memory.vm import Exported
 
 HOLD = 1001
@@ -115,19 +115,8 @@ class EchoDevice:
             ctypes.PyDLL(None).sleep(3600)  # with the interpreter lock, as `PyDLL` keeps it
         self.failed = {m.name: "it is broken" for m in fleet.models if "broken" in m.path}
         self.failed |= fleet.faults
-        self.specs = {
-            m.name: replace(
-                spec(m.name, m.max_model_len or 256),
-                pinned=m.pinned,
-                sampling=m.sampling,
-                max_answer=m.max_answer,
-            )
-            for m in fleet.models
-            if m.name not in self.failed
-        }
-        self._decided = [
-            {"at": 0.0, "action": "Activate", "model": name, "why": "a test"} for name in self.specs
-        ]
+        self.specs = {m.name: _spec_of(m) for m in fleet.models if m.name not in self.failed}
+        self._decided = [_activated(name) for name in self.specs]
         self._fleet = fleet
         self._outbox = outbox
         self._record = record
@@ -175,8 +164,8 @@ class EchoDevice:
             case Add(settings) if "deadly" in settings.path:
                 os.kill(os.getpid(), signal.SIGKILL)
             case Add(settings):
-                made = spec(settings.name, settings.max_model_len or 256)
-                self.specs = {**self.specs, settings.name: made}
+                self.specs = {**self.specs, settings.name: _spec_of(settings)}
+                self._decided.append(_activated(settings.name))
             case Remove(name):
                 self.specs = {n: s for n, s in self.specs.items() if n != name}
             case Change():
@@ -280,6 +269,19 @@ class EchoDevice:
 
     def close(self) -> None:
         pass
+
+
+def _spec_of(m: ModelSettings) -> ModelSpec:
+    return replace(
+        spec(m.name, m.max_model_len or 256),
+        pinned=m.pinned,
+        sampling=m.sampling,
+        max_answer=m.max_answer,
+    )
+
+
+def _activated(model: str) -> dict[str, Any]:
+    return {"at": 0.0, "action": "Activate", "model": model, "why": "a test"}
 
 
 def _compute_with_the_lock(seconds: float) -> None:
