@@ -119,11 +119,9 @@ class KvLayout(StrEnum):
     in memory."""
 
     BLOCK_MAJOR = "block-major"
-    """(blocks, layers, ...): a block is contiguous, so one page backs whole blocks of all layers
-    (`kv/layout.py`)."""
+    """(blocks, layers, ...): a page backs whole blocks of all layers (`kv/layout.py`)."""
     PER_LAYER = "per-layer"
-    """(layers, blocks, ...): the blocks of one layer are adjacent, in pages of their own
-    (`kv/layered.py`)."""
+    """(layers, blocks, ...): each layer's blocks in pages of their own (`kv/layered.py`)."""
 
 
 class Role(StrEnum):
