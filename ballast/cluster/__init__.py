@@ -7,6 +7,7 @@ the controller, which runs in the server's process, and code that server and wor
 Packages from `server` and `sim` up may import it. It imports `engine`, `transport` and packages
 below them.
 
+- `activation_admission`: Holds back requests for absent models until their keys' turns.
 - `activation_turns`: Turns and budgets of API keys for having models activated.
 - `combined_report`: Sum of several devices' reports.
 - `controller`: The parts that serve one fleet on its devices, and their start and end.

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from ballast.cluster.activation_turns import ActivationTurns, ModelWish
+from ballast.cluster.activation_admission import ActivationAdmission
 from ballast.cluster.fairness import chosen
 from ballast.cluster.output_stream import OpenRequest
 from ballast.cluster.suspicion import Suspicions
@@ -29,8 +29,6 @@ from ballast.transport.worker_messages.request_messages import (
 
 log = logging.getLogger(__name__)
 
-_ABSENT = (Residency.ABSENT.value, Residency.EVICTING.value)
-"""States of a model that a request has activated."""
 POISON = "poison"
 """Code of `FailedOutput` for a request that killed workers, the last one while it ran alone."""
 
@@ -52,11 +50,7 @@ class OpenRequests:
         self._suspicions = suspicions
         self._queue_of = queue_of
         self._began = began
-        self._residency_of = residency_of
-        self._turns = ActivationTurns()
-        self._turned_away = False
-        """Whether requests wait for their key's turn, or budget, to have a model activated."""
-        self._next_turn: asyncio.TimerHandle | None = None
+        self._activations = ActivationAdmission(self._base_name, residency_of, self.reported)
         self._open: dict[str, OpenRequest] = {}
         self._silent: Counter[str] = Counter()
         """Number of requests without a token yet, by model."""
@@ -102,7 +96,7 @@ class OpenRequests:
     def add(self, requests: Iterable[OpenRequest]) -> None:
         """Add requests, new or from another device, and send those that may be sent."""
         for request in requests:
-            request.sent = request.begun = request.departing = False
+            request.sent = request.begun = request.departing = request.resuming = False
             queue = self._queue_of(request.submission.model)
             request.vocab = None if queue is None else queue[1].vocab
             self._changed = True
@@ -175,8 +169,12 @@ class OpenRequests:
         requests = [r for r in requests if r.paused != paused]
         for request in requests:
             request.paused = paused
+            # The worker would activate an absent model for it, as for a new request.
+            may_wait = request.activations_per_minute is not None and not self._paused
+            absent = may_wait and self._activations.is_absent(request)
+            request.resuming = request.sent and not paused and absent
             self._changed = True
-        sent = tuple(r.submission.id for r in requests if r.sent)
+        sent = tuple(r.submission.id for r in requests if r.sent and not r.resuming)
         if sent and self._send is not None:
             self._send(FlowControlMsg(paused=sent) if paused else FlowControlMsg(resumed=sent))
         self.dispatch()
@@ -210,10 +208,10 @@ class OpenRequests:
         as in flight. Returns the ids in flight. A suspect that ran alone fails.
         """
         self._send = None
-        self._turns.keep(())
+        self._activations.worker_died()
         in_flight = [i for i in (list(recorded) or self.sent) if i in self._open]
         for request in self._open.values():
-            request.sent = request.begun = request.departing = False
+            request.sent = request.begun = request.departing = request.resuming = False
         self._judge(in_flight)
         for id, request in self._open.items():  # the set of suspects may have changed
             request.paused = request.stream.paused and not self._suspicions.suspect(id)
@@ -226,7 +224,7 @@ class OpenRequests:
     def reported(self) -> None:
         """Handle a report of the worker: requests may be sent that waited until models were
         resident."""
-        if self._turned_away:
+        if self._activations.turned_away:
             self._changed = True
             self.dispatch()
 
@@ -238,15 +236,22 @@ class OpenRequests:
         if self._alone is not None and self._alone in self._open:
             return
         self._changed = False
+        resuming = [r for r in self._open.values() if r.resuming]
         waiting = [r for r in self._open.values() if not r.sent and not r.paused]
         suspects = [r for r in waiting if self._suspicions.suspect(r.submission.id)]
         self._alone = None
         if suspects:  # the likeliest culprit came last
-            waiting = suspects[-1:]
+            waiting, resuming = suspects[-1:], []
             self._alone = waiting[0].submission.id
             log.warning("%s runs alone: it was in flight at two crashes", self._alone)
         else:
-            waiting = self._fair(waiting)
+            held = self._held_models([*resuming, *waiting])
+            resuming = [r for r in resuming if self._base_name(r) not in held]
+            waiting = self._fair(waiting, held)
+        if resuming:
+            for request in resuming:
+                request.resuming = False
+            self._send(FlowControlMsg(resumed=tuple(r.submission.id for r in resuming)))
         if waiting:
             self._send(SubmitMsg.of(r.next_submission() for r in waiting))
 
@@ -279,9 +284,17 @@ class OpenRequests:
         tokens = len(request.submission.prompt) + len(request.output_tokens) - 1
         return queue is None or tokens >= queue[1].block_tokens
 
-    def _fair(self, waiting: Sequence[OpenRequest]) -> list[OpenRequest]:
+    def _held_models(self, wanting: Sequence[OpenRequest]) -> set[str]:
+        """Return the models whose requests wait for their keys' turns."""
+        known = [r for r in wanting if self._queue_of(r.submission.model) is not None]
+        return self._activations.held_models(known, self._active_models)
+
+    def _active_models(self) -> set[str]:
+        return {self._base_name(r) for r in self._open.values() if r.is_active}
+
+    def _fair(self, waiting: Sequence[OpenRequest], held: Collection[str]) -> list[OpenRequest]:
         """Return the waiting requests to send now: all without a key, and those within their keys'
-        fair shares and budgets of activations. The others fail after their model's
+        fair shares whose models are not `held`. The others fail after their model's
         `queue_seconds`."""
         bases: dict[str, ModelSpec] = {}
         by_base: defaultdict[str, list[OpenRequest]] = defaultdict(list)
@@ -298,42 +311,11 @@ class OpenRequests:
             if spec.queue_seconds is not None and request.fresh and request.expiry is None:
                 wait = asyncio.get_running_loop().call_later
                 request.expiry = wait(spec.queue_seconds, self._expire, request.submission.id)
-        held = self._held_for_turn(waiting, by_base)
         for name, requests in by_base.items():
             if name not in held:
                 at_worker = self._at_worker(bases[name])
                 found += chosen(requests, at_worker, bases[name].max_running)
         return found
-
-    def _held_for_turn(
-        self, waiting: Sequence[OpenRequest], by_base: Mapping[str, Sequence[OpenRequest]]
-    ) -> set[str]:
-        """Return the models that are absent and not coming, and that none of the requests that wait
-        for them may have activated now: it is not their keys' turn, or their budgets are spent."""
-        absent = {name for name in by_base if self._residency_of(name) in _ABSENT}
-        self._turned_away = False
-        if not absent:
-            return absent
-        at_worker = {self._base_name(r) for r in self._open.values() if r.sent}
-        resident = Residency.RESIDENT.value
-        coming = at_worker.intersection(self._turns.coming)
-        self._turns.keep([name for name in coming if self._residency_of(name) != resident])
-        absent -= at_worker
-        absent -= {n for n in absent if any(r.activations_per_minute is None for r in by_base[n])}
-        wishes: dict[ModelWish, None] = {}
-        for r in waiting:
-            if r.activations_per_minute and (name := self._base_name(r)) in absent:
-                wishes[ModelWish(r.submission.tenant, name, r.activations_per_minute)] = None
-        loop = asyncio.get_running_loop()
-        turns = self._turns.choose([*wishes], loop.time())
-        absent -= turns.models
-        self._turned_away = bool(absent)
-        if self._next_turn is not None:
-            self._next_turn.cancel()
-            self._next_turn = None
-        if turns.seconds is not None:
-            self._next_turn = loop.call_later(turns.seconds, self.reported)
-        return absent
 
     def _base_name(self, request: OpenRequest) -> str:
         queue = self._queue_of(request.submission.model)

@@ -148,6 +148,9 @@ class OpenRequest:
     paused: bool = False
     """Whether it is paused because its client does not read: it is not sent, or its worker has
     paused it."""
+    resuming: bool = False
+    """Whether its worker has paused it and is to resume it, which may wait until its key may have
+    its model activated."""
     fresh: bool = True
     """Whether it has never been sent to a worker."""
     accepted: bool = False
@@ -165,6 +168,11 @@ class OpenRequest:
     scored: int = 0
     """Leading prompt positions whose scores the client has; position 0, which has none, counts."""
     embedded: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the worker has it and has not paused it."""
+        return self.sent and not (self.paused or self.resuming)
 
     def cancel_expiry(self) -> None:
         """Cancel the timer that fails the request for waiting too long."""

@@ -17,7 +17,11 @@ from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.transport.worker_messages.codec import ToWorker
-from ballast.transport.worker_messages.request_messages import SubmitMsg, WithdrawMsg
+from ballast.transport.worker_messages.request_messages import (
+    FlowControlMsg,
+    SubmitMsg,
+    WithdrawMsg,
+)
 from tests.cluster.fake_device import spec
 
 
@@ -82,6 +86,8 @@ class Worker:
     residency: dict[str, str] = field(default_factory=lambda: dict.fromkeys(MODELS, "absent"))
     sent: list[str] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)
+    paused: list[str] = field(default_factory=list)
+    resumed: list[str] = field(default_factory=list)
     streams: dict[str, OutputStream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,6 +104,9 @@ class Worker:
             self.sent += [s.id for s in message.requests]
         elif isinstance(message, WithdrawMsg):
             self.withdrawn += message.request_ids
+        elif isinstance(message, FlowControlMsg):
+            self.paused += message.paused
+            self.resumed += message.resumed
 
     def ask(self, key: str, model: str, per_minute: int | None = 30, apart: bool = True) -> str:
         name = f"{key}-{model}-{len(self.streams)}"
@@ -133,6 +142,45 @@ def test_a_key_that_goes_round_all_models_waits_for_its_own_loads() -> None:
         worker.residency["p"] = "evicting"
         again = worker.ask("third", "p")
         assert worker.sent[-1] == again
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_are_read_again_have_their_models_activated_in_turn() -> None:
+    """A key that reads of many streams in turn goes round all models, too; and a stream that it
+    does not read holds no model open for its other requests."""
+
+    async def scenario() -> None:
+        worker = Worker()
+        streams = [worker.ask("flood", model, per_minute=5) for model in "pqrst"]
+        for model in "pqrst":
+            worker.lands(model)
+        assert worker.sent == streams
+        worker.requests.set_paused(streams, True)
+        assert worker.paused == streams
+        worker.residency |= dict.fromkeys("pqrs", "absent")
+        more = worker.ask("flood", "p", per_minute=5)
+        worker.requests.set_paused(streams, False)
+        assert worker.resumed == streams[4:], "the one whose model is there; the budget is spent"
+        assert more not in worker.sent
+        worker.requests.set_paused(streams[1:2], True)
+        worker.requests.set_paused(streams[1:2], False)
+        assert worker.resumed == streams[4:]
+        free = worker.ask("free", "q", per_minute=None, apart=False)
+        assert worker.sent[-1] == free
+        assert streams[1] in worker.resumed, "its model comes for another"
+        other = worker.ask("other", "r")
+        assert worker.sent[-1] == other
+        assert streams[2] in worker.resumed
+        worker.residency["p"] = "resident"
+        worker.requests.reported()
+        assert streams[0] in worker.resumed
+        assert worker.sent[-1] == more
+        worker.requests.pause()  # the worker is to end what it has
+        worker.requests.set_paused(streams[:1], True)
+        worker.residency["p"] = "absent"
+        worker.requests.set_paused(streams[:1], False)
+        assert worker.resumed.count(streams[0]) == 2
 
     asyncio.run(scenario())
 

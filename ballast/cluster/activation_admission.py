@@ -1,0 +1,80 @@
+"""Hold back requests for absent models until it is their keys' turn to have these activated.
+
+Used by `OpenRequests.dispatch`; `activation_turns` chooses. A request that its client has not read
+is paused at the worker and holds no memory: when it is read again, the model may be absent, and is
+activated again like for a new request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence, Set
+
+from ballast.cluster.activation_turns import ActivationTurns, ModelWish
+from ballast.cluster.output_stream import OpenRequest
+from ballast.core.view import Residency
+
+_ABSENT = (Residency.ABSENT.value, Residency.EVICTING.value)
+"""States of a model that a request has activated."""
+
+
+class ActivationAdmission:
+    """The turns of one device's keys, and the timer for the next one that a budget allows."""
+
+    def __init__(
+        self,
+        base_of: Callable[[OpenRequest], str],
+        residency_of: Callable[[str], str | None],
+        retry: Callable[[], None],
+    ) -> None:
+        """`base_of`: returns the name of a request's base; `residency_of`: state of its weights, as
+        last reported; `retry`: called when a budget may allow another activation."""
+        self._base_of, self._residency_of, self._retry = base_of, residency_of, retry
+        self._turns = ActivationTurns()
+        self._timer: asyncio.TimerHandle | None = None
+        self.turned_away = False
+        """Whether requests wait for their key's turn, or budget."""
+
+    def is_absent(self, request: OpenRequest) -> bool:
+        """Whether a request has to have its model activated."""
+        return self._residency_of(self._base_of(request)) in _ABSENT
+
+    def worker_died(self) -> None:
+        """Forget the models that were coming."""
+        self._turns.keep(())
+
+    def held_models(
+        self, wanting: Sequence[OpenRequest], active_models: Callable[[], Set[str]]
+    ) -> set[str]:
+        """Return the models that are absent and not coming, and that none of the requests in
+        `wanting` may have activated now; charges the keys of those that may.
+
+        `active_models`: returns the models for which the worker has requests that are not paused.
+        """
+        by_base: dict[str, list[OpenRequest]] = {}
+        for request in wanting:
+            by_base.setdefault(self._base_of(request), []).append(request)
+        absent = {name for name in by_base if self._residency_of(name) in _ABSENT}
+        self.turned_away = False
+        if not absent:
+            return absent
+        active, resident = active_models(), Residency.RESIDENT.value
+        coming = self._turns.coming.keys() & active
+        self._turns.keep([name for name in coming if self._residency_of(name) != resident])
+        absent -= active
+        absent -= {n for n in absent if any(r.activations_per_minute is None for r in by_base[n])}
+        wishes = {
+            ModelWish(r.submission.tenant, name, r.activations_per_minute): None
+            for r in wanting
+            if r.activations_per_minute and (name := self._base_of(r)) in absent
+        }
+        loop = asyncio.get_running_loop()
+        turns = self._turns.choose([*wishes], loop.time())
+        absent -= turns.models
+        self.turned_away = bool(absent)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if turns.seconds is not None:
+            self._timer = loop.call_later(turns.seconds, self._retry)
+        return absent
