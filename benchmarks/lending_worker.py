@@ -30,7 +30,6 @@ from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.lending.borrower import Borrower
 from ballast.memory.lending.lender import OWNER, Lender
 from ballast.memory.pool import Pool
-from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported
 from ballast.memory.vm_memfd import MemfdVm
@@ -40,8 +39,6 @@ from ballast.transport.worker_messages.codec import encode as encode_message
 from ballast.transport.worker_messages.lending_messages import LeaseMsg
 
 STRIDE = 4096
-SPAN = 16
-"""Indices of the range by pages of the device: holes never fill it."""
 
 
 class Worker:
@@ -56,16 +53,17 @@ class Worker:
         self._condemned: list[tuple[str, int]] = []
         self._lender = Lender(self._pool, name, lambda *result: self._condemned.append(result))
         self._borrower = Borrower(self._pool, self._vm, name)
-        span = SPAN * n_pages * vm.page_bytes
-        self._range = BackedRange(self._pool, self._vm, f"kv:{name}", span)
+        self._owner = f"kv:{name}"
         self._beside = vm.reserve(vm.page_bytes)
         self._socket = PagesSocket()
         self._stamps: dict[int, int] = {}
-        """Index -> what its page is filled with."""
+        """Page in use -> what it is filled with."""
         self._first = 0
         """The number of the peer's page 0 here."""
         self._address = ""
         """Where the peer gives its pages."""
+        self._taken: tuple[int, ...] = ()
+        """What `cost` has taken last."""
         self._leases: dict[tuple[str, int, int], tuple[int, ...]] = {}
         """Lent, by borrower, epoch and lease."""
         self._deaf = False
@@ -120,8 +118,7 @@ class Worker:
             return {"refused": self._lender.returned(message.lease), "answers": []}
         if self._deaf:
             return {"refused": None, "answers": []}
-        for place in self._borrower.recall(message.lease):
-            self._drop(place.at, 1)
+        self._drop([used.page for used in self._borrower.recall(message.lease)])
         return {"refused": None, "answers": self.settle()}
 
     def _accept(self, lease: Lease) -> str | None:
@@ -139,40 +136,37 @@ class Worker:
         return self.settle()
 
     def use(self, n: int, stamp: int) -> list[tuple[int, int]]:
-        """Map `n` borrowed pages and write on them: (the peer's page, its stamp) each."""
-        at = self._gap(n)
-        if self._borrower.back(self._range, at, n) is not None:
+        """Take `n` borrowed pages and write on them: (the peer's page, its stamp) each."""
+        pages = self._borrower.take(self._owner, n)
+        if isinstance(pages, Short):
             return []
-        return [(self._write(at + i, stamp + i) - self._first, stamp + i) for i in range(n)]
+        written = self._write(pages, stamp)
+        return [(page - self._first, mark) for page, mark in written]
 
     def unuse(self, n: int) -> None:
-        """Unmap up to `n` borrowed pages, for other uses."""
-        for at in [at for at in self._stamps if self._is_borrowed(at)][:n]:
-            self._drop(at, 1)
+        """Release up to `n` borrowed pages, for other uses."""
+        self._drop([page for page in self._stamps if self._is_borrowed(page)][:n])
 
     def own(self, n: int, stamp: int) -> list[tuple[int, int]]:
         """The same with `n` of its own pages."""
-        at = self._gap(n)
-        if self._range.back(at, n) is not None:
-            return []
-        return [(self._write(at + i, stamp + i), stamp + i) for i in range(n)]
+        pages = self._pool.allocate(self._owner, n)
+        return [] if isinstance(pages, Short) else self._write(pages, stamp)
 
     def disown(self, n: int) -> list[int]:
         """Free up to `n` of its own pages: which."""
-        mine = [at for at in self._stamps if not self._is_borrowed(at)][:n]
-        pages = [self._range.pages(at, 1)[0] for at in mine]
-        for at in mine:
-            self._range.release(at, 1)
-            del self._stamps[at]
+        pages = [page for page in self._stamps if not self._is_borrowed(page)][:n]
+        self._pool.give_back(self._owner, pages)
+        for page in pages:
+            del self._stamps[page]
         return pages
 
     def go_deaf(self) -> None:
         """From now on answer no recall, and keep writing on what was borrowed, until killed."""
         self._deaf = True
         views = [
-            (self._view(self._range.address(at)), stamp)
-            for at, stamp in self._stamps.items()
-            if self._is_borrowed(at)
+            (self._view(self._vm.window.address(page)), stamp)
+            for page, stamp in self._stamps.items()
+            if self._is_borrowed(page)
         ]
 
         def scribble() -> None:
@@ -192,32 +186,36 @@ class Worker:
     def gone(self, peer: str, epoch: int) -> int:
         """The peer's process has ended: pages it had, and wrong stamps on those it had lent."""
         freed = self._lender.gone(peer, epoch)
-        for place in self._borrower.gone(peer, epoch):
-            if not self._right(place.at):
-                raise AssertionError(f"index {place.at}: a dead lender's page changed")
-            self._drop(place.at, 1)
+        for used in self._borrower.gone(peer, epoch):
+            if not self._right(used.page):
+                raise AssertionError(f"page {used.page}: a dead lender's page changed")
+            self._drop([used.page])
         assert self._borrower.settle() == []
         return freed
 
     def check(self, expected: Sequence[tuple[int, int]]) -> dict[str, int]:
         """`expected`: page and stamp of every page of this device that anyone uses."""
-        for book in (self._pool, self._lender, self._borrower, self._range):
+        for book in (self._pool, self._lender, self._borrower):
             book.validate()
-        shown = self._vm.os_pages(self._range.range)
-        result = {at: self._range.pages(at, 1)[0] for at in self._stamps}
-        lent = sum(self._pool.ledger.owner_of(page) == OWNER for page in shown.values())
+        ledger, shown = self._pool.ledger, self._vm.os_pages(self._vm.window)
+        unseen = sum(shown.get(page) != page for page in self._stamps)
+        away = [page for page in shown if self._is_borrowed(page)]
+        miscounted = ledger.owned(self._owner) + ledger.held(self._owner) != len(self._stamps)
         wrong = sum(not self._right(at) for at in self._stamps)
         wrong += sum(not self._filled(page, stamp) for page, stamp in expected)
         budget = self._pool.total * self._vm.page_bytes
         return {
             "corrupted": wrong,
-            "disagreements": (shown != result) + lent + (self._vm.physical_bytes() > budget),
+            "disagreements": unseen
+            + miscounted
+            + (len(away) != ledger.borrowed())
+            + (self._vm.physical_bytes() > budget),
             "strangers": self._strangers(),
             "free": self._pool.free,
             "lent": self._pool.ledger.owned(OWNER),
             "borrowed": self._pool.ledger.borrowed(),
             "unused": self._borrower.unused,
-            "own": self._pool.ledger.owned(self._range.owner),
+            "own": ledger.owned(self._owner),
         }
 
     def cost(self, peer: str, call: str, data: bytes, n: int) -> tuple[float, bytes]:
@@ -233,9 +231,13 @@ class Worker:
             assert message is not None
             assert self._accept(message.lease) is None
         elif call == "map":
-            assert self._borrower.back(self._range, 0, n) is None
+            taken = self._borrower.take(self._owner, n)
+            assert not isinstance(taken, Short)
+            self._vm.prefault(taken)
+            self._taken = taken
         elif call == "touch":
-            self._view(self._range.address(0), n)[:] = 1
+            for page in self._taken:
+                self._view(self._vm.window.address(page))[:] = 1
             self._wait()
         elif call == "ask_back":
             (lease,) = self._lender.leases(peer)
@@ -244,8 +246,9 @@ class Worker:
             answer = PagesRecalledEvent(part)
         elif call == "unmap":
             assert message is not None
-            assert len(self._borrower.recall(message.lease)) == n
-            self._borrower.release(self._range, 0, n)
+            pages = [used.page for used in self._borrower.recall(message.lease)]
+            assert len(pages) == n
+            self._borrower.release(self._owner, pages)
             (answer,) = map(PagesReturnedEvent, self._borrower.settle())
         elif call == "take_back":
             assert message is not None
@@ -253,28 +256,22 @@ class Worker:
         seconds = time.perf_counter() - start
         return seconds, encode(answer) if answer else b""
 
-    def _gap(self, n: int) -> int:
-        """The first of `n` empty indices."""
-        at = 0
-        for taken in sorted(self._stamps):
-            if taken - at >= n:
-                break
-            at = taken + 1
-        return at
-
-    def _write(self, at: int, stamp: int) -> int:
-        self._view(self._range.address(at))[:] = stamp
+    def _write(self, pages: Sequence[int], stamp: int) -> list[tuple[int, int]]:
+        """Fill pages with `stamp` and the numbers after it; returns (page, its stamp) each."""
+        written = [(page, stamp + i) for i, page in enumerate(pages)]
+        for page, mark in written:
+            self._view(self._vm.window.address(page))[:] = mark
         self._wait()
-        self._stamps[at] = stamp
-        return self._range.pages(at, 1)[0]
+        self._stamps.update(written)
+        return written
 
-    def _drop(self, at: int, n: int) -> None:
-        self._borrower.release(self._range, at, n)
-        for i in range(at, at + n):
-            del self._stamps[i]
+    def _drop(self, pages: Sequence[int]) -> None:
+        self._borrower.release(self._owner, pages)
+        for page in pages:
+            del self._stamps[page]
 
-    def _is_borrowed(self, at: int) -> bool:
-        return self._range.pages(at, 1)[0] >= self._vm.n_pages
+    def _is_borrowed(self, page: int) -> bool:
+        return page >= self._vm.n_pages
 
     def _view(self, address: int, n: int = 1) -> Any:
         """Of `n` pages, as 64-bit numbers."""
@@ -294,9 +291,9 @@ class Worker:
 
             torch.cuda.synchronize(self._torch)
 
-    def _right(self, at: int) -> bool:
-        view = self._view(self._range.address(at))
-        return bool((view[:: STRIDE // 8] == self._stamps[at]).all())
+    def _right(self, page: int) -> bool:
+        view = self._view(self._vm.window.address(page))
+        return bool((view[:: STRIDE // 8] == self._stamps[page]).all())
 
     def _filled(self, page: int, stamp: int) -> bool:
         if self._torch is None:

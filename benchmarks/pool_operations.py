@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -44,43 +45,47 @@ class PeerDevice:
         exported = vm.export(range(n_pages))
         assert exported.fd is not None
         self.borrower.meet("here", 0, replace(exported, fd=os.dup(exported.fd)))
-        self.range = BackedRange(self.pool, self.vm, "kv", n_pages * PAGE)
-        self.leases: dict[int, tuple[Lease, int]] = {}
-        """By the first index that it backs here: a lease, and the stamp on its first page."""
+        self.leases: dict[int, tuple[Lease, tuple[int, ...], int]] = {}
+        """By a number that the caller gives: a lease, its pages here, and the stamp on the first
+        of them."""
 
     def borrow(self, at: int, n: int, stamp: int) -> None:
-        """Take `n` pages for indices `at ..`, if they are empty and that many can be lent."""
-        for start, (other, _) in self.leases.items():
-            if start < at + n and at < start + len(other.pages):
-                return
+        """Borrow `n` pages under the number `at`, if it is free and that many can be lent."""
+        if at in self.leases:
+            return
         lease = self.lender.lend("peer", n)
         if isinstance(lease, Short):
             return
         if (refused := self.borrower.accept(lease)) is not None:
             raise BrokenPromise(refused)
-        if self.borrower.back(self.range, at, n) is not None:
+        pages = self.borrower.take("kv", n)
+        if isinstance(pages, Short):
             raise BrokenPromise("pages that were lent cannot be used")
-        array_at(self.range.address(at), (1,), np.int64)[0] = stamp
-        self.leases[at] = (lease, stamp)
+        self._stamp_of(pages)[0] = stamp
+        self.leases[at] = (lease, pages, stamp)
 
     def give_back(self, at: int) -> None:
-        """Return the lease whose pages lie from index `at` on."""
-        lease, stamp = self.leases.pop(at)
-        if int(array_at(self.range.address(at), (1,), np.int64)[0]) != stamp:
-            raise BrokenPromise(f"index {at} of the peer: another page's contents")
+        """Return the lease of that number."""
+        lease, pages, stamp = self.leases.pop(at)
+        if int(self._stamp_of(pages)[0]) != stamp:
+            raise BrokenPromise(f"lease {at} of the peer: another page's contents")
         self.borrower.recall(lease)
-        self.borrower.release(self.range, at, len(lease.pages))
+        self.borrower.release("kv", pages)
         for part in self.borrower.settle():
             if (refused := self.lender.returned(part)) is not None:
                 raise BrokenPromise(refused)
 
+    def _stamp_of(self, pages: tuple[int, ...]) -> np.ndarray[Any, np.dtype[Any]]:
+        return array_at(self.vm.window.address(pages[0]), (1,), np.int64)
+
     def validate(self) -> None:
         self.pool.validate()
-        self.range.validate()
         self.borrower.validate()
         self.lender.validate()
-        if self.range.os_backed() != sum(len(of.pages) for of, _ in self.leases.values()):
-            raise BrokenPromise("the system shows other borrowed pages than the leases")
+        shown = self.vm.os_pages(self.vm.window)
+        here = [page for _, pages, _ in self.leases.values() for page in pages]
+        if any(shown.get(page) != page for page in here):
+            raise BrokenPromise("the system does not show borrowed pages where they are used")
 
     def close(self) -> None:
         self.vm.close()

@@ -20,43 +20,47 @@ from ballast.policy.base import MemoryPolicy
 
 def return_borrowed(state: DeviceState, story: Story, policy: MemoryPolicy) -> None:
     """Empty as many recalled pages as is possible now, and record the result in the story."""
-    ranges = {id(m.kv.range): m for m in state.models.values()}
-    slabs: dict[tuple[str, int], tuple[ModelState, int]] = {}
-    for place in state.lending.borrower.wanted():
-        m = ranges[id(place.range)]
-        slabs[m.spec.name, place.at // m.kv.layout.slab_pages] = m, place.at
+    owners = {m.kv.owner: m for m in state.models.values()}
     home = dropped = 0
-    for m, at in slabs.values():
-        if not m.kv.range.is_backed(at):
+    for borrowed in state.lending.borrower.wanted():
+        m, page = owners[borrowed.holder], borrowed.page
+        if not m.kv.holds(page):
             continue  # it went with a request that has just been preempted
-        used = set(m.kv.used_with(at))
+        used = set(m.kv.used_with(page))
         users = [r for r in m.running if not used.isdisjoint(r.blocks)]
         if any(r.in_flight for r in users):
             continue
-        if m.kv.forsake(at):
+        if m.kv.forsake(page):
             dropped += 1
-        elif m.kv.bring_home(at) or (_make_room(state, m, policy) and m.kv.bring_home(at)):
+        elif _bring_home(state, m, page) or (
+            _make_room(state, m, policy) and _bring_home(state, m, page)
+        ):
             home += 1
         else:
-            home += _preempt(state, m, at, _in_order(state, m, users, policy), story)
+            home += _preempt(state, m, page, _in_order(state, m, users, policy), story)
         state.news.n += 1
     if home or dropped:
         story.record_returned(state.now, home, dropped)
 
 
+def _bring_home(state: DeviceState, m: ModelState, page: int) -> bool:
+    """Move a borrowed page's blocks to a page of the device's own, if one is free."""
+    return m.kv.bring_home(page, [*(r.blocks for r in m.running), *state.migration.tables(m)])
+
+
 def _preempt(
-    state: DeviceState, m: ModelState, at: int, users: list[Request], story: Story
+    state: DeviceState, m: ModelState, page: int, users: list[Request], story: Story
 ) -> bool:
-    """Preempt the slab's requests in order, until it is empty or its rest fits on own pages.
+    """Preempt the page's requests in order, until it is empty or its rest fits on an own page.
 
     Returns whether the rest was moved to the device's own pages."""
     for r in users:
         state.preempt(m, r)
         why = "borrowed pages are asked back"
         story.record_decision(state.now, Preempt(m.spec.name, r.id, why), None, by="lender")
-        if not m.kv.range.is_backed(at) or m.kv.forsake(at):
+        if not m.kv.holds(page) or m.kv.forsake(page):
             break
-        if m.kv.bring_home(at):
+        if _bring_home(state, m, page):
             return True
     return False
 
@@ -64,7 +68,7 @@ def _preempt(
 def _in_order(
     state: DeviceState, m: ModelState, users: list[Request], policy: MemoryPolicy
 ) -> list[Request]:
-    """Return the requests of a slab, each once, in the policy's order of preemption."""
+    """Return the requests of a page, each once, in the policy's order of preemption."""
     youngest_first = {r.id: r for r in reversed(users)}
     named = policy.vacate(device_view(state), m.spec.name, [r.id for r in users])
     ids = dict.fromkeys([*(id for id in named if id in youngest_first), *youngest_first])
@@ -72,7 +76,7 @@ def _in_order(
 
 
 def _make_room(state: DeviceState, m: ModelState, policy: MemoryPolicy) -> bool:
-    """Apply the policy's actions that make room for a slab of `m` on the device's own pages.
+    """Apply the policy's actions that make room for a page of `m`'s KV on the device's own pages.
 
     Returns whether any was carried out."""
     wanted = m.kv.layout.slab_pages

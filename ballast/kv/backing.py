@@ -1,37 +1,36 @@
-"""Back slabs of a KV cache with pages of the pool, or with borrowed pages, and release them.
+"""Back slabs of a KV cache with pages: of the device's window by number, or mapped in a range.
 
-Used by `BlockBooks`, the base of `KvCache`, for the block-major layout; `LayeredBacking` extends
-it. Chooses no blocks and evicts nothing: if pages are short it changes nothing and returns None.
+Used by `BlockBooks`, the base of `KvCache`. Chooses no blocks and evicts nothing: if pages are
+short it changes nothing and returns None.
+
+`PageBacking` is the usual one: a slab is a page, its index is the page's number, and blocks are
+found in the window. It makes no page-table call. `RangeBacking` has addresses of its own, into
+which pages are mapped: for slabs of several pages, which need not be neighbours, and, extended by
+`LayeredBacking`, for layers that share pages.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence, Set
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence, Set
 
-from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise, ConfigError, DeviceError
 from ballast.kv.layout import Layout
 from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
-from ballast.memory.vm import Vm
+from ballast.memory.vm import Range, Vm
+
+_MOST_BLOCKS = 1 << 31
+"""Block tables are int32."""
 
 
-class Backing:
-    """Slabs `0 .. n_slabs - 1` in one range of addresses; the lowest unbacked ones are used first.
+class Backing(ABC):
+    """Backs slabs of one cache, within bounds on the pages that it takes of the pool."""
 
-    A slab is backed by pages of the pool, or, where these are short, by borrowed ones.
-    """
-
-    def __init__(
-        self,
-        owner: str,
-        layout: Layout,
-        pool: Pool,
-        vm: Vm,
-        n_slabs: int,
-        borrower: Borrower | None = None,
-    ) -> None:
+    def __init__(self, owner: str, layout: Layout, pool: Pool) -> None:
         self.owner = owner
         self.layout = layout
         self.pages = 0
@@ -43,7 +42,158 @@ class Backing:
         """Upper bounds on pages of the pool: `limit` set by the policy, `bound` by construction
         (None: unbounded). Lowering them releases nothing."""
         self._pool = pool
-        self._borrower = borrower
+
+    @property
+    def most(self) -> int | None:
+        return min((b for b in (self.limit, self.bound) if b is not None), default=None)
+
+    @property
+    @abstractmethod
+    def addresses(self) -> Range:
+        """Addresses in which block `b` begins at `base + b * layout.stride_bytes`."""
+
+    @abstractmethod
+    def back(self, n: int) -> list[int] | None:
+        """Back `n` more slabs and return their indices, ascending.
+
+        Returns None, without a change, if limit, pool or machine are short. Raises DeviceError,
+        without a change, if the operating system refuses to map.
+        """
+
+    @abstractmethod
+    def back_at_home(self) -> int | None:
+        """Back a slab with pages of the pool, and return its index; otherwise as `back`."""
+
+    @abstractmethod
+    def release(self, indices: Iterable[int]) -> int:
+        """Release slabs at once, to the pool or to the borrowed pages; return the pages freed."""
+
+    @abstractmethod
+    def page_at(self, offset: int) -> int:
+        """Return the number of the page with the byte at `offset` of `addresses`, in a backed
+        slab."""
+
+    @abstractmethod
+    def os_backed(self) -> int:
+        """Pages of the cache that the operating system shows where its blocks are read."""
+
+    @abstractmethod
+    def validate(self, backed: Set[int]) -> None:
+        """Raises BrokenPromise unless `backed` are the backed slabs by all counts and mappings."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up the addresses; no slab is backed."""
+
+    @property
+    def _room(self) -> int:
+        """Pages that could be allocated from the pool now, within the limit."""
+        room = self._pool.available(self.owner)
+        return room if self.most is None else max(0, min(room, self.most - self.pages))
+
+
+class PageBacking(Backing):
+    """Slabs of one page each, in the device's window: a slab's index is its page's number.
+
+    A slab is backed by a page of the pool, or, where these are short, by a borrowed one.
+    """
+
+    def __init__(
+        self, owner: str, layout: Layout, pool: Pool, vm: Vm, borrower: Borrower | None = None
+    ) -> None:
+        super().__init__(owner, layout, pool)
+        self._vm, self._borrower = vm, borrower
+        self._last = -1
+        """Page allocated last: the next ones preferably follow it."""
+        if layout.slab_pages != 1:
+            raise BrokenPromise(f"{owner}: slabs of {layout.slab_pages} pages in a window")
+        if vm.window.n_pages * layout.blocks_per_slab > _MOST_BLOCKS:
+            allowed = f"{layout.blocks_per_slab} blocks a page are too many: larger ones are needed"
+            raise ConfigError(f"blocks of {owner}", layout.block_bytes, allowed)
+
+    @property
+    def addresses(self) -> Range:
+        return self._vm.window
+
+    def back(self, n: int) -> list[int] | None:
+        own = min(n, self._room)
+        if n > own and (self._borrower is None or self._borrower.unused < n - own):
+            return None
+        pages = self._pool.allocate(self.owner, own, near=self._last if self._last >= 0 else None)
+        if isinstance(pages, Short):
+            return None
+        self._count(pages)
+        if n > own:
+            assert self._borrower is not None
+            borrowed = self._borrower.take(self.owner, n - own)
+            assert not isinstance(borrowed, Short), "so many were unused"
+            self.abroad.update(borrowed)
+            pages += borrowed
+        self._vm.prefault(pages)
+        return sorted(pages)
+
+    def back_at_home(self) -> int | None:
+        if not self._room:
+            return None
+        pages = self._pool.allocate(self.owner, 1)
+        if isinstance(pages, Short):
+            return None
+        self._count(pages)
+        return pages[0]
+
+    def release(self, indices: Iterable[int]) -> int:
+        ordered = sorted(indices)
+        home = [page for page in ordered if page not in self.abroad]
+        self._pool.give_back(self.owner, home)
+        self.pages -= len(home)
+        if len(home) < len(ordered):
+            assert self._borrower is not None
+            abroad = [page for page in ordered if page in self.abroad]
+            self._borrower.release(self.owner, abroad)
+            self.abroad.difference_update(abroad)
+        return len(ordered)
+
+    def page_at(self, offset: int) -> int:
+        return offset // self.layout.page_bytes
+
+    def os_backed(self) -> int:
+        shown = self._vm.os_pages(self._vm.window)
+        mine = self._pool.ledger.owner_of
+        own = [page for page in range(self._pool.total) if mine(page) == self.owner]
+        return sum(shown.get(page) == page for page in (*own, *self.abroad))
+
+    def validate(self, backed: Set[int]) -> None:
+        ledger = self._pool.ledger
+        if self.pages != len(backed - self.abroad) or self.pages != ledger.owned(self.owner):
+            raise BrokenPromise(
+                f"{self.owner}: {self.pages} pages, the pool counts {ledger.owned(self.owner)}"
+            )
+        if not self.abroad <= backed or len(self.abroad) != ledger.held(self.owner):
+            raise BrokenPromise(f"{self.owner}: {len(self.abroad)} pages are borrowed")
+        for page in backed:
+            abroad = page in self.abroad
+            if (self.owner in ledger.holders_of(page)) != abroad or (
+                not abroad and ledger.owner_of(page) != self.owner
+            ):
+                raise BrokenPromise(f"{self.owner}: page {page} is {ledger.owner_of(page)}'s")
+
+    def close(self) -> None:
+        """Nothing to do: the window is the device's."""
+
+    def _count(self, pages: Sequence[int]) -> None:
+        self.pages += len(pages)
+        if pages:
+            self._last = pages[-1]
+
+
+class RangeBacking(Backing):
+    """Slabs `0 .. n_slabs - 1` in one range of addresses; the lowest unbacked ones are used first.
+
+    They are backed by pages of the pool alone.
+    """
+
+    def __init__(self, owner: str, layout: Layout, pool: Pool, vm: Vm, n_slabs: int) -> None:
+        super().__init__(owner, layout, pool)
         self._most_slabs = max(1, n_slabs)
         # A pool smaller than one slab still gets a range; growth is Short for ever.
         self.range = BackedRange(pool, vm, owner, self._most_slabs * layout.range_bytes)
@@ -52,25 +202,17 @@ class Backing:
         self._end = 0
 
     @property
-    def most(self) -> int | None:
-        return min((b for b in (self.limit, self.bound) if b is not None), default=None)
+    def addresses(self) -> Range:
+        return self.range.range
 
     def back(self, n: int) -> list[int] | None:
-        """Back `n` more slabs and return their indices, ascending.
-
-        Returns None, without a change, if limit, pool or machine are short. Raises DeviceError,
-        without a change, if the operating system refuses to map.
-        """
-        size = self.layout.slab_pages
-        own = min(n, self._room // size)
-        if n > own and (self._borrower is None or self._borrower.unused < (n - own) * size):
+        if n > self._room // self.layout.slab_pages:
             return None
         if n > len(self._vacant) + self._most_slabs - self._end:
             return None
         indices = self._claim(n)
-        home, abroad = indices[:own], indices[own:]
         try:
-            done = self._back_home(home) and self._back_abroad(abroad)
+            done = self._map(indices)
         except DeviceError:
             self._undo(indices)
             raise
@@ -79,90 +221,54 @@ class Backing:
             return None
         return indices
 
+    def back_at_home(self) -> int | None:
+        indices = self.back(1)
+        return None if indices is None else indices[0]
+
     def release(self, indices: Iterable[int]) -> int:
-        """Release slabs at once, to the pool or to the borrowed pages; return the pages freed."""
         ordered = sorted(indices)
-        home = [index for index in ordered if index not in self.abroad]
-        for at, n in self._runs(home):
+        for at, n in self._runs(ordered):
             self.range.release(at, n)
-        self.pages -= len(home) * self.layout.slab_pages
-        if len(home) < len(ordered):
-            self._release_abroad([index for index in ordered if index in self.abroad])
+        freed = len(ordered) * self.layout.slab_pages
+        self.pages -= freed
         self._vacate(ordered)
-        return len(ordered) * self.layout.slab_pages
+        return freed
 
-    def bring_home(self, index: int, copy: Callable[[int], None]) -> bool:
-        """Replace a slab's borrowed pages by pages of the pool; its addresses stay.
+    def page_at(self, offset: int) -> int:
+        return self.range.pages(offset // self.layout.page_bytes, 1)[0]
 
-        `copy(other)` copies the slab's contents to slab `other`, whose pages are then mapped in its
-        place. No job in flight may use the slab. Returns False, without a change, if limit, pool or
-        machine are short.
-        """
-        size = self.layout.slab_pages
-        if self._room < size or not (self._vacant or self._end < self._most_slabs):
-            return False
-        (spare,) = self._claim(1)
-        try:
-            done = self._back_home([spare])
-        except DeviceError:
-            self._vacate([spare])
-            raise
-        if done:
-            copy(spare)
-            self._release_abroad([index])
-            self.range.hand_to(spare * size, size, self.range, index * size)
-        self._vacate([spare])
-        return done
+    def os_backed(self) -> int:
+        return self.range.os_backed()
 
     def validate(self, backed: Set[int]) -> None:
-        """Raises BrokenPromise unless `backed` are the backed slabs by all counts and mappings."""
         pages = self.layout.slab_pages
         for index in backed:
             self.range.pages(index * pages, pages)
-        home = len(backed - self.abroad)
-        if self.pages != home * pages or self.pages != self.range.backed:
+        if self.pages != len(backed) * pages or self.pages != self.range.backed:
             raise BrokenPromise(f"{self.owner}: {self.pages} pages, {self.range.backed} backed")
-        if not self.abroad <= backed or self.range.aliased != len(self.abroad) * pages:
-            raise BrokenPromise(f"{self.owner}: {self.range.aliased} pages are borrowed")
         if self.pages != self._pool.ledger.owned(self.owner):
             raise BrokenPromise(
                 f"{self.owner}: the pool counts {self._pool.ledger.owned(self.owner)}"
             )
+        self.range.validate()
+        self._validate_indices(backed)
+
+    def close(self) -> None:
+        self.range.close()
+
+    def _validate_indices(self, backed: Set[int]) -> None:
         if sorted([*backed, *self._vacant]) != list(range(self._end)):
             raise BrokenPromise(f"{self.owner}: a slab is lost")
 
-    @property
-    def _room(self) -> int:
-        """Pages that could be allocated from the pool now, within the limit."""
-        room = self._pool.available(self.owner)
-        return room if self.most is None else max(0, min(room, self.most - self.pages))
-
-    def _back_home(self, indices: Sequence[int]) -> bool:
-        if indices and self.range.back_many(self._runs(indices)) is not None:
+    def _map(self, indices: Sequence[int]) -> bool:
+        if self.range.back_many(self._runs(indices)) is not None:
             return False
         self.pages += len(indices) * self.layout.slab_pages
         return True
 
-    def _back_abroad(self, indices: Sequence[int]) -> bool:
-        for at, n in self._runs(indices):
-            assert self._borrower is not None
-            if self._borrower.back(self.range, at, n) is not None:
-                return False
-            size = self.layout.slab_pages
-            self.abroad.update(range(at // size, (at + n) // size))
-        return True
-
-    def _release_abroad(self, indices: Sequence[int]) -> None:
-        assert self._borrower is not None
-        for at, n in self._runs(indices):
-            self._borrower.release(self.range, at, n)
-        self.abroad.difference_update(indices)
-
     def _undo(self, indices: Sequence[int]) -> None:
-        """Release those of the slabs that were backed, and make all of them vacant again."""
-        backed = [i for i in indices if self.range.is_backed(i * self.layout.slab_pages)]
-        self.release(backed)
-        self._vacate([i for i in indices if i not in set(backed)])
+        """Make slabs vacant again of which none, or not all, could be backed."""
+        self._vacate(indices)
 
     def _claim(self, n: int) -> list[int]:
         """Take the lowest `n` unbacked slabs out of the vacant ones; return them, ascending."""

@@ -67,23 +67,7 @@ class KvCache(BlockTables):
             moves = compaction.plan(self._slabs, wanted, fixed)
         if not moves:
             return 0
-        self.version.n += 1
-        self.relocations += 1
-        tables = list(tables)
-        self._check_references({source for source, _ in moves}, tables)
-        moved: dict[int, int] = {}
-        try:
-            for source, target in moves:
-                self._relocate(source, target)
-                moved[source] = target
-        finally:
-            for table in tables:
-                if not moved.keys().isdisjoint(table):
-                    table[:] = [moved.get(block, block) for block in table]
-            sources = {self._slabs.home(source).index for source in moved}
-            homes = [self._slabs.of[index] for index in sources]
-            freed = self._give_back([slab for slab in homes if not slab.occupied])
-        return freed
+        return self._carry_out(moves, tables)
 
     def _forget_scattered(self, blocks: int) -> bool:
         """Forget at least `blocks` cached blocks of slabs in use, in the order of `drop_cached`.
@@ -123,19 +107,23 @@ class KvCache(BlockTables):
     def close(self) -> None:
         """Free all pages and the reserved addresses."""
         self.clear()
-        self._backing.range.close()
+        self._backing.close()
 
     # -- borrowed pages ---------------------------------------------------------------------------
 
-    def used_with(self, at: int) -> list[int]:
-        """Return the used blocks of the slab that contains page index `at` of the range."""
-        return [b for b in self._blocks_with(at) if b in self._refs]
+    def holds(self, page: int) -> bool:
+        """Return whether a borrowed page backs blocks now."""
+        return page in self._backing.abroad
 
-    def forsake(self, at: int) -> bool:
-        """Forget the prefixes cached in the slab of page index `at`, and release the slab.
+    def used_with(self, page: int) -> list[int]:
+        """Return the used blocks on a borrowed page."""
+        return [b for b in self._blocks_of(page) if b in self._refs]
 
-        Returns False, without a change, if a block of the slab is used."""
-        slab = self._slabs.home(self._blocks_with(at)[0])
+    def forsake(self, page: int) -> bool:
+        """Forget the prefixes cached on a borrowed page, and release it.
+
+        Returns False, without a change, if a block of it is used."""
+        slab = self._slabs.of[page]
         if slab.used:
             return False
         self.version.n += 1
@@ -143,30 +131,46 @@ class KvCache(BlockTables):
         self._give_back([slab])
         return True
 
-    def bring_home(self, at: int) -> bool:
-        """Replace the borrowed pages of the slab of page index `at` by pages of the pool.
+    def bring_home(self, page: int, tables: Iterable[list[int]]) -> bool:
+        """Move the blocks of a borrowed page to one of the pool, and release it.
 
-        Blocks keep their numbers and addresses. No job in flight may use the slab. Returns False,
-        without moving anything, if pages are short."""
-        self.version.n += 1
-        self.relocations += 1
-        here = self._blocks_with(at)
-        slab = self._slabs.home(here[0])
-        free = set(slab.free)
+        `tables` must be all tables with references; they are changed in place. No job in flight may
+        use the blocks. Returns False, without moving anything, if pages are short."""
+        home = self._backing.back_at_home()
+        if home is None:
+            return False
+        slab = self._slabs.of[page]
+        self._slabs.open([home])
+        held = [b for b in self._blocks_of(page) if b not in set(slab.free)]
+        self._carry_out([(b, b + (home - page) * self._size) for b in held], tables)
+        return True
 
-        def copy(other: int) -> None:
-            if self.move is not None:
-                for block in here:
-                    if block not in free:
-                        self.move(block, block + (other - slab.index) * self._size)
-
-        return self._backing.bring_home(slab.index, copy)
-
-    def _blocks_with(self, at: int) -> Sequence[int]:
-        first = at // self.layout.slab_pages * self._size
-        return range(first, first + self._size)
+    def _blocks_of(self, page: int) -> Sequence[int]:
+        """Return all blocks of a slab of one page."""
+        return range(page * self._size, (page + 1) * self._size)
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _carry_out(self, moves: Sequence[tuple[int, int]], tables: Iterable[list[int]]) -> int:
+        """Move blocks (source, target), and give back the slabs that this empties; return their
+        pages."""
+        self.version.n += 1
+        self.relocations += 1
+        tables = list(tables)
+        self._check_references({source for source, _ in moves}, tables)
+        moved: dict[int, int] = {}
+        try:
+            for source, target in moves:
+                self._relocate(source, target)
+                moved[source] = target
+        finally:
+            for table in tables:
+                if not moved.keys().isdisjoint(table):
+                    table[:] = [moved.get(block, block) for block in table]
+            sources = {self._slabs.home(source).index for source in moved}
+            homes = [self._slabs.of[index] for index in sources]
+            freed = self._give_back([slab for slab in homes if not slab.occupied])
+        return freed
 
     def _check_references(self, blocks: Set[int], tables: Iterable[Sequence[int]]) -> None:
         shown = Counter(block for table in tables for block in table if block in blocks)

@@ -15,15 +15,14 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
-from ballast.kv.backing import Backing
+from ballast.kv.backing import Backing, PageBacking, RangeBacking
 from ballast.kv.layered import LayeredBacking, LayeredLayout
 from ballast.kv.layout import Layout
 from ballast.kv.prefix import PrefixIndex
 from ballast.kv.slabs import Slabs
 from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
-from ballast.memory.range import BackedRange
-from ballast.memory.vm import Vm
+from ballast.memory.vm import Range, Vm
 
 
 class BlockBooks:
@@ -44,8 +43,8 @@ class BlockBooks:
         """`prefix`: whether prefixes are cached. `move(source, target)` copies one block's bytes;
         None in virtual time, where there are none. `capacity_blocks` is a permanent bound, in
         whole slabs; None: the cache may take all pages of the pool. `borrower` holds pages of
-        other devices, which back slabs where the pool is short. `layered`: layer-major, so that
-        layers can share pages (`turn`); such a cache has no capacity and no borrower."""
+        other devices, which back slabs of one page where the pool is short. `layered`:
+        layer-major, so that layers can share pages (`turn`); such a cache has no capacity."""
         self.spec = spec
         self.move = move
         self.version = ChangeCounter()
@@ -101,11 +100,24 @@ class BlockBooks:
     @property
     def base(self) -> int:
         """Address of block 0; never changes."""
-        return self._backing.range.base
+        return self._backing.addresses.base
 
     @property
-    def range(self) -> BackedRange:
-        return self._backing.range
+    def addresses(self) -> Range:
+        """Addresses in which blocks lie: the device's window, or a range of the cache's own."""
+        return self._backing.addresses
+
+    def page_at(self, offset: int) -> int:
+        """Return the number of the page with the byte at `offset` of `addresses`, of a backed
+        block."""
+        return self._backing.page_at(offset)
+
+    def is_backed(self, block: int) -> bool:
+        return block // self._size in self._slabs.of
+
+    def os_backed(self) -> int:
+        """Pages that the operating system shows where the cache's blocks are read."""
+        return self._backing.os_backed()
 
     @property
     def pages(self) -> int:
@@ -275,11 +287,15 @@ def _block_major(
     spec: ModelSpec, pool: Pool, vm: Vm, capacity_blocks: int | None, borrower: Borrower | None
 ) -> Backing:
     layout = Layout.of(spec, vm.page_bytes)
-    # Borrowed pages may double the slabs.
-    n_slabs = pool.total // layout.slab_pages * (1 if borrower is None else 2)
+    owner = f"kv:{spec.name}"
+    n_slabs = pool.total // layout.slab_pages
     if capacity_blocks is not None:
         n_slabs = min(n_slabs, ceil_div(capacity_blocks, layout.blocks_per_slab))
-    backing = Backing(f"kv:{spec.name}", layout, pool, vm, n_slabs, borrower)
+    backing: Backing
+    if layout.slab_pages == 1:
+        backing = PageBacking(owner, layout, pool, vm, borrower)
+    else:
+        backing = RangeBacking(owner, layout, pool, vm, n_slabs)
     if capacity_blocks is not None:
         backing.bound = n_slabs * layout.slab_pages
     return backing

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ballast.core.migration import Piece, joined
+from ballast.core.units import ceil_div
 from ballast.kv.blocks import KvCache
 from ballast.kv.layered import LayeredLayout
 
@@ -33,21 +34,20 @@ def pieces(kv: KvCache, blocks: Sequence[int]) -> tuple[int, tuple[Piece, ...]]:
     """Return (number of blocks, pieces): the blocks' data as offsets in the device's own memory.
 
     Stops before the first block on borrowed pages; the number counts the blocks covered."""
-    size = kv.range.page_bytes
+    size = kv.layout.page_bytes
     found: list[Piece] = []
     for n, block in enumerate(blocks):
         if kv.lies_abroad([block]):
             return n, joined(found)
         for at, n_bytes in _of(kv, block):
-            first, last = at // size, (at + n_bytes - 1) // size
-            for i, page in enumerate(kv.range.pages(first, last - first + 1), first):
+            for i in range(at // size, ceil_div(at + n_bytes, size)):
                 start, end = max(at, i * size), min(at + n_bytes, (i + 1) * size)
-                found.append((page * size + start - i * size, end - start))
+                found.append((kv.page_at(start) * size + start - i * size, end - start))
     return len(blocks), joined(found)
 
 
 def _of(kv: KvCache, block: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset in the range, bytes) of a block's data."""
+    """Yield (offset in the cache's addresses, bytes) of a block's data."""
     layout = kv.layout
     if not isinstance(layout, LayeredLayout):
         yield block * layout.stride_bytes, layout.block_bytes

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
-from ballast.kv.backing import Backing
+from ballast.kv.backing import RangeBacking
 from ballast.kv.layout import Layout, choose
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
@@ -73,7 +73,7 @@ class LayeredLayout(Layout):
         return replace(self, slab_pages=(self.shape[0] - rotation.n_freed) * self.plane_pages)
 
 
-class LayeredBacking(Backing):
+class LayeredBacking(RangeBacking):
     """Backs slabs of planes. The owner of the slots' pages in the pool is ``kvslots:NAME``."""
 
     layout: LayeredLayout
@@ -155,8 +155,7 @@ class LayeredBacking(Backing):
         owned = self._pool.ledger.owned(self.owner), self._pool.ledger.owned(self._slot_owner)
         if owned != (self.range.backed, slots):
             raise BrokenPromise(f"{self.owner}: the pool counts {owned}")
-        if sorted([*backed, *self._vacant]) != list(range(self._end)):
-            raise BrokenPromise(f"{self.owner}: a slab is lost")
+        self._validate_indices(backed)
 
     @property
     def _own(self) -> list[int]:
@@ -182,7 +181,7 @@ class LayeredBacking(Backing):
                 pages = self._slots[slot].pages(at, n)
                 self.range.alias(self._at(layer, at), pages, self._slot_owner, prefault=True)
 
-    def _back_home(self, indices: Sequence[int]) -> bool:
+    def _map(self, indices: Sequence[int]) -> bool:
         runs = self._planes(indices)
         own = [(self._at(layer, at), n) for layer in self._own for at, n in runs]
         promised = self._pool.ledger.promised_to(self.owner)

@@ -34,7 +34,7 @@ class Spilled:
         assert isinstance(layout, LayeredLayout)
         self.layout, self._kv, self._dirty = layout, kv, dirty
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        self._memory = mmap.mmap(-1, kv.range.n_pages * kv.range.page_bytes, flags=flags)
+        self._memory = mmap.mmap(-1, kv.addresses.n_bytes, flags=flags)
         self.host = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) - kv.base
         """Offset from a device KV address to its host copy."""
 

@@ -160,7 +160,7 @@ class CudaMachine:
     ) -> tuple[ModelExecutor, ...]:
         """Make executors. Only the number of `workspaces` is used: jobs use PyTorch's allocator."""
         compute = self._compute
-        where = (segments, kv.base, kv.layout, kv.range.range.n_bytes, compute.device)
+        where = (segments, kv.base, kv.layout, kv.addresses.n_bytes, compute.device)
         kind = GpuFusedModel if host.fused else GpuTransformersModel
         _report_dependence(host, self.device)
         shared = (compute.attention, self._graphs, self._common)

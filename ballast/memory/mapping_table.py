@@ -6,10 +6,10 @@ Used by all implementations of `Vm`. Bookkeeping only; maps nothing itself.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from ballast.core.errors import BrokenPromise
-from ballast.memory.vm import Range
+from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.memory.vm import Range, window_pages
 
 UNBACKED = -1
 _UNKNOWN = -1
@@ -29,15 +29,19 @@ class MappingTable:
         self._uses = array("i", [0]) * n_pages
         self._own = n_pages
         self._attached: dict[int, int] = {}
+        self._entered: set[int] = set()
+        """Attached pages in the window."""
 
     def attach(self, n_pages: int) -> int:
         """Number `n_pages` pages of another device; return the first number. Numbers of detached
-        pages are reused."""
+        pages are reused. Raises DeviceError if the window ends before the last."""
         first = self._own + 1
         for start, n in sorted(self._attached.items()):
             if first + n_pages < start:
                 break
             first = start + n + 1
+        if first + n_pages > window_pages(self._own):
+            raise DeviceError("attach", f"the window has no room for {n_pages} pages at {first}")
         more = first + n_pages - len(self._uses)
         self._uses.extend(array("i", [_UNKNOWN]) * max(0, more))
         self._uses[first : first + n_pages] = array("i", [0]) * n_pages
@@ -48,7 +52,8 @@ class MappingTable:
         n = self._attached.get(first)
         if n is None:
             raise BrokenPromise(f"no device is attached at {first}")
-        if any(self._uses[first : first + n]):
+        here = range(first, first + n)
+        if any(self._uses[first : first + n]) or not self._entered.isdisjoint(here):
             raise BrokenPromise(f"detached a device of {n} pages with some mapped")
 
     def detach(self, first: int) -> None:
@@ -56,6 +61,31 @@ class MappingTable:
         n = self._attached[first]
         self._uses[first : first + n] = array("i", [_UNKNOWN]) * n
         del self._attached[first]
+
+    def check_enter(self, pages: Sequence[int]) -> None:
+        """Raises BrokenPromise unless all pages are attached ones, each once and not in the window
+        yet."""
+        self.check_pages(pages, attached=True)
+        if len(set(pages)) < len(pages) or not self._entered.isdisjoint(pages):
+            raise BrokenPromise(f"one of {list(pages)} is in the window already")
+        if pages and min(pages) < self._own:
+            raise BrokenPromise(f"own pages among {list(pages)}, which are in the window anyway")
+
+    def enter(self, pages: Iterable[int]) -> None:
+        """Record pages that `check_enter` has allowed as in the window."""
+        self._entered.update(pages)
+
+    def check_leave(self, pages: Sequence[int]) -> None:
+        """Raises BrokenPromise unless all these pages are attached ones in the window."""
+        if not self._entered.issuperset(pages):
+            raise BrokenPromise(f"not all of {list(pages)} are attached pages in the window")
+
+    def leave(self, pages: Iterable[int]) -> None:
+        self._entered.difference_update(pages)
+
+    def entered(self) -> list[int]:
+        """Return the attached pages in the window, ascending."""
+        return sorted(self._entered)
 
     def open(self, range: Range) -> None:
         self._slots[range.base] = (range, array("i", [UNBACKED]) * range.n_pages)
@@ -125,11 +155,12 @@ class MappingTable:
         """Raises BrokenPromise unless all pages lie on attached devices and none is mapped."""
         self.check_pages(pages, attached=True)
         for page in pages:
-            if page < self._own or self._uses[page]:
+            if page < self._own or self._uses[page] or page in self._entered:
                 raise BrokenPromise(f"page {page} is mapped, or our own")
 
     def is_mapped(self, page: int) -> bool:
-        return self._uses[page] > 0
+        """Return whether the page is mapped in a range, or, an attached one, in the window."""
+        return self._uses[page] > 0 or page in self._entered
 
     def is_shared(self, page: int) -> bool:
         """Return whether the page is mapped more than once."""

@@ -1,15 +1,27 @@
 """Keep a set of page numbers as runs of neighbours, so that adjacent pages are taken together.
 
-Used by `Pool` for its free pages, and by `Borrower` for its unused ones.
+Used by `Pool` for its free pages, by `Borrower` for its unused ones, and by vms, whose calls take
+runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from ballast.core.errors import BrokenPromise
+
+
+def runs_of(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, length) of each stretch of consecutive pages, in order."""
+    i = 0
+    while i < len(pages):
+        first = i
+        i += 1
+        while i < len(pages) and pages[i] == pages[i - 1] + 1:
+            i += 1
+        yield pages[first], i - first
 
 
 class Runs:

@@ -7,7 +7,11 @@ Used by the pool, ranges, lending and machines. Implemented by `vm_memfd` (CPU),
 
     virtual   range A  [ 7 ][ 8 ][ - ][ 2 ]      reserved once, addresses never move
               range B  [ - ][ 5 ][ 6 ][ - ]      - : backed by nothing, touching it is a fault
+              window   [ 0 ][ 1 ][ 2 ][ 3 ] ...  every page once, at its own number
     physical  pages    0 1 2 3 4 5 6 7 8 ...     a page is in one range, or in several as an alias
+
+Weights lie in ranges. KV is found in the window, by page number: it comes, goes and changes owner
+without a call.
 """
 
 from __future__ import annotations
@@ -19,6 +23,15 @@ from typing import Protocol
 
 from ballast.core.actions import Short
 from ballast.core.errors import DeviceError
+
+_DEVICES_IN_WINDOW = 16
+"""Addresses of a window, as a multiple of its device's pages: its own, and those of peers."""
+_LEAST_IN_WINDOW = 1 << 14
+
+
+def window_pages(n_pages: int) -> int:
+    """Return the pages that the window of a device of `n_pages` has addresses for."""
+    return max(_LEAST_IN_WINDOW, _DEVICES_IN_WINDOW * n_pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +135,20 @@ class Vm(Protocol):
 
     page_bytes: int
     n_pages: int
+    window: Range
+    """Addresses of all pages by their numbers, `window_pages` of them: `window.address(page)`. A
+    page of the device can be used there while it has memory, an attached one from `enter` to
+    `leave`. Nothing else is mapped there, and being there counts as no mapping of a page."""
+
+    def enter(self, pages: Sequence[int]) -> None:
+        """Map attached pages, exported to this process, in the window: all or none."""
+
+    def leave(self, pages: Sequence[int]) -> None:
+        """Unmap attached pages from the window. They keep their contents."""
+
+    def prefault(self, pages: Sequence[int]) -> None:
+        """Enter pages that can be used in the window into its page tables, where they are missing:
+        a job is spared the faults of first touch. Nothing is mapped."""
 
     def reserve(self, n_bytes: int) -> Range:
         """Reserve addresses for `n_bytes`, rounded up to pages and aligned; none is backed."""
@@ -161,12 +188,14 @@ class Vm(Protocol):
     def attach(self, exported: Exported) -> int:
         """Attach all pages of another device; its page `i` is number `attach(...) + i` here.
 
-        Takes over `exported.fd` and `page_fds` if it returns. A device attached already keeps its
-        numbers. On a GPU only the exported pages can be mapped, and need a new export each lease.
+        Takes over `exported.fd` and `page_fds` if it returns. Raises DeviceError if the window has
+        no addresses left for them. A device attached already keeps its numbers. On a GPU only the
+        exported pages can be mapped, and need a new export each lease.
         """
 
     def detach(self, first: int) -> None:
-        """Forget the attached device whose page 0 is `first`. None of its pages may be mapped.
+        """Forget the attached device whose page 0 is `first`. None of its pages may be mapped, or
+        in the window.
 
         As long as it is attached, or mapped by anyone, its memory outlives its own process.
         """

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import mmap as std_mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -20,7 +20,8 @@ from ballast.memory import huge_pages
 from ballast.memory import syscalls as sys
 from ballast.memory.mapping_table import MappingTable
 from ballast.memory.memfd import DeviceFile, mapped_pages
-from ballast.memory.vm import Exported, Latch, Range, check_attach
+from ballast.memory.runs import runs_of
+from ballast.memory.vm import Exported, Latch, Range, check_attach, window_pages
 
 _T = TypeVar("_T")
 
@@ -45,12 +46,12 @@ class MemfdVm:
         window  [ 0 ][ 1 ][ . ][ . ][ 4 ]     the whole device; . : page tables are elsewhere
         range   [ - ][ 2 ][ 3 ][ - ]          taken from the window by map, put back by unmap
 
-    Making page tables for a GiB takes 160 to 210 ms, moving them 1 to 3. So the *window* maps the
-    whole device once more, and the page tables of a page that no range maps are kept there: it is
-    populated there, `map` moves them into the range (`mremap`), and `unmap` back. They are a cache:
-    what is not in them is found by faults, wherever the page is mapped. Aliases and pages of
-    attached devices are mapped by `mmap`, as is everything where Linux cannot move page tables.
-    The window is no owner's range: `os_mapped` never counts it.
+    The window is one mapping of the file, and pages of KV are used there. Making page tables for a
+    GiB takes 160 to 210 ms, moving them 1 to 3. So the page tables of a page that no range maps are
+    kept in the window: it is populated there, `map` moves them into the range (`mremap`), and
+    `unmap` back. They are a cache: what is not in them is found by faults, wherever the page is
+    mapped. Aliases and pages of attached devices are mapped by `mmap`, as is everything where Linux
+    cannot move page tables.
     """
 
     def __init__(
@@ -87,8 +88,40 @@ class MemfdVm:
         fits = huge_pages.fits(page_bytes) and huge_pages.are_allowed()
         self._huge = fits if huge is None else huge
         self._populate_step = huge_pages.huge_page_bytes() if self._huge else _POPULATE_STEP
-        self._window = _call("mmap", self._reserve_window)
+        most = window_pages(n_pages)
+        base = _call("mmap", lambda: _reserve_aligned(most * page_bytes, self._alignment))
+        self.window = Range(base, most, page_bytes)
         _call("mmap", lambda: self._map_window(0, n_pages))
+
+    def enter(self, pages: Sequence[int]) -> None:
+        self._mappings.check_enter(pages)
+        runs = list(runs_of(pages))
+        self._guard(2 * len(runs))
+        try:
+            for first, n in runs:
+                self._map_window(first, n)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._clear_window(pages)
+            raise DeviceError("mmap", _reason(error)) from error
+        self._mappings.enter(pages)
+
+    def leave(self, pages: Sequence[int]) -> None:
+        self._mappings.check_leave(pages)
+        self._bound += 2 * len(pages)
+        _call("mmap", lambda: self._clear_window(pages))
+        self._mappings.leave(pages)
+
+    def prefault(self, pages: Sequence[int]) -> None:
+        if not sys.can_populate():
+            return
+        has_tables, own = self._has_tables, self.n_pages
+        for first, n in runs_of([p for p in pages if p >= own or not has_tables[p]]):
+            with contextlib.suppress(OSError):  # then at first touch
+                address = self.window.address(first)
+                sys.madvise(address, n * self.page_bytes, sys.MADV_POPULATE_WRITE)
+                if first < own:
+                    has_tables[first : first + n] = b"\1" * n
 
     def reserve(self, n_bytes: int) -> Range:
         if n_bytes <= 0:
@@ -115,7 +148,7 @@ class MemfdVm:
         prefault: bool = False,
     ) -> None:
         self._mappings.check_map(range, at, pages, alias)
-        runs = list(_runs(pages))
+        runs = list(runs_of(pages))
         self._guard(2 * len(runs))
         address = range.address(at)
         try:
@@ -142,7 +175,7 @@ class MemfdVm:
     def populate(self, pages: Sequence[int]) -> Short | None:
         self._mappings.check_pages(pages)
         left = len(pages)
-        for first, n in _runs(pages):
+        for first, n in runs_of(pages):
             try:
                 self._populate_run(first, n)
             except OSError as error:
@@ -156,7 +189,7 @@ class MemfdVm:
         self._mappings.check_unused(pages)
         mode = sys.FALLOC_PUNCH_HOLE | sys.FALLOC_KEEP_SIZE
         size = self.page_bytes
-        for first, n in _runs(pages):
+        for first, n in runs_of(pages):
             try:
                 sys.fallocate(self._fd, mode, first * size, n * size)
             except OSError as error:
@@ -212,7 +245,7 @@ class MemfdVm:
         self._open = False
         for range in self._mappings.ranges():
             sys.munmap(range.base, range.n_bytes)
-        sys.munmap(self._window, self.n_pages * self.page_bytes)
+        sys.munmap(self.window.base, self.window.n_bytes)
         for file in (self._file, *self._attached):
             os.close(file.fd)
         self._attached.clear()
@@ -223,11 +256,12 @@ class MemfdVm:
         one."""
         return max(self.page_bytes, _TABLE_BYTES)
 
-    def _reserve_window(self) -> int:
-        return _reserve_aligned(self.n_pages * self.page_bytes, self._alignment)
-
     def _map_window(self, first: int, n: int) -> None:
-        self._map_run(self._window + first * self.page_bytes, first, n, prefault=False)
+        self._map_run(self.window.address(first), first, n, prefault=False)
+
+    def _clear_window(self, pages: Sequence[int]) -> None:
+        for first, n in runs_of(pages):
+            _unback(self.window.address(first), n * self.page_bytes)
 
     def _map_run(self, address: int, first: int, n: int, prefault: bool) -> None:
         """Map adjacent pages by `mmap`. Raises OSError."""
@@ -254,17 +288,24 @@ class MemfdVm:
         if alone and self._moves:
             if not prefault or all(self._has_tables[first : first + n]):
                 with contextlib.suppress(OSError):
-                    sys.move_page_tables(self._window + first * size, address, n * size)
+                    sys.move_page_tables(self.window.address(first), address, n * size)
                     return
             # From now on they are in the range.
             self._has_tables[first : first + n] = (b"\1" if prefault else b"\0") * n
+        elif alone:
+            self._drop_tables(first, n)
+            self._has_tables[first : first + n] = bytes(n)
         self._map_run(address, first, n, prefault)
+
+    def _drop_tables(self, first: int, n: int) -> None:
+        """Drop the window's page tables of pages that are mapped elsewhere: they count twice."""
+        sys.madvise(self.window.address(first), n * self.page_bytes, sys.MADV_DONTNEED)
 
     def _put_into_window(self, range: Range, at: int, pages: Sequence[int]) -> None:
         """Move page tables back, but of pages that are mapped elsewhere, too. The mappings in the
         range stay. Raises DeviceError if part of the window is lost by that."""
         address = range.address(at)
-        for first, n in _runs(pages):
+        for first, n in runs_of(pages):
             if first < self.n_pages:
                 self._put_run(address, first, n)
             address += n * self.page_bytes
@@ -277,8 +318,8 @@ class MemfdVm:
         alone: Sequence[int] = range(first, first + n)
         if shared:
             alone = sorted(set(alone) - set(shared))
-        for start, many in _runs(alone):
-            source, target = address + (start - first) * size, self._window + start * size
+        for start, many in runs_of(alone):
+            source, target = address + (start - first) * size, self.window.address(start)
             try:
                 sys.move_page_tables(source, target, many * size)
             except OSError:
@@ -290,13 +331,12 @@ class MemfdVm:
         for start in range(first * size, (first + n) * size, self._populate_step):
             step = min(self._populate_step, (first + n) * size - start)
             if sys.can_populate():
-                sys.madvise(self._window + start, step, sys.MADV_POPULATE_WRITE)
+                sys.madvise(self.window.base + start, step, sys.MADV_POPULATE_WRITE)
             else:
                 sys.fallocate(self._fd, 0, start, step)
         for page in range(first, first + n):
-            if not self._moves or self._mappings.is_mapped(page):
-                # Its page tables are, or will be, where it is mapped; here they count it twice.
-                sys.madvise(self._window + page * size, size, sys.MADV_DONTNEED)
+            if self._mappings.is_mapped(page):
+                self._drop_tables(page, 1)
             elif sys.can_populate():
                 self._has_tables[page] = 1
 
@@ -332,17 +372,6 @@ def _unback(address: int, n_bytes: int) -> None:
     if n_bytes:
         flags = sys.MAP_PRIVATE | sys.MAP_ANONYMOUS | sys.MAP_NORESERVE | sys.MAP_FIXED
         sys.mmap(address, n_bytes, sys.PROT_NONE, flags)
-
-
-def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, length) of each stretch of consecutive pages, in order."""
-    i = 0
-    while i < len(pages):
-        first = i
-        i += 1
-        while i < len(pages) and pages[i] == pages[i - 1] + 1:
-            i += 1
-        yield pages[first], i - first
 
 
 def _call(name: str, call: Callable[[], _T]) -> _T:

@@ -12,7 +12,7 @@ from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import ceil_div
 from ballast.memory.mapping_table import MappingTable
-from ballast.memory.vm import Exported, Latch, Range, check_attach
+from ballast.memory.vm import Exported, Latch, Range, check_attach, window_pages
 
 _ORIGIN = 1 << 60
 """Above every address a process can have: touching one by mistake faults at once."""
@@ -31,6 +31,19 @@ class NullVm:
         self._device = (-1, number)
         self._next = _ORIGIN + number * _SPAN
         self._attached: dict[tuple[int, int], int] = {}
+        self.window = Range(self._next, window_pages(n_pages), page_bytes)
+        self._next = self.window.end + page_bytes
+
+    def enter(self, pages: Sequence[int]) -> None:
+        self._mappings.check_enter(pages)
+        self._mappings.enter(pages)
+
+    def leave(self, pages: Sequence[int]) -> None:
+        self._mappings.check_leave(pages)
+        self._mappings.leave(pages)
+
+    def prefault(self, pages: Sequence[int]) -> None:
+        """Do nothing: no page tables."""
 
     def reserve(self, n_bytes: int) -> Range:
         if n_bytes <= 0:
@@ -86,6 +99,8 @@ class NullVm:
         return len(self._mappings.pages(range))
 
     def os_pages(self, range: Range) -> dict[int, int]:
+        if range is self.window:
+            return {page: page for page in (*_indices(self.n_pages), *self._mappings.entered())}
         return self._mappings.pages(range)
 
     def mappings(self) -> int:
@@ -101,3 +116,7 @@ class NullVm:
     def close(self) -> None:
         self._attached.clear()
         self._mappings = MappingTable(self.n_pages)
+
+
+def _indices(n: int) -> range:
+    return range(n)

@@ -1,5 +1,8 @@
 """Charge the time of calls that map and unmap pages to a simulated loop.
 
+Weights, borrowed pages, and KV in ranges of its own take calls; KV in the device's window takes
+none.
+
 Live, the loop makes these calls itself, between jobs: jobs in flight continue, but the next job,
 and the copy of a model's weights, begin only when the calls have returned. Used by `sim.device`.
 """
@@ -26,7 +29,8 @@ class PageCosts:
     """Further seconds per page of an activation, beyond mapping and copying; the loop continues
     meanwhile."""
     kv: bool = True
-    """Whether pages of KV cost the same. False: job costs include it."""
+    """Whether pages of KV that lies in a range of its own cost the same. False: job costs include
+    it."""
 
 
 class LoopTime:
@@ -65,14 +69,20 @@ class TimedVm(NullVm):
     ) -> None:
         super().map(range, at, pages, alias=alias, prefault=prefault)
         if pages and range.base not in self._is_kv:
-            # Borrowed pages, which are no owner's here, back KV alone.
-            owner = self.owner_of(pages[0]) if pages[0] < self.n_pages else "kv:"
-            self._is_kv[range.base] = owner is not None and owner.startswith("kv:")
+            self._is_kv[range.base] = (self.owner_of(pages[0]) or "").startswith("kv:")
         self._spend(range, len(pages) * self._costs.map)
 
     def unmap(self, range: Range, at: int, n: int) -> None:
         super().unmap(range, at, n)
         self._spend(range, n * self._costs.unmap)
+
+    def enter(self, pages: Sequence[int]) -> None:
+        super().enter(pages)
+        self._loop.spend(len(pages) * self._costs.map)
+
+    def leave(self, pages: Sequence[int]) -> None:
+        super().leave(pages)
+        self._loop.spend(len(pages) * self._costs.unmap)
 
     def _spend(self, range: Range, seconds: float) -> None:
         if seconds and (self._costs.kv or not self._is_kv[range.base]):

@@ -168,7 +168,7 @@ class Pair:
             for m in state.models.values():
                 m.kv.validate([])
                 m.weights.validate()
-                assert m.kv.range.os_backed() == m.kv.pages + m.kv.borrowed_pages
+                assert m.kv.os_backed() == m.kv.pages + m.kv.borrowed_pages
         lender, borrower = (self.servers[n].device.snapshot() for n in self.names)
         assert lender.owners.get(f"{OWNER}:{self.names[1]}", 0) == lent
         assert borrower.borrowed == ({self.names[0]: lent} if lent else {})

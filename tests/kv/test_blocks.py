@@ -8,8 +8,12 @@ import pytest
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.model import ModelSpec
+from ballast.core.units import KiB
 from ballast.kv.blocks import KvCache
 from ballast.memory.pool import Pool
+from ballast.memory.tensor import array_at
+from ballast.memory.vm import Range
+from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 
 PAGE = 256
@@ -145,7 +149,7 @@ def test_capacity_is_a_limit_for_ever() -> None:
     short = kv.grow(table, 18)
     assert short is not None
     assert kv.limited(short)
-    assert kv.range.n_pages == 2
+    assert kv.excess(2 - kv.pages) == 0 < kv.excess(3 - kv.pages)
 
 
 def test_promised_pages_are_not_taken() -> None:
@@ -430,19 +434,53 @@ def test_a_machine_without_memory_is_short_and_changes_nothing() -> None:
 
 
 def test_a_mapping_that_fails_changes_nothing() -> None:
-    kv, pool = make(8)
-    table = grown(kv, 4)
-    broken = kv.range.back_many
+    class Full(NullVm):
+        full = False
 
-    def fail(where: Sequence[tuple[int, int]]) -> Short | None:
-        raise DeviceError("mmap", "no")
+        def map(self, range: Range, at: int, pages: Sequence[int], **how: bool) -> None:
+            if self.full:
+                raise DeviceError("mmap", "no")
+            super().map(range, at, pages, **how)
 
-    kv.range.back_many = fail  # type: ignore[method-assign]
+    vm = Full(PAGE, 8)
+    pool = Pool(vm, 8)
+    kv = KvCache(make_spec(head_dim=48), pool, vm)
+    assert kv.layout.slab_pages == 3
+    table = grown(kv, 1)
+    vm.full = True
     with pytest.raises(DeviceError):
-        kv.grow(table, 2 * 12)
-    kv.range.back_many = broken  # type: ignore[method-assign]
+        kv.grow(table, 2 * 2)
+    vm.full = False
     kv.validate([table])
-    assert pool.free == 7
+    assert pool.free == 5
+    assert kv.grow(table, 2 * 2) is None
+    assert [kv.page_at(b * kv.layout.stride_bytes) for b in table] == [0, 3]
+
+
+def test_blocks_are_found_in_the_window_by_the_numbers_of_their_pages() -> None:
+    vm = MemfdVm(16 * KiB, 8)
+    pool = Pool(vm, 8)
+    kv = KvCache(make_spec(head_dim=256), pool, vm)
+    assert pool.allocate("weights", 3) == (0, 1, 2)
+    before = vm.mappings()
+    table = grown(kv, 20)
+    size = kv.layout.blocks_per_slab
+    assert (kv.layout.slab_pages, size, kv.base) == (1, 4, vm.window.base)
+    assert {block // size for block in table} == {3, 4, 5, 6, 7}
+    for block in table:
+        array_at(kv.block_address(block), (kv.layout.block_bytes,), "uint8")[:] = block
+    # Another owner's mapping of the page shows what is there.
+    weights = vm.reserve(16 * KiB)
+    vm.map(weights, 0, [table[0] // size], alias=True)
+    at = table[0] % size * kv.layout.stride_bytes
+    assert array_at(weights.base + at, (1,), "uint8")[0] == table[0]
+    assert kv.os_backed() == kv.pages == 5
+    vm.unmap(weights, 0, 1)
+    vm.release(weights)
+    kv.free(table)
+    assert (kv.pages, kv.os_backed(), vm.mappings()) == (0, 0, before)
+    kv.validate([])
+    vm.close()
 
 
 def test_freeing_twice_is_a_broken_promise() -> None:

@@ -108,10 +108,8 @@ class Machine(RuleBasedStateMachine):
         self.moved.append((source, target))
 
     def forget_unbacked(self) -> None:
-        layout = self.kv.layout
         for block in list(self.memory):
-            page = block // layout.blocks_per_slab * layout.slab_pages
-            if not self.kv.range.is_backed(page):
+            if not self.kv.is_backed(block):
                 del self.memory[block]
 
     def read(self, s: Sequence, i: int) -> Content | None:
@@ -167,11 +165,10 @@ class Machine(RuleBasedStateMachine):
         return short
 
     def can_back(self, pages: int) -> bool:
-        """Whole slabs, each on pages of the pool or on borrowed ones."""
+        """Whole slabs on pages of the pool, or, if they have one page, on borrowed ones."""
         size = self.kv.layout.slab_pages
-        if self.backed + pages > self.kv.range.n_pages:
-            return False
-        return pages // size <= self.room // size + self.borrower.unused // size
+        borrowed = self.borrower.unused if size == 1 else 0
+        return pages // size <= self.room // size + borrowed
 
     def relax(self) -> None:
         """After a refusal others give way, lest most of a run be spent in want."""
@@ -330,20 +327,19 @@ class Machine(RuleBasedStateMachine):
         """What is cached goes, what fits comes home, and the rest is preempted."""
         lease = self.leases[i % len(self.leases)]
         self.borrower.recall(lease)
-        for place in self.borrower.wanted():
-            if place not in self.borrower.wanted():
-                continue  # it went with another of its slab
-            if self.kv.forsake(place.at):
+        for page in [used.page for used in self.borrower.wanted()]:
+            if not self.kv.holds(page):
+                continue  # it went with a table that has ended
+            if self.kv.forsake(page):
                 continue
-            size, tables = self.kv.layout.slab_pages, [list(s.blocks) for s in self.open]
-            room = self.room >= size and self.backed + size <= self.kv.range.n_pages
+            room = self.room >= 1
+            before = [list(s.blocks) for s in self.open]
             self.moved.clear()
-            assert self.kv.bring_home(place.at) == room
-            assert self.tables() == tables
-            for there, twin in self.moved:
-                self.memory[there] = self.memory.pop(twin)
+            assert self.kv.bring_home(page, self.tables()) == room
+            twins = dict(self.moved)
+            assert self.tables() == [[twins.get(b, b) for b in table] for table in before]
             if not room:
-                users = set(self.kv.used_with(place.at))
+                users = set(self.kv.used_with(page))
                 for s in [s for s in self.open if users & set(s.blocks)]:
                     self.end(self.open.index(s), True)
         self.settle()
@@ -374,9 +370,8 @@ class Machine(RuleBasedStateMachine):
             return
         self.kv.validate(self.tables())
         self.pool.validate()
-        self.kv.range.validate()
         self.borrower.validate()
-        assert self.kv.range.os_backed() == self.backed
+        assert self.kv.os_backed() == self.backed
         assert self.borrower.in_use == self.kv.borrowed_pages
         assert self.pool.ledger.borrowed() == sum(len(lease.pages) for lease in self.leases)
         assert self.pool.free + self.kv.pages + sum(map(len, self.others)) == self.pool.total

@@ -34,7 +34,7 @@ def test_blocks_of_a_layer_lie_side_by_side() -> None:
     # 2 * 4 tokens * 4 elements * 4 bytes: two blocks to a page, in each of six layers.
     assert (layout.stride_bytes, layout.blocks_per_slab, layout.slab_pages) == (128, 2, LAYERS)
     assert layout.layer_stride_bytes % PAGE == 0
-    assert kv.range.n_pages * PAGE == LAYERS * layout.layer_stride_bytes
+    assert kv.addresses.n_bytes == LAYERS * layout.layer_stride_bytes
 
 
 def test_what_layers_give_up_holds_more_blocks() -> None:

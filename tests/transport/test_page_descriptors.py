@@ -46,7 +46,6 @@ from multiprocessing import Pipe
 from ballast.core.lease import PagesRecalledEvent, PagesReturnedEvent
 from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
-from ballast.memory.range import BackedRange
 from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.transport.page_descriptors import fetch_lease, fetch_pages
@@ -61,13 +60,13 @@ vm = CudaVm(FakeDriver(devices=2), 1, size, 4) if gpu else MemfdVm(size, 4)
 pool = Pool(vm, 4)
 borrower = Borrower(pool, vm, "cpu:1")
 borrower.meet("cpu:0", 1, fetch_pages(sys.argv[2]))
-kv = BackedRange(pool, vm, "kv", 128 * size)
-assert kv.back(0, 1) is None
+pages = list(pool.allocate("kv", 1))
 while True:
     message = decode_to_worker(pipe.recv_bytes()).event
     if isinstance(message, PagesRecalledEvent):
-        for place in borrower.recall(message.lease):
-            borrower.release(kv, place.at, 1)
+        for used in borrower.recall(message.lease):
+            borrower.release(used.holder, [used.page])
+            pages.remove(used.page)
         for part in borrower.settle():
             pipe.send_bytes(encode(LeaseMsg.of(PagesReturnedEvent(part))))
     else:
@@ -76,10 +75,12 @@ while True:
         if gpu:
             fetch_lease(sys.argv[2], message.lease, lambda pages: opened.append(vm.open(pages)))
         assert borrower.accept(message.lease, opened) is None
-        assert borrower.back(kv, 1 + kv.aliased, n) is None
-        ctypes.memset(kv.address(0), 42, (1 + kv.aliased) * size)
+        pages += borrower.take("kv", n)
+        for page in pages:
+            ctypes.memset(vm.window.address(page), 42, size)
         borrower.validate()
-        assert kv.os_backed() == 1 + kv.aliased
+        shown = vm.os_pages(vm.window)
+        assert all(shown[page] == page for page in pages)
         pipe.send_bytes(b"used")
 """
 

@@ -211,7 +211,7 @@ class GroupMachine:
             *segments_there, kv_there = (address[i] for address in addresses)
             other.models.call(ServeModelMsg(host.spec.name, tuple(segments_there), kv_there))
         (workspace,) = workspaces
-        place = KvPlace(kv.base, kv.range.range.n_bytes, kv.layout)
+        place = KvPlace(kv.base, kv.addresses.n_bytes, kv.layout)
         return (self._own.model(host, segments, place, workspace, followers=self._jobs),)
 
     def cap(self, n_bytes: int) -> Cap:

@@ -27,6 +27,7 @@ from ballast.transport.tensor_parallel.rank_messages import (
     CopyMsg,
     DiscardPagesMsg,
     DoneReply,
+    FindWindowMsg,
     ForgetLayersMsg,
     InspectMappingsMsg,
     JoinGroupMsg,
@@ -82,7 +83,8 @@ class RankServer:
         shard = Shard(group.rank, device.tensor_parallel)
         self._clock = MonotonicClock()
         self._machine = make(device, shard, group.pace, self._clock, transfer_landed)
-        self._ranges: dict[int, Range] = {}
+        window = self._machine.vm.window
+        self._ranges: dict[int, Range] = {window.base: window}
         self._tier = HostTier(isolation=isolation)
         self._hosts: dict[str, HostModel] = {}
         self._models: dict[str, ParallelModel | GpuParallelModel] = {}
@@ -135,6 +137,8 @@ class RankServer:
     def _execute_on_memory(self, command: MemoryCommand) -> RankReply:
         vm = self._machine.vm
         match command:
+            case FindWindowMsg():
+                return RangeReservedReply(vm.window.base)
             case ReserveRangeMsg():
                 reserved = vm.reserve(command.n_bytes)
                 self._ranges[reserved.base] = reserved

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import ceil_div
-from ballast.memory.vm import Exported, Latch, Range
+from ballast.memory.vm import Exported, Latch, Range, window_pages
 from ballast.transport.tensor_parallel.rank_connections import RankConnection
 from ballast.transport.tensor_parallel.rank_messages import (
     DiscardPagesMsg,
+    FindWindowMsg,
     InspectMappingsMsg,
     MapPagesMsg,
     MappingsReply,
@@ -32,6 +33,9 @@ class RemoteVm:
     def __init__(self, memory: RankConnection, page_bytes: int, n_pages: int) -> None:
         self.page_bytes, self.n_pages = page_bytes, n_pages
         self._memory = memory
+        reply = memory.call(FindWindowMsg())
+        assert isinstance(reply, RangeReservedReply)
+        self.window = Range(reply.base, window_pages(n_pages), page_bytes)
 
     def reserve(self, n_bytes: int) -> Range:
         reply = self._memory.call(ReserveRangeMsg(n_bytes))
@@ -80,6 +84,15 @@ class RemoteVm:
 
     def detach(self, first: int) -> None:
         raise BrokenPromise(f"no device is attached at {first}")
+
+    def enter(self, pages: Sequence[int]) -> None:
+        raise BrokenPromise(f"{len(pages)} pages of no device enter the window")
+
+    def leave(self, pages: Sequence[int]) -> None:
+        raise BrokenPromise(f"{len(pages)} pages of no device leave the window")
+
+    def prefault(self, pages: Sequence[int]) -> None:
+        """Do nothing: a message takes as long as the faults."""
 
     def forget(self, pages: Sequence[int]) -> None:
         raise BrokenPromise(f"{len(pages)} pages of no device are forgotten")

@@ -19,7 +19,8 @@ from ballast.memory.cuda.calls import Attribute, Driver
 from ballast.memory.cuda.fences import EventFence, EventPool
 from ballast.memory.cuda.pages import CudaImport, CudaPages
 from ballast.memory.mapping_table import MappingTable
-from ballast.memory.vm import Exported, Range, check_attach
+from ballast.memory.runs import runs_of
+from ballast.memory.vm import Exported, Range, check_attach, window_pages
 
 
 class CudaVm:
@@ -58,6 +59,26 @@ class CudaVm:
         self._open = True
         self._entered = threading.local()
         self._context = driver.retain_context(self.device)
+        self._enter()
+        most = window_pages(n_pages)
+        self.window = Range(driver.reserve(most * page_bytes, page_bytes), most, page_bytes)
+
+    def enter(self, pages: Sequence[int]) -> None:
+        self._mappings.check_enter(pages)
+        if missing := [page for page in pages if page not in self._memory]:
+            raise DeviceError("cuMemMap", f"pages {missing} of another device are not exported")
+        self._enter()
+        self._map_window(pages)
+        self._mappings.enter(pages)
+
+    def leave(self, pages: Sequence[int]) -> None:
+        self._mappings.check_leave(pages)
+        self._enter()
+        self._unmap_window(pages)
+        self._mappings.leave(pages)
+
+    def prefault(self, pages: Sequence[int]) -> None:
+        """Do nothing: mapping enters the device's page tables."""
 
     def reserve(self, n_bytes: int) -> Range:
         if n_bytes <= 0:
@@ -104,12 +125,23 @@ class CudaVm:
     def populate(self, pages: Sequence[int]) -> Short | None:
         self._mappings.check_pages(pages)
         self._enter()
-        return self._memory.create(pages)
+        bare = [page for page in pages if page not in self._memory]
+        try:
+            return self._memory.create(bare)
+        finally:
+            self._show([page for page in bare if page in self._memory])
 
     def discard(self, pages: Sequence[int]) -> None:
         self._mappings.check_unused(pages)
         self._enter()
-        self._memory.release([page for page in pages if page in self._memory])
+        full = [page for page in pages if page in self._memory]
+        self._unmap_window(full)
+        try:
+            self._memory.release(full)
+        except DeviceError:
+            if self.driver.lost is None:
+                self._map_window(full)
+            raise
 
     def open(self, exported: Exported) -> Exported:
         """The same pages, ready to be attached without a call of the driver; closes the
@@ -166,7 +198,7 @@ class CudaVm:
         """Return the mapped pages by index, found by two driver calls for each page."""
         self._enter()
         found: dict[int, int] = {}
-        for at in _indices(0, range.n_pages):
+        for at in self._in_window() if range is self.window else _indices(0, range.n_pages):
             handle = self.driver.retain_handle(range.address(at))
             if handle is None:
                 continue
@@ -178,7 +210,7 @@ class CudaVm:
         return found
 
     def mappings(self) -> int:
-        """Number of mapped pages: one mapping each. The driver states no limit."""
+        """Number of pages mapped in ranges: one mapping each. The driver states no limit."""
         return sum(len(self._mappings.pages(range)) for range in self._mappings.ranges())
 
     def physical_bytes(self) -> int:
@@ -243,6 +275,9 @@ class CudaVm:
             for at in self._mappings.pages(range):
                 attempt(self.driver.unmap, range.address(at), self.page_bytes)
             attempt(self.driver.free, range.base, range.n_bytes)
+        for page in self._in_window():
+            attempt(self.driver.unmap, self.window.address(page), self.page_bytes)
+        attempt(self.driver.free, self.window.base, self.window.n_bytes)
         for start, n in [(0, self.n_pages), *self._attached.values()]:
             for page in self._memory.within(start, n):
                 attempt(self.driver.release, self._memory.handle(page))
@@ -250,6 +285,45 @@ class CudaVm:
         attempt(self.driver.release_context, self.device)
         if failed:
             raise failed[0]
+
+    def _in_window(self) -> list[int]:
+        """Pages mapped in the window."""
+        return [*self._memory.within(0, self.n_pages), *self._mappings.entered()]
+
+    def _show(self, created: Sequence[int]) -> None:
+        """Map pages in the window that have just been created; where that fails, none is left."""
+        if self.driver.lost is not None:
+            return
+        try:
+            self._map_window(created)
+        except DeviceError:
+            if self.driver.lost is None:
+                self._memory.release(created)
+            raise
+
+    def _map_window(self, pages: Sequence[int]) -> None:
+        """Map pages in the window: all or none."""
+        done: list[int] = []
+        try:
+            for first, n in runs_of(pages):
+                self._memory.map(self.window.address(first), _indices(first, n))
+                done += _indices(first, n)
+        except DeviceError:
+            if self.driver.lost is None:
+                self._unmap_window(done)
+            raise
+
+    def _unmap_window(self, pages: Sequence[int]) -> None:
+        """Unmap pages from the window: all or none, unless mapping fails as well."""
+        done: list[int] = []
+        try:
+            for first, n in runs_of(pages):
+                self._memory.unmap(self.window.address(first), _indices(first, n))
+                done += _indices(first, n)
+        except DeviceError:
+            if self.driver.lost is None:
+                self._map_window(done)
+            raise
 
     def _enter(self) -> None:
         """Make the context current in this thread. Raises DeviceLost for a device that is lost."""

@@ -42,6 +42,9 @@ class GroupVm:
         self._slots: dict[int, array[int]] = {}
         self._bases: list[int] = []
         """Bases of all ranges, ascending; replaced, never mutated."""
+        self.window = own.window
+        self._ranges[own.window.base] = tuple(vm.window for vm in self._vms)
+        self._bases = [own.window.base]
 
     def where(self, address: int) -> tuple[int, ...]:
         """Map `address`, in a range of the first rank, to the same byte's address on each rank.
@@ -134,6 +137,16 @@ class GroupVm:
 
     def forget(self, pages: Sequence[int]) -> None:
         raise BrokenPromise(f"{len(pages)} pages of no device are forgotten")
+
+    def enter(self, pages: Sequence[int]) -> None:
+        raise BrokenPromise(f"{len(pages)} pages of no device enter the window")
+
+    def leave(self, pages: Sequence[int]) -> None:
+        raise BrokenPromise(f"{len(pages)} pages of no device leave the window")
+
+    def prefault(self, pages: Sequence[int]) -> None:
+        """Prefault pages on the first rank; others, to be spared a message, as they touch them."""
+        self._vms[0].prefault(pages)
 
     def os_mapped(self, range: Range) -> int:
         return len(self.os_pages(range))

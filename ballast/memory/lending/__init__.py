@@ -2,6 +2,6 @@
 
 Messages are returned and passed in; `ballast.transport` carries them.
 
-- `borrower`: Pages of other devices in ranges of this one.
+- `borrower`: Pages of other devices, mapped in this one's window for its KV caches.
 - `lender`: Leases of pages to other devices, their recalls and deadlines.
 """

@@ -1,42 +1,32 @@
-"""Map pages borrowed from other devices into ranges of this one, and return them on recall.
+"""Keep pages borrowed from other devices, give them to KV caches, and return them on recall.
 
-The borrower's side of lending: used by KV caches to back slabs, and by the engine's `Lending`.
-`lender` draws the exchange of messages. To a range, a borrowed page is an alias: its index has an
-address like any other, the ledger has the lending device as its owner and the range's as its
-holder, and it counts neither in the pool nor against the budget.
+The borrower's side of lending: used by KV caches to back blocks, and by the engine's `Lending`.
+`lender` draws the exchange of messages. A borrowed page is mapped in the window, at a number above
+the device's own, from the lease until its return; in between KV caches use it like a page of the
+pool, without a call. The ledger has the lending device as its owner and the cache's as its holder,
+and it counts neither in the pool nor against the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from ballast.core.actions import Short
-from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.errors import BrokenPromise
 from ballast.core.lease import Lease
 from ballast.memory.pool import Pool
-from ballast.memory.range import BackedRange
 from ballast.memory.runs import Runs
-from ballast.memory.vm import Exported, Fence, Vm
+from ballast.memory.vm import Exported, Vm
 
 
 @dataclass(frozen=True, slots=True)
-class MappedPage:
-    """A borrowed page that is mapped at index `at` of a range."""
+class BorrowedPage:
+    """A borrowed page in use: its number on this device, and its holder."""
 
-    range: BackedRange
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Neighbouring indices, backed by pages of one lender."""
-
-    range: BackedRange
-    at: int
-    pages: tuple[int, ...]
-    lender: str
+    page: int
+    holder: str
 
 
 @dataclass(slots=True)
@@ -65,13 +55,12 @@ class Borrower:
     def __init__(self, pool: Pool, vm: Vm, device: str) -> None:
         self._pool, self._vm, self._device = pool, vm, device
         self._peers: list[_Peer] = []
-        self._places: dict[int, MappedPage] = {}
-        self._leaving: list[tuple[_Stretch, Fence]] = []
-        """Released pages that work in flight still uses."""
+        self._holders: dict[int, str] = {}
+        """Holder of each page in use."""
 
     @property
     def unused(self) -> int:
-        """Pages that `back` could map now."""
+        """Pages that `take` could give now."""
         return sum(len(peer.unused) for peer in self._peers)
 
     def unused_of(self) -> tuple[tuple[str, int], ...]:
@@ -80,8 +69,8 @@ class Borrower:
 
     @property
     def in_use(self) -> int:
-        """Pages mapped here."""
-        return len(self._places) + sum(len(stretch.pages) for stretch, _ in self._leaving)
+        """Pages that holders have now."""
+        return len(self._holders)
 
     def meet(self, lender: str, epoch: int, exported: Exported) -> None:
         """Register a process that may lend, and import its device; takes over `exported.fd`.
@@ -98,6 +87,7 @@ class Borrower:
         """Accept pages to use until they are recalled; returns why the lease is refused, if it is.
 
         `opened`: a GPU's exports of just these pages, by `CudaVm.open`; taken over in any case.
+        Raises DeviceError, with the lease not accepted, if the pages cannot be mapped.
         """
         refused = self._refusal(lease, opened)
         for exported in opened:
@@ -110,6 +100,7 @@ class Borrower:
         peer = self._peer(lease.lender)
         assert peer is not None
         pages = [peer.first + page for page in lease.pages]
+        self._vm.enter(pages)
         self._pool.borrow(peer.name, pages)
         peer.lease_of.update(dict.fromkeys(pages, lease.id))
         peer.unused.add(pages)
@@ -130,61 +121,45 @@ class Borrower:
             return f"lease {lease.id} is of other pages than those that came"
         return None
 
-    def back(self, where: BackedRange, at: int, n: int) -> Short | None:
-        """Map `n` borrowed pages at indices `at ..`, of one lender if one has as many; or none."""
+    def take(self, holder: str, n: int) -> tuple[int, ...] | Short:
+        """Give `n` unused pages to `holder`, of one lender if one has as many; or none."""
         if n < 0:
-            raise BrokenPromise(f"{where.owner} borrows {n} pages")
+            raise BrokenPromise(f"{holder} borrows {n} pages")
         if self.unused < n:
             return Short(n - self.unused)
-        unused = self._pop_unused(n)
-        done: list[_Stretch] = []
-        try:
-            for peer, pages in unused:
-                stretch = _Stretch(where, at, tuple(pages), peer.name)
-                where.alias(at, pages, peer.name, prefault=True)
-                done.append(stretch)
-                at += len(pages)
-        except (BrokenPromise, DeviceError):
-            for stretch in done:
-                where.unalias(stretch.at, len(stretch.pages), stretch.lender)
-            for peer, pages in unused:
-                peer.unused.add(pages)
-            raise
-        for stretch in done:
-            for i, page in enumerate(stretch.pages):
-                self._places[page] = MappedPage(where, stretch.at + i)
-        return None
+        found: list[int] = []
+        for peer, pages in self._pop_unused(n):
+            self._pool.add_holder(peer.name, pages, holder)
+            found += pages
+        self._holders.update(dict.fromkeys(found, holder))
+        return tuple(found)
 
-    def release(self, where: BackedRange, at: int, n: int, fence: Fence | None = None) -> None:
-        """Unmap `n` borrowed pages, once `fence` is done (`settle`). Unless they were recalled,
-        they can be used elsewhere then."""
-        pages = where.pages(at, n)
-        for i, page in enumerate(pages):
-            if self._places.get(page) != MappedPage(where, at + i):
-                raise BrokenPromise(f"{where.owner}: page {page} at {at + i} is not borrowed")
+    def release(self, holder: str, pages: Sequence[int]) -> None:
+        """Take pages back from `holder`; no work in flight may use them. Unless they were recalled,
+        `take` can give them to another then."""
+        for page in pages:
+            if self._holders.get(page) != holder:
+                raise BrokenPromise(f"{holder}: page {page} is not borrowed")
         for name, run in groupby(pages, key=self._pool.ledger.owner_of):
-            stretch = _Stretch(where, at, tuple(run), name or "")
-            if fence is None or fence.done():
-                self._unmap(stretch)
-            else:
-                self._leaving.append((stretch, fence))
-            for page in stretch.pages:
-                del self._places[page]
-            at += len(stretch.pages)
+            given = list(run)
+            self._pool.remove_holder(name or "", given, holder)
+            for page in given:
+                del self._holders[page]
+            for peer in self._peers:
+                peer.unused.add(p for p in given if p in peer.lease_of and p not in peer.due)
 
-    def recall(self, part: Lease) -> tuple[MappedPage, ...]:
-        """Recall pages; returns where they are in use. Copy out or drop what is there and `release`
-        them; `settle` returns the answers. Pages on their way back are ignored."""
+    def recall(self, part: Lease) -> tuple[BorrowedPage, ...]:
+        """Recall pages; returns those in use. Copy out or drop what is there and `release` them;
+        `settle` returns the answers. Pages on their way back are ignored."""
         peer = self._peer(part.lender, part.epoch)
         if peer is None:
             return ()
         pages = (peer.first + page for page in part.pages)
         return self._ask_back(peer, [p for p in pages if peer.lease_of.get(p) == part.id])
 
-    def wanted(self) -> tuple[MappedPage, ...]:
-        """Return the places where recalled or offered-back pages are still mapped."""
-        places = self._places
-        return tuple(places[page] for peer in self._peers for page in peer.due if page in places)
+    def wanted(self) -> tuple[BorrowedPage, ...]:
+        """Return the recalled or offered-back pages that are still in use."""
+        return tuple(self._in_use(page for peer in self._peers for page in peer.due))
 
     def knows(self, lender: str, epoch: int) -> bool:
         """Whether that process is registered."""
@@ -208,8 +183,8 @@ class Borrower:
         peer.due.update(dict.fromkeys(pages))
         return len(pages)
 
-    def gone(self, lender: str, epoch: int) -> tuple[MappedPage, ...]:
-        """Handle the end of a lender's process; returns where its pages are in use. They keep their
+    def gone(self, lender: str, epoch: int) -> tuple[BorrowedPage, ...]:
+        """Handle the end of a lender's process; returns its pages that are in use. They keep their
         contents, and its memory lasts, until they are released."""
         peer = self._peer(lender, epoch)
         if peer is None:
@@ -223,12 +198,10 @@ class Borrower:
 
         When the last page of a lender that is gone is released, its memory is the machine's again.
         """
-        for entry in [entry for entry in self._leaving if entry[1].done()]:
-            self._unmap(entry[0])
-            self._leaving.remove(entry)
         returned: list[Lease] = []
         for peer in list(self._peers):
             pages = [page for page in peer.due if not self._pool.ledger.holders_of(page)]
+            self._vm.leave(pages)
             self._vm.forget(pages)
             self._pool.return_borrowed(peer.name, pages)
             by_lease: dict[int, list[int]] = {}
@@ -246,19 +219,17 @@ class Borrower:
         return returned
 
     def validate(self) -> None:
-        """Raises BrokenPromise unless ledger, ranges and leases agree on every borrowed page."""
+        """Raises BrokenPromise unless ledger, holders and leases agree on every borrowed page."""
         borrowed: dict[str, int] = {}
         for peer in self._peers:
             borrowed[peer.name] = borrowed.get(peer.name, 0) + len(peer.lease_of)
             free = {page for first, n in peer.unused.runs() for page in range(first, first + n)}
             for page in peer.lease_of:
-                place, holders = self._places.get(page), self._pool.ledger.holders_of(page)
+                holder, holders = self._holders.get(page), self._pool.ledger.holders_of(page)
                 if self._pool.ledger.owner_of(page) != peer.name:
                     raise BrokenPromise(f"page {page} is not {peer.name}'s in the ledger")
-                if place is not None and place.range.pages(place.at, 1) != (page,):
-                    raise BrokenPromise(f"page {page} is not mapped where it is used")
-                if place is not None and holders != (place.range.owner,):
-                    raise BrokenPromise(f"page {page} is held by {holders}")
+                if holders != (() if holder is None else (holder,)):
+                    raise BrokenPromise(f"page {page} is held by {holders}, not {holder}")
                 if (page in free) != (not holders and page not in peer.due):
                     raise BrokenPromise(f"page {page} is unused, or due, and held by {holders}")
         for name, n in borrowed.items():
@@ -273,11 +244,15 @@ class Borrower:
                 return peer
         return None
 
-    def _ask_back(self, peer: _Peer, pages: list[int]) -> tuple[MappedPage, ...]:
+    def _ask_back(self, peer: _Peer, pages: list[int]) -> tuple[BorrowedPage, ...]:
         peer.due.update(dict.fromkeys(pages))
         unused = peer.unused.pop(len(peer.unused))
         peer.unused.add([page for page in unused if page not in peer.due])
-        return tuple(self._places[page] for page in pages if page in self._places)
+        return tuple(self._in_use(pages))
+
+    def _in_use(self, pages: Iterable[int]) -> Iterator[BorrowedPage]:
+        held = self._holders
+        return (BorrowedPage(page, held[page]) for page in pages if page in held)
 
     def _pop_unused(self, n: int) -> list[tuple[_Peer, list[int]]]:
         """Remove `n` unused pages, which there are, of one lender if one has as many."""
@@ -290,9 +265,3 @@ class Borrower:
             popped.append((peer, pages))
             n -= len(pages)
         return popped
-
-    def _unmap(self, stretch: _Stretch) -> None:
-        stretch.range.unalias(stretch.at, len(stretch.pages), stretch.lender)
-        for peer in self._peers:
-            mine = (page for page in stretch.pages if page in peer.lease_of)
-            peer.unused.add([page for page in mine if page not in peer.due])

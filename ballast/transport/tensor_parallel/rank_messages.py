@@ -38,6 +38,10 @@ class MeetRanksMsg(_RankMessage, frozen=True):
     """Path of the rendezvous file; None: shared memory, whose descriptor follows."""
 
 
+class FindWindowMsg(_RankMessage, frozen=True):
+    """Find the window of the rank's memory. Answered by `RangeReservedReply`."""
+
+
 class ReserveRangeMsg(_RankMessage, frozen=True):
     """Reserve a range of addresses. Answered by `RangeReservedReply`."""
 
@@ -124,7 +128,7 @@ class ServeModelMsg(_RankMessage, frozen=True):
     segments: tuple[int, ...]
     """Addresses on the device of its segments, while it is resident."""
     kv_base: int
-    """Base of the range of its KV cache."""
+    """Base of the range or window of its KV cache."""
 
 
 class SetActivationLimitMsg(_RankMessage, frozen=True):
@@ -166,7 +170,8 @@ class ForgetLayersMsg(_RankMessage, frozen=True):
 
 
 MemoryCommand = (
-    ReserveRangeMsg
+    FindWindowMsg
+    | ReserveRangeMsg
     | ReleaseRangeMsg
     | MapPagesMsg
     | UnmapPagesMsg

@@ -16,12 +16,11 @@ from ballast.core.lease import Lease
 from ballast.core.units import KiB
 from ballast.memory import syscalls
 from ballast.memory.cuda.vm import CudaVm
-from ballast.memory.lending.borrower import Borrower, MappedPage
+from ballast.memory.lending.borrower import BorrowedPage, Borrower
 from ballast.memory.lending.lender import OWNER, Lender
 from ballast.memory.pool import Pool
-from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
-from ballast.memory.vm import Exported, Latch, Vm
+from ballast.memory.vm import Exported, Vm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 from tests.memory.fake_cuda import FakeDriver
@@ -39,7 +38,9 @@ def carried(exported: Exported) -> Exported:
 
 
 class Device:
-    """One side: a pool of 8 pages that lends, borrows, and has a range of 16 indices."""
+    """One side: a pool of 8 pages that lends and borrows, and an owner that holds pages."""
+
+    holder = "kv"
 
     def __init__(self, kind: Kind, name: str) -> None:
         self.vm: Vm = kind(PAGE, 8)
@@ -47,15 +48,46 @@ class Device:
         self.killed: list[tuple[str, int]] = []
         self.lender = Lender(self.pool, name, lambda *result: self.killed.append(result))
         self.borrower = Borrower(self.pool, self.vm, name)
-        self.range = BackedRange(self.pool, self.vm, f"kv:{name}", 16 * PAGE)
+        self.own: list[int] = []
+        self.borrowed: list[int] = []
+
+    def take(self, n: int) -> Short | None:
+        """Take pages of the pool."""
+        pages = self.pool.allocate(self.holder, n)
+        if isinstance(pages, Short):
+            return pages
+        self.own += pages
+        return None
+
+    def use(self, n: int) -> Short | None:
+        """Take borrowed pages."""
+        pages = self.borrower.take(self.holder, n)
+        if isinstance(pages, Short):
+            return pages
+        self.borrowed += pages
+        return None
+
+    def free(self, n: int) -> None:
+        """Release the borrowed pages that were taken first."""
+        self.borrower.release(self.holder, self.borrowed[:n])
+        del self.borrowed[:n]
+
+    def held(self) -> tuple[BorrowedPage, ...]:
+        return tuple(BorrowedPage(page, self.holder) for page in self.borrowed)
 
     def validate(self) -> None:
         self.pool.validate()
         self.lender.validate()
         self.borrower.validate()
-        self.range.validate()
-        result = self.pool.ledger.owned(self.range.owner) + self.pool.ledger.held(self.range.owner)
-        assert self.range.os_backed() == result == self.range.backed + self.range.aliased
+        ledger = self.pool.ledger
+        assert (ledger.owned(self.holder), ledger.held(self.holder)) == (
+            len(self.own),
+            len(self.borrowed),
+        )
+        shown = self.vm.os_pages(self.vm.window)
+        assert all(shown[page] == page for page in (*self.own, *self.borrowed))
+        away = [page for page in shown if page >= self.pool.total]
+        assert len(away) == ledger.borrowed()
 
 
 def met(kind: Kind) -> tuple[Device, Device]:
@@ -95,31 +127,30 @@ def opened(a: Device, b: Device, lease: Lease) -> list[Exported]:
 
 def test_lend_use_recall(pair: tuple[Device, Device]) -> None:
     a, b = pair
-    assert b.range.back(0, 2) is None
+    assert b.take(2) is None
     lease = lent(a, b, 3)
     assert (a.pool.ledger.held_of(OWNER), a.pool.free, b.pool.free) == ({"b": 3}, 5, 6)
     assert (b.borrower.unused, b.pool.ledger.borrowed("a"), b.pool.ledger.owners()) == (
         3,
         3,
-        {"kv:b": 2},
+        {"kv": 2},
     )
-    assert b.borrower.back(b.range, 2, 4) == Short(1)
-    assert b.borrower.back(b.range, 2, 2) is None
-    assert (b.range.backed, b.range.aliased, b.range.os_backed()) == (2, 2, 4)
-    used = {page - min(b.range.pages(2, 2)) for page in b.range.pages(2, 2)}
-    assert used == {0, 1}
+    assert b.use(4) == Short(1)
+    assert b.use(2) is None
+    assert [page - min(b.borrowed) for page in b.borrowed] == [0, 1]
+    assert min(b.borrowed) >= b.vm.n_pages
 
     asked = a.lender.recall(lease, due=5.0)
     assert asked == lease
     assert a.lender.recalled() == 3
-    assert b.borrower.recall(asked) == (MappedPage(b.range, 2), MappedPage(b.range, 3))
+    assert b.borrower.recall(asked) == b.held()
     assert b.borrower.unused == 0
     (part,) = b.borrower.settle()
     assert len(part.pages) == 1
     assert b.borrower.settle() == []
     assert a.lender.returned(part) is None
     assert (a.pool.free, a.lender.check(5.0)) == (6, 5.0)
-    b.borrower.release(b.range, 2, 2)
+    b.free(2)
     (rest,) = b.borrower.settle()
     assert a.lender.returned(rest) is None
     assert (a.pool.free, a.lender.leases("b"), b.pool.ledger.borrowed()) == (8, (), 0)
@@ -129,16 +160,17 @@ def test_lend_use_recall(pair: tuple[Device, Device]) -> None:
 def test_contents_are_shared_and_survive_the_lender() -> None:
     a, b = met(MemfdVm)
     lease = lent(a, b, 2)
-    assert b.borrower.back(b.range, 3, 2) is None
-    array_at(b.range.address(3), (PAGE,), "uint8")[:] = 42
+    assert b.use(2) is None
+    place = b.vm.window.address(b.borrowed[0])
+    array_at(place, (PAGE,), "uint8")[:] = 42
     other = a.vm.reserve(PAGE)
     a.vm.map(other, 0, lease.pages[:1], alias=True)
     assert (array_at(other.base, (PAGE,), "uint8") == 42).all()
     a.vm.close()
-    assert b.borrower.gone("a", 1) == (MappedPage(b.range, 3), MappedPage(b.range, 4))
+    assert b.borrower.gone("a", 1) == b.held()
     assert b.borrower.settle() == []
-    assert (array_at(b.range.address(3), (PAGE,), "uint8") == 42).all()
-    b.borrower.release(b.range, 3, 2)
+    assert (array_at(place, (PAGE,), "uint8") == 42).all()
+    b.free(2)
     assert b.borrower.settle() == []
     with pytest.raises(BrokenPromise, match="no device is attached"):
         b.vm.detach(9)
@@ -146,34 +178,17 @@ def test_contents_are_shared_and_survive_the_lender() -> None:
     b.vm.close()
 
 
-def test_a_released_page_waits_for_work_in_flight(pair: tuple[Device, Device]) -> None:
-    a, b = pair
-    lease = lent(a, b, 2)
-    assert b.borrower.back(b.range, 0, 2) is None
-    job = Latch()
-    b.borrower.release(b.range, 0, 2, job)
-    with pytest.raises(BrokenPromise, match="is not borrowed"):
-        b.borrower.release(b.range, 0, 2)
-    assert b.borrower.recall(lease) == ()
-    assert b.borrower.settle() == []
-    assert (b.borrower.in_use, b.range.os_backed()) == (2, 2)
-    job.set()
-    (part,) = b.borrower.settle()
-    assert (b.borrower.in_use, b.range.os_backed(), set(part.pages)) == (0, 0, set(lease.pages))
-    assert a.lender.returned(part) is None
-
-
 def test_no_answer_in_time(pair: tuple[Device, Device]) -> None:
     a, b = pair
     first, second = lent(a, b, 2), lent(a, b, 3)
-    assert b.borrower.back(b.range, 0, 5) is None
+    assert b.use(5) is None
     a.lender.recall(first, due=10.0)
     a.lender.recall(first, due=20.0)
     assert (a.lender.check(10.0), a.killed) == (10.0, [])
     assert (a.lender.check(10.1), a.killed) == (math.inf, [("b", 1)])
     assert (a.lender.check(10.2), a.killed) == (math.inf, [("b", 1)])
     b.borrower.recall(first)
-    b.borrower.release(b.range, 0, 5)
+    b.free(5)
     (late,) = b.borrower.settle()
     assert a.lender.returned(late) == "epoch 1 of b is over"
     assert a.pool.free == 3
@@ -214,10 +229,12 @@ def test_what_is_refused_changes_nothing(pair: tuple[Device, Device]) -> None:
         a.lender.meet("b", 2)
     with pytest.raises(BrokenPromise, match="twice"):
         b.borrower.meet("a", 2, a.vm.export(()))
-    assert b.range.back(1, 1) is None
-    with pytest.raises(BrokenPromise, match="backed already"):
-        b.borrower.back(b.range, 0, 2)
-    assert (b.borrower.unused, b.range.aliased) == (3, 0)
+    assert b.take(1) is None
+    with pytest.raises(BrokenPromise, match="is not borrowed"):
+        b.borrower.release("kv", b.own)
+    with pytest.raises(BrokenPromise):
+        b.borrower.take("kv", -1)
+    assert (b.borrower.unused, b.borrower.in_use) == (3, 0)
 
 
 def test_what_comes_with_a_lease_is_taken_over_whatever_comes_of_it() -> None:
@@ -248,7 +265,7 @@ def test_what_comes_with_a_lease_is_taken_over_whatever_comes_of_it() -> None:
 def test_returned_unasked(pair: tuple[Device, Device]) -> None:
     a, b = pair
     lease = lent(a, b, 4)
-    assert b.borrower.back(b.range, 0, 1) is None
+    assert b.use(1) is None
     assert b.borrower.offer_back("a", 9) == 3
     assert b.borrower.offer_back("nobody", 1) == 0
     (part,) = b.borrower.settle()
@@ -256,8 +273,8 @@ def test_returned_unasked(pair: tuple[Device, Device]) -> None:
     assert asked is not None
     assert a.lender.returned(part) is None
     assert a.pool.free == 7
-    assert b.borrower.recall(asked) == (MappedPage(b.range, 0),)
-    b.borrower.release(b.range, 0, 1)
+    assert b.borrower.recall(asked) == b.held()
+    b.free(1)
     (rest,) = b.borrower.settle()
     assert a.lender.returned(rest) is None
     assert a.lender.recall(lease, 1.0) is None
@@ -267,7 +284,7 @@ def test_returned_unasked(pair: tuple[Device, Device]) -> None:
     assert set(again.pages) >= set(lease.pages)
 
 
-def test_two_lenders_make_up_one_stretch() -> None:
+def test_two_lenders_make_up_the_number() -> None:
     a, b, c = (Device(NullVm, name) for name in "abc")
     for lender in (a, c):
         name = "a" if lender is a else "c"
@@ -276,19 +293,13 @@ def test_two_lenders_make_up_one_stretch() -> None:
         got = lender.lender.lend("b", 3)
         assert isinstance(got, Lease)
         assert b.borrower.accept(got) is None
-    assert b.range.back(4, 1) is None
-    with pytest.raises(BrokenPromise, match="backed already"):
-        b.borrower.back(b.range, 0, 5)
-    b.validate()
-    assert (b.borrower.unused, b.range.aliased) == (6, 0)
-    b.range.release(4, 1)
-    assert b.borrower.back(b.range, 0, 5) is None
-    assert b.pool.ledger.held_of("a") == {"kv:b": 3}
-    assert b.pool.ledger.held_of("c") == {"kv:b": 2}
+    assert b.use(5) is None
+    assert b.pool.ledger.held_of("a") == {"kv": 3}
+    assert b.pool.ledger.held_of("c") == {"kv": 2}
     b.validate()
     (place,) = b.borrower.recall(c.lender.leases("b")[0].part([0]))
-    b.borrower.release(b.range, 0, 5)
-    assert place.at in (3, 4)
+    b.free(5)
+    assert place.holder == "kv"
     (part,) = b.borrower.settle()
     assert (part.lender, part.pages, b.borrower.unused) == ("c", (0,), 5)
     b.validate()
@@ -296,7 +307,8 @@ def test_two_lenders_make_up_one_stretch() -> None:
 
 def test_a_failing_map_leaves_the_books_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = met(MemfdVm)
-    lent(a, b, 3)
+    lease = a.lender.lend("b", 3)
+    assert isinstance(lease, Lease)
 
     def fail(*_: int) -> int:
         raise OSError(12, "no more mappings")
@@ -304,32 +316,54 @@ def test_a_failing_map_leaves_the_books_as_they_were(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(syscalls, "mmap", fail)
         with pytest.raises(DeviceError, match="no more mappings"):
-            b.borrower.back(b.range, 0, 2)
-    assert (b.borrower.unused, b.range.aliased, b.pool.ledger.held("kv:b")) == (3, 0, 0)
+            b.borrower.accept(lease)
+    assert (b.borrower.unused, b.pool.ledger.borrowed()) == (0, 0)
+    for side in (a, b):
+        side.validate()
+    assert b.borrower.accept(lease) is None
     for side in (a, b):
         side.validate()
         side.vm.close()
 
 
+def test_a_recalled_page_leaves_the_window_once_it_is_free(pair: tuple[Device, Device]) -> None:
+    a, b = pair
+    lease = lent(a, b, 3)
+    assert b.use(1) is None
+    b.borrower.recall(lease)
+    b.borrower.settle()
+    away = [page for page in b.vm.os_pages(b.vm.window) if page >= b.vm.n_pages]
+    assert away == b.borrowed
+    with pytest.raises(BrokenPromise, match="pages in the window"):
+        b.vm.leave([b.borrowed[0] + 1])
+    with pytest.raises(BrokenPromise, match="in the window already"):
+        b.vm.enter(b.borrowed)
+    with pytest.raises(BrokenPromise, match="own pages"):
+        b.vm.enter([0])
+    b.free(1)
+    b.borrower.settle()
+    assert not [page for page in b.vm.os_pages(b.vm.window) if page >= b.vm.n_pages]
+
+
 def test_borrowed_pages_are_not_the_pools(pair: tuple[Device, Device]) -> None:
     a, b = pair
     lent(a, b, 2)
-    assert b.borrower.back(b.range, 0, 2) is None
+    assert b.use(2) is None
     with pytest.raises(BrokenPromise):
-        b.range.release(0, 2)
+        b.pool.give_back("kv", b.borrowed)
     with pytest.raises(BrokenPromise, match="another device"):
-        b.range.hand_to(0, 1, BackedRange(b.pool, b.vm, "x", PAGE), 0)
+        b.pool.hand_over("a", "x", b.borrowed)
     with pytest.raises(BrokenPromise):
-        b.pool.give_back("a", b.range.pages(0, 1))
+        b.pool.give_back("a", b.borrowed[:1])
     with pytest.raises(BrokenPromise, match="is held by"):
-        b.pool.return_borrowed("a", b.range.pages(0, 1))
+        b.pool.return_borrowed("a", b.borrowed[:1])
     with pytest.raises(BrokenPromise, match="of our own"):
         b.pool.borrow("a", [3])
     with pytest.raises(BrokenPromise, match="with some mapped"):
         b.vm.detach(9)
     for call in (b.vm.populate, b.vm.discard, b.vm.export):
         with pytest.raises(BrokenPromise, match="outside"):
-            call(b.range.pages(0, 1))
+            call(b.borrowed[:1])
 
 
 def test_what_cannot_be_attached() -> None:

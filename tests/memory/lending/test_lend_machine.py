@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -21,9 +22,8 @@ from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.lending.borrower import Borrower
 from ballast.memory.lending.lender import OWNER, Lender
 from ballast.memory.pool import Pool
-from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
-from ballast.memory.vm import Exported, Latch, Vm
+from ballast.memory.vm import Exported, Vm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 from tests.memory.fake_cuda import FakeDriver
@@ -31,7 +31,6 @@ from tests.memory.seen_once import system_seen_once
 
 PAGE = 64 * KiB
 N_PAGES = 10
-SPAN = 16
 NAMES = ("a", "b")
 
 names = st.sampled_from(NAMES)
@@ -40,7 +39,7 @@ sizes = st.integers(1, 5)
 
 
 class Process:
-    """A worker: its pool, its range, and what is in it: index -> (borrowed, stamp)."""
+    """A worker: its pool, and what its KV has: page -> stamp; borrowed pages come after its own."""
 
     def __init__(self, name: str, kind: type[Vm]) -> None:
         self.driver = FakeDriver(devices=2, exclusive=True)
@@ -53,9 +52,8 @@ class Process:
         self.condemned: list[str] = []
         self.lender = Lender(self.pool, name, lambda peer, _: self.condemned.append(peer))
         self.borrower = Borrower(self.pool, self.vm, name)
-        self.range = BackedRange(self.pool, self.vm, f"kv:{name}", SPAN * PAGE)
-        self.held: dict[int, tuple[bool, int]] = {}
-        self.leaving: list[tuple[set[int], Latch]] = []
+        self.owner = f"kv:{name}"
+        self.held: dict[int, int] = {}
 
     def end(self) -> None:
         """Whatever others have of it they keep."""
@@ -63,21 +61,11 @@ class Process:
         self.vm.close()
         assert self.driver.is_clean()
 
-    def gap(self, n: int) -> int | None:
-        """The first of `n` empty indices."""
-        taken = set(self.held).union(*(indices for indices, _ in self.leaving))
-        found = (at for at in range(SPAN - n + 1) if not taken & set(range(at, at + n)))
-        return next(found, None)
-
-    def stretch(self, which: int, n: int, borrowed: bool) -> range:
-        """Up to `n` indices from the `which`-th on whose page is borrowed, or is not."""
-        there = [at for at, (kind, _) in sorted(self.held.items()) if kind is borrowed]
-        if not there:
-            return range(0)
-        start = stop = there[which % len(there)]
-        while stop - start < n and stop in there:
-            stop += 1
-        return range(start, stop)
+    def pages(self, which: int, n: int, borrowed: bool) -> list[int]:
+        """Up to `n` pages from the `which`-th on that are borrowed, or are not."""
+        there = [page for page in sorted(self.held) if (page >= N_PAGES) is borrowed]
+        start = which % len(there) if there else 0
+        return there[start : start + n]
 
 
 class Lending(RuleBasedStateMachine):
@@ -115,38 +103,40 @@ class Lending(RuleBasedStateMachine):
         lent = survivor.pool.ledger.owned(OWNER)
         assert survivor.lender.gone(name, self.epoch) == lent
         assert survivor.pool.ledger.owned(OWNER) == 0
-        used = sum(borrowed for borrowed, _ in survivor.held.values())
+        used = sum(page >= N_PAGES for page in survivor.held)
         result = survivor.borrower.gone(name, self.epoch)
         assert len(result) <= used
         survivor.condemned.clear()
         self.at[name] = Process(name, self.kind)
         self._meet()
 
-    def _fill(self, process: Process, at: int, n: int, borrowed: bool) -> None:
-        for i in range(at, at + n):
+    def _fill(self, process: Process, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert page not in process.held
             self.stamp += 1
-            process.held[i] = (borrowed, self.stamp)
+            process.held[page] = self.stamp
             if self.kind is not NullVm:
-                array_at(process.range.address(i), (PAGE // 8,), "int64")[::64] = self.stamp
+                place = process.vm.window.address(page)
+                array_at(place, (PAGE // 8,), "int64")[::64] = self.stamp
 
     @rule(name=names, n=sizes)
     def back(self, name: str, n: int) -> None:
         me = self.at[name]
-        at = me.gap(n)
-        if at is not None:
-            short = max(0, n - me.pool.free)
-            assert me.range.back(at, n) == (Short(short) if short else None)
-            if not short:
-                self._fill(me, at, n, borrowed=False)
+        short = max(0, n - me.pool.free)
+        pages = me.pool.allocate(me.owner, n)
+        if isinstance(pages, Short):
+            assert pages == Short(short) != Short(0)
+        else:
+            assert not short
+            self._fill(me, pages)
 
-    @precondition(lambda self: any(me.range.backed for me in self.at.values()))
     @rule(name=names, which=picks, n=sizes)
     def release(self, name: str, which: int, n: int) -> None:
         me = self.at[name]
-        indices = me.stretch(which, n, borrowed=False)
-        me.range.release(indices.start, len(indices))
-        for i in indices:
-            del me.held[i]
+        pages = me.pages(which, n, borrowed=False)
+        me.pool.give_back(me.owner, pages)
+        for page in pages:
+            del me.held[page]
 
     @rule(name=names, n=sizes, at_once=st.booleans())
     def lend(self, name: str, n: int, at_once: bool) -> None:
@@ -170,26 +160,22 @@ class Lending(RuleBasedStateMachine):
     @rule(name=names, n=sizes)
     def use(self, name: str, n: int) -> None:
         me = self.at[name]
-        n = min(n, me.borrower.unused + 1)
-        at = me.gap(n)
-        if at is not None:
-            short = max(0, n - me.borrower.unused)
-            assert me.borrower.back(me.range, at, n) == (Short(short) if short else None)
-            if not short:
-                self._fill(me, at, n, borrowed=True)
+        short = max(0, n - me.borrower.unused)
+        pages = me.borrower.take(me.owner, n)
+        if isinstance(pages, Short):
+            assert pages == Short(short) != Short(0)
+        else:
+            assert not short
+            self._fill(me, pages)
 
-    @precondition(lambda self: any(me.range.aliased for me in self.at.values()))
-    @rule(name=names, which=picks, n=sizes, wait=st.booleans())
-    def vacate(self, name: str, which: int, n: int, wait: bool) -> None:
+    @precondition(lambda self: any(me.borrower.in_use for me in self.at.values()))
+    @rule(name=names, which=picks, n=sizes)
+    def vacate(self, name: str, which: int, n: int) -> None:
         me = self.at[name]
-        indices = me.stretch(which, n, borrowed=True)
-        if indices:
-            fence = Latch(done=not wait)
-            me.borrower.release(me.range, indices.start, len(indices), fence)
-            for i in indices:
-                del me.held[i]
-            if wait:
-                me.leaving.append((set(indices), fence))
+        pages = me.pages(which, n, borrowed=True)
+        me.borrower.release(me.owner, pages)
+        for page in pages:
+            del me.held[page]
 
     @precondition(lambda self: any(me.pool.ledger.owned(OWNER) for me in self.at.values()))
     @rule(name=names, which=picks, first=sizes, n=sizes, wait=sizes, at_once=st.booleans())
@@ -225,8 +211,9 @@ class Lending(RuleBasedStateMachine):
                 return
             assert (me.borrower.accept(lease, opened or ()) is None) is not void
         elif kind == "recall":
-            for place in me.borrower.recall(lease):
-                assert me.held[place.at][0]
+            for used in me.borrower.recall(lease):
+                assert used.holder == me.owner
+                assert used.page in me.held
         else:
             refused = void or lease.borrower in me.condemned
             assert (me.lender.returned(lease) is None) is not refused
@@ -249,7 +236,6 @@ class Lending(RuleBasedStateMachine):
     def settle(self, name: str) -> None:
         for part in self.at[name].borrower.settle():
             self.wire[part.lender].append(("return", part))
-        self.at[name].leaving = [x for x in self.at[name].leaving if not x[1].done()]
 
     @precondition(lambda self: any(me.borrower.unused for me in self.at.values()))
     @rule(name=names, n=sizes)
@@ -258,12 +244,6 @@ class Lending(RuleBasedStateMachine):
         me = self.at[name]
         unused = me.borrower.unused
         assert unused - me.borrower.offer_back(other, n) == me.borrower.unused
-
-    @precondition(lambda self: any(me.leaving for me in self.at.values()))
-    @rule(name=names)
-    def jobs_end(self, name: str) -> None:
-        for _, fence in self.at[name].leaving:
-            fence.set()
 
     @precondition(lambda self: any(me.lender.recalled() for me in self.at.values()))
     @rule(wait=st.integers(0, 6))
@@ -297,8 +277,7 @@ class Lending(RuleBasedStateMachine):
             me.pool.validate()
             me.lender.validate()
             me.borrower.validate()
-            me.range.validate()
-            own = sum(not borrowed for borrowed, _ in me.held.values())
+            own = sum(page < N_PAGES for page in me.held)
             assert me.pool.free + own + me.pool.ledger.owned(OWNER) == N_PAGES
             (other,) = set(NAMES) - {name}
             # A page lent is with the borrower, or in a message of this epoch.
@@ -320,17 +299,14 @@ class Lending(RuleBasedStateMachine):
     @invariant()
     def the_system_agrees(self) -> None:
         with system_seen_once():
-            mapped = {name: me.vm.os_pages(me.range.range) for name, me in self.at.items()}
+            shown = {name: me.vm.os_pages(me.vm.window) for name, me in self.at.items()}
         for name, me in self.at.items():
-            result = me.pool.ledger.owned(me.range.owner) + me.pool.ledger.held(me.range.owner)
-            shown = mapped[name]
-            indices = set(me.held).union(*(left for left, _ in me.leaving))
-            assert (len(shown), set(shown)) == (result, indices)
-            for at, page in shown.items():
-                assert me.range.pages(at, 1) == (page,)
-                # What is lent is not mapped here.
-                assert me.pool.ledger.owner_of(page) != OWNER
-            assert me.borrower.in_use == me.range.aliased
+            ledger = me.pool.ledger
+            assert ledger.owned(me.owner) + ledger.held(me.owner) == len(me.held)
+            assert all(shown[name].get(page) == page for page in me.held)
+            away = [page for page in shown[name] if page >= N_PAGES]
+            assert len(away) == ledger.borrowed()
+            assert me.borrower.in_use == sum(page >= N_PAGES for page in me.held)
 
     @invariant()
     def the_driver_agrees(self) -> None:
@@ -346,8 +322,8 @@ class Lending(RuleBasedStateMachine):
     def contents_stay(self) -> None:
         if self.kind is not NullVm:
             for me in self.at.values():
-                for at, (_, stamp) in me.held.items():
-                    view = array_at(me.range.address(at), (PAGE // 8,), "int64")
+                for page, stamp in me.held.items():
+                    view = array_at(me.vm.window.address(page), (PAGE // 8,), "int64")
                     assert (view[::64] == stamp).all()
 
 
