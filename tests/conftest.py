@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from ballast.core.event import Event
 from ballast.live.inbox import MonotonicClock, QueueInbox
+from tests.poison import poison_freed_kv
 
 LONG_EXAMPLES = 1000
 """Examples of each property that has no number of its own, in the profile `long`."""
@@ -62,6 +63,8 @@ def _seem_faster(times: float) -> None:
 
 if SPEED != 1.0:
     _seem_faster(SPEED)
+
+poison_freed_kv()
 
 LONGEST = "server", "cluster", "bench"
 """Folders whose files take longest."""

@@ -20,6 +20,9 @@ from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
+from ballast.kv.blocks import KvCache
+from ballast.kv.layout import Layout
+from ballast.memory.pool import Pool
 from ballast.policy.presets import resolve
 from ballast.sim.cost_switches import ALL, COSTS, CostSwitches, read_cost_switches
 from ballast.sim.device import SimDevice
@@ -176,10 +179,25 @@ def test_calls_follow_each_other_and_ranges_of_kv_may_be_free() -> None:
     assert loop.until == 21.0
 
 
+def test_kv_takes_calls_only_where_blocks_are_larger_than_a_page() -> None:
+    (spec, *_) = world(2, "static", 1)[1]
+    for page, calls in ((4 * spec.block_bytes, 0), (spec.block_bytes // 2, 2)):
+        loop = LoopTime(VirtualClock())
+        vm = TimedVm(page, 64, PageCosts(map=1.0, unmap=1.0), loop)
+        pool = Pool(vm, 64)
+        kv, table = KvCache(spec, pool, vm), list[int]()
+        vm.owner_of = pool.ledger.owner_of
+        assert kv.grow(table, spec.block_tokens) is None
+        kv.free(table)
+        assert kv.pages == 0
+        assert loop.until == 2 * calls
+
+
 def test_an_engine_that_works_ahead_hides_calls_behind_the_job_before() -> None:
-    """KV of one long answer, a page of it every few steps."""
+    """KV of one long answer in a range of its own, a page of it every few steps."""
     (fleet, specs, requests) = world(2, "static", 1)
-    of = (fleet, specs, requests[:1])
+    page = specs[0].block_bytes // 2
+    of = (replace(fleet, device=replace(fleet.device, page_bytes=page)), specs, requests[:1])
     small = PageCosts(map=1e-3, unmap=0.0)
 
     def delay(ahead: int) -> float:
@@ -187,6 +205,7 @@ def test_an_engine_that_works_ahead_hides_calls_behind_the_job_before() -> None:
         ends = [run(of, p)[1].seconds for p in (replace(plain, pages=small), plain)]
         return ends[0] - ends[1]
 
+    assert all(Layout.of(s, page).slab_pages > 1 for s in specs)
     assert delay(0) > 0
     assert delay(1) < delay(0)
 
