@@ -107,8 +107,9 @@ class Random:
         segments = segments_of(architecture, "bfloat16", fused)
         self.spec = spec = spec_of(config, fused=fused)
         memory = cast(HostBytes, _Nowhere(len(segments)))
+        windows = architecture.windows
         host = HostModel(
-            spec, config, Path(), segments, memory, windows=architecture.windows, fused=fused
+            spec, lambda: config, Path(), segments, memory, windows=windows, fused=fused
         )
         layout = Layout.of(spec, page)
         self._each = ceil_div(context, spec.block_tokens)

@@ -39,6 +39,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 # The same kernels on every machine, whatever else it does; and no file of the user's.
 os.environ["BALLAST_CHOICES"] = ""
+os.environ["BALLAST_FINDINGS"] = ""
 
 _NEVER = 1e9
 """Seconds; beyond ten times as many a wait cannot last."""

@@ -44,6 +44,8 @@ from ballast.isolation.orphan import die_with
 NAME = "ballast-zygote"
 """Name of the zygote's process in listings."""
 _LENGTH = struct.Struct("<Q")
+_WARM_UP = b""
+"""Message that asks for no call."""
 _MOST_BYTES = 1 << 30
 """Most bytes of an encoded result; a checkpoint's headers have at most a tenth of that."""
 
@@ -67,10 +69,12 @@ class Zygote:
         limits: Limits | None = None,
         *,
         confined: bool = True,
+        warm_up: Callable[[], object] = lambda: None,
     ) -> Zygote:
         """Fork the zygote from this process as it is now; `prepare` runs first in each child.
 
         `confined` False: for calls that read nothing that others have written, and write files.
+        `warm_up` runs in the zygote before its first call, whose children have what it imports.
 
         Other threads of this process must be waiting, not computing: the zygote has none of them,
         and a lock that one of them holds stays held there.
@@ -80,7 +84,7 @@ class Zygote:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _serve(theirs, parent, _confining(prepare) if confined else prepare, limits)
+            _serve(theirs, parent, _confining(prepare) if confined else prepare, limits, warm_up)
         theirs.close()
         return cls(ours, pid, limits)
 
@@ -95,6 +99,11 @@ class Zygote:
         if reply is None:
             raise DeviceError(NAME, "the process is gone")
         return _opened(reply, result)
+
+    def warm_up(self) -> None:
+        """Have it import what calls need, and do not wait for that."""
+        with self._lock:
+            _send(self._channel, _WARM_UP)
 
     def close(self) -> None:
         """End the zygote, after the call in progress, if any. A second `close` does nothing."""
@@ -182,7 +191,11 @@ def _exactly(channel: socket.socket, n: int) -> bytearray | None:
 
 
 def _serve(
-    channel: socket.socket, parent: int, prepare: Callable[[], object], limits: Limits
+    channel: socket.socket,
+    parent: int,
+    prepare: Callable[[], object],
+    limits: Limits,
+    warm_up: Callable[[], object],
 ) -> NoReturn:
     """Fork a child for each call until the other end is closed. Never returns: the process
     exits."""
@@ -193,7 +206,14 @@ def _serve(
         gc.freeze()  # objects of the parent must not be finalised here
         _keep_only(channel.fileno())
         Path("/proc/self/comm").write_text(NAME)
+        warm = False
         while (request := _receive(channel)) is not None:
+            if not warm:
+                warm_up()
+                gc.freeze()
+                warm = True
+            if request == _WARM_UP:
+                continue
             _send(channel, _answer(request, channel, prepare, limits))
         code = 0
     finally:

@@ -76,7 +76,7 @@ class ChoiceFile:
         """By `BALLAST_CHOICES`, else beside the compiled kernels where these have a directory
         (`NUMBA_CACHE_DIR`), else in the user's cache directory. None: nothing is to be measured."""
         named = os.environ.get(VARIABLE)
-        return None if named == "" else cls(_default_path() if named is None else Path(named))
+        return None if named == "" else cls(default_path() if named is None else Path(named))
 
     @property
     def path(self) -> Path | None:
@@ -165,7 +165,7 @@ class ChoiceFile:
         return choice
 
 
-def _default_path() -> Path | None:
+def default_path() -> Path | None:
     for variable, below in (("NUMBA_CACHE_DIR", ""), ("XDG_CACHE_HOME", "ballast")):
         directory = os.environ.get(variable)
         if directory and os.path.isabs(directory):
@@ -179,12 +179,12 @@ def _default_path() -> Path | None:
 def _machine(threads: int | None = None) -> MachineChoices:
     """This one, without choices. `threads`: as many as the calling thread may use, if not given."""
     threads = torch.get_num_threads() if threads is None else threads
-    return MachineChoices(cpu=_cpu()[0], torch=torch.__version__, threads=threads)
+    return MachineChoices(cpu=cpu_facts()[0], torch=torch.__version__, threads=threads)
 
 
 def _key(machine: MachineChoices) -> str:
     facts = (
-        *_cpu(),
+        *cpu_facts(),
         torch.backends.cpu.get_cpu_capability(),
         *(os.environ.get(name, "") for name in _LIMITS),
         str(LANES),
@@ -195,7 +195,7 @@ def _key(machine: MachineChoices) -> str:
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
-def _cpu() -> tuple[str, str]:
+def cpu_facts() -> tuple[str, str]:
     """Name and instructions of the first CPU, as Linux shows them."""
     facts: dict[str, str] = {}
     try:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from ballast.kernels.attention import Attention, AttentionParams
 from ballast.kernels.paged_attention import PagedBatch
@@ -78,4 +77,8 @@ def attend(
     return out[None], None
 
 
-AttentionInterface.register(NAME, attend)
+def register() -> None:
+    """Make this attention known to `transformers`, whose import takes seconds."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)

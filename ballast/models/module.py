@@ -17,7 +17,6 @@ from ballast.core.errors import BrokenPromise
 from ballast.models import attention, linears
 from ballast.weights.buffers import set_up_buffers
 from ballast.weights.host import HostModel
-from ballast.weights.meta_module import build_module
 from ballast.weights.packing import DTYPES, PANELS
 from ballast.weights.segment import Segment
 
@@ -41,6 +40,9 @@ def placed(
     or on `device`; `invariant`: as of `linears.packed`. Raises UnsupportedModel if it keeps state
     that cannot be set up without its weights.
     """
+    from ballast.weights.meta_module import build_module  # its imports take seconds
+
+    attention.register()
     module = build_module(host.config, DTYPES[host.spec.dtype])
     _cut(module, layers_of(module, host))
     module.set_attn_implementation(attention.NAME)  # type: ignore[operator]

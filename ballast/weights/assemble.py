@@ -15,23 +15,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from ballast.core.errors import CheckpointError, UnsupportedModel
 from ballast.weights.architecture import Architecture
 from ballast.weights.gguf_blocks import BLOCKS, dequantise
 from ballast.weights.stored import ITEM_BYTES, Stored
+
+if TYPE_CHECKING:  # its import takes seconds, and reading weights does not need it
+    from transformers.core_model_loading import WeightConverter
 
 READABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes of stored tensors that can be read, besides `BLOCKS`."""
@@ -103,6 +98,13 @@ def recipes(
     Raises CheckpointError if parts do not fit together, UnsupportedModel if `transformers` would do
     more with them than stack and concatenate.
     """
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
     names = {n: n for _, wanted in architecture.segments for w in wanted for n in w.names}
     renamings = [c for c in architecture.conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in architecture.conversions if isinstance(c, WeightConverter)]
@@ -141,6 +143,8 @@ class _Unfit(Exception):
 
 def _convert(converter: WeightConverter, by_source: Mapping[str, Sequence[Recipe]]) -> Recipe:
     """Apply the converter's operations to the tensors found for each of its patterns."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
     missing = [p for p in converter.source_patterns if p not in by_source]
     if missing:
         raise _Unfit(f"nothing is stored for its part {missing[0]}")

@@ -100,13 +100,15 @@ def _host(
     spec = _spec(settings, manifest, shard.ranks)
     return HostModel(
         replace(spec, fingerprint=digest, segment_digests=memory.digests),
-        config_of(json.loads(manifest.config), untied=manifest.untied),
+        lambda: config_of(json.loads(manifest.config), untied=manifest.untied),
         Path(settings.path),
         manifest.segments,
         memory,
         windows=manifest.windows,
         fused=manifest.fused,
         recipe=manifest.recipe,
+        rotary=manifest.rotary,
+        norm_epsilon=manifest.norm_epsilon,
         shard=shard,
         tokenizer=tokenizer,
     )

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
-
 from ballast.core.errors import CheckpointError, UnsupportedModel, brief
 
 CONFIG = "config.json"
@@ -25,6 +22,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises CheckpointError for a file that cannot be read, and UnsupportedModel for a `model_type`
     that `transformers` does not know. Code that comes with a checkpoint is never run.
     """
+    import transformers  # here, as in `config_of`: its import takes a second
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
     path = directory / CONFIG
     if not path.is_file():
         raise CheckpointError(str(path), None, "there is no such file")
@@ -51,6 +51,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def config_of(values: Mapping[str, Any], *, untied: bool = False) -> Any:
     """Make the configuration with these values; `untied`: its head has weights of its own."""
+    from transformers import CONFIG_MAPPING
+
     kind = values["model_type"]
     config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(values)))
     if untied:

@@ -89,6 +89,16 @@ class DecoderRecipe:
         return tuple(sorted(found)) or ("",)
 
 
+@dataclass(frozen=True, slots=True)
+class RotarySet:
+    """Rotary embeddings of some layers, as `transformers` derives them from the configuration."""
+
+    frequencies: tuple[float, ...]
+    """Float32 values, half as many as elements of a head are rotated."""
+    scaling: float
+    """Factor of cosines and sines."""
+
+
 LLAMA = DecoderRecipe()
 """Also Mistral's, Qwen2's and Qwen3's: the only recipe with a fast path on GPUs, with plain
 matrices, and in tensor-parallel groups."""

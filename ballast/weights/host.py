@@ -26,7 +26,7 @@ from typing import Any
 from ballast.core.errors import DeviceError
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.isolation.calls import Here, Isolation
-from ballast.weights.decoder_recipe import DecoderRecipe
+from ballast.weights.decoder_recipe import DecoderRecipe, RotarySet
 from ballast.weights.sealed import SEALS, SealedSegment, no_memory
 from ballast.weights.segment import Fill, Origin, PackedTensor, Piece, Segment, whole_pages
 from ballast.weights.segment_exchange import SegmentExchange
@@ -318,20 +318,24 @@ class HostAdapter:
 class HostModel:
     """A model in the host tier, and its adapters.
 
-    `config`: the transformers configuration that its module is built from. `segments`: where, in
-    the memory at `addresses`, each tensor of the model is; the addresses of the adapters' segments
-    follow. `windows`: attention window of each layer. `fused`: the segments are laid out for
-    `models/fused/model.py`, which computes by `recipe`.
+    `make_config`: makes the transformers configuration that its module is built from. `segments`:
+    where, in the memory at `addresses`, each tensor of the model is; the addresses of the adapters'
+    segments follow. `windows`: attention window of each layer. `fused`: the segments are laid out
+    for `models/fused/model.py`, which computes by `recipe`.
     """
 
     spec: ModelSpec
-    config: Any
+    make_config: Callable[[], Any]
     directory: Path
     segments: tuple[Segment, ...]
     memory: HostBytes
     windows: tuple[int | None, ...]
     fused: bool
     recipe: DecoderRecipe | None = None
+    rotary: Mapping[str, RotarySet] = field(default_factory=dict)
+    """Rotary embeddings by set, in the recipe's order; empty unless `fused`."""
+    norm_epsilon: float | None = None
+    """Of the norms; None unless `fused`."""
     shard: Shard = WHOLE
     """The rank's part of the model."""
     tokenizer: str = ""
@@ -340,6 +344,11 @@ class HostModel:
     failed: Mapping[str, str] = field(default_factory=dict)
     """Adapters that are not served, with the reason."""
     addresses: tuple[int, ...] = field(init=False)
+
+    @property
+    def config(self) -> Any:
+        """The configuration. Made anew each time: `transformers` is imported for it."""
+        return self.make_config()
 
     def __post_init__(self) -> None:
         own = self.memory.addresses()

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ballast.core.errors import BallastError, CheckpointError, ConfigError, UnsupportedModel, brief
 from ballast.core.sampling_defaults import SamplingDefaults
@@ -32,11 +31,9 @@ from ballast.weights.config import (
     read_config,
     tied,
 )
-from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe
+from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe, RotarySet
 from ballast.weights.generation_config import sampling_defaults
 from ballast.weights.gguf_blocks import BLOCKS
-from ballast.weights.inspection import inspect_model
-from ballast.weights.meta_module import linear_modules
 from ballast.weights.pooling import is_base_model, pools_last_token
 from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
@@ -89,6 +86,10 @@ class Manifest:
     elements."""
     modules: dict[str, tuple[int, int]]
     """(inputs, outputs) of the linear modules, by path; empty if no adapters are configured."""
+    rotary: dict[str, RotarySet]
+    """Frequencies by set, as `DecoderRecipe.rotary_sets`; empty unless `fused`."""
+    norm_epsilon: float | None
+    """Of the norms; None unless `fused`."""
 
 
 def read_manifest(reading: ManifestRequest) -> Manifest:
@@ -110,6 +111,10 @@ def read_manifest(reading: ManifestRequest) -> Manifest:
 
 
 def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
+    # Here: their imports take seconds, and a process that only calls this in another needs none.
+    from ballast.weights.inspection import inspect_model
+    from ballast.weights.meta_module import linear_modules, rotary_sets
+
     values = read_config(directory)
     config = config_of(values)
     stored = find_tensors(directory)
@@ -135,6 +140,7 @@ def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
     else:
         architecture, segments = _shard(settings, architecture, dtype, shard)
         plan, fused = narrowed(plan, architecture, shard), True
+    recipe = architecture.recipe if fused else None
     return Manifest(
         config=json.dumps(values),
         untied=untied,
@@ -157,9 +163,11 @@ def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
         plan=plan,
         segments=segments,
         fused=fused,
-        recipe=architecture.recipe if fused else None,
+        recipe=recipe,
         fingerprint=_fingerprint(architecture.config, segments),
         modules=linear_modules(config) if settings.adapters else {},
+        rotary=rotary_sets(architecture.config, recipe or LLAMA) if fused else {},
+        norm_epsilon=config.get_text_config().rms_norm_eps if fused else None,
     )
 
 
@@ -317,12 +325,19 @@ def _fingerprint(config: Any, segments: Sequence[Segment]) -> str:
 def fork_zygote(limits: Limits | None = None, *, confined: bool = True) -> Zygote:
     """Fork the process whose children read manifests, as `Zygote.fork` does.
 
-    Values that each of them would compute anew are computed before.
+    What each of them would import and compute anew, the process does before the first of them.
     """
     from ballast.isolation.zygote import Zygote
 
+    return Zygote.fork(_one_thread, limits, confined=confined, warm_up=_warm_up)
+
+
+def _warm_up() -> None:
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    import ballast.weights.inspection  # noqa: F401
+
     get_checkpoint_conversion_mapping("llama")  # builds the rules of all models, and keeps them
-    return Zygote.fork(_one_thread, limits, confined=confined)
 
 
 def _one_thread() -> None:

@@ -10,8 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from ballast.weights.decoder_recipe import DecoderRecipe, RotarySet
 from ballast.weights.default_dtype import DefaultDtype
-from ballast.weights.recipe_search import find_rotary
+from ballast.weights.recipe_search import find_rotary, frequencies, scaling
 
 _REPORTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Settings for outputs of a forward besides logits, for training; switched off, since computing
@@ -81,3 +82,16 @@ def linear_modules(config: Any) -> dict[str, tuple[int, int]]:
 def rotary_of(config: Any) -> Any:
     """Build the module that computes rotary angles, on the CPU."""
     return type(find_rotary(build_module(config)))(config.get_text_config())
+
+
+def rotary_sets(config: Any, recipe: DecoderRecipe) -> dict[str, RotarySet]:
+    """Return the rotary embeddings of a model that computes by `recipe`, by the names of its
+    sets."""
+    rotary = rotary_of(config)
+    return {
+        name: RotarySet(
+            tuple(getattr(rotary, frequencies(name)).float().tolist()),
+            float(getattr(rotary, scaling(name))),
+        )
+        for name in recipe.rotary_sets
+    }

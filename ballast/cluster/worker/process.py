@@ -50,15 +50,21 @@ def live_device(
     Its imports are local, so that the process starts and answers before they are loaded.
     """
     ranks = start_ranks(fleet)  # first: they start while the rest is imported
+    from ballast.weights.findings import Findings, RememberingIsolation
+    from ballast.weights.manifest import fork_zygote
+
+    # Nothing runs yet: the other threads only wait for messages, and the zygote shares no state
+    # with them. It ends with this process. What reading checkpoints needs beside PyTorch takes
+    # seconds to import: it does so alone, and only if there is something to read.
+    zygote = fork_zygote()
+    findings = Findings.of_user()
+    if findings is None or findings.is_empty:
+        zygote.warm_up()
+    isolation = zygote if findings is None else RememberingIsolation(zygote, findings)
     from ballast.cluster.machine_choice import machine_of
     from ballast.live.device import LiveDevice
     from ballast.memory.peer_reader import PeerReader
     from ballast.models.tokenizer_trial import vet_tokenizer
-    from ballast.weights.manifest import fork_zygote
-
-    # All modules are imported and nothing runs yet: the other threads only wait for messages, and
-    # the zygote shares no state with them. It ends with this process.
-    isolation = fork_zygote()
 
     def vet(settings: ModelSettings) -> None:
         vet_tokenizer(Path(settings.path), isolation)

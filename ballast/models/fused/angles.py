@@ -3,7 +3,7 @@ kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ballast.memory.tensor import tensor_at
-from ballast.weights.meta_module import rotary_of
-from ballast.weights.recipe_search import frequencies, scaling
+from ballast.weights.decoder_recipe import RotarySet
 
 Array = np.ndarray[Any, Any]
 
@@ -25,16 +24,13 @@ class Angles:
     """
 
     def __init__(
-        self, config: Any, names: Sequence[str], cosine: int, sine: int, set_bytes: int
+        self, sets: Mapping[str, RotarySet], cosine: int, sine: int, set_bytes: int
     ) -> None:
-        """`names`: of the sets, as `DecoderRecipe.rotary_sets`; `cosine`, `sine`: addresses of the
+        """`sets`: in the order of `DecoderRecipe.rotary_sets`; `cosine`, `sine`: addresses of the
         first set; `set_bytes`: from one set to the next."""
-        rotary = rotary_of(config)
-        self._sets = [
-            (getattr(rotary, frequencies(n)).float(), float(getattr(rotary, scaling(n))))
-            for n in names
-        ]
-        self._at = {n: (cosine + i * set_bytes, sine + i * set_bytes) for i, n in enumerate(names)}
+        dtype = torch.float32
+        self._sets = [(torch.tensor(s.frequencies, dtype=dtype), s.scaling) for s in sets.values()]
+        self._at = {n: (cosine + i * set_bytes, sine + i * set_bytes) for i, n in enumerate(sets)}
         self.width = 2 * len(self._sets[0][0])
         """Elements of a head that are rotated; the same in all sets."""
 

@@ -93,7 +93,7 @@ class FusedModel(ModelExecutor):
         self._workspace = workspace  # keeps its memory mapped
         self._max_rows, self._max_sampled = max_rows, max_sampled
         angles = (b.cosine, b.sine, angle_bytes(spec, max_rows))
-        self._angles = Angles(host.config, recipe.rotary_sets, *angles)
+        self._angles = Angles(host.rotary, *angles)
         windows = [NO_WINDOW if w is None else w for w in host.windows]
         self._windows: Array = np.array(windows, np.int64)
         self._scaling = recipe.attention_scale or spec.head_dim**-0.5
@@ -101,7 +101,8 @@ class FusedModel(ModelExecutor):
         self._norm_dtype = torch.float32 if recipe.norm_offset else self.dtype
         """Dtype of norms' weights in memory (`ballast.weights.packing.SHIFTED`)."""
         first, layers, last = self._weights_by_role(host.segments, segment_addresses)
-        epsilon = layer.bits_of(host.config.get_text_config().rms_norm_eps)
+        assert host.norm_epsilon is not None  # it is laid out for this code
+        epsilon = layer.bits_of(host.norm_epsilon)
         self._make_operation_tables(first, layers, last, epsilon)
         self.experts: FusedExperts | None = None
         if layers_of_experts(layers):

@@ -26,7 +26,6 @@ from ballast.models.fused.adapters import inputs_of, targets_by_role
 from ballast.models.gpu.adapters import Place
 from ballast.models.gpu.executor import GpuExecutor
 from ballast.weights.host import HostModel
-from ballast.weights.meta_module import rotary_of
 from ballast.weights.packing import DTYPES, WIDE
 from ballast.weights.segment import PLAIN, Segment
 
@@ -174,6 +173,8 @@ class _Angles:
     """Rotary angles by position, from the frequencies that `transformers` derives."""
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        from ballast.weights.meta_module import rotary_of  # its imports take seconds
+
         rotary = rotary_of(config)
         self._frequencies: Tensor = rotary.inv_freq.float().to(device)
         self._scale, self._dtype = float(rotary.attention_scaling), dtype
