@@ -32,7 +32,7 @@ def test_secrets_stay(name: str) -> None:
         *("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "NUMBA_CPU_NAME", "NUMBA_CACHE_DIR"),
         *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
         *("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "NCCL_SOCKET_IFNAME", "TRITON_CACHE_DIR"),
-        *("BALLAST_CHOICES", "BALLAST_LOG_FORMAT", "BALLAST_TEST_SPEED"),
+        *("BALLAST_CHOICES", "BALLAST_FINDINGS", "BALLAST_LOG_FORMAT", "BALLAST_TEST_SPEED"),
     ],
 )
 def test_what_libraries_read_goes_on(name: str) -> None:
