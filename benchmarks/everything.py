@@ -71,6 +71,7 @@ RUNS = (
     Run("attention"),
     Run("http_overhead"),
     Run("light_load"),
+    Run("start"),
     Run("lanes"),
     Run("fleet"),
     Run("devices"),
