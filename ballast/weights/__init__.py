@@ -13,6 +13,7 @@ cannot see `kv`.
 - `decoder_recipe`: How a Llama-like decoder's layers are computed, by features.
 - `default_dtype`: PyTorch's default dtype, set for one thread.
 - `event_rotor`: Load rotating layers on a GPU, ordered by CUDA events.
+- `findings`: Keeps what the examination of checkpoints found, by content.
 - `finite`: Refuse weights that are NaN or infinite, by file, tensor and place.
 - `generation_config`: Sampling parameters that a checkpoint recommends.
 - `gguf_blocks`: Dequantise blocks of GGUF files.
