@@ -40,6 +40,8 @@ GAP_SECONDS = 0.25
 """Goal: the longest between two tokens of a stream on the device whose worker lives."""
 DEADLINE = 120.0
 REQUESTS = 16
+EMBEDDINGS_ASKED, EMBEDDING_SIZE = 2048, 1024
+"""As many as one request may ask for, and the numbers of each."""
 
 
 def copied(target: Target, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
@@ -145,6 +147,59 @@ def nonfinite_adapters(target: Target) -> str:
     assert found == {MODEL: 200, VICTIM: 200, "lora-sound": 200, "lora-nan": 404, "lora-inf": 404}
     assert all("adapter_model.safetensors" in why for why in health["failed"].values()), seen
     return seen
+
+
+def many_embeddings(target: Target) -> str:
+    """Ask an embedder for 2,048 embeddings of 1,024 floats, written as numbers and as base64."""
+    name = f"embedder-{time.monotonic_ns()}"
+    make_embedder(target.fleet_file.parent, name)
+    status, answer = target.ask("POST", "/admin/models", {"name": name, "path": name}, ADMIN_KEY)
+    assert status == 201, f"{status}: {answer}"
+    sizes = {}
+    for form in ("float", "base64"):
+        inputs = [[40 + i % 50, 40 + i // 50] for i in range(EMBEDDINGS_ASKED)]
+        body = {"model": name, "input": inputs, "encoding_format": form}
+        status, answer = target.post("/v1/embeddings", body)
+        assert status == 200, f"{status}: {answer!s:.120}"
+        vectors = [item["embedding"] for item in answer["data"]]
+        assert len(vectors) == EMBEDDINGS_ASKED
+        assert form == "base64" or {len(v) for v in vectors} == {EMBEDDING_SIZE}
+        sizes[form] = len(json.dumps(answer)) >> 20
+    removed, _ = target.ask("DELETE", f"/admin/models/{name}?patience=1", key=ADMIN_KEY)
+    assert removed == 200, str(removed)
+    return ", ".join(f"{size} MiB as {form}" for form, size in sizes.items())
+
+
+def make_embedder(home: Path, name: str) -> None:
+    """Write an embedder of one small layer and wide vectors, with the attacked model's
+    tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shutil.copytree(home / MODEL, home / name)
+    vocab = json.loads((home / name / "config.json").read_text())["vocab_size"]
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=EMBEDDING_SIZE,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(home / name)
+    kinds = ("Transformer", "Pooling", "Normalize")
+    paths = ("", "1_Pooling", "2_Normalize")
+    steps = [
+        {"path": path, "type": f"sentence_transformers.models.{kind}"}
+        for path, kind in zip(paths, kinds, strict=True)
+    ]
+    (home / name / "modules.json").write_text(json.dumps(steps))
+    (home / name / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_lasttoken": True}
+    (home / name / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
 # -- files that change beneath a server ---------------------------------------------------------
@@ -271,5 +326,6 @@ CONTENT_ATTACKS: tuple[tuple[Any, ...], ...] = (
     ),
     ("a model that computes NaN", "it is set aside; others 200, no worker dies", overflowing_model),
     ("adapters with NaN", "refused by file; base and others 200", nonfinite_adapters, False),
+    (f"{EMBEDDINGS_ASKED:,} embeddings", "200; nobody else notices", many_embeddings),
     ("files replaced under 20 streams", "lost 0, changed 0, gap <= 0.25 s", files_replaced, False),
 )

@@ -23,21 +23,23 @@ class ActivationAdmission:
 
     def __init__(
         self,
-        base_of: Callable[[OpenRequest], str],
+        base_of: Callable[[str], str],
         residency_of: Callable[[str], str | None],
         retry: Callable[[], None],
     ) -> None:
-        """`base_of`: returns the name of a request's base; `residency_of`: state of its weights, as
-        last reported; `retry`: called when a budget may allow another activation."""
+        """`base_of`: returns the name of a model's or adapter's base, empty if it is unknown;
+        `residency_of`: state of a base's weights, as last reported; `retry`: called when a budget
+        may allow another activation."""
         self._base_of, self._residency_of, self._retry = base_of, residency_of, retry
         self._turns = ActivationTurns()
         self._timer: asyncio.TimerHandle | None = None
         self.turned_away = False
         """Whether requests wait for their key's turn, or budget."""
 
-    def is_absent(self, request: OpenRequest) -> bool:
-        """Whether a request has to have its model activated."""
-        return self._residency_of(self._base_of(request)) in _ABSENT
+    def is_absent(self, model: str) -> bool:
+        """Whether a request for a model or adapter has its weights activated."""
+        base = self._base_of(model)
+        return bool(base) and self._residency_of(base) in _ABSENT
 
     def worker_died(self) -> None:
         """Forget the models that were coming."""
@@ -51,10 +53,8 @@ class ActivationAdmission:
 
         `active_models`: returns the models for which the worker has requests that are not paused.
         """
-        by_base: dict[str, list[OpenRequest]] = {}
-        for request in wanting:
-            by_base.setdefault(self._base_of(request), []).append(request)
-        absent = {name for name in by_base if self._residency_of(name) in _ABSENT}
+        bases = {model: self._base_of(model) for model in {r.submission.model for r in wanting}}
+        absent = {base for model, base in bases.items() if self.is_absent(model)}
         self.turned_away = False
         if not absent:
             return absent
@@ -62,11 +62,11 @@ class ActivationAdmission:
         coming = self._turns.coming.keys() & active
         self._turns.keep([name for name in coming if self._residency_of(name) != resident])
         absent -= active
-        absent -= {n for n in absent if any(r.activations_per_minute is None for r in by_base[n])}
+        absent -= {bases[r.submission.model] for r in wanting if r.activations_per_minute is None}
         wishes = {
-            ModelWish(r.submission.tenant, name, r.activations_per_minute): None
+            ModelWish(r.submission.tenant, base, r.activations_per_minute): None
             for r in wanting
-            if r.activations_per_minute and (name := self._base_of(r)) in absent
+            if r.activations_per_minute and (base := bases[r.submission.model]) in absent
         }
         loop = asyncio.get_running_loop()
         turns = self._turns.choose([*wishes], loop.time())

@@ -50,7 +50,7 @@ class OpenRequests:
         self._suspicions = suspicions
         self._queue_of = queue_of
         self._began = began
-        self._activations = ActivationAdmission(self._base_name, residency_of, self.reported)
+        self._activations = ActivationAdmission(self._base_of, residency_of, self.reported)
         self._open: dict[str, OpenRequest] = {}
         self._silent: Counter[str] = Counter()
         """Number of requests without a token yet, by model."""
@@ -171,7 +171,7 @@ class OpenRequests:
             request.paused = paused
             # The worker would activate an absent model for it, as for a new request.
             may_wait = request.activations_per_minute is not None and not self._paused
-            absent = may_wait and self._activations.is_absent(request)
+            absent = may_wait and self._activations.is_absent(request.submission.model)
             request.resuming = request.sent and not paused and absent
             self._changed = True
         sent = tuple(r.submission.id for r in requests if r.sent and not r.resuming)
@@ -238,15 +238,17 @@ class OpenRequests:
         self._changed = False
         resuming = [r for r in self._open.values() if r.resuming]
         waiting = [r for r in self._open.values() if not r.sent and not r.paused]
-        suspects = [r for r in waiting if self._suspicions.suspect(r.submission.id)]
+        suspects = []
+        if self._suspicions.has_any:
+            suspects = [r for r in waiting if self._suspicions.suspect(r.submission.id)]
         self._alone = None
         if suspects:  # the likeliest culprit came last
             waiting, resuming = suspects[-1:], []
             self._alone = waiting[0].submission.id
             log.warning("%s runs alone: it was in flight at two crashes", self._alone)
         else:
-            held = self._held_models([*resuming, *waiting])
-            resuming = [r for r in resuming if self._base_name(r) not in held]
+            held = self._activations.held_models([*resuming, *waiting], self._active_models)
+            resuming = [r for r in resuming if self._base_of(r.submission.model) not in held]
             waiting = self._fair(waiting, held)
         if resuming:
             for request in resuming:
@@ -284,13 +286,9 @@ class OpenRequests:
         tokens = len(request.submission.prompt) + len(request.output_tokens) - 1
         return queue is None or tokens >= queue[1].block_tokens
 
-    def _held_models(self, wanting: Sequence[OpenRequest]) -> set[str]:
-        """Return the models whose requests wait for their keys' turns."""
-        known = [r for r in wanting if self._queue_of(r.submission.model) is not None]
-        return self._activations.held_models(known, self._active_models)
-
     def _active_models(self) -> set[str]:
-        return {self._base_name(r) for r in self._open.values() if r.is_active}
+        names = {r.submission.model for r in self._open.values() if r.is_active}
+        return {self._base_of(name) for name in names}
 
     def _fair(self, waiting: Sequence[OpenRequest], held: Collection[str]) -> list[OpenRequest]:
         """Return the waiting requests to send now: all without a key, and those within their keys'
@@ -317,8 +315,9 @@ class OpenRequests:
                 found += chosen(requests, at_worker, bases[name].max_running)
         return found
 
-    def _base_name(self, request: OpenRequest) -> str:
-        queue = self._queue_of(request.submission.model)
+    def _base_of(self, model: str) -> str:
+        """Return the name of the base of a model or adapter; empty if it is unknown."""
+        queue = self._queue_of(model)
         return "" if queue is None else queue[1].name
 
     def _at_worker(self, base: ModelSpec) -> Counter[str]:

@@ -22,6 +22,11 @@ class Suspicions:
         self._crashes.append(set(in_flight))
         self._prune()
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any request may have to run alone."""
+        return len(self._crashes) >= CRASHES
+
     def suspect(self, request_id: str) -> bool:
         """Return whether a request has to run alone."""
         return sum(request_id in crash for crash in self._crashes) >= CRASHES

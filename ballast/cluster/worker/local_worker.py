@@ -175,6 +175,9 @@ class LocalWorker:
     async def _next(self) -> ToServer | None:
         assert self._exited is not None
         socket = self._socket
+        if socket.has_message:
+            # A backlog: other work of the loop goes between two messages.
+            await asyncio.sleep(0)
         while not socket.has_message and not self._exited.done():
             await socket.change()
         if not socket.has_message:

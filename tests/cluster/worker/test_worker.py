@@ -21,6 +21,8 @@ from ballast.core.errors import Unavailable
 from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.transport.sockets import WorkerSocket
+from ballast.transport.worker_messages.request_messages import OutputsMsg
 from tests.cluster import fake_device
 from tests.cluster.fake_device import BREAK, HOLD, LOSE, REFUSE
 
@@ -247,3 +249,40 @@ def test_a_worker_ignores_the_signals_of_its_group() -> None:
             )
 
     asyncio.run(scenario())
+
+
+def test_other_work_of_the_loop_goes_between_the_messages_of_a_backlog() -> None:
+    """Thousands of short answers come faster than they are read: probes do not wait for them."""
+
+    async def scenario() -> None:
+        worker = LocalWorker(FAKE)
+        worker._exited = asyncio.create_task(asyncio.sleep(DEADLINE))  # type: ignore[arg-type]
+        n, turns = 300, 0
+
+        def send() -> None:
+            with WorkerSocket(worker.directory) as socket:
+                for i in range(n):
+                    socket.send(OutputsMsg.of([TokenOutput(f"r{i}", 0, i)]))
+
+        await asyncio.to_thread(send)
+        while len(worker._socket._received) < n:
+            await asyncio.sleep(0.01)
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        turning = asyncio.create_task(turn())
+        for i in range(n):
+            message = await worker.receive()
+            assert isinstance(message, OutputsMsg)
+            assert [o.request_id for o in message.unwrap()] == [f"r{i}"]
+        assert turns >= n - 1
+        for task in (turning, worker._exited):
+            task.cancel()
+        worker._exited = None
+        await worker.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE))
