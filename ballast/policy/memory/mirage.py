@@ -84,7 +84,13 @@ class Mirage(PlacedModels):
     inactive models (the least important first, then those used last), from layers of active ones,
     each as far as its passes hide the loads; only then are requests preempted. When a model becomes
     active, layers beyond what an active one may give up are returned to it. After `cooldown`
-    seconds without a shortage, layers are returned as far as `reserve` of the KV pages stay free.
+    seconds without a shortage, layers are returned as far as `reserve` of the KV pages stay free;
+    the paper (5.1) restores them "during non-peak periods" and states neither number: both are
+    ours.
+
+    Where models take turns, all but the one that has the turn are inactive. Where they run side by
+    side, those without a request are, which is ours; with `spatial` none is, as the paper has it
+    (5.2). `spatial` with `pooled` 0 is the setting of 7.3.
 
     `pooled`: KV of all models comes from one pool; else each has a share, which grows by the pages
     freed for it. `beta`: slots of every rotation; 0: as many as stall least. `cap` 0: passes may
@@ -109,6 +115,7 @@ class Mirage(PlacedModels):
     reserve: float = 0.1
     by_price: float = 0
     fair_shares: float = 1
+    spatial: float = 0
 
     @property
     def requires(self) -> Requirements:
@@ -195,8 +202,10 @@ class Mirage(PlacedModels):
         return _Returned(actions, wake, MirageMemo(standing, active, returning, calm))
 
     def _active(self, view: DeviceView, standing: Standing) -> frozenset[str]:
-        """Return the models with requests; where there are turns, only the one that has the
-        turn."""
+        """Return the models with requests, or all if `spatial`; where there are turns, only the one
+        that has the turn."""
+        if self.spatial and not self.temporal:
+            return frozenset(m.name for m in view.models)
         turn = standing.turn.model if standing.turn else None
         return frozenset(
             m.name for m in view.models if not m.idle and (not self.temporal or m.name == turn)

@@ -150,6 +150,36 @@ def test_all_are_active_that_have_requests_where_there_are_no_turns() -> None:
     assert lent(Mirage()(view, memory(active="ab")).actions) == {"a": 2, "b": 1}
 
 
+def test_side_by_side_all_may_count_as_active() -> None:
+    """5.2: the model that lacks pages gives up layers first, and the others too only as many as
+    their decode steps hide, though they have no request."""
+    policy = Mirage(spatial=1)
+    low = {name: dict(CAPS, b=2, c=2)[name] for name in "abc"}
+    idle = [replace(m, decode_seconds=4e-3) for m in three()[1:]]
+    models = [replace(three()[0], spec=replace(three()[0].spec, priority=0)), *idle]
+    first = policy(short_of(2, *models), memory(active="abc"))
+    assert lent(first.actions) == {"a": 1}, "its own, though idle ones have layers"
+    assert lent(Mirage()(short_of(2, *models), memory()).actions) == {"c": 1}
+    every = policy(short_of(2 * sum(low.values()), *models), memory(active="abc"))
+    assert lent(every.actions) == low
+    more = policy(short_of(2 * sum(low.values()) + 2, *models), memory(active="abc"))
+    assert "Preempt" in kinds(more.actions)
+    turns = Mirage(spatial=1, temporal=1)
+    held = [replace(m, held=m.name != "a") for m in three()]
+    decision = turns(short_of(2, *held), memory(ModelTurn("a", 9.9)))
+    assert lent(decision.actions) == {"c": 1}, "in turns there are inactive ones"
+
+
+def test_the_setting_of_section_7_3_lets_each_share_grow_by_its_own_layers() -> None:
+    policy = Mirage(spatial=1, pooled=0)
+    a, b, c = three()
+    models = [replace(m, limit=20, decode_seconds=4e-3) for m in (replace(a, kv_pages=20), b, c)]
+    lack = Shortage("a", RUNNING.id, 2, limited=True)
+    decision = policy(device(*models, free=0, shortages=(lack,)), memory(active="abc"))
+    assert lent(decision.actions) == {"a": 1}
+    assert [a.pages for a in decision.actions if isinstance(a, Limit) and a.model == "a"] == [22]
+
+
 def test_pinned_models_and_those_without_equal_layers_lend_nothing() -> None:
     pinned = layered(model("c", pinned=True))
     decision = Mirage()(short_of(2, busy(), model("b"), pinned), memory(order="cab"))
