@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ballast.core.cost import StepCosts
+from ballast.core.cost import StepCosts, Traffic
 from ballast.core.request import Precedence
 
 
@@ -63,6 +63,8 @@ class WorkView:
     prompts: tuple[PromptView, ...]
     """Prompts in the order in which they are computed: admitted ones, then waiting ones up to a
     bound; no waiting ones if the first of them finds no memory."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """The model's recent request rate, and mean lengths of requests that have ended."""
 
 
 @dataclass(frozen=True, slots=True)

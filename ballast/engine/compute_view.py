@@ -85,6 +85,7 @@ def _work(state: DeviceState, m: ModelState) -> WorkView:
         m.costs,
         tuple(_decode(m, r) for r in decoding),
         tuple(_prompt(m, r) for r in chain(prefilling, waiting)),
+        m.traffic.expected(state.now),
     )
 
 

@@ -42,7 +42,7 @@ STORIES = Path(__file__).parent / "stories"
 SUFFIX = ".jsonl.xz"
 World = tuple[FleetSettings, list[ModelSpec], list[Submission]]
 PREEMPTIVE = {**TURNS, "preemptive": 1}
-LATER = {"late_last": 0.0, "fair_shares": 0.0}
+LATER = {"late_last": 0.0, "fair_shares": 0.0, "steps": 0.0, "decode_share": 0.5}
 """Options that are younger than the first stories, as they were before they were options."""
 
 

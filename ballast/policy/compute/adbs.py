@@ -6,12 +6,25 @@ policy of preset `muxserve`, whose memory policy is `ballast.policy.memory.quota
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ballast.core.compute import ComputeDecision, ComputeView, Phase, Runnable, WorkView
 from ballast.core.job import JobLoad
 from ballast.policy.base import ComputePolicy
+from ballast.policy.compute.decode_shares import least_parts
+
+RENEWED = 5.0
+"""Seconds after which a model's part of compute is computed anew."""
+
+
+class DecodeParts(NamedTuple):
+    """Parts of the device's compute that a model's decode steps have beside a prefill."""
+
+    parts: int
+    since: float
+    """When they were computed, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +35,13 @@ class Rounds:
     """Models whose prompts have been computed, the latest last."""
     owed: bool = False
     """Whether a decode step ran although a prefill could have: the prefill is next."""
+    decodes: Mapping[str, DecodeParts] = field(default_factory=dict)
+    """By model."""
 
     def prefilled(self, model: str) -> Rounds:
         """Return the memo after prompts of a model were computed."""
-        return Rounds((*(name for name in self.past if name != model), model))
+        past = (*(name for name in self.past if name != model), model)
+        return replace(self, past=past, owed=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +49,11 @@ class AdaptiveBatches(ComputePolicy):
     """Run prompts first, one prefill in flight on the device, models in turn; decodes fill the
     rest.
 
-    While a prompt could be computed or is, decode steps share at most `decode_share` of the
-    device's compute, and the prefill has the rest; a device's compute is divided into whole parts,
-    each job having at least one. Otherwise decode steps share all of it.
+    While a prompt could be computed or is, each model's decode steps have the least part of the
+    device's compute on which it serves its rate alone (Algorithm 2 in section 3.2, on what has been
+    seen of its requests and jobs), or all of them `decode_share` between them if that is not 0. The
+    prefill has the rest; a device's compute is divided into whole parts, each job having at least
+    one. Otherwise decode steps share all of it.
 
     A prefill that finds too few parts free stops further decode steps from starting. That lasts no
     longer than the jobs in flight at that time, as nothing begins before it; the published code can
@@ -50,7 +68,7 @@ class AdaptiveBatches(ComputePolicy):
     are computed in jobs of their own instead.
     """
 
-    decode_share: float = 0.5
+    decode_share: float = 0
     longest_gap: float = 0.2
     separate: float = 0
 
@@ -69,14 +87,20 @@ class AdaptiveBatches(ComputePolicy):
             return ComputeDecision(_next(view.runnable).model, memo=rounds)
         works = {r.model: view.work_of(r.model) for r in view.runnable}
         decodes = [r for r in view.runnable if works[r.model].decodes]
+        if view.lanes > 1 and not self.decode_share:
+            rounds = _renewed(view, [works[r.model] for r in decodes], rounds)
         if prompts and not prefilling:
             chosen = _next_prefill(prompts, rounds)
             pausing = decodes if self.separate else [r for r in decodes if r is not chosen]
             overdue = None if rounds.owed else self._overdue(view.now, pausing, works)
             if overdue is not None:
-                return _step(overdue, Rounds(rounds.past, owed=True), self._parts_of_step(view))
+                parts = self._parts_of_step(view, overdue.model, rounds)
+                return _step(overdue, replace(rounds, owed=True), parts)
             return self._prefill(view, chosen, decodes, rounds)
-        return _step(_next(decodes), rounds, self._parts_of_step(view)) if decodes else None
+        if not decodes:
+            return None
+        found = _next(decodes)
+        return _step(found, rounds, self._parts_of_step(view, found.model, rounds))
 
     def _prefill(
         self,
@@ -86,8 +110,10 @@ class AdaptiveBatches(ComputePolicy):
         rounds: Rounds,
     ) -> ComputeDecision | None:
         """Return a model's prefill; None while it waits for its part of the device."""
-        beside = view.lanes > 1 and (view.in_flight or any(r is not chosen for r in decodes))
-        parts = view.parts - self._share(view) if beside else view.parts
+        others = [job.model for job in view.in_flight]
+        others += [r.model for r in decodes if r is not chosen]
+        beside = view.lanes > 1 and others
+        parts = view.parts - self._share(view, others, rounds) if beside else view.parts
         if view.in_flight and view.free_parts < parts:
             return None
         phase = Phase.PREFILL if self.separate else Phase.MIXED
@@ -110,13 +136,32 @@ class AdaptiveBatches(ComputePolicy):
         last, found = min(waited, key=lambda lr: (lr[0], lr[1].model), default=(now, None))
         return found if now - last >= gap else None
 
-    def _share(self, view: ComputeView) -> int:
-        """Return the parts that decode steps share beside a prefill."""
-        return max(1, min(view.parts - 1, round(self.decode_share * view.parts)))
+    def _share(self, view: ComputeView, models: Iterable[str], rounds: Rounds) -> int:
+        """Return the parts that decode steps of these models share beside a prefill."""
+        if self.decode_share:
+            wanted = round(self.decode_share * view.parts)
+        else:
+            known = (rounds.decodes[name].parts for name in models if name in rounds.decodes)
+            wanted = sum(sorted(known, reverse=True)[: view.lanes - 1])
+        return max(1, min(view.parts - 1, wanted))
 
-    def _parts_of_step(self, view: ComputeView) -> int | None:
-        """Return the parts of each decode step beside a prefill; None: no limit."""
-        return None if view.lanes == 1 else max(1, self._share(view) // (view.lanes - 1))
+    def _parts_of_step(self, view: ComputeView, model: str, rounds: Rounds) -> int | None:
+        """Return the parts of a model's decode step beside a prefill; None: no limit."""
+        if view.lanes == 1:
+            return None
+        share = self._share(view, [model], rounds)
+        return max(1, share // (view.lanes - 1)) if self.decode_share else share
+
+
+def _renewed(view: ComputeView, works: Sequence[WorkView], rounds: Rounds) -> Rounds:
+    """Return the memo with the parts of these models' decode steps, as of at most `RENEWED` seconds
+    ago."""
+    due = view.now - RENEWED
+    old = [w for w in works if w.model not in rounds.decodes or rounds.decodes[w.model].since < due]
+    if not old:
+        return rounds
+    found = {w.model: DecodeParts(least_parts(w, view.parts), view.now) for w in old}
+    return replace(rounds, decodes={**rounds.decodes, **found})
 
 
 def _next_prefill(prompts: Sequence[Runnable], rounds: Rounds) -> Runnable:

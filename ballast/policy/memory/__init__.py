@@ -10,6 +10,7 @@ A device's engine loop calls one of these policies. They import `core`, `policy.
 - `layer_reversion`: Claims by which models take back the layers that they gave up.
 - `lru`: Preset `lru`: whole models with reserved KV while they fit (Ollama, llama.cpp's router).
 - `mirage`: Preset `mirage`: layers give their memory to KV before requests are preempted.
+- `quota_steps`: Steps by which quotas move from models of low use to models of high use.
 - `quotas`: Preset `muxserve`: KV quotas of models that follow demand (MuxServe).
 - `reactivation`: Activate evicted models again before they are requested.
 - `recompute`: Preset `recompute`: fixed weights, preemption by recomputation (vLLM).

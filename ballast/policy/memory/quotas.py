@@ -18,6 +18,7 @@ from ballast.core.view import DeviceView, ModelView
 from ballast.policy.base import PlacedModels
 from ballast.policy.market.claims import kv_claims
 from ballast.policy.market.offers import own_younger_requests
+from ballast.policy.memory.quota_steps import Use, next_quotas
 from ballast.policy.memory.static import Division, cover_within, keep_places, shares
 
 
@@ -46,10 +47,12 @@ class Quotas(PlacedModels):
     """Keep every model's weights on the device, and bound its KV by a quota that follows demand.
 
     Quotas begin as fixed shares (`static`), in proportion to `share`. Every `adapt` seconds, if a
-    model could use more than its quota, they are set anew: the KV that present requests will have
-    when they end, max-min fair by the model's weight, which is `share` x request rate x mean tokens
-    of a request x bytes of KV per token. So KV in use, normalised by rate and size, is equal among
-    all models that can use more (Equation 2). The rest is divided by weight.
+    model could use more than its quota, they are adapted. With `steps`, as section 3.3 has it,
+    models that use little of theirs give pages to models that use all of theirs
+    (`policy.memory.quota_steps`). Without, which is ours, they are set anew: the KV that present
+    requests will have when they end, max-min fair by the model's weight, which is `share` x request
+    rate x mean tokens of a request x bytes of KV per token. So KV in use, normalised by rate and
+    size, is equal among all models that can use more (Equation 2). The rest is divided by weight.
 
     A quota is never less than the largest present request needs. As far as that leaves room, it is
     not less than the smaller of the model's fixed share and one request of full context: what is
@@ -60,6 +63,7 @@ class Quotas(PlacedModels):
     """
 
     adapt: float = 5.0
+    steps: float = 1
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         known = memo if isinstance(memo, Adapted) else None
@@ -89,7 +93,11 @@ class Quotas(PlacedModels):
         if sum(w.least for w in wishes.values()) > total:
             # Present requests have precedence over expected ones.
             wishes = {m.name: wish(view, m, 0) for m in models}
-        division = replace(known.division, pages=divide(total, wishes))
+        if self.steps:
+            pages = next_quotas(_uses(view, models, known.division.pages, wishes))
+        else:
+            pages = divide(total, wishes)
+        division = replace(known.division, pages=pages)
         return replace(known, division=division, since=view.now)
 
 
@@ -183,6 +191,26 @@ def divide(total: int, wishes: Mapping[str, Wish]) -> dict[str, int]:
         middle = (low + high) / 2
         low, high = (middle, high) if sum(at(middle).values()) <= total else (low, middle)
     return {n: math.floor(pages) for n, pages in at(low).items()}
+
+
+def _uses(
+    view: DeviceView,
+    models: Sequence[ModelView],
+    quotas: Mapping[str, int],
+    wishes: Mapping[str, Wish],
+) -> dict[str, Use]:
+    """Return each model's use of its quota."""
+    lacking = {s.model for s in view.shortages if s.limited}
+    return {
+        m.name: Use(
+            quotas[m.name],
+            m.kv_pages - m.cached_pages,
+            math.ceil(wishes[m.name].least),
+            math.ceil(wishes[m.name].most),
+            m.name in lacking,
+        )
+        for m in models
+    }
 
 
 _HALVINGS = 60

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ballast.core.compute import ComputeDecision, ComputeView, InFlight, Phase, Runnable
+from ballast.core.compute import ComputeDecision, ComputeView, InFlight, Phase, Runnable, WorkView
+from ballast.core.cost import Traffic
+from ballast.core.job import JobLoad, chunk_pairs
 from ballast.core.request import Precedence
-from ballast.policy.compute.adbs import AdaptiveBatches, Rounds
+from ballast.policy.compute.adbs import RENEWED, AdaptiveBatches, Rounds
 from ballast.policy.compute.basic_orders import FirstComeFirstServed
-from tests.policy.compute.test_deadline import NOW, decode, prompt, view, work
+from ballast.policy.compute.decode_shares import least_parts, on_share
+from tests.policy.compute.test_deadline import COSTS, NOW, decode, prompt, view, work
 
 DECODES = work("d", decodes=[decode()])
 PROMPTS = work("p", prompts=[prompt(1, 400, 1.0)])
 ALSO = work("q", prompts=[prompt(2, 400, 1.0)])
-POLICY = AdaptiveBatches()
+POLICY = AdaptiveBatches(decode_share=0.5)
+OWN = AdaptiveBatches()
+"""Each model's decode steps have the least part on which they serve its rate."""
 
 
 def lanes(v: ComputeView, *in_flight: InFlight, n: int = 2, parts: int = 8) -> ComputeView:
@@ -39,6 +44,72 @@ def test_decodes_fill_what_a_prefill_leaves() -> None:
     assert chosen(POLICY(lanes(view(DECODES), flying), None)) == ("d", Phase.DECODE, 4)
     three = lanes(view(DECODES), flying, n=3)
     assert chosen(POLICY(three, None)) == ("d", Phase.DECODE, 2), "two of them"
+
+
+def busy(model: str, rate: float, outputs: float = 100.0) -> WorkView:
+    """It decodes, and is asked `rate` times a second for so many tokens after a short prompt."""
+    one = work(model, decodes=[decode()], costs=COSTS)
+    return replace(one, traffic=Traffic(rate, 16.0, outputs))
+
+
+def test_decodes_have_the_least_part_that_serves_their_rate() -> None:
+    rates = [0.01, 0.5, 2.0, 5.0, 20.0, 1e6]
+    found = [least_parts(busy("d", rate), 10) for rate in rates]
+    assert found == sorted(found)
+    assert found[0] == 1
+    assert found[-1] == 10, "none is enough"
+    for rate, n in zip(rates[:-1], found, strict=False):
+        assert n == 10 or _serves(busy("d", rate), n / 10)
+        assert n == 1 or not _serves(busy("d", rate), (n - 1) / 10)
+
+
+def _serves(w: WorkView, share: float) -> bool:
+    """Equation 3 for a model alone, with the best batch within its pace."""
+    part = on_share(w.costs, share)
+    pace = w.decodes[0].pace
+    for b in range(1, 257):
+        step = part.of(JobLoad(0, 0, 0, b, b * round(16 + w.traffic.output_tokens / 2)))
+        if b > 1 and step > pace:
+            break
+        prefill = w.costs.of(JobLoad(b * 16, b, b * chunk_pairs(16, 0), 0, 0))
+        if b / (prefill + step * w.traffic.output_tokens) >= w.traffic.rate * (1 - 1e-6):
+            return True
+    return False
+
+
+def test_a_prefill_leaves_each_model_that_decodes_its_own_part() -> None:
+    rare, asked = busy("d", 0.01), busy("e", 5.0)
+    few, many = least_parts(rare, 8), least_parts(asked, 8)
+    assert few < many < 8
+    assert chosen(OWN(lanes(view(rare, PROMPTS)), None)) == ("p", Phase.MIXED, 8 - few)
+    assert chosen(OWN(lanes(view(asked, PROMPTS)), None)) == ("p", Phase.MIXED, 8 - many)
+    both = lanes(view(rare, asked, PROMPTS), n=3)
+    assert chosen(OWN(both, None)) == ("p", Phase.MIXED, max(1, 8 - few - many))
+    flying = InFlight("p", True, 8 - many)
+    assert chosen(OWN(lanes(view(rare), flying), None)) == ("d", Phase.DECODE, few)
+    assert chosen(OWN(lanes(view(asked), flying), None)) == ("e", Phase.DECODE, many)
+    one = view(asked, PROMPTS)
+    assert chosen(OWN(one, None)) == ("p", Phase.MIXED, 1), "one lane"
+
+
+def test_parts_of_decodes_are_kept_for_some_seconds() -> None:
+    policy = replace(OWN, longest_gap=100.0)
+    v = lanes(view(busy("d", 0.01), PROMPTS))
+    first = policy(v, None)
+    assert first is not None
+    more = lanes(view(busy("d", 5.0), PROMPTS))
+    early = policy(replace(more, now=NOW + RENEWED - 1), first.memo)
+    late = policy(replace(more, now=NOW + RENEWED + 1), first.memo)
+    assert early is not None
+    assert late is not None
+    assert early.parts == first.parts
+    assert late.parts == 8 - least_parts(busy("d", 5.0), 8) < 7
+
+
+def test_before_any_request_has_ended_present_ones_say_how_long_outputs_are() -> None:
+    new = replace(busy("d", 0.5), traffic=Traffic(0.5))
+    expected = new.decodes[0].generated + new.decodes[0].outputs
+    assert least_parts(new, 8) == least_parts(replace(new, traffic=Traffic(0.5, 0.0, expected)), 8)
 
 
 def test_one_prefill_is_in_flight() -> None:

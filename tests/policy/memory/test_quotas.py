@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from ballast.core.actions import Decision, DropCache, Limit
 from ballast.core.traffic import Arrivals, Lengths, TrafficStats
 from ballast.core.view import DeviceView, ModelView, Shortage
+from ballast.policy.memory.quota_steps import Use, next_quotas
 from ballast.policy.memory.quotas import (
     Adapted,
     Quotas,
@@ -22,7 +24,9 @@ from ballast.policy.memory.quotas import (
 )
 from tests.policy.worlds import device, model, request
 
-POLICY = Quotas()
+POLICY = Quotas(steps=0)
+"""Quotas are set at once to what steps would lead to."""
+STEPS = Quotas()
 NOW = 10.0
 
 
@@ -188,3 +192,82 @@ def test_where_new_quotas_change_nothing_it_does_not_ask_to_be_asked_again() -> 
     found = POLICY(replace(view, now=NOW + 5, shortages=short), memo)
     assert limits(found) == {}
     assert found.wake_at is None
+
+
+# -- steps from low to high use (MuxServe, section 3.3) -------------------------------------------
+
+
+def test_a_model_of_low_use_gives_a_step_to_one_that_uses_all_of_its_quota() -> None:
+    a = replace(busy(hungry("a", 30), 4.0), kv_pages=36)
+    b = replace(busy(model("b"), 0.5), kv_pages=10)
+    view, memo = start(device(a, b, free=30))
+    assert memo.division.pages == {"a": 38, "b": 38}
+    assert limits(STEPS(replace(view, now=NOW + 4.9), memo)) == {}, "not yet"
+    quotas = [memo.division.pages]
+    found: Decision | None = None
+    for i in range(1, 12):
+        found = STEPS(replace(view, now=NOW + 5.0 * i), memo)
+        assert isinstance(found.memo, Adapted)
+        memo = found.memo
+        quotas.append(memo.division.pages)
+    assert quotas[1] == {"a": 42, "b": 34}, "a tenth of its quota, rounded up"
+    assert all(later["a"] >= earlier["a"] for earlier, later in pairwise(quotas))
+    assert all(sum(q.values()) == 76 for q in quotas)
+    assert quotas[-1]["b"] >= max(10, pages_of(b, [b.spec.max_model_len])), "what it uses is left"
+
+
+def test_a_model_that_lacks_pages_within_its_quota_counts_as_high() -> None:
+    """Its next request finds no room, though much of the quota is free."""
+    a, b = busy(hungry("a", 30), 4.0), busy(model("b"), 0.5)
+    view, memo = start(device(a, b, free=76))
+    later = replace(view, now=NOW + 5.0)
+    assert limits(STEPS(later, memo)) == {}, "nobody uses his quota"
+    short = (Shortage("a", "r0", 4, limited=True),)
+    found = STEPS(replace(later, shortages=short), memo)
+    assert limits(found) == {"a": 42, "b": 34}
+    assert found.wake_at == later.now + STEPS.adapt
+
+
+def test_a_present_request_gets_at_once_what_it_needs() -> None:
+    """However little of the quota is used, and however large a step would be."""
+    long = request(9, tokens=400, generated=1, max_tokens=401)
+    a, b = model("a", share=16.0), model("b", running=(long,), kv=6)
+    view, memo = start(device(a, b, free=20, total=40))
+    short = (Shortage("b", "r9", 4, limited=True),)
+    found = limits(STEPS(replace(view, now=NOW + 5, shortages=short), memo))
+    assert found["b"] >= pages_of(b, [800])
+
+
+uses = st.dictionaries(
+    st.sampled_from("abcdef"),
+    st.builds(
+        lambda least, more, quota, used, lacks: Use(
+            quota, min(used, quota), least, least + more, lacks
+        ),
+        st.integers(0, 20),
+        st.integers(0, 100),
+        st.integers(0, 60),
+        st.integers(0, 60),
+        st.booleans(),
+    ),
+    min_size=1,
+)
+
+
+@given(uses)
+def test_a_step_moves_pages_from_low_to_high_use_alone(found: dict[str, Use]) -> None:
+    after = next_quotas(found)
+    assert sum(after.values()) == sum(u.quota for u in found.values())
+    for name, u in found.items():
+        if after[name] < u.quota:
+            assert not u.high
+            assert after[name] >= max(u.least, u.used)
+        if after[name] > u.quota:
+            assert u.high or u.quota < u.least
+            assert after[name] <= max(u.least, u.most)
+            assert after[name] - u.quota <= max(1, u.least - u.quota, 0.1 * u.quota + 1)
+    given = [u for u in found.values() if u.to_give and not u.wanted]
+    short = [n for n, u in found.items() if u.wanted and after[n] < u.quota + u.wanted]
+    if short and given:
+        left = sum(after[n] - u.quota + u.to_give for n, u in found.items() if u.to_give)
+        assert left == 0 or all(found[n].to_give for n in short), "what could be given was"
