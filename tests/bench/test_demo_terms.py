@@ -119,6 +119,19 @@ def test_no_preset_keeps_more_levels_than_balloon_on_machines_of_any_speed(
         assert kept["balloon"] > min(others) or min(others) > 0.9, kept
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_balloon_does_not_win_where_requests_are_few(seed: int) -> None:
+    """As docs/demo.md says: KV is never short then."""
+    profile = machine(2.0)
+    terms = terms_on(profile, seed)
+    kept = {
+        preset: simulated(terms.of(FLEET, preset), SPECS, profile, terms.workload).total.attainment
+        for preset in ("lru+deadline", "balloon")
+    }
+    assert len(terms.workload.requests) < 20
+    assert kept["balloon"] == kept["lru+deadline"], kept
+
+
 def test_terms_follow_the_machine() -> None:
     fast, slow = terms_on(machine(0.5)), terms_on(machine(2.0))
     assert fast.budget_bytes == slow.budget_bytes < fast.weight_bytes
