@@ -27,9 +27,10 @@ from ballast.memory.cuda.devices import reach_of
 from ballast.memory.cuda.driver import CudaDriver
 from ballast.models.parallel.model import check_parallel
 from ballast.policy.presets import preset_of
+from ballast.weights import packing
 from ballast.weights.checkpoint import clipped_context, read_spec
 from ballast.weights.manifest import fork_zygote
-from ballast.weights.stored import dequantised_types
+from ballast.weights.stored import quantised_types
 
 
 def fleet(settings: FleetSettings) -> Iterator[Finding]:
@@ -53,9 +54,9 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
         for a in host.adapters:
             found = f"an adapter of {model.name}, of rank {a.spec.rank}"
             yield judged(a.spec.name, f"{found}, {format_bytes(a.segment.n_bytes)}", "")
-        if types := dequantised_types(Path(model.path)):
-            found = f"a GGUF file: {types} are dequantised to {host.spec.dtype} at load"
-            yield judged(model.name, found, "")
+        if types := quantised_types(Path(model.path)):
+            found = packing.words_on_forms(host.segments, types, host.spec.dtype)
+            yield judged(model.name, f"a GGUF file: {found}", "")
         if (clipped := clipped_context(model, host.spec)) is not None:
             cure = "lower `limits.context`, or leave it out"
             faults.append(Finding(model.name, Verdict.WARN, clipped, cure))

@@ -23,9 +23,15 @@ def load_as_served(
 
     Raises as `load_host_model` and `measured`.
     """
-    host = load_host_model(model, HostTier(isolation=isolation))
+    host = load_host_model(as_placed(model, fleet), HostTier(isolation=isolation))
     device = _most([device for device, _ in fleet.devices.values()])
     return host if device is None else measured(host, on_cpu, device)
+
+
+def as_placed(model: ModelSettings, fleet: FleetSettings) -> ModelSettings:
+    """Return a model's settings as its devices load it: GPUs take matrices that are not packed."""
+    on_cpu = any(device.gpu is None for device, _ in fleet.devices.values())
+    return model if on_cpu else replace(model, linear="plain")
 
 
 def _most(devices: list[DeviceSettings]) -> DeviceSettings | None:

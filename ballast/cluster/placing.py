@@ -33,7 +33,7 @@ def homes_of(fleet: FleetSettings) -> dict[str, list[str]]:
     homes = {m.name: named(m, fleet) for m in fleet.models if m.devices}
     largest = max((device for device, _ in fleet.devices.values()), key=lambda d: d.budget_bytes)
     free = [m for m in fleet.models if not m.devices]
-    misfits = [m for m in free if fleet.others and approximate_bytes(m) > largest.budget_bytes]
+    misfits = [m for m in free if fleet.others and approximate_bytes(m, fleet) > largest.budget_bytes]
     found = placed([m for m in free if m not in misfits], fleet, homes)
     return homes | found | {m.name: [largest.name] for m in misfits}
 
@@ -58,7 +58,7 @@ def placed(
     devices = fleet.devices
     if len(devices) == 1:
         return {m.name: list(devices) for m in models}
-    sizes = {m.name: approximate_bytes(m) for m in (*fleet.models, *models)}
+    sizes = {m.name: approximate_bytes(m, fleet) for m in (*fleet.models, *models)}
     taken = dict.fromkeys(devices, 0)
     for name, at in homes.items():
         for device in at:
@@ -145,12 +145,14 @@ def _share_of(own: DeviceSettings, fleet: FleetSettings, cores: int) -> int:
     return max(1, (cores - sum(named)) // (len(devices) - len(named)))
 
 
-def approximate_bytes(model: ModelSettings) -> int:
+def approximate_bytes(model: ModelSettings, fleet: FleetSettings) -> int:
     """Return the approximate bytes of a model's weights; 1 if the checkpoint is unreadable, which
     its load reports."""
     if model.fault:
         return 1
     try:
-        return max(1, served_bytes(Path(model.path), model.dtype))
+        on_cpu = any(device.gpu is None for device, _ in fleet.devices.values())
+        packed = on_cpu and model.linear != "plain"
+        return max(1, served_bytes(Path(model.path), model.dtype, packed=packed))
     except (CheckpointError, OSError):
         return 1

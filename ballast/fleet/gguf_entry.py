@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import logging
 import os
 import re
 import shutil
@@ -21,8 +20,6 @@ from pathlib import Path
 
 from ballast import __version__
 from ballast.core.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
@@ -57,7 +54,6 @@ def gguf_directory(local: Path, key: str, text: str) -> str:
     except OSError as error:
         why = f"it cannot be read: {error.filename}: {error.strerror}"
         raise ConfigError(key, text, f"{why}; looked in {local}") from error
-    log.info("%s: quantised weights of a GGUF file are dequantised at load", text)
     return str(target)
 
 

@@ -27,8 +27,11 @@ Packages from `weights` up may import it; `weights`, `models`, `engine` and `clu
 - `meeting_code`: Compiled part of the barrier.
 - `onednn`: Linear layers by oneDNN on packed weights in the pool's memory.
 - `paged_attention`: Paged attention on CPU for decodes and prefill chunks together.
+- `panel_forms`: Forms of quantised panels: how blocks of weights stay packed.
 - `plain`: Package: operations as plain PyTorch, a reference on any device.
 - `program_code`: Compiled part of programs: operations separated by barriers.
+- `quantised`: Pack blocks of GGUF's types into quantised panels; tables of their kernels.
+- `quantised_code`: Compiled part of quantised linear layers.
 - `sampling`: The next token as a function of logits, parameters, seed and position.
 - `stream_copy`: Copies of weights that bypass the CPU's caches.
 - `stream_copy_code`: Compiled part of such copies: non-temporal stores.

@@ -50,6 +50,9 @@ EPSILON = 10
 PANEL_GROUP = 11
 """Embedding: how many elements of a row lie side by side in a panel (see `linear.py`), SOURCE_ROW
 being the padded length of a row; 0: rows lie one after the other."""
+PANEL_FORM = 12
+"""Embedding of quantised panels: their form (`panel_forms.NUMBERS`), SOURCE_ROW being the bytes of
+a panel."""
 # Fields of rotary tables. SOURCE: q, k, v of each token side by side, rotated in place.
 HEADS = 11
 KV_HEADS = 12
@@ -81,7 +84,7 @@ _ONE = np.float32(1.0)
 
 
 @njit(error_model="numpy")
-def _next_rows(table):
+def next_rows(table):
     """(first row, one past the last) of the next item; empty when there is none."""
     first = fetch_add(table, NEXT, 1) * table[ITEM_ROWS]
     return first, min(first + table[ITEM_ROWS], table[ROWS])
@@ -100,7 +103,7 @@ def _norm(table, weight):
     source, target = float32_at(table[SOURCE]), float32_at(table[TARGET])
     index = int64_at(table[INDEX])
     width, epsilon = table[WIDTH], float_of(table[EPSILON])
-    first, end = _next_rows(table)
+    first, end = next_rows(table)
     while first < end:
         for row in range(first, end):
             at = (index[row] if table[INDEX] != 0 else row) * table[SOURCE_ROW]
@@ -108,7 +111,7 @@ def _norm(table, weight):
             scale = _inverse_rms(source, at, width, epsilon)
             for d in range(width):
                 target[to + d] = source[at + d] * scale * widen(weight[d])
-        first, end = _next_rows(table)
+        first, end = next_rows(table)
 
 
 @njit(error_model="numpy")
@@ -116,7 +119,7 @@ def _land(table, weight):
     """Add rows of SOURCE to rows of TARGET, normed if there is a WEIGHT, and scaled."""
     source, target = float32_at(table[SOURCE]), float32_at(table[TARGET])
     width, epsilon, scale = table[WIDTH], float_of(table[EPSILON]), float_of(table[SCALE])
-    first, end = _next_rows(table)
+    first, end = next_rows(table)
     while first < end:
         for row in range(first, end):
             at, to = row * table[SOURCE_ROW], row * table[TARGET_ROW]
@@ -127,7 +130,7 @@ def _land(table, weight):
             else:
                 for d in range(width):
                     target[to + d] += source[at + d] * scale
-        first, end = _next_rows(table)
+        first, end = next_rows(table)
 
 
 @njit(error_model="numpy")
@@ -140,7 +143,7 @@ def _times(x, scale):
 def _embed(table, embeddings, scale):
     target, index = float32_at(table[TARGET]), int64_at(table[INDEX])
     width, group = table[WIDTH], table[PANEL_GROUP]
-    first, end = _next_rows(table)
+    first, end = next_rows(table)
     while first < end:
         for row in range(first, end):
             token, to = index[row], row * table[TARGET_ROW]
@@ -153,7 +156,7 @@ def _embed(table, embeddings, scale):
                 for d in range(width):
                     x = widen(embeddings[at + d // group * 64 * group + d % group])
                     target[to + d] = _times(x, scale)
-        first, end = _next_rows(table)
+        first, end = next_rows(table)
 
 
 @njit(error_model="numpy")
@@ -179,7 +182,7 @@ def _rotary(table, kv, query_weight, key_weight):
     places = int64_at(table[PLACES])
     heads, kv_heads, dim = table[HEADS], table[KV_HEADS], table[WIDTH]
     half, epsilon = table[ROTARY] // 2, float_of(table[EPSILON])
-    first, end = _next_rows(table)
+    first, end = next_rows(table)
     while first < end:
         for row in range(first, end):
             queries = row * table[SOURCE_ROW]
@@ -202,46 +205,46 @@ def _rotary(table, kv, query_weight, key_weight):
             to += table[VALUES]
             for d in range(kv_heads * dim):
                 kv[to + d] = narrow(x[values + d], kv[0])
-        first, end = _next_rows(table)
+        first, end = next_rows(table)
 
 
 @njit(error_model="numpy")
 def _narrow(table, target):
     """Round float32 rows to the element type of `target`."""
     source, width = float32_at(table[SOURCE]), table[WIDTH]
-    first, end = _next_rows(table)
+    first, end = next_rows(table)
     while first < end:
         for row in range(first, end):
             at, to = row * table[SOURCE_ROW], row * table[TARGET_ROW]
             for d in range(width):
                 target[to + d] = narrow(source[at + d], target[0])
-        first, end = _next_rows(table)
+        first, end = next_rows(table)
 
 
 @njit(error_model="numpy")
 def _store(table, source):
     """Widen rows of `source` into float32 rows."""
     target, width = float32_at(table[TARGET]), table[WIDTH]
-    first, end = _next_rows(table)
+    first, end = next_rows(table)
     while first < end:
         for row in range(first, end):
             at, to = row * table[SOURCE_ROW], row * table[TARGET_ROW]
             for d in range(width):
                 target[to + d] = widen(source[at + d])
-        first, end = _next_rows(table)
+        first, end = next_rows(table)
 
 
 @njit(error_model="numpy")
 def _add(table, source):
     """Add rows of `source` to float32 rows."""
     target, width = float32_at(table[TARGET]), table[WIDTH]
-    first, end = _next_rows(table)
+    first, end = next_rows(table)
     while first < end:
         for row in range(first, end):
             at, to = row * table[SOURCE_ROW], row * table[TARGET_ROW]
             for d in range(width):
                 target[to + d] += widen(source[at + d])
-        first, end = _next_rows(table)
+        first, end = next_rows(table)
 
 
 def _norm_float32(address):

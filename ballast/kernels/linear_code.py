@@ -63,7 +63,11 @@ OUT_INDEX = 11
 MODE = 12
 SCALE = 13
 """ADD: address of float32 (ROWS,), by which what is added is multiplied; 0: by nothing."""
-N_FIELDS = 14
+FORM = 14
+"""Of quantised panels: their form (`panel_forms.NUMBERS`)."""
+PANEL_BYTES = 15
+"""Of quantised panels: bytes from one to the next."""
+N_FIELDS = 16
 
 # Modes.
 STORE = 0
@@ -118,7 +122,7 @@ _I64 = ir.IntType(64)
 _FLOATS = types.CPointer(types.float32)
 
 
-def _on_stack(n):
+def on_stack(n):
     """An intrinsic: pointer to `n` float32 of the thread's stack, aligned to a cache line."""
 
     def on_stack(context):
@@ -133,10 +137,10 @@ def _on_stack(n):
     return on_stack
 
 
-_stage_memory = intrinsic(_on_stack(ROWS_MAX * _STRIDE))
-_kept_memory = intrinsic(_on_stack(_KEPT * _STRIDE // 2))
-_sums_memory = intrinsic(_on_stack(_CHUNK * PANEL))
-_rest_memory = intrinsic(_on_stack(_PUT))
+stage_memory = intrinsic(on_stack(ROWS_MAX * _STRIDE))
+_kept_memory = intrinsic(on_stack(_KEPT * _STRIDE // 2))
+sums_memory = intrinsic(on_stack(_CHUNK * PANEL))
+_rest_memory = intrinsic(on_stack(_PUT))
 _PAIRS = types.CPointer(types.int32)
 
 
@@ -172,54 +176,63 @@ def _put(context, x, at, stage, to):
     return types.void(_FLOATS, types.int64, stage_kind, types.int64), generate
 
 
-@intrinsic
-def _tile(context, rows, stage, at, weights, w, k, sums, s, next_at, share):
-    """Add the products of some rows and a panel to sums, input by input.
+def _tile_of(*, fetches):
+    """An intrinsic: add the products of some rows and a panel to sums, input by input.
 
     sums[s + r * PANEL + j] += sum(stage[at + r * _STRIDE + i] * weight(i, j)) for i < k in turn,
     where the panel's weights begin at element `w` of float32 or of bfloat16 (as uint16), and
-    `stage` holds float32, or pairs of bfloat16 (as int32; then also in turn, by pairs). While it
-    reads them, it fetches `share` bytes per step from address `next_at`, where what is read next
-    begins: the hardware does not look beyond the end of a page.
+    `stage` holds float32, or pairs of bfloat16 (as int32; then also in turn, by pairs). If it
+    `fetches`, it fetches `share` bytes per step from address `next_at` meanwhile, where what is
+    read next begins: the hardware does not look beyond the end of a page.
     """
-    width = weights.dtype.bitwidth // 8
-    sum_tile = _sum_pairs if stage == _PAIRS else _sum_tile
-    stage_kind = stage
 
-    def generate(ctx, builder, signature, arguments):
-        rows, stage, at, weights, w, k, sums, s, next_at, share = arguments
-        stage = _input(builder, stage, at)
-        panel = builder.ptrtoint(builder.gep(weights, [w]), _I64)
-        sums = builder.gep(sums, [s])
-        steps = k
-        if width == 2:
-            steps = builder.lshr(builder.add(k, _int64(1)), _int64(1))
-        done = builder.append_basic_block("done")
-        choice = builder.switch(rows, done)
-        for r in range(1, ROWS_MAX + 1):
-            vectors = next(v for most, v in _TILES if r <= most)
-            block = builder.append_basic_block(f"rows{r}")
-            choice.add_case(_int64(r), block)
-            builder.position_at_end(block)
-            passes = PANEL // (vectors * LANES)
-            for j in range(passes):
-                first = j * vectors * LANES
-                with sum_tile(builder, width, r, vectors, first, stage, panel, steps, sums) as i:
-                    if passes == 1:
-                        _fetch_soon(builder, panel, i, steps, next_at)
-                    else:
-                        step = builder.mul(i, _int64(_STEP))
-                        soon = builder.add(step, _int64(_AHEAD_PART + 4 * first))
-                        _prefetch(builder, builder.add(panel, soon), _STEP // _LINE // passes, 3)
-                        done_before = builder.mul(steps, _int64(j))
-                        _fetch_share(builder, next_at, builder.add(i, done_before), share, passes)
-            builder.branch(done)
-        builder.position_at_end(done)
-        return ctx.get_dummy_value()
+    def tile(context, rows, stage, at, weights, w, k, sums, s, next_at, share):
+        width = weights.dtype.bitwidth // 8
+        sum_tile = _sum_pairs if stage == _PAIRS else _sum_tile
+        stage_kind = stage
 
-    i64 = types.int64
-    given = (i64, stage_kind, i64, weights, i64, i64, _FLOATS, i64, i64, i64)
-    return types.void(*given), generate
+        def generate(ctx, builder, signature, arguments):
+            rows, stage, at, weights, w, k, sums, s, next_at, share = arguments
+            stage = _input(builder, stage, at)
+            panel = builder.ptrtoint(builder.gep(weights, [w]), _I64)
+            sums = builder.gep(sums, [s])
+            steps = k
+            if width == 2:
+                steps = builder.lshr(builder.add(k, _int64(1)), _int64(1))
+            done = builder.append_basic_block("done")
+            choice = builder.switch(rows, done)
+            for r in range(1, ROWS_MAX + 1):
+                vectors = next(v for most, v in _TILES if r <= most)
+                block = builder.append_basic_block(f"rows{r}")
+                choice.add_case(_int64(r), block)
+                builder.position_at_end(block)
+                passes = PANEL // (vectors * LANES)
+                for j in range(passes):
+                    first = j * vectors * LANES
+                    given = (width, r, vectors, first, stage, panel, steps, sums)
+                    with sum_tile(builder, *given) as i:
+                        if fetches and passes == 1:
+                            _fetch_soon(builder, panel, i, steps, next_at)
+                        elif fetches:
+                            _fetch_part(builder, panel, first, i, passes)
+                            done_before = builder.mul(steps, _int64(j))
+                            part = builder.add(i, done_before)
+                            _fetch_share(builder, next_at, part, share, passes)
+                builder.branch(done)
+            builder.position_at_end(done)
+            return ctx.get_dummy_value()
+
+        i64 = types.int64
+        given = (i64, stage_kind, i64, weights, i64, i64, _FLOATS, i64, i64, i64)
+        return types.void(*given), generate
+
+    tile.__name__ = tile.__qualname__ = "tile" if fetches else "unpacked_tile"
+    return tile
+
+
+_tile = intrinsic(_tile_of(fetches=True))
+unpacked_tile = intrinsic(_tile_of(fetches=False))
+"""The same for weights that are in the first cache."""
 
 
 def _input(builder, stage, i):
@@ -235,6 +248,13 @@ def _fetch_soon(builder, panel, i, steps, next_at):
     origin = builder.select(here, panel, next_at)
     step = builder.select(here, later, beyond)
     _prefetch(builder, builder.add(origin, builder.mul(step, _int64(_STEP))), _STEP // _LINE, 3)
+
+
+def _fetch_part(builder, panel, first, i, passes):
+    """Fetch into the first cache what outputs `first` on have some steps after step i."""
+    step = builder.mul(i, _int64(_STEP))
+    soon = builder.add(step, _int64(_AHEAD_PART + 4 * first))
+    _prefetch(builder, builder.add(panel, soon), _STEP // _LINE // passes, 3)
 
 
 def _fetch_share(builder, next_at, i, share, passes):
@@ -455,14 +475,14 @@ def _gate_all(mode, x, gates, ups, out, to, n):
 
 
 @njit(error_model="numpy")
-def _chunks(rows, k):
+def chunks_of(rows, k):
     """Return the number of parts into which the rows are cut."""
     most = min(_CHUNK, max(ROWS_MAX, _CHUNK_FLOATS // k))
     return (rows + most - 1) // most
 
 
 @njit(error_model="numpy")
-def _stage(table, first, rows, start, n, stage, begin):
+def stage_inputs(table, first, rows, start, n, stage, begin):
     """Copy inputs start .. start + n - 1 of some rows into the buffer, from input `begin` on, and
     zeros behind them."""
     x, stride = float32_at(table[X]), table[X_STRIDE]
@@ -482,7 +502,7 @@ def _stage(table, first, rows, start, n, stage, begin):
 
 
 @njit(error_model="numpy")
-def _begin(table, panel, rows, sums):
+def begin_sums(table, panel, rows, sums):
     """Set sums to the bias, or to zero."""
     for j in range(rows * PANEL):
         sums[j] = _ZERO
@@ -495,7 +515,7 @@ def _begin(table, panel, rows, sums):
 
 
 @njit(error_model="numpy")
-def _finish(table, panel, first, rows, sums):
+def finish_sums(table, panel, first, rows, sums):
     """Write the sums of an item as the mode says: store, add or gate."""
     mode = table[MODE]
     width = _HALF if mode >= GATED else PANEL
@@ -532,12 +552,12 @@ def _finish(table, panel, first, rows, sums):
 def _linear(table, weights, itemsize, stage, kept):
     """Multiply items until none is left. Where `stage` holds `kept` slices of rows, and these are
     all of an item, inputs are copied once for all panels."""
-    sums = _sums_memory()
+    sums = sums_memory()
     all_rows, k = table[ROWS], table[K]
     panels = (table[N] + PANEL - 1) // PANEL
     whole = 64 // itemsize
     panel_size = (k + whole - 1) // whole * whole * PANEL
-    chunks = _chunks(all_rows, k)
+    chunks = chunks_of(all_rows, k)
     slices = (k + _SLICE - 1) // _SLICE
     staged = -1
     item = fetch_add(table, NEXT, 1)
@@ -546,14 +566,14 @@ def _linear(table, weights, itemsize, stage, kept):
         first = chunk * all_rows // chunks
         rows = (chunk + 1) * all_rows // chunks - first
         groups = (rows + ROWS_MAX - 1) // ROWS_MAX
-        _begin(table, panel, rows, sums)
+        begin_sums(table, panel, rows, sums)
         # Where nothing is kept, kept > 0 is known to be false as this is compiled, and addresses in
         # the buffer to be constant: 1 to 2 % of the time at 16 rows.
         keeps = kept > 0 and rows * slices <= kept
         if keeps and staged != chunk:
             for i in range(slices):
                 n = min(_SLICE, k - i * _SLICE)
-                _stage(table, first, rows, i * _SLICE, n, stage, i * rows * _STRIDE)
+                stage_inputs(table, first, rows, i * _SLICE, n, stage, i * rows * _STRIDE)
             staged = chunk
         for start in range(0, k, _SLICE):
             n = min(_SLICE, k - start)
@@ -569,21 +589,21 @@ def _linear(table, weights, itemsize, stage, kept):
                 many = (g + 1) * rows // groups - row
                 at = (start // _SLICE * rows + row) * _STRIDE if keeps else 0
                 if not keeps:
-                    _stage(table, first + row, many, start, n, stage, 0)
+                    stage_inputs(table, first + row, many, start, n, stage, 0)
                 next_at = after + n * PANEL * itemsize * g // groups
                 _tile(many, stage, at, weights, w, n, sums, row * PANEL, next_at, _STEP // groups)
-        _finish(table, panel, first, rows, sums)
+        finish_sums(table, panel, first, rows, sums)
 
 
 _SIGNATURE = types.void(types.CPointer(types.int64))
 
 
 def _linear_float32(table):
-    _linear(table, float32_at(table[WEIGHTS]), 4, _stage_memory(), 0)
+    _linear(table, float32_at(table[WEIGHTS]), 4, stage_memory(), 0)
 
 
 def _linear_bfloat16(table):
-    _linear(table, uint16_at(table[WEIGHTS]), 2, _stage_memory(), 0)
+    _linear(table, uint16_at(table[WEIGHTS]), 2, stage_memory(), 0)
 
 
 def _linear_bfloat16_by_dots(table):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ballast.kernels import choices, linear, onednn, team
+from ballast.kernels import choices, linear, onednn, quantised, team
 
 
 def packed(
@@ -18,16 +18,22 @@ def packed(
     dtype: torch.dtype,
     bias: Callable[[], Tensor | None],
     invariant: bool = False,
+    form: str = "",
 ) -> Callable[[Tensor], Tensor]:
     """Return a function x (..., k) -> x W^T + bias (..., n) of `dtype`, for the panels at
-    `address`.
+    `address`, quantised if they have a `form`.
 
     The panels need not be present yet. `bias` is called each time. Measures which kernel is faster
     (`ballast.kernels.choices`) if that is not known yet, unless a row must be `invariant`.
     """
-    tables = linear.tables(np.array([address]), n, k)
-    table, kernel = tables.ctypes.data, linear.kernel(dtype)
-    from_rows = choices.from_rows(n, k, dtype, invariant=invariant)
+    at = np.array([address])
+    if form:
+        tables, kernel = quantised.tables(at, n, k, form), quantised.kernel()
+        from_rows = choices.NEVER
+    else:
+        tables, kernel = linear.tables(at, n, k), linear.kernel(dtype)
+        from_rows = choices.from_rows(n, k, dtype, invariant=invariant)
+    table = tables.ctypes.data
     descriptor = onednn.describe(n, k, dtype) if from_rows < choices.NEVER else None
     matrix = None
     if descriptor is not None:
@@ -49,7 +55,9 @@ def packed(
     return multiply
 
 
-def replace(module: nn.Module, address: int, dtype: torch.dtype, invariant: bool = False) -> None:
+def replace(
+    module: nn.Module, address: int, dtype: torch.dtype, invariant: bool = False, form: str = ""
+) -> None:
     """Make `module` compute from panels at `address` instead of its weight."""
 
     def bias() -> Tensor | None:
@@ -57,4 +65,6 @@ def replace(module: nn.Module, address: int, dtype: torch.dtype, invariant: bool
 
     assert isinstance(module, nn.Linear)
     n, k = module.out_features, module.in_features
-    module.forward = packed(address, n, k, dtype, bias, invariant)  # type: ignore[method-assign,assignment]
+    module.forward = packed(  # type: ignore[method-assign]
+        address, n, k, dtype, bias, invariant, form
+    )

@@ -85,7 +85,8 @@ def _place(
             if packed.layout == PANELS:
                 (name,) = packed.names
                 linear = module.get_submodule(name.removesuffix(".weight"))
-                linears.replace(linear, base + packed.offset, DTYPES[packed.dtype], invariant)
+                at, dtype = base + packed.offset, DTYPES[packed.dtype]
+                linears.replace(linear, at, dtype, invariant, packed.form)
                 left.discard(name)
                 continue
             tensor = view(base + packed.offset, packed.shape, DTYPES[packed.dtype])

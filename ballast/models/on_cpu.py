@@ -44,7 +44,8 @@ def on_cpu(
 def report_dependence(host: HostModel, device: DeviceSettings) -> None:
     """Log why a model's texts can depend on what else is served, if they can."""
     name, dtype = host.spec.name, host.spec.dtype
-    if dtype == "float32":
+    matrices = [t for s in host.segments for t in s.tensors if len(t.shape) > 1]
+    if dtype == "float32" or all(t.form for t in matrices):
         return
     if not choices.is_invariant(device.invariant):
         cure = "`invariant: 1` of the device prevents it, and is slower on this CPU"

@@ -44,7 +44,7 @@ class FleetLoader:
         """Have requests for the fleet's models wait until these are loaded."""
 
         def measure() -> dict[str, int]:
-            return {model.name: approximate_bytes(model) for model in fleet.models}
+            return {model.name: approximate_bytes(model, fleet) for model in fleet.models}
 
         self._loads.queue(fleet, await asyncio.to_thread(measure))
         self._tell(self._loads.progress())

@@ -212,6 +212,14 @@ class Sources:
         self.fill(recipe, 0, whole.view(-1))
         return whole
 
+    def read_rows(self, recipe: Recipe) -> Tensor:
+        """Read the rows of a matrix that is stored as one, as its blocks are: uint8 (n, bytes)."""
+        source = recipe.plain
+        assert source is not None, "a matrix of several runs has no form"
+        rows = torch.empty(source.shape[0], source.n_bytes // source.shape[0], dtype=torch.uint8)
+        _read(source, self._fds[source.path], source.start, rows.view(-1).numpy().data)
+        return _in_order(rows, source.heads) if source.heads else rows
+
     def fill(self, recipe: Recipe, start: int, target: Tensor) -> None:
         """Read elements from `start` on into `target` (1-D), converted to its dtype.
 
@@ -253,10 +261,17 @@ def _dequantise(run: Run, fd: int, target: Tensor) -> None:
         else:
             found = torch.frombuffer(buffer, dtype=READABLE[source.dtype])
         if source.heads:
-            rows = source.shape[0] // source.heads
-            found = found.view((last - first) // unit, rows // 2, 2, -1).transpose(1, 2).reshape(-1)
+            rows = source.shape[0] // source.heads * ((last - first) // unit)
+            found = _in_order(found.view(rows, -1), (last - first) // unit).view(-1)
         low, high = max(first, run.start), min(last, end)
         target[low - run.start : high - run.start].copy_(found[low - first : high - first])
+
+
+def _in_order(rows: Tensor, heads: int) -> Tensor:
+    """Return the rows of some heads, stored in the order of GGUF files, in that of
+    `transformers`."""
+    each = len(rows) // heads // 2
+    return rows.view(heads, each, 2, -1).transpose(1, 2).reshape(rows.shape)
 
 
 def _read(source: Stored, fd: int, at: int, into: Any) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from ballast.core.errors import BrokenPromise, CheckpointError, LimitExceeded, N
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.isolation.calls import Here, Isolation
+from ballast.kernels import quantised
 from ballast.memory.tensor import tensor_at
 from ballast.weights import packing, packing_experts
 from ballast.weights.adapter import adapter_spec, load_adapters, with_adapters
@@ -35,7 +38,10 @@ from ballast.weights.sealed_model import SealedAdapter, SealedModel, kind_of
 from ballast.weights.segment import Piece, Segment
 from ballast.weights.sharding import WHOLE, Shard, absent
 from ballast.weights.source_files import identity
+from ballast.weights.stored import quantised_types
 from ballast.weights.tokenizer_files import digest_of
+
+log = logging.getLogger(__name__)
 
 THREADS = max(1, min(4, os.cpu_count() or 1))
 
@@ -80,6 +86,9 @@ def load_host_model(
         raise CheckpointError(str(error.filename or settings.path), None, reason) from error
     try:
         host = _host(settings, manifest, memory, shard, tokenizer)
+        if types := quantised_types(Path(settings.path)):
+            found = packing.words_on_forms(host.segments, types, host.spec.dtype)
+            log.info("%s: a GGUF file: %s", settings.name, found)
         host = load_adapters(host, settings.adapters, manifest.modules, tier)
     except BaseException:
         memory.close()
@@ -216,6 +225,8 @@ def _fill(
             if tensor.layout in packing_experts.LAYOUTS:
                 expert = piece.start // tensor.piece_bytes
                 return _write(piece, packing_experts.build(tensor, expert, read_part))
+            if tensor.form:
+                return _write_quantised(piece, [plan[name] for name in tensor.sources], sources)
             if not tensor.as_stored:
                 return _write(piece, packing.build(tensor, read, served))
             parts = [plan[name] for name in tensor.sources]
@@ -224,7 +235,7 @@ def _fill(
 
         def fill(piece: Piece) -> bytes:
             target = write(piece)
-            if not is_finite(target):
+            if not piece.tensor.form and not is_finite(target):
                 read_from = [plan[n] for n in piece.tensor.sources if not absent(n, shard)]
                 raise fault_of(read_from, sources, packing.read_dtype(piece.tensor, served))
             return hashlib.sha256(target.view(torch.uint8).numpy().data).digest()
@@ -289,6 +300,14 @@ def _write(piece: Piece, elements: Tensor) -> Tensor:
         raise BrokenPromise(f"{piece.tensor.names}: {elements.nbytes} bytes, not {piece.n_bytes}")
     target = tensor_at(piece.address, elements.shape, elements.dtype)
     return target.copy_(elements)
+
+
+def _write_quantised(piece: Piece, plan: Sequence[Recipe], sources: Sources) -> Tensor:
+    """Pack a matrix that stays quantised in its place in the segment; returns it there."""
+    rows = [sources.read_rows(recipe) for recipe in plan]
+    if not all(quantised.finite_scales(part, piece.tensor.form) for part in rows):
+        raise fault_of(plan, sources, torch.float32)
+    return _write(piece, packing.build_quantised(piece.tensor, rows))
 
 
 def _copy(piece: Piece, recipe: Recipe, sources: Sources, dtype: torch.dtype) -> Tensor:

@@ -51,7 +51,7 @@ def fault_of(recipes: Iterable[Recipe], sources: Sources, dtype: torch.dtype) ->
 
 
 def _fault(run: Run, sources: Sources, dtype: torch.dtype) -> CheckpointError | None:
-    stored = READABLE[run.source.dtype]
+    stored = READABLE.get(run.source.dtype, torch.float32)  # of blocks: as they are dequantised
     n_bad, first, what = 0, 0, ""
     for at in range(0, run.n, _READ):
         n = min(_READ, run.n - at)

@@ -37,7 +37,7 @@ from ballast.weights.gguf_blocks import BLOCKS
 from ballast.weights.pooling import is_base_model, pools_last_token
 from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
-from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors, plain_dtype
+from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors, form_of, plain_dtype
 
 if TYPE_CHECKING:  # it needs packages that reading weights does not
     from ballast.isolation.zygote import Zygote
@@ -136,7 +136,7 @@ def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
     dtype = _choose_dtype(settings, plan)
     eos = end_tokens(directory, config, architecture.vocab)
     if shard == WHOLE:
-        segments, fused = _layout(settings, architecture, dtype)
+        segments, fused = _layout(settings, architecture, dtype, plan)
     else:
         architecture, segments = _shard(settings, architecture, dtype, shard)
         plan, fused = narrowed(plan, architecture, shard), True
@@ -172,21 +172,33 @@ def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
 
 
 def _layout(
-    settings: ModelSettings, architecture: Architecture, dtype: str
+    settings: ModelSettings, architecture: Architecture, dtype: str, plan: Mapping[str, Recipe]
 ) -> tuple[tuple[Segment, ...], bool]:
     """Return the segments, and whether they are those of the fast path."""
     packed = settings.linear != "plain"
+    forms = _forms(plan, dtype) if packed else packing.NO_FORMS
     layout = None
     if settings.model_impl != "generic" and not _adapts_in_halves(settings, architecture):
-        layout = packing.fused(architecture, dtype, packed=packed)
+        layout = packing.fused(architecture, dtype, packed=packed, forms=forms)
     if layout is None and settings.model_impl == "fused":
         kind = architecture.config.model_type
         raise UnsupportedModel(f"{kind}: the fused path does not know its layers")
     fused = layout is not None
     if layout is None:
         linears = architecture.linears if packed else frozenset()
-        layout = packing.as_stored(architecture, dtype, linears)
+        layout = packing.as_stored(architecture, dtype, linears, forms)
     return tuple(pack(*s) for s in layout), fused
+
+
+def _forms(plan: Mapping[str, Recipe], dtype: str) -> packing.Forms:
+    """Return the forms of the matrices that stay quantised."""
+    stored = {name: recipe.plain for name, recipe in plan.items()}
+    found = {
+        name: form_of(source, dtype)
+        for name, source in stored.items()
+        if source is not None and plan[name].shape == source.shape
+    }
+    return {name: form for name, form in found.items() if form}
 
 
 def _adapts_in_halves(settings: ModelSettings, architecture: Architecture) -> bool:
@@ -315,7 +327,7 @@ def _fingerprint(config: Any, segments: Sequence[Segment]) -> str:
         values.pop(incidental, None)
 
     def tensor(t: PackedTensor) -> list[Any]:
-        return [t.names, t.shape, t.dtype, t.layout]
+        return [t.names, t.shape, t.dtype, t.layout, *([t.form] if t.form else [])]
 
     layout = [[s.name, [tensor(t) for t in s.tensors]] for s in segments]
     text = json.dumps([values, layout], sort_keys=True, default=str)

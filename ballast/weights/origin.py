@@ -38,7 +38,7 @@ def origin_of(
     files: dict[str, File] = {}
     parts: list[object] = [__version__, segment.n_bytes]
     for t in segment.tensors:
-        parts.append((t.shape, t.dtype, t.layout, t.offset, t.n_bytes))
+        parts.append((t.shape, t.dtype, t.layout, t.form, t.offset, t.n_bytes))
         for name in t.sources:
             recipe = plan[name]
             if absent(name):

@@ -9,18 +9,19 @@ that a step reads each from front to back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from ballast.core.units import ceil_div
-from ballast.kernels import linear
+from ballast.kernels import linear, panel_forms, quantised
 from ballast.kernels.linear_code import PANEL
 from ballast.weights import packing_experts
 from ballast.weights.architecture import Architecture, ModelTensor
 from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe, matrices, vectors
-from ballast.weights.segment import PLAIN, PackedTensor
+from ballast.weights.segment import PLAIN, PackedTensor, Segment
 
 PANELS = "panels"
 """Layout of a matrix in panels (`kernels/linear.py`)."""
@@ -42,28 +43,39 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Read = Callable[[str, torch.dtype], Tensor]
 """Reads the whole tensor of a name in the architecture, in a dtype."""
 
+Forms = Mapping[str, str]
+"""Forms (`ballast.kernels.panel_forms`) of the matrices that stay quantised, by the names of their
+weights in the architecture."""
+NO_FORMS: Forms = MappingProxyType({})
+
 
 Layout = tuple[tuple[str, tuple[PackedTensor, ...]], ...]
 """(name, tensors) of each segment, in load order; offsets are not set yet."""
 
 
 def as_stored(
-    architecture: Architecture, dtype: str, linears: Collection[str] = frozenset()
+    architecture: Architecture,
+    dtype: str,
+    linears: Collection[str] = frozenset(),
+    forms: Forms = NO_FORMS,
 ) -> Layout:
     """Lay tensors out as in the architecture, except weights named in `linears`, which are in
-    panels.
+    panels, quantised if they have one of `forms`.
 
     In `dtype`, except tensors with a dtype of their own.
     """
 
     def tensor(w: ModelTensor) -> PackedTensor:
         layout = PANELS if w.names[0] in linears and len(w.names) == 1 else PLAIN
-        return _tensor(w.names, w.shape, w.dtype or dtype, layout, (w.names[0],))
+        form = forms.get(w.names[0], "") if layout == PANELS and w.dtype is None else ""
+        return _tensor(w.names, w.shape, w.dtype or dtype, layout, (w.names[0],), form)
 
     return tuple((name, tuple(tensor(w) for w in wanted)) for name, wanted in architecture.segments)
 
 
-def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Layout | None:
+def fused(
+    architecture: Architecture, dtype: str, *, packed: bool = True, forms: Forms = NO_FORMS
+) -> Layout | None:
     """Return the layout of the fast path, by the roles of `models/fused/model.py`; None: it has
     none for this architecture.
 
@@ -71,7 +83,8 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
     in layers the matrices and norms of `ballast.weights.decoder_recipe`, and biases as `qkv.bias`
     and so on; in layers of experts, in place of the last two matrices, the roles of
     `packing_experts`. Matrices are plain if not `packed`, for which only Llama's recipe without
-    experts has a fast path, on CPUs and GPUs.
+    experts has a fast path, on CPUs and GPUs. Those of `forms` are quantised panels; a merged
+    matrix of several forms is in parts (`is_part`).
     """
     mixed = packed and packing_experts.is_known(architecture)
     recipe = LLAMA if mixed else architecture.recipe
@@ -80,7 +93,7 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
     if any(w.dtype is not None for _, wanted in architecture.segments for w in wanted):
         return None
     layers = architecture.segments[1 : 1 + architecture.n_layers]
-    found = [(name, _layer(wanted, dtype, packed, recipe)) for name, wanted in layers]
+    found = [(name, _layer(wanted, dtype, packed, recipe, forms)) for name, wanted in layers]
     ends = (architecture.segments[0], *architecture.segments[1 + len(layers) :])
     model = architecture.prefix.removesuffix("layers.")
     outside = _outside([wanted for _, part in ends for wanted in part], model)
@@ -91,10 +104,14 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
     end = _vector("norm", norm, dtype, recipe)
     middle = tuple((name, tensors) for name, tensors in found if tensors is not None)
     if head is None:
-        tied = _tensor(("embeddings", "head"), table.shape, dtype, panels, (table.names[0],))
+        form, names = forms.get(table.names[0], ""), ("embeddings", "head")
+        tied = _tensor(names, table.shape, dtype, panels, (table.names[0],), form)
         return (("embeddings", (tied, end)), *middle)
-    first = _plain("embeddings", table, dtype)
-    last = _tensor(("head",), head.shape, dtype, panels, (head.names[0],))
+    form = forms.get(table.names[0], "")
+    layout = PANELS if form else PLAIN
+    first = _tensor(("embeddings",), table.shape, dtype, layout, (table.names[0],), form)
+    form = forms.get(head.names[0], "")
+    last = _tensor(("head",), head.shape, dtype, panels, (head.names[0],), form)
     return (("embeddings", (first,)), *middle, ("head", (end, last)))
 
 
@@ -119,15 +136,41 @@ def build(tensor: PackedTensor, read: Read, served: torch.dtype) -> Tensor:
     return torch.nn.functional.pad(stacked.float(), (0, more))
 
 
+def build_quantised(tensor: PackedTensor, rows: Sequence[Tensor]) -> Tensor:
+    """Build the bytes of quantised panels from the rows of each source: uint8 (n, bytes)."""
+    stacked = rows[0] if len(rows) == 1 else torch.cat([*rows])
+    if tensor.layout == GATED:
+        stacked = linear.gated(*stacked.chunk(2))
+    return quantised.pack(stacked, tensor.form, tensor.shape[1])
+
+
+def words_on_forms(segments: Sequence[Segment], types: Collection[str], dtype: str) -> str:
+    """Return a sentence on which of a file's quantised types stay packed in a model's segments."""
+    kept = {tensor.form for segment in segments for tensor in segment.tensors if tensor.form}
+    left = sorted({*types} - kept)
+    words = [f"{', '.join(sorted(kept))} stay packed in memory"] if kept else []
+    words += [f"{', '.join(left)} are dequantised to {dtype} at load"] if left else []
+    return "; ".join(words)
+
+
+def is_part(name: str, role: str) -> bool:
+    """Return whether a tensor's name is that of a matrix of a role, or of some rows of it:
+    `qkv.0`, `qkv.1`."""
+    return name == role or (name.startswith(f"{role}.") and name[len(role) + 1 :].isdigit())
+
+
 def _tensor(
     names: tuple[str, ...],
     shape: tuple[int, ...],
     dtype: str,
     layout: str,
     sources: tuple[str, ...],
+    form: str = "",
 ) -> PackedTensor:
     """Return a packed tensor, with its bytes in its layout."""
-    if layout == PLAIN:
+    if form:
+        n_bytes = panel_forms.packed_bytes(form, shape[0], shape[1])
+    elif layout == PLAIN:
         n_bytes = math.prod(shape) * DTYPES[dtype].itemsize
     elif layout in (WIDE, GATED_WIDE):
         n_bytes, dtype = 4 * ceil_div(shape[0], PANEL) * PANEL, "float32"
@@ -135,7 +178,7 @@ def _tensor(
         n_bytes, dtype = 4 * shape[0], "float32"
     else:
         n_bytes = linear.packed_bytes(shape[0], shape[1], DTYPES[dtype])
-    return PackedTensor(names, shape, dtype, 0, n_bytes, layout, sources)
+    return PackedTensor(names, shape, dtype, 0, n_bytes, layout, sources, form=form)
 
 
 MATRICES = matrices(LLAMA)
@@ -143,7 +186,7 @@ MATRICES = matrices(LLAMA)
 
 
 def _layer(
-    wanted: Sequence[ModelTensor], dtype: str, packed: bool, recipe: DecoderRecipe
+    wanted: Sequence[ModelTensor], dtype: str, packed: bool, recipe: DecoderRecipe, forms: Forms
 ) -> tuple[PackedTensor, ...] | None:
     """Return a layer's tensors by role; None if it has others than expected."""
     by_part = {_part(w.names[0]): w for w in wanted}
@@ -160,10 +203,10 @@ def _layer(
         biases = [by_part.pop(f"{name}.bias", None) for name in names]
         interleaved = packed and role == "gate_up"
         layout = PLAIN if not packed else GATED if interleaved else PANELS
-        matrix = _stack(role, weights, dtype, layout)
-        if matrix is None:
+        merged = _matrices(role, weights, dtype, layout, forms)
+        if merged is None:
             return None
-        found.append(matrix)
+        found += merged
         if any(biases):
             bias = _stack(f"{role}.bias", biases, dtype, GATED_WIDE if interleaved else WIDE)
             if bias is None:
@@ -194,22 +237,34 @@ def _outside(
     return table, norm, head
 
 
-def _plain(role: str, w: ModelTensor, dtype: str) -> PackedTensor:
-    return _tensor((role,), w.shape, dtype, PLAIN, (w.names[0],))
-
-
 def _vector(role: str, w: ModelTensor, dtype: str, recipe: DecoderRecipe) -> PackedTensor:
     """Return a norm's weights in the layout of its kernel."""
     layout = SHIFTED if recipe.norm_offset else PLAIN
     return _tensor((role,), w.shape, dtype, layout, (w.names[0],))
 
 
+def _matrices(
+    role: str, parts: Sequence[ModelTensor | None], dtype: str, layout: str, forms: Forms
+) -> list[PackedTensor] | None:
+    """Merge matrices into one, or into parts if they have several forms; None unless all are
+    there. Gate and up, which are interleaved, are quantised only if they have one form."""
+    by_part = ["" if p is None else forms.get(p.names[0], "") for p in parts]
+    if len(set(by_part)) > 1 and layout != GATED:
+        each = zip(parts, by_part, strict=True)
+        found = [_stack(f"{role}.{i}", [p], dtype, layout, f) for i, (p, f) in enumerate(each)]
+    else:
+        form = by_part[0] if len(set(by_part)) == 1 else ""
+        found = [_stack(role, parts, dtype, layout, form)]
+    there = [tensor for tensor in found if tensor is not None]
+    return there if len(there) == len(found) else None
+
+
 def _stack(
-    role: str, parts: Sequence[ModelTensor | None], dtype: str, layout: str
+    role: str, parts: Sequence[ModelTensor | None], dtype: str, layout: str, form: str = ""
 ) -> PackedTensor | None:
     """Stack tensors along the first dimension; None unless all are present."""
     there = [p for p in parts if p is not None]
     if len(there) != len(parts):
         return None
     shape = (sum(p.shape[0] for p in there), *there[0].shape[1:])
-    return _tensor((role,), shape, dtype, layout, tuple(p.names[0] for p in there))
+    return _tensor((role,), shape, dtype, layout, tuple(p.names[0] for p in there), form)

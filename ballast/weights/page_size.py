@@ -56,7 +56,7 @@ def _sized(fleet: FleetSettings, on_gpu: bool, pages: tuple[int, ...]) -> FleetS
     stated = {device.page_bytes for device in devices if device.page_given}
     if not unsized or any(d.kv_layout is KvLayout.PER_LAYER for d in unsized):
         return fleet
-    sizes = {m.name: _segment_bytes(m) for m in fleet.models}
+    sizes = {m.name: _segment_bytes(m, packed=not on_gpu) for m in fleet.models}
     for page in pages:
         if stated <= {page} and all(_fits(fleet, sizes, d, page) for d in unsized):
             return _with_page(fleet, unsized, page, sizes)
@@ -124,11 +124,12 @@ def waste(segments: Iterable[int], page_bytes: int, ranks: int = 1) -> float:
     return backed / max(1, sum(parts)) - 1
 
 
-def _segment_bytes(model: ModelSettings) -> dict[str, int] | None:
+def _segment_bytes(model: ModelSettings, *, packed: bool) -> dict[str, int] | None:
     """Estimate bytes by segment: tensors whose names have the same first number are a layer's,
     those without one lie together. None if the checkpoint's headers cannot be read."""
     try:
-        tensors = served_tensors(Path(model.path), model.dtype)
+        packed = packed and model.linear != "plain"
+        tensors = served_tensors(Path(model.path), model.dtype, packed=packed)
     except (CheckpointError, OSError):
         return None
     found: dict[str, int] = {}

@@ -33,6 +33,8 @@ class PackedTensor:
     layout: str
     sources: tuple[str, ...]
     parts: int = 1
+    form: str = ""
+    """The form of quantised panels (`ballast.kernels.panel_forms`); empty: it is in `dtype`."""
 
     @property
     def as_stored(self) -> bool:

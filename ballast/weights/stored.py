@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ballast.core.errors import CheckpointError
+from ballast.fleet.gguf_entry import SUFFIX as GGUF_SUFFIX
 from ballast.fleet.gguf_header import BLOCK_PREFIX, GgufHeader, read_gguf
 from ballast.fleet.unfinished_download import is_lfs_pointer, unfinished
+from ballast.kernels.panel_forms import FORMS, packed_bytes
 from ballast.weights.gguf_config import PERMUTED, ROPE_FACTORS, tensor_name
 
 SINGLE = "model.safetensors"
@@ -121,17 +123,18 @@ def _permuted(stored: Stored, heads: object) -> Stored:
     return replace(stored, heads=heads)
 
 
-def dequantised_types(directory: Path) -> str:
-    """Return the names of the GGUF types that a checkpoint's weights are dequantised from; empty
-    for others. Raises CheckpointError, as `find_tensors`."""
+def quantised_types(directory: Path) -> frozenset[str]:
+    """Return the names of the types of a GGUF file's quantised tensors; none for other files.
+    Raises CheckpointError, as `find_tensors`."""
     if not any(directory.glob("*.gguf")):
-        return ""
+        return frozenset()
     found = {t.dtype for t in find_tensors(directory).values()}
-    return ", ".join(sorted(d.removeprefix(BLOCK_PREFIX) for d in found if plain_dtype(d) != d))
+    return frozenset(d.removeprefix(BLOCK_PREFIX) for d in found if plain_dtype(d) != d)
 
 
 def plain_dtype(dtype: str) -> str:
-    """Return the dtype that a tensor is served in by default: blocks are dequantised to BF16."""
+    """Return the dtype in which a tensor is served by default beside what stays quantised: blocks
+    that do not are dequantised to BF16."""
     return "BF16" if dtype.startswith(BLOCK_PREFIX) else dtype
 
 
@@ -144,15 +147,16 @@ def _why_none(directory: Path) -> str:
     return "other formats need to be converted first"
 
 
-def served_bytes(directory: Path, dtype: str) -> int:
+def served_bytes(directory: Path, dtype: str, *, packed: bool = True) -> int:
     """Estimate the bytes of a checkpoint's weights when served in `dtype` (`auto`: its own).
 
-    Raises CheckpointError, as `find_tensors`.
+    `packed`: whether quantised matrices stay so, as on CPUs. Raises CheckpointError, as
+    `find_tensors`.
     """
-    return sum(served_tensors(directory, dtype).values())
+    return sum(served_tensors(directory, dtype, packed=packed).values())
 
 
-def served_tensors(directory: Path, dtype: str) -> dict[str, int]:
+def served_tensors(directory: Path, dtype: str, *, packed: bool = True) -> dict[str, int]:
     """Estimate as `served_bytes`, for each tensor by its name in the checkpoint."""
     tensors = find_tensors(directory)
     if dtype == "auto":
@@ -160,7 +164,23 @@ def served_tensors(directory: Path, dtype: str) -> dict[str, int]:
         whole = sum(t.n_bytes for t in tensors.values())
         dtype = "bfloat16" if 2 * halves > whole else "float32"
     item = 2 if dtype == "bfloat16" else 4
-    return {name: item * math.prod(t.shape) for name, t in tensors.items()}
+
+    def n_bytes(t: Stored) -> int:
+        form = form_of(t, dtype) if packed else ""
+        return packed_bytes(form, *t.shape) if form else item * math.prod(t.shape)
+
+    return {name: n_bytes(t) for name, t in tensors.items()}
+
+
+def form_of(stored: Stored, served: str) -> str:
+    """Return the form of quantised panels that a matrix of a GGUF file keeps where models are
+    served in a dtype by our kernels on CPUs; empty: it has none."""
+    if len(stored.shape) != 2 or stored.path.suffix != GGUF_SUFFIX:
+        return ""
+    name = stored.dtype.removeprefix(BLOCK_PREFIX)
+    if name not in FORMS or (name == "F16" and served != "float32"):
+        return ""
+    return name if stored.shape[1] % FORMS[name].span == 0 else ""
 
 
 def read_header(path: Path) -> dict[str, Stored]:

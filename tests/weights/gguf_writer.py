@@ -18,6 +18,11 @@ HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 256, 4, 2, 256, 2
 TOKENS = [*bytes_to_unicode().values(), "<|im_start|>", "<|im_end|>", "ab", "cd"]
 
 
+def scales_at(kind: str) -> tuple[int, ...]:
+    """Where a block has its float16 scales."""
+    return _HALVES.get(kind, (0,))
+
+
 def text(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
@@ -54,7 +59,7 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int) -> bytes:
     found = TYPES[NUMBERS[kind]]
     n = int(np.prod(shape)) // found.elements
     made = rng.integers(0, 256, (n, found.n_bytes), dtype=np.uint8)
-    for at in _HALVES.get(kind, (0,)):
+    for at in scales_at(kind):
         size = 0.001 if kind.endswith("_K") else 0.02
         scale = rng.uniform(-size, size, (n, 1)).astype("<f2")
         made[:, at : at + 2] = scale.view(np.uint8)

@@ -19,6 +19,8 @@ from ballast.fleet.gguf_header import TYPES, read_gguf
 from ballast.weights.config import config_of, read_config
 from ballast.weights.gguf_blocks import dequantise
 from ballast.weights.gguf_export import checkpoint_files
+from ballast.weights.packing import words_on_forms
+from ballast.weights.stored import served_bytes
 from tests.models.tiny import GREEDY, Served
 from tests.weights import gguf_writer as gguf
 
@@ -52,19 +54,20 @@ def reference(directory: Path, made: dict[str, bytes], kinds: dict[str, str]) ->
     return model.eval()
 
 
-@pytest.mark.parametrize(("kind", "architecture"), CASES)
-def test_computes_what_transformers_does(
-    kind: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    wanted = gguf.tensors(kind, architecture)
+def check(
+    tmp_path: Path,
+    wanted: dict[str, tuple[str, tuple[int, ...]]],
+    architecture: str = "llama",
+    **settings: str,
+) -> Served:
+    """Compare logits with those of `transformers`; returns the served model, for its sizes."""
     made = gguf.write(tmp_path / "m.gguf", gguf.values(architecture), wanted)
     directory = Path(gguf_directory(tmp_path / "m.gguf", "path", "m.gguf"))
     model = reference(directory, made, {name: k for name, (k, _) in wanted.items()})
     tokens = torch.randint(0, 250, (40,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         theirs = model(tokens[None], use_cache=False).logits[0, -1]
-    served = Served(directory, dtype="float32")
+    served = Served(directory, dtype="float32", **settings)
     try:
         ours = served.logits(SequenceWork("a", tokens.tolist(), 0, [4, 0, 9, 6], GREEDY))[0]
     finally:
@@ -72,6 +75,71 @@ def test_computes_what_transformers_does(
     assert theirs.std() > 0.05  # or nothing would have been tested
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert ours.argmax() == theirs.argmax()
+    return served
+
+
+@pytest.mark.parametrize(("kind", "architecture"), CASES)
+def test_computes_what_transformers_does(
+    kind: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    check(tmp_path, gguf.tensors(kind, architecture), architecture)
+
+
+PACKED = {"model_impl": "auto", "linear": "auto"}
+
+
+@pytest.mark.parametrize(("kind", "architecture"), CASES)
+def test_stays_packed(
+    kind: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    served = check(tmp_path, gguf.tensors(kind, architecture), architecture, **PACKED)
+    assert served.host.fused
+    in_file = (tmp_path / "m.gguf").stat().st_size
+    in_memory = sum(served.spec.segment_bytes)
+    estimated = served_bytes(served.host.directory, "float32")
+    if kind not in ("F32", "BF16"):  # panels of the tiny embedding are padded to 320 tokens of 260
+        assert in_memory < 1.13 * in_file
+    assert 0.9 < in_memory / estimated < 1.1
+
+
+MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_k": "F16", "ffn_up": "Q8_0"}
+
+
+@pytest.mark.parametrize("impl", ["auto", "generic"])
+def test_matrices_of_several_types(
+    impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    wanted = gguf.tensors("Q4_K")
+    wanted["output.weight"] = ("Q6_K", wanted["token_embd.weight"][1])
+    for name, (_, shape) in list(wanted.items()):
+        layer, _, part = name.removesuffix(".weight").rpartition(".")
+        if layer == "blk.1" and part in MIXED:
+            wanted[name] = (MIXED[part], shape)
+    served = check(tmp_path, wanted, model_impl=impl, linear="auto")
+    assert served.host.fused == (impl == "auto")
+    kept = {t.form for segment in served.host.segments for t in segment.tensors}
+    assert {"Q4_K", "Q6_K", "F16"} <= kept
+    words = words_on_forms(served.host.segments, {"Q4_K", "Q6_K", "Q8_0"}, "float32")
+    dequantised = "; Q8_0 are dequantised to float32 at load" if impl == "auto" else ""
+    assert words.endswith(f"stay packed in memory{dequantised}")
+
+
+def test_blocks_that_are_not_finite_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gguf.write(tmp_path / "m.gguf", gguf.values(), gguf.tensors("Q4_0"))
+    tensor = read_gguf(tmp_path / "m.gguf").tensors["blk.1.attn_v.weight"]
+    with (tmp_path / "m.gguf").open("r+b") as file:
+        file.seek(tensor.start + 3 * tensor.type.n_bytes)
+        file.write(struct.pack("<e", float("nan")))
+    directory = Path(gguf_directory(tmp_path / "m.gguf", "path", "m.gguf"))
+    for settings in (PACKED, {}):
+        with pytest.raises(CheckpointError, match=r"v_proj.*NaN at \[0, 96\]; 32 of its elements"):
+            Served(directory, dtype="float32", **settings)
 
 
 @pytest.mark.parametrize("kind", [k.name for k in TYPES.values() if k.elements > 1])

@@ -3,6 +3,7 @@
 - `adapters`: LoRA of a fused model.
 - `angles`: Cosines and sines of a job's positions.
 - `experts`: A fused model's layers of experts.
+- `linears`: Tables of a fused model's matrices.
 - `library`: A fused model's GEMMs by PyTorch's kernels.
 - `model`: The executor: tables made once, filled for each job, and its pass.
 - `passes`: A forward pass as programs of operations, with stops between them.

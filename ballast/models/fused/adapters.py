@@ -16,7 +16,7 @@ from ballast.kernels.linear_code import PANEL
 from ballast.kernels.lora import AdapterRows, LoraGroup, LoraMatrices, LoraTarget, kernels
 from ballast.models.adapters import matrices_of, rows_of
 from ballast.weights.host import HostModel
-from ballast.weights.packing import MATRICES
+from ballast.weights.packing import MATRICES, is_part
 from ballast.weights.segment import Segment
 
 
@@ -117,5 +117,5 @@ def targets_by_role(
 def _modules(segment: Segment, role: str) -> list[str]:
     """Return the paths of the modules that a layer's matrix was merged from; none for roles that a
     layer of experts lacks."""
-    sources = next((t.sources for t in segment.tensors if t.names == (role,)), ())
+    sources = [name for t in segment.tensors if is_part(t.names[0], role) for name in t.sources]
     return [name.removesuffix(".weight") for name in sources]

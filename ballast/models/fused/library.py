@@ -19,6 +19,7 @@ from ballast.core.units import ceil_div
 from ballast.kernels import choices, layer, layer_code, linear, linear_code, onednn
 from ballast.kernels.linear_code import PANEL
 from ballast.memory.tensor import tensor_at
+from ballast.models.fused.linears import is_quantised
 from ballast.models.fused.passes import Due, PlannedPass
 from ballast.models.fused.workspace import MatrixPlace
 from ballast.weights.packing import GATED, MATRICES
@@ -76,13 +77,20 @@ class Library:
         invariant: bool = False,
     ) -> Library | None:
         """Return the library of a model; None if our kernels are the only ones for these weights on
-        this CPU, or the fastest, or if they must be, as rows in bfloat16 are to be `invariant`.
+        this CPU, as for quantised ones, or the fastest, or if they must be, as rows in bfloat16 are
+        to be `invariant`.
 
         Measures matrices of shapes that are new to this machine, which takes a second or two.
         """
         # A layer of experts has no matrices of some roles.
-        matrices = {role: w[role][0] for role in MATRICES for w in layers if role in w}
-        matrices["head"] = last["head"][0]
+        stored = dict.fromkeys(MATRICES, layers) | {"head": [last]}
+        matrices = {
+            role: w[role][0]
+            for role, of in stored.items()
+            if not is_quantised(role, of)
+            for w in of
+            if role in w
+        }
         if any(t.layout == PLAIN for t in matrices.values()):
             return cls(layers, last, dtype, places, narrowed, dict.fromkeys(matrices, 0))
         from_rows = {

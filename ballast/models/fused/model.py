@@ -24,7 +24,7 @@ from torch import Tensor
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
 from ballast.core.units import ceil_div
-from ballast.kernels import layer, layer_code, linear, linear_code
+from ballast.kernels import layer, layer_code, linear, linear_code, quantised
 from ballast.kernels.paged_attention import NO_WINDOW
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
@@ -34,6 +34,7 @@ from ballast.models.fused.adapters import AdaptedRows, FusedAdapters
 from ballast.models.fused.angles import Angles
 from ballast.models.fused.experts import FusedExperts, layers_of_experts
 from ballast.models.fused.library import Library
+from ballast.models.fused.linears import FusedLinears
 from ballast.models.fused.passes import Due, End, PassStop, PlannedPass
 from ballast.models.fused.tables import FusedTables
 from ballast.models.fused.workspace import (
@@ -204,7 +205,8 @@ class FusedModel(ModelExecutor):
         rotary = layer.kernel("rotary_wide" if recipe.norm_offset else "rotary", dtype)
         embed = "embed" if self._embedding_scale == 1.0 else "embed_scaled"
         multiply = partial(self._multiply, planned, by_library, adapted=adapted)
-        planned.operation(layer.kernel(embed, dtype), self._embed, 0)
+        table = quantised.embed_kernel() if self._form else layer.kernel(embed, dtype)
+        planned.operation(table, self._embed, 0)
         for i in range(self.spec.n_layers):
             planned.stop(Due.WAIT, i)
             if recipe.norms_before:
@@ -240,8 +242,7 @@ class FusedModel(ModelExecutor):
             self._library.describe(planned, role, i, gate=not adapted)
         else:
             opened = adapted and role == "gate_up"
-            tables = self._opened_tables if opened else self._linears[role]
-            planned.operation(linear.kernel(self.dtype), tables, i)
+            (self._opened_linears if opened else self._linears[role]).describe(planned, i)
         if adapted:
             planned.stop(Due.ADAPTERS, i, role)
             if role == "gate_up":
@@ -308,6 +309,7 @@ class FusedModel(ModelExecutor):
         """Make the tables of operations between the matrices: embedding, norms, rotary and KV."""
         tables = FusedTables(self.spec, self._recipe, self._buffers, self.dtype, epsilon)
         self._embed = tables.embedding(*first["embeddings"], self._embedding_scale)
+        self._form = first["embeddings"][0].form
         self._norms = tables.norms([*layers, last])
         self._lands = tables.lands(layers)
         self._rotary = tables.rotary(layers, self._angles, self._kv)
@@ -317,12 +319,14 @@ class FusedModel(ModelExecutor):
     ) -> None:
         """Make the tables of the matrices, by role, for our kernel and for the library's."""
         b, spec = self._buffers, self.spec
-        self._linears = {role: self._linear_tables(role, layers) for role in MATRICES}
-        self._linears["head"] = self._linear_tables("head", [last])
-        places = {role: self._place(role) for role in self._linears} | {"opened": self._opened()}
+        stored = dict.fromkeys(MATRICES, layers) | {"head": [last]}
+        places = {role: self._place(role) for role in stored} | {"opened": self._opened()}
         self._places = places
+        self._linears = {
+            role: FusedLinears(role, of, places[role], self.dtype) for role, of in stored.items()
+        }
         self._library = Library.of(layers, last, self.dtype, places, b.gate_up, invariant)
-        self._opened_tables = self._linear_tables("gate_up", layers, self._opened())
+        self._opened_linears = FusedLinears("gate_up", layers, places["opened"], self.dtype)
         self._gate = linear.gate_tables(
             spec.n_layers,
             spec.intermediate,
@@ -338,22 +342,6 @@ class FusedModel(ModelExecutor):
             scale = float(torch.tensor(scale, dtype=self.dtype))
         return scale
 
-    def _linear_tables(
-        self, role: str, weights: Sequence[TensorsByRole], place: MatrixPlace | None = None
-    ) -> Array:
-        place = place or self._place(role)
-        bias = f"{role}.bias"
-        tables = linear.tables(
-            # 0: a layer of experts lacks this matrix.
-            np.array([w[role][1] if role in w else 0 for w in weights]),
-            place.n,
-            place.k,
-            mode=place.mode,
-            bias=np.array([w[bias][1] for w in weights]) if bias in weights[0] else 0,
-        )
-        linear.place(tables, 0, (place.source, place.k), (place.target, place.target_row))
-        return tables
-
     # -- what differs from job to job -------------------------------------------------------------
 
     def _fill(self, rows: Rows, item_rows: int) -> None:
@@ -367,10 +355,10 @@ class FusedModel(ModelExecutor):
             tables[:, layer_code.ROWS] = n
             tables[:, layer_code.ITEM_ROWS] = item_rows
         self._norms[-1, layer_code.ROWS] = sampled
-        for tables in (*self._linears.values(), self._opened_tables, self._gate):
-            tables[:, linear_code.NEXT] = 0
-            tables[:, linear_code.ROWS] = n
-        self._linears["head"][:, linear_code.ROWS] = sampled
+        self._gate[:, linear_code.NEXT], self._gate[:, linear_code.ROWS] = 0, n
+        for linears in (*self._linears.values(), self._opened_linears):
+            linears.begin(n)
+        self._linears["head"].begin(sampled)
         if self.experts is not None:
             self.experts.fill(n, item_rows)
 

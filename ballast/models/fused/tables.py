@@ -15,6 +15,7 @@ import torch
 from ballast.core.model import ModelSpec
 from ballast.kernels import layer, layer_code, linear
 from ballast.kernels.paged_attention import KvArray
+from ballast.kernels.panel_forms import NUMBERS, panel_bytes
 from ballast.models.fused.angles import Angles
 from ballast.models.fused.workspace import ActivationBuffers, qkv_width
 from ballast.weights.decoder_recipe import DecoderRecipe
@@ -39,6 +40,18 @@ class FusedTables:
     def embedding(self, packed: PackedTensor, address: int, scale: float) -> Array:
         """Make the table that reads rows of the embeddings by token, times `scale`."""
         b, spec = self.buffers, self.spec
+        if packed.form:
+            return layer.tables(
+                1,
+                width=spec.hidden,
+                source=address,
+                source_row=panel_bytes(packed.form, spec.hidden),
+                target=b.hidden,
+                target_row=spec.hidden,
+                index=b.tokens,
+                panel_form=NUMBERS[packed.form],
+                scale=layer.bits_of(scale),
+            )
         panels = packed.layout == PANELS
         _, steps, _, group = (*linear.packed_shape(spec.vocab, spec.hidden, self.dtype), 1)[:4]
         return layer.tables(

@@ -1,0 +1,312 @@
+"""Multiply quantised panels on CPU: the compiled kernels that each thread of a team runs.
+
+64 inputs of a panel at a time are dequantised in registers into a buffer in the first cache, and
+multiplied from there by all rows of the item, as float32 panels are (`linear_code`). Weights are
+dequantised exactly, to float32, and an output is the same chain of multiply-adds whichever tile
+computes it: neither the rows around it nor the number of threads changes a bit of it.
+
+The embedding of tokens in such a matrix is here as well.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.ir as ir
+from llvmlite import binding as llvm
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ballast.kernels import intrinsics, layer_code, linear_code, panel_forms, vector_code
+from ballast.kernels.compiled import compiled
+from ballast.kernels.intrinsics import digest_of, fetch_add, float32_at, float_of, int64_at
+from ballast.kernels.linear_code import (
+    FORM,
+    NEXT,
+    PANEL_BYTES,
+    ROWS,
+    ROWS_MAX,
+    WEIGHTS,
+    K,
+    N,
+    begin_sums,
+    chunks_of,
+    finish_sums,
+    on_stack,
+    stage_inputs,
+    stage_memory,
+    sums_memory,
+    unpacked_tile,
+)
+from ballast.kernels.panel_forms import BLOCK, FORMS, PANEL
+from ballast.kernels.vector_code import LANES, compiles_for, multiply_add
+
+_SLICE = 2 * BLOCK
+"""Inputs that are dequantised at a time: with the inputs of rows they fill half a first cache."""
+_AHEAD = 2048
+"""Bytes from what is read to what is fetched meanwhile."""
+_LINE = 64
+
+_F32, _I64, _I32, _I16, _I8 = (
+    ir.FloatType(),
+    ir.IntType(64),
+    ir.IntType(32),
+    ir.IntType(16),
+    ir.IntType(8),
+)
+_FLOATS = types.CPointer(types.float32)
+_LOOKS_UP = LANES == 16 and compiles_for("avx512f")
+"""Whether a vector of 16 numbers is looked up by the low four bits of others in one instruction."""
+_HALVES = compiles_for("f16c") or compiles_for("avx512f")
+
+_unpacked_memory = intrinsic(on_stack(_SLICE * PANEL))
+
+
+@intrinsic
+def _unpack(context, form, panel, block, out, at):
+    """Dequantise block `block` of the panel at an address to float32 (BLOCK, PANEL) at element `at`
+    of `out`."""
+
+    def generate(ctx, builder, signature, arguments):
+        form, panel, block, out, at = arguments
+        out = builder.gep(out, [at])
+        done = builder.append_basic_block("done")
+        choice = builder.switch(form, done)
+        for number, kind in enumerate(FORMS.values()):
+            case = builder.append_basic_block(f"form{number}")
+            choice.add_case(_int64(number), case)
+            builder.position_at_end(case)
+            _unpack_form(builder, kind, panel, block, out)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return ctx.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64, _FLOATS, i64), generate
+
+
+def _unpack_form(builder, form, panel, block, out):
+    blocks = _int64(form.span // BLOCK)
+    span = builder.add(panel, builder.mul(builder.udiv(block, blocks), _int64(form.span_bytes)))
+    within = builder.mul(builder.urem(block, blocks), _int64(form.block_bytes))
+    start = builder.add(span, builder.add(within, _int64(form.head_bytes)))
+    for line in range(0, form.block_bytes, _LINE):
+        _prefetch(builder, builder.add(start, _int64(_AHEAD + line)))
+    with cgutils.for_range(builder, _int64(PANEL // LANES)) as loop:
+        lane = builder.mul(loop.index, _int64(LANES))
+        codes = _Codes(builder, form, builder.add(start, _int64(form.subscale_bytes)), lane)
+        pairs = _scales(builder, form, span, start, lane)
+        for i in range(BLOCK):
+            value = codes.value(i)
+            if pairs:
+                scale, offset = pairs[i * len(pairs) // BLOCK]
+                if offset is None:
+                    value = builder.fmul(value, scale)
+                else:
+                    value = multiply_add(builder, value, scale, offset)
+            place = builder.gep(out, [builder.add(lane, _int64(i * PANEL))])
+            builder.store(value, builder.bitcast(place, value.type.as_pointer()), align=4)
+
+
+def _scales(builder, form, span, block, lane):
+    """Return (scale, offset or None) for each part of a block's inputs; offsets are of codes as
+    they are looked up or read."""
+    if form.bits == 16:
+        return []
+    scale = _half(builder, _at(builder, span, lane, 2))
+    parts = [scale]
+    for i in range(form.subscales):
+        there = builder.add(block, _int64(i * PANEL))
+        widen = builder.zext if form.has_offset else builder.sext
+        parts[i:] = [builder.fmul(scale, _byte(builder, _at(builder, there, lane, 1), widen))]
+    if form.has_offset:
+        offset = _half(builder, _at(builder, builder.add(span, _int64(2 * PANEL)), lane, 2))
+        if form.subscales:
+            there = builder.add(block, _int64(form.subscales * PANEL))
+            least = _byte(builder, _at(builder, there, lane, 1), builder.zext)
+            offset = builder.fneg(builder.fmul(offset, least))
+        return [(part, offset) for part in parts]
+    if not form.zero or _is_looked_up(form):
+        return [(part, None) for part in parts]
+    zero = ir.Constant(ir.VectorType(_F32, LANES), [-float(form.zero)] * LANES)
+    return [(part, builder.fmul(part, zero)) for part in parts]
+
+
+def _is_looked_up(form):
+    return _LOOKS_UP and form.bits == 4
+
+
+class _Codes:
+    """The codes of some outputs in a block, as float32; less `zero`, if they are looked up."""
+
+    def __init__(self, builder, form, start, lane):
+        self._builder, self._form, self._start, self._lane = builder, form, start, lane
+        self._words = {}
+
+    def value(self, i):
+        builder, bits = self._builder, self._form.bits
+        if bits == 16:
+            return _half(builder, self._input(i, 2))
+        if bits == 8:
+            return _byte(builder, self._input(i, 1), builder.sext)
+        low = builder.lshr(self._word(i // 8), _ints(i % 8 * 4))
+        if _is_looked_up(self._form):
+            table = [float(x - self._form.zero) for x in range(16)]
+            return _look_up(builder, table, low)
+        low = builder.and_(low, _ints(15))
+        if bits > 4:
+            more, per_word = bits - 4, 32 // (bits - 4)
+            high = builder.lshr(self._word(4 + i // per_word), _ints(i % per_word * more))
+            high = builder.and_(high, _ints((1 << more) - 1))
+            low = builder.or_(low, builder.shl(high, _ints(4)))
+        return builder.sitofp(low, ir.VectorType(_F32, LANES))
+
+    def _input(self, i, width):
+        builder = self._builder
+        there = builder.add(self._start, _int64(i * PANEL * width))
+        return _at(builder, there, self._lane, width)
+
+    def _word(self, w):
+        builder = self._builder
+        if w not in self._words:
+            there = builder.add(self._start, _int64(w * PANEL * 4))
+            pointer = ir.VectorType(_I32, LANES).as_pointer()
+            address = builder.inttoptr(_at(builder, there, self._lane, 4), pointer)
+            self._words[w] = builder.load(address, align=4)
+        return self._words[w]
+
+
+def _at(builder, start, lane, width):
+    """The address of an output's element of `width` bytes."""
+    return builder.add(start, builder.mul(lane, _int64(width)))
+
+
+def _byte(builder, address, widen):
+    pointer = ir.VectorType(_I8, LANES).as_pointer()
+    found = builder.load(builder.inttoptr(address, pointer), align=1)
+    wide = widen(found, ir.VectorType(_I32, LANES))
+    return builder.sitofp(wide, ir.VectorType(_F32, LANES))
+
+
+def _half(builder, address):
+    """Float16 numbers as float32; on CPUs without an instruction for it by their bits, as finite
+    ones are."""
+    pointer = ir.VectorType(_I16, LANES).as_pointer()
+    bits = builder.load(builder.inttoptr(address, pointer), align=2)
+    floats = ir.VectorType(_F32, LANES)
+    if _HALVES:
+        halves = builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES))
+        return builder.fpext(halves, floats)
+    wide = builder.zext(bits, ir.VectorType(_I32, LANES))
+    size = builder.shl(builder.and_(wide, _ints(0x7FFF)), _ints(13))
+    factor = ir.Constant(floats, [2.0**112] * LANES)
+    found = builder.bitcast(builder.fmul(builder.bitcast(size, floats), factor), wide.type)
+    sign = builder.shl(builder.and_(wide, _ints(0x8000)), _ints(16))
+    return builder.bitcast(builder.or_(found, sign), floats)
+
+
+def _look_up(builder, table, indices):
+    """The element of `table` at the low four bits of each index."""
+    floats, ints = ir.VectorType(_F32, 16), ir.VectorType(_I32, 16)
+    kind = ir.FunctionType(floats, [floats, ints])
+    name = "llvm.x86.avx512.permvar.sf.512"
+    permute = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(permute, [ir.Constant(floats, table), indices])
+
+
+def _prefetch(builder, address):
+    pointer = _I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    how = [ir.Constant(_I32, value) for value in (0, 3, 1)]
+    builder.call(prefetch, [builder.inttoptr(address, pointer), *how])
+
+
+def _int64(value):
+    return ir.Constant(_I64, value)
+
+
+def _ints(value):
+    """A vector of equal int32."""
+    return ir.Constant(ir.VectorType(_I32, LANES), [value] * LANES)
+
+
+@njit(error_model="numpy")
+def _linear(table):
+    """Multiply items until none is left, as `linear_code` does."""
+    sums, stage, weights = sums_memory(), stage_memory(), _unpacked_memory()
+    all_rows, k, form = table[ROWS], table[K], table[FORM]
+    panels = (table[N] + PANEL - 1) // PANEL
+    chunks = chunks_of(all_rows, k)
+    item = fetch_add(table, NEXT, 1)
+    while item < panels * chunks:
+        panel, chunk = item % panels, item // panels
+        first = chunk * all_rows // chunks
+        rows = (chunk + 1) * all_rows // chunks - first
+        groups = (rows + ROWS_MAX - 1) // ROWS_MAX
+        begin_sums(table, panel, rows, sums)
+        at = table[WEIGHTS] + panel * table[PANEL_BYTES]
+        for start in range(0, k, _SLICE):
+            n = min(_SLICE, k - start)
+            for i in range(0, n, BLOCK):
+                _unpack(form, at, (start + i) // BLOCK, weights, i * PANEL)
+            for g in range(groups):
+                row = g * rows // groups
+                many = (g + 1) * rows // groups - row
+                stage_inputs(table, first + row, many, start, n, stage, 0)
+                unpacked_tile(many, stage, 0, weights, 0, n, sums, row * PANEL, 0, 0)
+        finish_sums(table, panel, first, rows, sums)
+        item = fetch_add(table, NEXT, 1)
+
+
+@njit(error_model="numpy")
+def _embed(table):
+    """Write the rows of tokens, times SCALE: an embedding table's fields are `layer_code`'s."""
+    weights = _unpacked_memory()
+    target, index = float32_at(table[layer_code.TARGET]), int64_at(table[layer_code.INDEX])
+    width, scale = table[layer_code.WIDTH], float_of(table[layer_code.SCALE])
+    form, panel_bytes = table[layer_code.PANEL_FORM], table[layer_code.SOURCE_ROW]
+    first, end = layer_code.next_rows(table)
+    while first < end:
+        for row in range(first, end):
+            token, to = index[row], row * table[layer_code.TARGET_ROW]
+            at, lane = table[layer_code.SOURCE] + token // PANEL * panel_bytes, token % PANEL
+            for start in range(0, width, BLOCK):
+                _unpack(form, at, start // BLOCK, weights, 0)
+                for i in range(min(BLOCK, width - start)):
+                    target[to + start + i] = weights[i * PANEL + lane] * scale
+        first, end = layer_code.next_rows(table)
+
+
+_SIGNATURE = types.void(types.CPointer(types.int64))
+_SOURCES = digest_of(intrinsics, layer_code, linear_code, panel_forms, vector_code)
+
+
+def _entry_points(sources: int) -> dict[str, Any]:
+    """Return the kernels by name; see `attention_code._entry_points`."""
+
+    def linear_quantised(table):
+        _ = sources
+        _linear(table)
+
+    def embed_quantised(table):
+        _ = sources
+        _embed(table)
+
+    return {"linear": linear_quantised, "embed": embed_quantised}
+
+
+_entries = _entry_points(_SOURCES)
+_compiled: dict[str, Any] = {}
+
+
+def address_of(name: str) -> int:
+    """Address of a kernel, `linear` or `embed`, from Numba's cache if it is there. Call it from one
+    thread."""
+    if name not in _compiled:
+        llvm.initialize_native_asmparser()
+        _compiled[name] = compiled(_SIGNATURE, _entries[name])
+    return int(_compiled[name].address)
