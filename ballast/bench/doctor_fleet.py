@@ -29,8 +29,9 @@ from ballast.models.parallel.model import check_parallel
 from ballast.policy.presets import preset_of
 from ballast.weights import packing
 from ballast.weights.checkpoint import clipped_context, read_spec
+from ballast.weights.gguf_tensors import is_gguf_checkpoint
 from ballast.weights.manifest import fork_zygote
-from ballast.weights.stored import quantised_types
+from ballast.weights.stored import find_tensors, quantised_types
 
 
 def fleet(settings: FleetSettings) -> Iterator[Finding]:
@@ -54,7 +55,8 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
         for a in host.adapters:
             found = f"an adapter of {model.name}, of rank {a.spec.rank}"
             yield judged(a.spec.name, f"{found}, {format_bytes(a.segment.n_bytes)}", "")
-        if types := quantised_types(Path(model.path)):
+        if is_gguf_checkpoint(Path(model.path)):
+            types = quantised_types(find_tensors(Path(model.path)).values())
             found = packing.words_on_forms(host.segments, types, host.spec.dtype)
             yield judged(model.name, f"a GGUF file: {found}", "")
         if (clipped := clipped_context(model, host.spec)) is not None:

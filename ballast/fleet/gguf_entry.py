@@ -24,6 +24,8 @@ from ballast.core.errors import ConfigError
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 _MODULE = "ballast.weights.gguf_export"
+_FILES = 2
+"""Version of the files that are made."""
 _SECONDS = 300.0
 _MOST_PARTS = 1000
 _PASSED = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
@@ -88,7 +90,7 @@ def _parts(local: Path, key: str, text: str) -> list[Path]:
 
 def _identity(parts: list[Path]) -> str:
     """Return a hex digest of the files by place, size and times, and of what reads them."""
-    found: list[object] = [__version__, importlib.metadata.version("transformers")]
+    found: list[object] = [_FILES, __version__, importlib.metadata.version("transformers")]
     for path in parts:
         s = path.stat()
         found.append((str(path), s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))

@@ -19,6 +19,7 @@ cannot see `kv`.
 - `gguf_blocks`: Dequantise blocks of GGUF files.
 - `gguf_config`: Configuration and tensor names of a GGUF header.
 - `gguf_export`: The process that makes a checkpoint's small files from a GGUF header.
+- `gguf_tensors`: Locate the tensors of GGUF files, without parsing their headers.
 - `gguf_tokenizer`: Tokenizer files of a GGUF header.
 - `host`: The host tier: weights packed in sealed memory, shared by all workers.
 - `inspection`: Derive an architecture from its `transformers` module, or refuse the model.
@@ -47,6 +48,7 @@ cannot see `kv`.
 - `shared`: Segments that several models contain, on the device once.
 - `slots`: Pages that rotating layers of a model share.
 - `source_files`: Identify the files that a model was loaded from.
+- `stored_tensor`: A tensor stored in a file.
 - `stored`: Tensors in safetensors and GGUF files, located by their headers.
 - `support_checks`: Refusal of models that cannot be served, with reasons.
 - `tokenizer_files`: The files that make up a tokenizer, and a digest of them.

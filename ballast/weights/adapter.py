@@ -38,7 +38,8 @@ from ballast.weights.host import HostAdapter, HostBytes, HostModel, HostTier, Lo
 from ballast.weights.module_pattern import ModulePattern
 from ballast.weights.packing import DTYPES
 from ballast.weights.segment import PLAIN, PackedTensor, Piece, pack
-from ballast.weights.stored import Stored, read_header
+from ballast.weights.stored import read_header
+from ballast.weights.stored_tensor import Stored
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"

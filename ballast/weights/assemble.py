@@ -23,7 +23,7 @@ from torch import Tensor
 from ballast.core.errors import CheckpointError, UnsupportedModel
 from ballast.weights.architecture import Architecture
 from ballast.weights.gguf_blocks import BLOCKS, dequantise
-from ballast.weights.stored import ITEM_BYTES, Stored
+from ballast.weights.stored_tensor import ITEM_BYTES, Stored
 
 if TYPE_CHECKING:  # its import takes seconds, and reading weights does not need it
     from transformers.core_model_loading import WeightConverter

@@ -86,7 +86,8 @@ def load_host_model(
         raise CheckpointError(str(error.filename or settings.path), None, reason) from error
     try:
         host = _host(settings, manifest, memory, shard, tokenizer)
-        if types := quantised_types(Path(settings.path)):
+        runs = [run for recipe in manifest.plan.values() for run in recipe.runs]
+        if types := quantised_types(run.source for run in runs):
             found = packing.words_on_forms(host.segments, types, host.spec.dtype)
             log.info("%s: a GGUF file: %s", settings.name, found)
         host = load_adapters(host, settings.adapters, manifest.modules, tier)

@@ -1,4 +1,5 @@
-"""Make the small files of a checkpoint (configuration, tokenizer) from a GGUF file's header.
+"""Make the small files of a checkpoint from a GGUF file's header: configuration, tokenizer, and
+where its tensors are, so that no other process parses the header.
 
     python -m ballast.weights.gguf_export FILE...
 
@@ -18,7 +19,8 @@ import numpy as np
 
 from ballast.core.errors import BallastError, CheckpointError, brief
 from ballast.fleet.gguf_header import GgufHeader, GgufTensor, read_gguf
-from ballast.weights.gguf_config import ROPE_FACTORS, config_values, tensor_name
+from ballast.weights.gguf_config import ROPE_FACTORS, config_values
+from ballast.weights.gguf_tensors import TENSORS, gguf_tensors, tensor_entry
 from ballast.weights.gguf_tokenizer import end_tokens, tokenizer_files
 
 _MOST_FACTORS = 1 << 16
@@ -35,14 +37,13 @@ def checkpoint_files(paths: Sequence[Path]) -> dict[str, str]:
     for header in headers:
         if ROPE_FACTORS in header.tensors:
             factors = _factors(header.path, header.tensors[ROPE_FACTORS])
-    for name in tensors:
-        if name != ROPE_FACTORS:
-            tensor_name(name)
     config = config_values(values, tensors, factors)
     ends = end_tokens(values)
     config["eos_token_id"] = ends
     generation = {"eos_token_id": ends} if ends else {}
+    placed = gguf_tensors(headers)
     return {
+        TENSORS: json.dumps([tensor_entry(t) for t in placed.values()]),
         "config.json": json.dumps(config),
         "generation_config.json": json.dumps(generation),
         **tokenizer_files(values),

@@ -37,7 +37,8 @@ from ballast.weights.gguf_blocks import BLOCKS
 from ballast.weights.pooling import is_base_model, pools_last_token
 from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
-from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors, form_of, plain_dtype
+from ballast.weights.stored import find_tensors, form_of, plain_dtype
+from ballast.weights.stored_tensor import ITEM_BYTES, Stored
 
 if TYPE_CHECKING:  # it needs packages that reading weights does not
     from ballast.isolation.zygote import Zygote

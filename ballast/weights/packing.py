@@ -150,7 +150,7 @@ def words_on_forms(segments: Sequence[Segment], types: Collection[str], dtype: s
     left = sorted({*types} - kept)
     words = [f"{', '.join(sorted(kept))} stay packed in memory"] if kept else []
     words += [f"{', '.join(left)} are dequantised to {dtype} at load"] if left else []
-    return "; ".join(words)
+    return "; ".join(words) or f"its matrices are served in {dtype}"
 
 
 def is_part(name: str, role: str) -> bool:

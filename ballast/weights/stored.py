@@ -10,59 +10,23 @@ import json
 import math
 import os
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ballast.core.errors import CheckpointError
 from ballast.fleet.gguf_entry import SUFFIX as GGUF_SUFFIX
-from ballast.fleet.gguf_header import BLOCK_PREFIX, GgufHeader, read_gguf
+from ballast.fleet.gguf_header import BLOCK_PREFIX
 from ballast.fleet.unfinished_download import is_lfs_pointer, unfinished
 from ballast.kernels.panel_forms import FORMS, packed_bytes
-from ballast.weights.gguf_config import PERMUTED, ROPE_FACTORS, tensor_name
+from ballast.weights.gguf_tensors import is_gguf_checkpoint, stored_in_gguf
+from ballast.weights.stored_tensor import ITEM_BYTES, Stored
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-ITEM_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-}
-"""Bytes of one element by the format's name of its dtype."""
-
 _MOST_HEADER = 100_000_000
 """Most bytes of a header; the format's own limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor in a file. `dtype` is the format's name for it; `start` counts from byte 0."""
-
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    n_bytes: int
-    heads: int = 0
-    """If above 0: the rows of each of so many heads are stored in the order of GGUF files."""
-
-    def error(self, reason: str) -> CheckpointError:
-        return CheckpointError(str(self.path), self.name, reason)
 
 
 def find_tensors(directory: Path) -> dict[str, Stored]:
@@ -74,8 +38,8 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
     if (directory / SINGLE).is_file():
         return read_header(directory / SINGLE)
     index = directory / INDEX
-    if not index.is_file() and (files := sorted(directory.glob("*.gguf"))):
-        return gguf_tensors([read_gguf(path) for path in files])
+    if not index.is_file() and is_gguf_checkpoint(directory):
+        return stored_in_gguf(directory)
     if not index.is_file():
         raise CheckpointError(
             str(directory), None, f"has neither {SINGLE} nor {INDEX}; " + _why_none(directory)
@@ -95,40 +59,9 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
     }
 
 
-def gguf_tensors(headers: Sequence[GgufHeader]) -> dict[str, Stored]:
-    """Return the tensors of all parts of a GGUF file, by the names that `transformers` has."""
-    values = headers[0].values
-    permuted = values.get("general.architecture") in PERMUTED
-    heads = values.get("llama.attention.head_count")
-    kv_heads = values.get("llama.attention.head_count_kv", heads)
-    found: dict[str, Stored] = {}
-    for header in headers:
-        for t in header.tensors.values():
-            if t.name == ROPE_FACTORS:
-                continue
-            name = tensor_name(t.name)
-            dtype = t.type.name if t.type.elements == 1 else BLOCK_PREFIX + t.type.name
-            stored = Stored(header.path, name, dtype, t.shape, t.start, t.n_bytes)
-            if permuted and ".q_proj." in name:
-                stored = _permuted(stored, heads)
-            elif permuted and ".k_proj." in name:
-                stored = _permuted(stored, kv_heads)
-            found[name] = stored
-    return found
-
-
-def _permuted(stored: Stored, heads: object) -> Stored:
-    if type(heads) is not int or heads < 1 or stored.shape[0] % (2 * heads):
-        raise stored.error(f"its {stored.shape[0]} rows are not those of {heads!r:.40} heads")
-    return replace(stored, heads=heads)
-
-
-def quantised_types(directory: Path) -> frozenset[str]:
-    """Return the names of the types of a GGUF file's quantised tensors; none for other files.
-    Raises CheckpointError, as `find_tensors`."""
-    if not any(directory.glob("*.gguf")):
-        return frozenset()
-    found = {t.dtype for t in find_tensors(directory).values()}
+def quantised_types(stored: Iterable[Stored]) -> frozenset[str]:
+    """Return the names of the types of quantised tensors, of GGUF files."""
+    found = {t.dtype for t in stored}
     return frozenset(d.removeprefix(BLOCK_PREFIX) for d in found if plain_dtype(d) != d)
 
 
