@@ -17,7 +17,8 @@ from benchmarks.child import Prompts, Run, serve
 
 
 def load(path: Path) -> tuple[Run, Mapping[str, Any]]:
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    files = (*path.glob("*.safetensors"), *path.glob("*.gguf"))
+    size = sum(file.stat().st_size for file in files)
     budget = -(-(2 * size + GiB) // MiB) * MiB
     settings = FleetSettings(
         models=(ModelSettings(name="model", path=str(path), dtype="bfloat16"),),
@@ -48,7 +49,8 @@ def load(path: Path) -> tuple[Run, Mapping[str, Any]]:
         return [[origin + t for t in answers[s.id].times] for s in submissions]
 
     path_class = type(server.device.executors["model"][0]).__name__
-    return run, {"path": path_class, "budget_bytes": budget}
+    weight_bytes = sum(server.device.executors["model"][0].spec.segment_bytes)
+    return run, {"path": path_class, "budget_bytes": budget, "weight_bytes": weight_bytes}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from ballast.fleet.gguf_header import TYPES
 from ballast.kernels import layer, linear, quantised, team
 from ballast.kernels.panel_forms import FORMS, NUMBERS, packed_bytes, panel_bytes
 from ballast.weights.gguf_blocks import dequantise
-from tests.weights import gguf_writer as gguf
+from benchmarks import gguf_files as gguf
 
 K = 512
 

@@ -16,42 +16,16 @@ from ballast.core.errors import BallastError, CheckpointError, ConfigError
 from ballast.core.job import SequenceWork
 from ballast.fleet.gguf_entry import gguf_directory
 from ballast.fleet.gguf_header import TYPES, read_gguf
-from ballast.weights.config import config_of, read_config
+from ballast.weights.config import read_config
 from ballast.weights.gguf_blocks import dequantise
 from ballast.weights.gguf_export import checkpoint_files
 from ballast.weights.packing import words_on_forms
 from ballast.weights.stored import served_bytes
+from benchmarks import gguf_files as gguf
 from tests.models.tiny import GREEDY, Served
-from tests.weights import gguf_writer as gguf
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 CASES = [(kind.name, "llama") for kind in TYPES.values()] + [("Q8_0", a) for a in ARCHITECTURES[1:]]
-ELEMENTS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def reference(directory: Path, made: dict[str, bytes], kinds: dict[str, str]) -> torch.nn.Module:
-    """The model of `transformers`, with the weights as dequantised."""
-    from ballast.weights.gguf_config import tensor_name
-
-    values = read_config(directory)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config_of(values), attn_implementation="eager", dtype=torch.float32
-    )
-    state = model.state_dict()
-    for name, data in made.items():
-        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if kinds[name] in ELEMENTS:
-            flat = raw.view(ELEMENTS[kinds[name]]).float()
-        else:
-            flat = dequantise(raw, TYPES[gguf.NUMBERS[kinds[name]]])
-        target = state[tensor_name(name)]
-        found = flat.view(target.shape)
-        heads = {"attn_q": gguf.HEADS, "attn_k": gguf.KV_HEADS}.get(name.split(".")[-2])
-        if heads and values["model_type"] == "llama":
-            rows = found.shape[0] // heads // 2
-            found = found.view(heads, rows, 2, -1).swapaxes(1, 2).reshape(found.shape)
-        target.copy_(found)
-    return model.eval()
 
 
 def check(
@@ -61,9 +35,9 @@ def check(
     **settings: str,
 ) -> Served:
     """Compare logits with those of `transformers`; returns the served model, for its sizes."""
-    made = gguf.write(tmp_path / "m.gguf", gguf.values(architecture), wanted)
+    gguf.write(tmp_path / "m.gguf", gguf.values(architecture), wanted)
     directory = Path(gguf_directory(tmp_path / "m.gguf", "path", "m.gguf"))
-    model = reference(directory, made, {name: k for name, (k, _) in wanted.items()})
+    model = gguf.reference(directory, tmp_path / "m.gguf")
     tokens = torch.randint(0, 250, (40,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         theirs = model(tokens[None], use_cache=False).logits[0, -1]

@@ -1,0 +1,215 @@
+"""Quantised GGUF files: wrong tokens, memory, and speed against bfloat16 and against llama.cpp.
+
+Exactness: a small file of each type with random blocks, served in float32 with its matrices packed,
+token by token against `transformers` on the weights as dequantised.
+
+Speed: files of each type in the shape of a Llama of 110M, or those of `--gguf`, against the same
+weights in bfloat16, and llama.cpp on the same file and threads (`--peer-python`: the interpreter of
+an environment with llama-cpp-python). All run in child processes, in turns (`benchmarks.turns`).
+
+- `wrong`: wrong tokens, all types together; ties, where the reference's margin is below 1e-4, are
+  not wrong.
+- `memory_over_bf16`: bytes of the weights in pages, over those in bfloat16; the greatest of files.
+- `vs_bf16.decode_1`, `.decode_16`, `.prefill`: tokens a second of decode steps and of prompts, over
+  bfloat16; the least of files (of prompts: of 1 and 16 streams as well).
+- `vs_llamacpp.decode_1`, `.decode_16`, `.prefill`: the same over llama.cpp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ballast.bench.inprocess import InProcess
+from ballast.core.units import MiB
+from ballast.fleet.gguf_entry import gguf_directory
+from benchmarks import exactness, gguf_files
+from benchmarks.common import finish, options
+from benchmarks.gguf_files import GgufSizes
+from benchmarks.turns import Broken, Contestant, Run, contest
+
+TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16")
+SMALL = GgufSizes(hidden=256, inner=512, layers=3, vocab=exactness.VOCAB, context=512)
+LARGE = GgufSizes(
+    hidden=768, heads=12, kv_heads=12, inner=2048, layers=12, vocab=32000, context=2048
+)
+PROMPT, OUTPUT = 128, 64
+STREAMS = (1, 16)
+RUNS = {1: 3, 16: 1}
+TURN_SECONDS = 2.0
+OURS, BF16, LLAMACPP = "ballast", "bf16", "llamacpp"
+
+
+def check(kind: str, scratch: Path) -> exactness.Verdict:
+    """Serve a small file of one type, and compare all tokens."""
+    path = scratch / f"{kind}.gguf"
+    gguf_files.write(path, gguf_files.values(sizes=SMALL), gguf_files.tensors(kind, sizes=SMALL))
+    directory = Path(gguf_directory(path, "path", path.name))
+    verdict = exactness.Verdict()
+    reference = gguf_files.reference(directory, path)
+    submissions = exactness.asked([kind], 4, 1, new_tokens=16)
+    submissions = [s for s in submissions if len(s.prompt) + 16 <= SMALL.context]
+    with InProcess(exactness.fleet({kind: directory}, 64 * MiB)) as server:
+        answers = server.generate(submissions)
+    for s in submissions:
+        exactness.compare(reference, s.prompt, answers[s.id], verdict)
+    return verdict
+
+
+class Phase:
+    """Runs of all contestants on one file with some streams."""
+
+    def __init__(self, streams: int, runs: Mapping[str, Sequence[Run]]) -> None:
+        self.streams, self.runs = streams, runs
+
+    def decode(self, name: str) -> float:
+        """Tokens a second of decode steps, by their median."""
+        steps = [s.seconds for run in self.runs[name] for s in run.steps]
+        return self.streams / statistics.median(steps)
+
+    def prefill(self, name: str) -> float:
+        """Prompt tokens a second, until the last stream's first token."""
+        runs = self.runs[name]
+        return sum(r.prompt_tokens for r in runs) / sum(r.prefill for r in runs)
+
+    def over(self, name: str) -> dict[str, float]:
+        return {
+            f"decode_{self.streams}": self.decode(OURS) / self.decode(name),
+            f"prefill_{self.streams}": self.prefill(OURS) / self.prefill(name),
+        }
+
+
+def measure(path: Path, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one file against its copy in bfloat16, and llama.cpp if it is there."""
+    plain = scratch / "bf16" / path.name
+    plain.parent.mkdir(exist_ok=True)
+    gguf_files.write_bfloat16(path, plain)
+    directories = {n: gguf_directory(p, "path", p.name) for n, p in ((OURS, path), (BF16, plain))}
+    modules = {
+        name: ("benchmarks.child_ballast", [directory], sys.executable)
+        for name, directory in directories.items()
+    }
+    if args.peer_python is not None:
+        threads = str(torch.get_num_threads())
+        arguments = [str(path.resolve()), threads]
+        modules[LLAMACPP] = ("benchmarks.child_llamacpp", arguments, args.peer_python)
+    log = scratch / "children.log"
+    contestants: list[Contestant] = []
+    try:
+        for name, (module, arguments, python) in modules.items():
+            contestants.append(Contestant(name, module, arguments, log, python))
+        phases = [run_phase(contestants, streams, quick=args.quick) for streams in STREAMS]
+    except Broken as error:
+        Console().print(log.read_text(errors="replace")[-2000:], highlight=False)
+        raise SystemExit(str(error)) from error
+    finally:
+        for c in contestants:
+            c.close()
+    weights = {c.name: c.facts["weight_bytes"] for c in contestants if c.name != LLAMACPP}
+    return {
+        "bytes": weights[OURS],
+        "memory_over_bf16": weights[OURS] / weights[BF16],
+        **{
+            f"vs_{name}": {k: v for phase in phases for k, v in phase.over(name).items()}
+            for name in modules
+            if name != OURS
+        },
+        "tokens_per_second": {
+            name: {
+                **{f"decode_{p.streams}": p.decode(name) for p in phases},
+                **{f"prefill_{p.streams}": p.prefill(name) for p in phases},
+            }
+            for name in modules
+        },
+    }
+
+
+def run_phase(contestants: Sequence[Contestant], streams: int, *, quick: bool) -> Phase:
+    """Run all in turns, after a short run of each by itself."""
+    output = OUTPUT // 4 if quick else OUTPUT
+    rng = np.random.default_rng(streams)
+    prompts = [[int(t) for t in row] for row in rng.integers(1, 250, (streams, PROMPT))]
+    for c in contestants:
+        c.ask(prompts, 4)
+        while c.turn(60.0) is None:
+            pass
+    slices = dict.fromkeys([c.name for c in contestants], TURN_SECONDS)
+    runs = 1 if quick else RUNS[streams]
+    return Phase(streams, contest(contestants, prompts, output, slices, lambda: None, runs))
+
+
+def least(found: Mapping[str, Mapping[str, Any]], over: str) -> dict[str, float]:
+    """The least ratios of all files."""
+    ratios = [document[over] for document in found.values()]
+    keys = {"decode_1": ["decode_1"], "decode_16": ["decode_16"]}
+    keys["prefill"] = ["prefill_1", "prefill_16"]
+    return {key: min(r[name] for r in ratios for name in names) for key, names in keys.items()}
+
+
+def table(verdicts: Mapping[str, exactness.Verdict], found: Mapping[str, Any]) -> Table:
+    columns = ("decode 1", "decode 16", "prefill 1", "prefill 16")
+    outcome = Table("", "wrong / tokens", "memory", *columns, title="quantised")
+    for name in dict.fromkeys([*verdicts, *found]):
+        verdict, document = verdicts.get(name), found.get(name)
+        wrong = "" if verdict is None else f"{verdict.wrong} / {verdict.tokens}"
+        memory = "" if document is None else f"{document['memory_over_bf16']:.2f} x bf16"
+        outcome.add_row(f"[bold]{name}[/bold]", wrong, memory)
+        for other in (BF16, LLAMACPP) if document is not None else ():
+            ratios = document.get(f"vs_{other}")
+            if ratios is not None:
+                cells = [f"{ratios[c.replace(' ', '_')]:.2f} x" for c in columns]
+                outcome.add_row(f"  over {other}", "", "", *cells)
+    return outcome
+
+
+def more_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--types", default=",".join(TYPES), help="of these types (comma)")
+    parser.add_argument("--gguf", type=Path, nargs="*", default=[], help="measure these files")
+    parser.add_argument("--without-shapes", action="store_true", help="measure no others")
+    parser.add_argument("--peer-python", metavar="PATH", help="interpreter with llama-cpp-python")
+
+
+def main() -> None:
+    args = options(__doc__, extra=more_options)
+    kinds = args.types.split(",")
+    verdicts: dict[str, exactness.Verdict] = {}
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        here = Path(scratch)
+        for kind in kinds:
+            verdicts[kind] = check(kind, here)
+        for path in args.gguf:
+            found[path.stem] = measure(path, here, args)
+        for kind in [] if args.without_shapes else kinds:
+            path = here / f"{kind}-110M.gguf"
+            wanted = gguf_files.tensors(kind, sizes=LARGE)
+            gguf_files.write(path, gguf_files.values(sizes=LARGE), wanted)
+            found[kind] = measure(path, here, args)
+            path.unlink()
+    result: dict[str, Any] = {
+        "wrong": sum(v.wrong for v in verdicts.values()),
+        "types": {kind: v.to_json() for kind, v in verdicts.items()},
+        "files": found,
+    }
+    if found:
+        result["memory_over_bf16"] = max(d["memory_over_bf16"] for d in found.values())
+        result |= {
+            f"vs_{other}": least(found, f"vs_{other}")
+            for other in (BF16, LLAMACPP)
+            if all(f"vs_{other}" in d for d in found.values())
+        }
+    finish(args, "quantised", result, table(verdicts, found))
+
+
+if __name__ == "__main__":
+    main()
