@@ -33,7 +33,9 @@ def homes_of(fleet: FleetSettings) -> dict[str, list[str]]:
     homes = {m.name: named(m, fleet) for m in fleet.models if m.devices}
     largest = max((device for device, _ in fleet.devices.values()), key=lambda d: d.budget_bytes)
     free = [m for m in fleet.models if not m.devices]
-    misfits = [m for m in free if fleet.others and approximate_bytes(m, fleet) > largest.budget_bytes]
+    misfits = [
+        m for m in free if fleet.others and approximate_bytes(m, fleet) > largest.budget_bytes
+    ]
     found = placed([m for m in free if m not in misfits], fleet, homes)
     return homes | found | {m.name: [largest.name] for m in misfits}
 
