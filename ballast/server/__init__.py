@@ -13,6 +13,7 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `messages_api`: Anthropic's Messages API.
 - `model_loads`: Models that are not served yet, and the requests that wait for them.
 - `observe`: Metrics, traces, the log of requests, records of the server's state.
+- `ollama_api`: Ollama's API: requests, records, forms.
 - `openai`: OpenAI's completions and chat APIs: requests, records, forms.
 - `responses_api`: OpenAI's Responses API.
 - `prompt_encoder`: Encodes prompts and conversations as token ids.

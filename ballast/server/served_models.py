@@ -80,9 +80,15 @@ class ServedModels:
 
     def own_name(self, name: str) -> str:
         """Resolve an alias; an own name, or an unknown one, is returned as it is."""
+        return name if self._is_own(name) else self.aliases.get(name, name)
+
+    def knows(self, name: str) -> bool:
+        """Whether a model or an adapter has this name or alias, whoever may use it."""
+        return self._is_own(name) or name in self.aliases
+
+    def _is_own(self, name: str) -> bool:
         known = name in self._tokenizers or name in self._controller.devices.failed
-        known = known or any(entry.name == name for entry in self._controller.devices.fleet.entries)
-        return name if known else self.aliases.get(name, name)
+        return known or any(entry.name == name for entry in self._controller.devices.fleet.entries)
 
     def find(self, name: str, caller: Caller) -> ModelSpec:
         """Find a model by its own name or an alias.

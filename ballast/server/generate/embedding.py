@@ -50,6 +50,14 @@ class Embedding(RequestAnswer):
         """Wait for all embeddings; returns the parts of an `EmbeddingList` as JSON, encoded when
         taken. `encoding`: `float` or `base64`; `name`: the model's name as the client wrote
         it. Raises Fault."""
+        values = await self.vectors()
+        count = self.usage.prompt_tokens
+        usage = EmbeddingUsage(prompt_tokens=count, total_tokens=count)
+        empty = encode(EmbeddingList(data=[], model=name, usage=usage))
+        return _parts(empty, values, encoding)
+
+    async def vectors(self) -> list[bytes]:
+        """Wait for all embeddings; returns each as float32 numbers, little endian. Raises Fault."""
         values: dict[str, bytes] = {}
         while len(self._finish_reasons) < len(self._submissions):
             for output in await self._next_outputs():
@@ -59,10 +67,7 @@ class Embedding(RequestAnswer):
                     raise self._fault_of(output)
                 elif isinstance(output, FinishedOutput):
                     self._end(output)
-        count = self.usage.prompt_tokens
-        usage = EmbeddingUsage(prompt_tokens=count, total_tokens=count)
-        empty = encode(EmbeddingList(data=[], model=name, usage=usage))
-        return _parts(empty, [values[s.id] for s in self._submissions], encoding)
+        return [values[s.id] for s in self._submissions]
 
     def _end(self, output: FinishedOutput) -> None:
         self._finish_reasons[output.request_id] = output.reason
@@ -86,8 +91,11 @@ def _parts(empty: bytes, values: Sequence[bytes], encoding: str) -> Iterator[byt
 
 def _encoded(values: bytes, encoding: str) -> list[float] | str:
     """Convert float32 numbers, little endian, to a list or to base64."""
-    if encoding == "base64":
-        return base64.b64encode(values).decode()
+    return base64.b64encode(values).decode() if encoding == "base64" else numbers_of(values)
+
+
+def numbers_of(values: bytes) -> list[float]:
+    """Convert float32 numbers, little endian."""
     numbers = array.array("f", values)
     if sys.byteorder == "big":
         numbers.byteswap()

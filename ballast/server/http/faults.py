@@ -29,6 +29,7 @@ from ballast.server.http.json_response import (
     ErrorBody,
     MessagesError,
     MessagesErrorBody,
+    OllamaErrorBody,
     encode,
 )
 from ballast.server.http.request_context import RequestContext
@@ -165,12 +166,18 @@ class Fault(Exception):
         kind = _MESSAGES_TYPES.get(self.status, default)
         return encode(MessagesErrorBody(MessagesError(kind, message), request_id))
 
+    def ollama_body(self) -> bytes:
+        """Encode the fault as JSON in the envelope of Ollama's API."""
+        return encode(OllamaErrorBody(self.text))
+
     def response(self, context: RequestContext) -> Response:
         """Build the error response, in the envelope of the client's API, and record the code in
         `context` for metrics, traces and the log. Sets `Retry-After` where a retry may help."""
         context.code = self.code
         if context.speaks_messages:
             body = self.messages_body(context.request_id)
+        elif context.speaks_ollama:
+            body = self.ollama_body()
         else:
             body = self.openai_body()
         headers = {}

@@ -31,6 +31,12 @@ class MessagesErrorBody(msgspec.Struct, tag_field="type", tag="error"):
     request_id: str
 
 
+class OllamaErrorBody(msgspec.Struct):
+    """An error in the envelope of Ollama's API."""
+
+    error: str
+
+
 encode = msgspec.json.Encoder().encode
 
 

@@ -158,6 +158,11 @@ class RequestContext:
         """Whether the client uses Anthropic's Messages API, whose errors have another envelope."""
         return self.path == MESSAGES or self.path.startswith(f"{MESSAGES}/")
 
+    @property
+    def speaks_ollama(self) -> bool:
+        """Whether the client uses Ollama's API, whose errors have another envelope."""
+        return self.path.startswith("/api/")
+
 
 _KEY = "ballast.request"
 

@@ -85,3 +85,9 @@ class EventStream(Response):
         async for chunk in self._chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class LineStream(EventStream):
+    """The same of lines, each a JSON object."""
+
+    media_type = "application/x-ndjson"

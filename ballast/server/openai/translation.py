@@ -16,26 +16,12 @@ from ballast.server.http.faults import Fault
 from ballast.server.openai.request import ChatRequest, Sampled
 
 
-class Translated(Sampled):
-    """A request of another API. Fields for sampling are spelled as in chat completions."""
+class Renaming:
+    """A request whose errors name the fields of its own API."""
 
     NAMES: ClassVar[Sequence[tuple[str, str]]] = ()
     """Regular expressions for fields of chat requests, and the fields of this API that they come
     from. The first match counts."""
-
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def chat(self) -> ChatRequest:
-        """Convert to a chat request. Raises InvalidRequest, naming fields of this API."""
-        raise NotImplementedError
-
-    def translated(self, kind: type[ChatRequest], **fields: Any) -> ChatRequest:
-        """Build a chat request of this `kind` from the fields that are spelled alike, and `fields`.
-
-        Nothing is validated again: all values have been checked as part of this request.
-        """
-        alike = {name: getattr(self, name) for name in Translated.model_fields}
-        return kind.model_construct(**alike, **fields)
 
     @contextmanager
     def names(self) -> Iterator[None]:
@@ -56,6 +42,25 @@ class Translated(Sampled):
             if field is not None and re.match(pattern, field):
                 return re.sub(pattern, ours, field, count=1)
         return field
+
+
+class Translated(Sampled, Renaming):
+    """A request of another API. Fields for sampling are spelled as in chat completions."""
+
+    NAMES: ClassVar[Sequence[tuple[str, str]]] = ()
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat(self) -> ChatRequest:
+        """Convert to a chat request. Raises InvalidRequest, naming fields of this API."""
+        raise NotImplementedError
+
+    def translated(self, kind: type[ChatRequest], **fields: Any) -> ChatRequest:
+        """Build a chat request of this `kind` from the fields that are spelled alike, and `fields`.
+
+        Nothing is validated again: all values have been checked as part of this request.
+        """
+        alike = {name: getattr(self, name) for name in Translated.model_fields}
+        return kind.model_construct(**alike, **fields)
 
 
 def turn(role: str, content: str, **more: Any) -> Message:

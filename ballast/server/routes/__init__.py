@@ -3,9 +3,11 @@
 `app` alone imports it; it may import all of `server` but `app` and `serve`.
 
 - `admin`: Routes `/admin/*` by which operators change what is served.
+- `answering`: Answers requests that generate, for the routes of all APIs.
 - `catalogue`: Lists the fleet's models for clients.
 - `generate`: Routes that generate, whole or streamed.
 - `health`: Routes for liveness and readiness probes.
+- `ollama`: Routes of Ollama's API.
 - `openapi_document`: Adds schemas of responses to `/openapi.json`.
 - `state`: Read-only routes: `/metrics` and `/admin/state`.
 - `texts`: Routes for tokenizing and embeddings.

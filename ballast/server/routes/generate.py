@@ -6,36 +6,23 @@ output. All else is the same for all APIs.
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
-
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from ballast.core.errors import BallastError
-from ballast.server.generate.generation import Generation
-from ballast.server.http.faults import Fault
-from ballast.server.http.json_response import encode
 from ballast.server.http.off_loop import off_loop
-from ballast.server.http.request_context import RequestContext, context_of
-from ballast.server.http.sliced_response import SLICE_BYTES, SlicedResponse, slices
-from ballast.server.http.sse import ClientGone, EventStream, comment, unless_gone
+from ballast.server.http.request_context import context_of
 from ballast.server.messages_api.form import MessageForm, message_failed
 from ballast.server.messages_api.records import Message
 from ballast.server.messages_api.request import MessagesRequest, check_version
-from ballast.server.model_loads import ModelLoad
-from ballast.server.openai.forms import ChatForm, Form, Head, TextForm, stream_failed
+from ballast.server.openai.forms import ChatForm, Form, Head, TextForm
 from ballast.server.openai.records import ChatCompletion, TextCompletion
-from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
+from ballast.server.openai.request import ChatRequest, CompletionRequest
 from ballast.server.responses_api.form import ResponseForm, response_failed
 from ballast.server.responses_api.records import ResponseRecord
 from ballast.server.responses_api.request import ResponsesRequest
+from ballast.server.routes.answering import Asked, answer_request
 from ballast.server.routes.openapi_document import MESSAGES_ERRORS, responses_of
 from ballast.server.service import Service
-from ballast.server.text.pieces import OutputPiece
 
 
 def add_generating_routes(app: FastAPI, service: Service) -> None:
@@ -43,13 +30,13 @@ def add_generating_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", responses=responses_of(ChatCompletion, streams=True))
     async def chat(body: ChatRequest, request: Request) -> Response:
-        asked = _Asked(body, "chatcmpl-", lambda h: ChatForm(h, body))
-        return await _answer(service, asked, request)
+        asked = Asked(body, "chatcmpl-", lambda h: ChatForm(h, body))
+        return await answer_request(service, asked, request)
 
     @app.post("/v1/completions", responses=responses_of(TextCompletion, streams=True))
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        asked = _Asked(body, "cmpl-", lambda h: TextForm(h, body))
-        return await _answer(service, asked, request)
+        asked = Asked(body, "cmpl-", lambda h: TextForm(h, body))
+        return await answer_request(service, asked, request)
 
     @app.post("/v1/messages", responses=MESSAGES_ERRORS | responses_of(Message, streams=True))
     async def messages(body: MessagesRequest, request: Request) -> Response:
@@ -58,8 +45,8 @@ def add_generating_routes(app: FastAPI, service: Service) -> None:
         context = context_of(request.scope)
         chat = await off_loop(context.large_body, body.chat)
         body.messages = []  # as `encode_conversation` drops those of `chat`
-        asked = _Asked(chat, "msg_", lambda h: MessageForm(h, body), message_failed, body.names)
-        return await _answer(service, asked, request)
+        asked = Asked(chat, "msg_", lambda h: MessageForm(h, body), message_failed, body.names)
+        return await answer_request(service, asked, request)
 
     @app.post("/v1/responses", responses=responses_of(ResponseRecord, streams=True))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
@@ -71,135 +58,5 @@ def add_generating_routes(app: FastAPI, service: Service) -> None:
         def form(head: Head) -> Form:
             return ResponseForm(head, chat, {**repeated, **body.sampled(head.sampling)})
 
-        asked = _Asked(chat, "resp_", form, response_failed, body.names)
-        return await _answer(service, asked, request)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request, and how its API answers."""
-
-    request: GenerateRequest
-    prefix: str
-    """Of the answer's id."""
-    form_of: Callable[[Head], Form]
-    failed: Callable[[Fault, str], bytes] = stream_failed
-    """Encodes the end of a stream that has not begun; the text is the request's id."""
-    names: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Makes a context in which errors name the API's own fields."""
-
-
-async def _answer(service: Service, asked: _Asked, request: Request) -> Response:
-    """Answer a request in the form of its API."""
-    context = context_of(request.scope)
-    if isinstance(asked.request, ChatRequest):
-        context.left_out = asked.request.left_out
-    generation = None
-    try:
-        load = service.models.awaited(asked.request.model, context.caller)
-        if load is not None:
-            # As for the first token: after a while without its model a stream begins.
-            patience = service.settings.ping_seconds if asked.request.stream else None
-            if not await unless_gone(request.receive, service.loads.wait(load, patience)):
-                return EventStream(_after_load(service, asked, load, context), lambda: None)
-        form, generation = await _begin(service, asked, context)
-        if not asked.request.stream:
-            with ExitStack() as holding:
-                hold = holding.enter_context(service.answers.holding(context.caller.name))
-                await unless_gone(request.receive, _collect(form, generation, hold))
-                body = encode(form.whole((), generation.size, generation.usage))
-                return SlicedResponse(slices(body), len(body), holding.pop_all().close)
-        # Wait a while for the first token before sending the status: it can still be an error.
-        batches = generation.batches(service.settings.ping_seconds)
-        first = await unless_gone(request.receive, anext(batches))
-        events = _events(form, generation, first, batches, context)
-        closing, generation = generation.close, None  # the stream's from here on
-        return EventStream(events, closing)
-    except ClientGone:
-        return Response(status_code=499)  # nobody reads it
-    finally:
-        if generation is not None:
-            generation.close()
-
-
-async def _begin(
-    service: Service, asked: _Asked, context: RequestContext
-) -> tuple[Form, Generation]:
-    """Submit a request whose model has been loaded. Raises RequestError, Fault or Unavailable."""
-    answer_id = f"{asked.prefix}{secrets.token_hex(12)}"
-    model = asked.request.model
-    with asked.names():
-        spec = service.models.find(model, context.caller)
-        generation = await service.generate(asked.request, spec, answer_id, context)
-    try:
-        head = Head(
-            context.request_id,
-            answer_id,
-            model,
-            f"ballast-{spec.fingerprint[:12]}",
-            service.models.tokenizer(spec.name),
-            service.wall,
-            int(service.wall.now()),
-            spec.sampling,
-        )
-        return asked.form_of(head), generation
-    except BaseException:
-        generation.close()
-        raise
-
-
-async def _after_load(
-    service: Service, asked: _Asked, load: ModelLoad, context: RequestContext
-) -> AsyncIterator[bytes]:
-    """Yield comments until the model has been loaded, and then the events of the stream."""
-    while not await service.loads.wait(load, 0.0):
-        yield comment(service.loads.described(load))
-        await service.loads.wait(load, service.settings.ping_seconds)
-    try:
-        form, generation = await _begin(service, asked, context)
-    except (Fault, BallastError) as error:
-        fault = Fault.of(error)
-        context.code = fault.code
-        yield asked.failed(fault, context.request_id)
-        return
-    try:
-        batches = generation.batches(service.settings.ping_seconds)
-        async for events in _events(form, generation, [], batches, context):
-            yield events
-    finally:
-        generation.close()
-
-
-async def _collect(form: Form, generation: Generation, hold: Callable[[int], None]) -> None:
-    """Add all pieces to the form as they arrive. Raises Fault."""
-    async for batch in generation.batches():
-        form.add(batch)
-        hold(form.held)
-
-
-async def _events(
-    form: Form,
-    generation: Generation,
-    first: list[OutputPiece],
-    batches: AsyncIterator[list[OutputPiece]],
-    context: RequestContext,
-) -> AsyncIterator[bytes]:
-    """Yield the events of a stream; those of tokens that came together are one chunk.
-
-    A silence (an empty batch) is filled, so that clients do not take it for the end.
-    """
-    opening = form.opening(generation.size, generation.usage)
-    yield opening + (form.events(first) if first else form.silence)
-    try:
-        async for batch in batches:
-            for events in form.parts(batch) if batch else (form.silence,):
-                if events:
-                    yield events
-                if len(events) >= SLICE_BYTES:
-                    await asyncio.sleep(0)
-    except (Fault, BallastError) as error:
-        fault = Fault.of(error)
-        context.code = fault.code
-        yield form.failed(fault)
-        return
-    yield form.closing(generation.usage)
+        asked = Asked(chat, "resp_", form, response_failed, body.names)
+        return await answer_request(service, asked, request)

@@ -12,9 +12,24 @@ import msgspec
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from ballast.server.http.json_response import ErrorBody, MessagesErrorBody, encode
+from ballast.server.http.json_response import (
+    ErrorBody,
+    MessagesErrorBody,
+    OllamaErrorBody,
+    encode,
+)
 from ballast.server.messages_api.records import InputTokens, Message
 from ballast.server.observe.server_state import ServerNow
+from ballast.server.ollama_api.records import (
+    ChatAnswer,
+    Embedded,
+    Embedding,
+    GenerateAnswer,
+    LoadedModels,
+    ModelTags,
+    Progress,
+    ShownModel,
+)
 from ballast.server.openai.records import (
     ChatCompletion,
     Detokenized,
@@ -47,6 +62,15 @@ _ANSWERS = (
     ServerNow,
     ErrorBody,
     MessagesErrorBody,
+    OllamaErrorBody,
+    ChatAnswer,
+    GenerateAnswer,
+    Embedded,
+    Embedding,
+    LoadedModels,
+    ModelTags,
+    Progress,
+    ShownModel,
 )
 _REFERENCES, _COMPONENTS = msgspec.json.schema_components(
     _ANSWERS, ref_template="#/components/schemas/{name}"
@@ -72,6 +96,8 @@ ERRORS = _errors(ErrorBody)
 """Error responses of every route, unless it has its own."""
 MESSAGES_ERRORS = _errors(MessagesErrorBody)
 """Error responses of the Messages API."""
+OLLAMA_ERRORS = _errors(OllamaErrorBody)
+"""Error responses of Ollama's API."""
 
 
 def responses_of(kind: type[msgspec.Struct], *, streams: bool = False) -> Responses:

@@ -1,0 +1,92 @@
+"""Describe models as Ollama's clients list and show them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ballast.core.errors import BallastError
+from ballast.core.model import ModelSpec
+from ballast.core.settings import FleetSettings
+from ballast.server.ollama_api.records import Details, ShownModel, TaggedModel
+from ballast.server.text.tokenizer import Tokenizer
+from ballast.weights.config import CONFIG, read_json
+
+NEVER = datetime(9999, 12, 31, tzinfo=UTC).isoformat().replace("+00:00", "Z")
+"""Time at which a model goes that only a shortage of memory evicts."""
+_LEVELS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
+"""Name of a dtype, and bytes of an element."""
+
+
+def details(spec: ModelSpec, family: str) -> Details:
+    """Describe a model as it is served, whatever form its files have."""
+    level, _ = _LEVELS.get(spec.dtype, (spec.dtype, 2))
+    return Details(
+        parent_model=spec.base or "",
+        format="safetensors",
+        family=family,
+        families=[family] if family else [],
+        parameter_size=_in_words(parameters(spec)),
+        quantization_level=level,
+    )
+
+
+def parameters(spec: ModelSpec) -> int:
+    """Return the number of a model's parameters, from the bytes that they take."""
+    _, each = _LEVELS.get(spec.dtype, ("", 2))
+    return sum(spec.segment_bytes) // each
+
+
+def tagged(spec: ModelSpec, family: str, name: str, modified_at: str) -> TaggedModel:
+    """Describe a model for `/api/tags`, by one of its names."""
+    return TaggedModel(
+        name, name, modified_at, sum(spec.segment_bytes), spec.fingerprint, details(spec, family)
+    )
+
+
+def shown(spec: ModelSpec, family: str, tokenizer: Tokenizer, modified_at: str) -> ShownModel:
+    """Describe a model for `/api/show`."""
+    can = {
+        "completion": spec.generates,
+        "embedding": spec.embeds,
+        "tools": spec.generates and tokenizer.dialect is not None,
+    }
+    info: dict[str, Any] = {
+        "general.architecture": family,
+        "general.parameter_count": parameters(spec),
+        f"{family}.block_count": spec.n_layers,
+        f"{family}.context_length": spec.max_model_len,
+        f"{family}.embedding_length": spec.hidden,
+        f"{family}.attention.head_count": spec.n_heads,
+        f"{family}.attention.head_count_kv": spec.kv_heads,
+    }
+    return ShownModel(
+        modelfile=f"FROM {spec.name}",
+        parameters="\n".join(f'stop "{token}"' for token in tokenizer.spelled(spec.eos_token_ids)),
+        template=tokenizer.template,
+        details=details(spec, family),
+        model_info=info,
+        capabilities=[name for name, able in can.items() if able],
+        modified_at=modified_at,
+    )
+
+
+def family_of(fleet: FleetSettings, model: str) -> str:
+    """Return the `model_type` of a model's configuration; empty where it cannot be read now."""
+    path = next((m.path for m in fleet.models if m.name == model), None)
+    if path is None:
+        return ""
+    try:
+        found = read_json(Path(path) / CONFIG).get("model_type")
+    except (BallastError, OSError):
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def _in_words(count: int) -> str:
+    """``135_000_000 -> '135M'``."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
