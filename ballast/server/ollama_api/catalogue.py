@@ -9,7 +9,7 @@ from typing import Any
 from ballast.core.errors import BallastError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings
-from ballast.server.ollama_api.records import Details, ShownModel, TaggedModel
+from ballast.server.ollama_api.records import ModelDetails, ShownModel, TaggedModel
 from ballast.server.text.tokenizer import Tokenizer
 from ballast.weights.config import CONFIG, read_json
 
@@ -19,10 +19,10 @@ _LEVELS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 """Name of a dtype, and bytes of an element."""
 
 
-def details(spec: ModelSpec, family: str) -> Details:
+def details(spec: ModelSpec, family: str) -> ModelDetails:
     """Describe a model as it is served, whatever form its files have."""
     level, _ = _LEVELS.get(spec.dtype, (spec.dtype, 2))
-    return Details(
+    return ModelDetails(
         parent_model=spec.base or "",
         format="safetensors",
         family=family,

@@ -12,11 +12,11 @@ from ballast.core.clock import Clock
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import encode
 from ballast.server.ollama_api.records import (
-    CalledFunction,
     ChatAnswer,
-    ChatMessage,
     GenerateAnswer,
-    ToolCall,
+    OllamaCall,
+    OllamaFunction,
+    OllamaMessage,
 )
 from ballast.server.openai.forms import Head
 from ballast.server.openai.records import Usage
@@ -42,7 +42,7 @@ def line_failed(fault: Fault, request_id: str = "") -> bytes:
     return fault.ollama_body() + b"\n"
 
 
-class Writer:
+class AnswerWriter:
     """Makes the answers of one route. `began`: when the request arrived, by `clock`."""
 
     def __init__(self, model: str, clock: Clock, wall: Clock, began: float, *, chats: bool) -> None:
@@ -50,12 +50,12 @@ class Writer:
         self._chats = chats
         self.clock, self.began = clock, began
 
-    def answer(self, text: str = "", calls: Iterable[ToolCall] = (), **more: Any) -> Answer:
+    def answer(self, text: str = "", calls: Iterable[OllamaCall] = (), **more: Any) -> Answer:
         """Make an answer, or one part of it."""
         at = stamp(self._wall.now())
         more = {"done": False, **more}
         if self._chats:
-            message = ChatMessage("assistant", text, list(calls))
+            message = OllamaMessage("assistant", text, list(calls))
             return ChatAnswer(model=self._model, created_at=at, message=message, **more)
         return GenerateAnswer(model=self._model, created_at=at, response=text, **more)
 
@@ -70,7 +70,7 @@ class Writer:
 class OllamaForm:
     """Form of `/api/chat` and `/api/generate`: writes one answer."""
 
-    def __init__(self, head: Head, writer: Writer) -> None:
+    def __init__(self, head: Head, writer: AnswerWriter) -> None:
         self._writer = writer
         self.silence = line(writer.answer())
         self._blocks = OutputBlocks()
@@ -124,7 +124,7 @@ class OllamaForm:
             return self._writer.answer(calls=[_call(step.block)])
         return None
 
-    def _last(self, text: str, calls: Iterable[ToolCall], usage: Usage) -> Answer:
+    def _last(self, text: str, calls: Iterable[OllamaCall], usage: Usage) -> Answer:
         now, began = self._writer.clock.now(), self._writer.began
         first = now if self._first is None else self._first
         spans = {
@@ -143,7 +143,7 @@ class OllamaForm:
         )
 
 
-def _call(block: OutputBlock) -> ToolCall:
+def _call(block: OutputBlock) -> OllamaCall:
     """Convert a complete call. Arguments that are no JSON object are the text under `arguments`."""
     assert block.call is not None
     try:
@@ -151,4 +151,4 @@ def _call(block: OutputBlock) -> ToolCall:
     except (ValueError, RecursionError):
         found = None
     arguments = found if isinstance(found, dict) else {"arguments": block.text}
-    return ToolCall(CalledFunction(block.call.name, arguments))
+    return OllamaCall(OllamaFunction(block.call.name, arguments))

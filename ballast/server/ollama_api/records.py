@@ -7,22 +7,22 @@ from typing import Any
 import msgspec
 
 
-class CalledFunction(msgspec.Struct):
+class OllamaFunction(msgspec.Struct):
     name: str
     arguments: dict[str, Any]
 
 
-class ToolCall(msgspec.Struct):
-    function: CalledFunction
+class OllamaCall(msgspec.Struct):
+    function: OllamaFunction
 
 
-class ChatMessage(msgspec.Struct, omit_defaults=True):
+class OllamaMessage(msgspec.Struct, omit_defaults=True):
     role: str
     content: str
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[OllamaCall] = []
 
 
-class Timings(msgspec.Struct, omit_defaults=True):
+class OllamaTimings(msgspec.Struct, omit_defaults=True):
     """The last part of every answer. Durations are nanoseconds."""
 
     total_duration: int = 0
@@ -35,17 +35,17 @@ class Timings(msgspec.Struct, omit_defaults=True):
     eval_duration: int = 0
 
 
-class ChatAnswer(Timings, kw_only=True, omit_defaults=True):
+class ChatAnswer(OllamaTimings, kw_only=True, omit_defaults=True):
     """Answer of `/api/chat`, or a line of its stream."""
 
     model: str
     created_at: str
-    message: ChatMessage
+    message: OllamaMessage
     done: bool | None = None
     done_reason: str | None = None
 
 
-class GenerateAnswer(Timings, kw_only=True, omit_defaults=True):
+class GenerateAnswer(OllamaTimings, kw_only=True, omit_defaults=True):
     """Answer of `/api/generate`, or a line of its stream."""
 
     model: str
@@ -65,13 +65,13 @@ class Embedded(msgspec.Struct):
     prompt_eval_count: int
 
 
-class Embedding(msgspec.Struct):
+class OneEmbedding(msgspec.Struct):
     """Answer of `/api/embeddings`."""
 
     embedding: list[float]
 
 
-class Details(msgspec.Struct):
+class ModelDetails(msgspec.Struct):
     parent_model: str
     """Base of an adapter; empty for other models."""
     format: str
@@ -90,7 +90,7 @@ class TaggedModel(msgspec.Struct):
     size: int
     """Bytes of its weights as they are served."""
     digest: str
-    details: Details
+    details: ModelDetails
 
 
 class ModelTags(msgspec.Struct):
@@ -104,7 +104,7 @@ class LoadedModel(msgspec.Struct):
     model: str
     size: int
     digest: str
-    details: Details
+    details: ModelDetails
     expires_at: str
     """When it goes if nobody asks for it (`ttl`); far away where memory alone decides."""
     size_vram: int
@@ -122,13 +122,13 @@ class ShownModel(msgspec.Struct):
     modelfile: str
     parameters: str
     template: str
-    details: Details
+    details: ModelDetails
     model_info: dict[str, Any]
     capabilities: list[str]
     modified_at: str
 
 
-class Progress(msgspec.Struct):
+class PullStatus(msgspec.Struct):
     """Answer of `/api/pull`, or a line of its stream."""
 
     status: str

@@ -1,6 +1,6 @@
 """Define and validate requests of Ollama's API, and translate them to OpenAI requests.
 
-Options that decide on memory (`keep_alive`, `num_ctx`, `num_gpu`) have no effect: here the fleet's
+What decides on memory (`keep_alive`, `num_ctx`, `num_gpu`) has no effect: here the fleet's
 memory policy decides, for all clients together, and an operator may pin a model.
 """
 
@@ -26,8 +26,8 @@ MOST_CALLS = 128
 KeepAlive = Annotated[str, Field(max_length=40)] | float | None
 
 
-class Options(BaseModel):
-    """Options that have an effect; others are ignored, as by Ollama."""
+class OllamaOptions(BaseModel):
+    """OllamaOptions that have an effect; others are ignored, as by Ollama."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -74,7 +74,7 @@ class Asking(Body, Renaming):
         (r"response_format.*", "format"),
     )
 
-    options: Options = Options()
+    options: OllamaOptions = OllamaOptions()
     stream: StrictBool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     keep_alive: KeepAlive = None
@@ -111,7 +111,7 @@ class Asking(Body, Renaming):
         return {"chat_template_kwargs": think}
 
 
-class Turn(BaseModel):
+class OllamaTurn(BaseModel):
     """A message of a conversation."""
 
     role: Annotated[Text, Field(min_length=1)]
@@ -124,7 +124,7 @@ class Turn(BaseModel):
 class OllamaChatRequest(Asking):
     """`POST /api/chat`."""
 
-    messages: Annotated[list[Turn], Field(fail_fast=True), at_most(MOST_MESSAGES)] = Field(
+    messages: Annotated[list[OllamaTurn], Field(fail_fast=True), at_most(MOST_MESSAGES)] = Field(
         default_factory=list
     )
     tools: (

@@ -25,14 +25,14 @@ from ballast.server.http.off_loop import off_loop
 from ballast.server.http.request_context import Caller, RequestContext, context_of
 from ballast.server.http.sse import ClientGone, LineStream, unless_gone
 from ballast.server.ollama_api.catalogue import NEVER, details, family_of, shown, tagged
-from ballast.server.ollama_api.form import OllamaForm, Writer, line, line_failed, stamp
+from ballast.server.ollama_api.form import AnswerWriter, OllamaForm, line, line_failed, stamp
 from ballast.server.ollama_api.records import (
     Embedded,
-    Embedding,
     LoadedModel,
     LoadedModels,
     ModelTags,
-    Progress,
+    OneEmbedding,
+    PullStatus,
     ShownModel,
 )
 from ballast.server.ollama_api.request import (
@@ -92,17 +92,19 @@ def _add_generating(app: FastAPI, service: Service) -> None:
         return await _answer(service, body, wanted, writer, request)
 
 
-def _writer(service: Service, body: Asking, context: RequestContext, *, chats: bool) -> Writer:
+def _writer(
+    service: Service, body: Asking, context: RequestContext, *, chats: bool
+) -> AnswerWriter:
     """Check fields, and make what writes the answer, by the name that the client has used."""
     service.check_fields(body)
     named = body.model
     body.model = _named(service, named)
     context.left_out = body.left_out
-    return Writer(named, service.clock, service.wall, service.clock.now(), chats=chats)
+    return AnswerWriter(named, service.clock, service.wall, service.clock.now(), chats=chats)
 
 
 async def _answer(
-    service: Service, body: Asking, wanted: GenerateRequest, writer: Writer, request: Request
+    service: Service, body: Asking, wanted: GenerateRequest, writer: AnswerWriter, request: Request
 ) -> Response:
     asked = Asked(
         wanted,
@@ -125,7 +127,9 @@ async def _arrived(service: Service, name: str, request: Request) -> ModelSpec |
         return None
 
 
-async def _loaded(service: Service, body: Asking, writer: Writer, request: Request) -> Response:
+async def _loaded(
+    service: Service, body: Asking, writer: AnswerWriter, request: Request
+) -> Response:
     """Answer a request without a prompt, by which Ollama's clients load a model, or unload it with
     a `keep_alive` of 0."""
     unload = body.keep_alive in (0, "0", "0s", "0m", "0h")
@@ -151,13 +155,13 @@ def _add_embedding(app: FastAPI, service: Service) -> None:
         taken = round((service.clock.now() - began) * 1e9)
         return answered(Embedded(body.model, vectors, taken, 0, tokens))
 
-    @app.post("/api/embeddings", responses=OLLAMA_ERRORS | responses_of(Embedding))
+    @app.post("/api/embeddings", responses=OLLAMA_ERRORS | responses_of(OneEmbedding))
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         service.check_fields(body)
         found = await _embedded(service, body, request)
         if found is None:
             return Response(status_code=499)  # nobody reads it
-        return answered(Embedding(found[0][0]))
+        return answered(OneEmbedding(found[0][0]))
 
 
 async def _embedded(
@@ -246,7 +250,7 @@ def _loaded_models(service: Service, caller: Caller) -> LoadedModels:
 def _add_pull(app: FastAPI, service: Service) -> None:
     """Add `/api/pull`, for models that are served: others are an operator's to add."""
 
-    @app.post("/api/pull", responses=OLLAMA_ERRORS | responses_of(Progress))
+    @app.post("/api/pull", responses=OLLAMA_ERRORS | responses_of(PullStatus))
     async def pull(body: NamedRequest, request: Request) -> Response:
         caller = context_of(request.scope).caller
         name = _named(service, body.wanted)
@@ -260,7 +264,7 @@ def _add_pull(app: FastAPI, service: Service) -> None:
             raise Fault(403, why, "forbidden", "model") from error
         if body.stream is False:
             await _arrived(service, name, request)
-            return answered(Progress("success"))
+            return answered(PullStatus("success"))
         return LineStream(_pulled(service, name, caller), lambda: None)
 
 
@@ -268,11 +272,11 @@ async def _pulled(service: Service, name: str, caller: Caller) -> AsyncIterator[
     """Yield how far a model is loaded, until it serves or has failed."""
     load = service.models.awaited(name, caller)
     while load is not None and not await service.loads.wait(load, 0.0):
-        yield line(Progress(service.loads.described(load)))
+        yield line(PullStatus(service.loads.described(load)))
         await service.loads.wait(load, service.settings.ping_seconds)
     try:
         service.models.find(name, caller)
     except UnknownModel as error:
         yield line_failed(Fault.of(error))
         return
-    yield line(Progress("success"))
+    yield line(PullStatus("success"))

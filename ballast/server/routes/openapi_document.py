@@ -23,11 +23,11 @@ from ballast.server.observe.server_state import ServerNow
 from ballast.server.ollama_api.records import (
     ChatAnswer,
     Embedded,
-    Embedding,
     GenerateAnswer,
     LoadedModels,
     ModelTags,
-    Progress,
+    OneEmbedding,
+    PullStatus,
     ShownModel,
 )
 from ballast.server.openai.records import (
@@ -66,10 +66,10 @@ _ANSWERS = (
     ChatAnswer,
     GenerateAnswer,
     Embedded,
-    Embedding,
+    OneEmbedding,
     LoadedModels,
     ModelTags,
-    Progress,
+    PullStatus,
     ShownModel,
 )
 _REFERENCES, _COMPONENTS = msgspec.json.schema_components(
