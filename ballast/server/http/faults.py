@@ -143,6 +143,14 @@ class Fault(Exception):
         """The message as valid Unicode: it may quote a client's text that is not."""
         return _valid(self.message)
 
+    @property
+    def _text_with_field(self) -> str:
+        """The message, which names the field at fault."""
+        message = self.text
+        if self.param is not None and not message.startswith(self.param):
+            message = f"{_valid(self.param)}: {message}"
+        return message
+
     def openai_body(self) -> bytes:
         """Encode the fault as JSON in the envelope of OpenAI's APIs."""
         kind = {
@@ -159,16 +167,14 @@ class Fault(Exception):
     def messages_body(self, request_id: str) -> bytes:
         """Encode the fault as JSON in the envelope of the Messages API, which has no place for the
         field at fault."""
-        message = self.text
-        if self.param is not None and not message.startswith(self.param):
-            message = f"{_valid(self.param)}: {message}"
+        message = self._text_with_field
         default = "api_error" if self.status >= 500 else "invalid_request_error"
         kind = _MESSAGES_TYPES.get(self.status, default)
         return encode(MessagesErrorBody(MessagesError(kind, message), request_id))
 
     def ollama_body(self) -> bytes:
         """Encode the fault as JSON in the envelope of Ollama's API."""
-        return encode(OllamaErrorBody(self.text))
+        return encode(OllamaErrorBody(self._text_with_field))
 
     def response(self, context: RequestContext) -> Response:
         """Build the error response, in the envelope of the client's API, and record the code in
