@@ -73,6 +73,7 @@ def _in_pages(report: DeviceReport, page_bytes: int) -> DeviceReport:
             replace(
                 m,
                 weight_pages=m.weight_pages * times,
+                whole_pages=m.whole_pages * times,
                 kv_pages=m.kv_pages * times,
                 cached_pages=m.cached_pages * times,
                 cached_pages_of={t: n * times for t, n in m.cached_pages_of.items()},

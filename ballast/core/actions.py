@@ -33,10 +33,16 @@ class Activate:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Take a model's weights and KV off the device; its running requests are preempted."""
+    """Take a model's weights off the device, or part of them; its running requests are preempted.
+
+    With part of its weights a model does not run, and keeps cached prefixes; without any it keeps
+    no KV. `Activate` brings what is missing.
+    """
 
     model: str
     why: str = ""
+    pages: int | None = field(default=None, metadata=OMITTED)
+    """Pages to free, in whole segments, the last layers first; None: those of all segments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class ModelReport:
     residency: str
     """A value of `ballast.core.view.Residency`."""
     weight_pages: int
-    """Pages of its weights now, including slots and segments shared with other models."""
+    """Pages of its weights on the device, including slots and segments shared with other models."""
     kv_pages: int
     """Pages of its KV cache, without borrowed ones."""
     cached_pages: int
@@ -54,6 +54,8 @@ class ModelReport:
     """Prompt tokens of all finished requests."""
     cached_tokens: int
     output_tokens: int
+    whole_pages: int = 0
+    """Pages of all of its weights, on the device or not."""
     paused: int = 0
     """Paused requests: the client does not read, or the grammar is being compiled."""
     borrowed_pages: int = 0

@@ -25,7 +25,7 @@ class Residency(enum.Enum):
     """State of a model's weights on the device."""
 
     ABSENT = "absent"
-    """Weights are on the host only."""
+    """The model does not run: all of its weights, or part of them, are on the host only."""
     ACTIVATING = "activating"
     """Pages are allocated or promised; copies are in progress."""
     RESIDENT = "resident"
@@ -147,14 +147,17 @@ class ModelView:
     frozen: bool = False
     """Whether jobs of the model are stopped; running requests keep their KV."""
     idle_since: float | None = None
-    """Time since when it is resident without any request, in seconds; None: it is not resident, or
-    has requests, paused ones included."""
+    """Time since when it has weights on the device without any request, in seconds; None: it has
+    none there, or has requests, paused ones included."""
     cached_of: tuple[tuple[str, int], ...] = ()
     """Pages that hold cached prefixes only, by tenant."""
     given_up: bool = False
     """Whether it is resident, or its weights are loading, without any request, and all requests for
     which it was activated have left before any had a job."""
     traffic: TrafficStats = field(default_factory=TrafficStats)
+    parts: tuple[int, ...] | None = None
+    """Pages of its own segments on the device, in the order in which it gives them up part by part;
+    None: all if it is on the device, and otherwise none, in one piece."""
     _derived: dict[Callable[[ModelView], Any], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -195,15 +198,25 @@ class ModelView:
         return self.rotation.n_freed * self.layer_pages
 
     @property
+    def present_pages(self) -> int:
+        """Pages on the device of segments that no other model contains, slots included."""
+        if self.parts is not None:
+            return sum(self.parts)
+        away = self.residency in (Residency.ABSENT, Residency.FAILED)
+        return 0 if away else self.own_pages - self.freed_pages
+
+    @property
     def missing_pages(self) -> int:
-        """Pages that its activation needs now, without shared segments already on the device."""
-        return self.own_pages + sum(s.pages for s in self.shared if not s.holders)
+        """Pages that an absent model's activation needs now, without segments that are on the
+        device."""
+        missing = self.own_pages - self.present_pages
+        return missing + sum(s.pages for s in self.shared if not s.holders)
 
     @property
     def evictable_pages(self) -> int:
         """Pages that its eviction frees now, KV included, without segments that others use."""
         alone = sum(s.pages for s in self.shared if s.holders == (self.name,))
-        return self.own_pages - self.freed_pages + alone + self.kv_pages
+        return self.present_pages + alone + self.kv_pages
 
     @property
     def fair_pages(self) -> float:

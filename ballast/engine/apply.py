@@ -76,11 +76,17 @@ def _activate(state: DeviceState, a: Activate) -> Refusal:
 def _evict(state: DeviceState, a: Evict) -> Refusal:
     m = state.models[a.model]
     stops = m.residency is Residency.ACTIVATING and m.given_up
-    if m.residency is not Residency.RESIDENT and not stops:
+    rest = m.residency is Residency.ABSENT and not m.weights.plan.empty
+    if m.residency is not Residency.RESIDENT and not (stops or rest):
         return f"{a.model} is {m.residency.value}"
     if m.spec.pinned:
         return f"{a.model} is pinned"
-    (layer_remap.stop_load if stops else layer_remap.drive_out)(state, m)
+    if stops:
+        layer_remap.stop_load(state, m)
+    elif rest:
+        layer_remap.give_up_more(state, m, a.pages)
+    else:
+        layer_remap.drive_out(state, m, a.pages)
     return None
 
 

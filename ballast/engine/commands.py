@@ -119,7 +119,8 @@ class CommandHandler:
             m.quarantine.lift(s.name for s in m.spec.served)
         here = (Residency.RESIDENT, Residency.ACTIVATING)
         gone = (Residency.ABSENT, Residency.EVICTING)
-        if m.residency in (here if isinstance(wanted, Activate) else gone):
+        rest = isinstance(wanted, Evict) and not m.weights.plan.empty and m.residency in gone[:1]
+        if m.residency in (here if isinstance(wanted, Activate) else gone) and not rest:
             return None
         return apply(state, wanted, outputs)
 

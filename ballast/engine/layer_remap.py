@@ -28,12 +28,19 @@ def remap(state: DeviceState, m: ModelState, wanted: Rotation) -> Short | None:
     return None
 
 
-def drive_out(state: DeviceState, m: ModelState) -> None:
-    """Order a model's eviction; carried out as soon as no job and no load is in flight."""
+def drive_out(state: DeviceState, m: ModelState, pages: int | None = None) -> None:
+    """Order the eviction of a model, or of parts with `pages` pages; carried out as soon as no job
+    and no load is in flight."""
     m.life.order_eviction()
-    m.weights.announce_eviction()
+    m.weights.announce_eviction(pages)
     state.pool.replace_promise(m.weights.owner, 0)
     proceed(state, m)
+
+
+def give_up_more(state: DeviceState, m: ModelState, pages: int | None) -> None:
+    """Evict more of an absent model of which parts are on the device."""
+    m.weights.announce_eviction(pages)
+    state.free(m)
 
 
 def stop_load(state: DeviceState, m: ModelState) -> None:

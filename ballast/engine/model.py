@@ -151,8 +151,9 @@ class ModelState:
 
     @property
     def idle_since(self) -> float | None:
-        """Time since which it is idle; None: it is not resident, or has requests."""
-        if self.residency is not Residency.RESIDENT or self.has_requests:
+        """Time since which it is idle; None: it has no weights on the device, or has requests."""
+        absent = self.residency is Residency.ABSENT and not self.weights.plan.empty
+        if not (self.residency is Residency.RESIDENT or absent) or self.has_requests:
             return None
         return max(self.last_used, self.life.resident_since)
 

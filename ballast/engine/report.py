@@ -25,7 +25,7 @@ def report(state: DeviceState, device: str, graphs: GraphReport | None = None) -
         owners[s.owner] = len(s.pages)
     for m in present:
         slots = m.weights.slots.pages
-        owners[m.weights.owner] = 0 if _absent(m) else m.weights.present_pages - slots
+        owners[m.weights.owner] = m.weights.present_pages - slots
         if slots:
             owners[m.weights.slots.owner] = slots
         owners[f"kv:{m.spec.name}"] = m.kv.pages
@@ -49,13 +49,17 @@ def report(state: DeviceState, device: str, graphs: GraphReport | None = None) -
 def _model(m: ModelState, now: float) -> ModelReport:
     layers, rotation = m.spec.n_layers, m.weights.slots.rotation
     rotated_pages = rotation.n_freed * m.weights.slots.layer_pages
-    here = m.residency in (Residency.RESIDENT, Residency.EVICTING)
-    rotating = len(rotation.layers) if here else 0
+    plan = m.weights.plan
+    held = (s for s in m.weights.shared if m.spec.name in s.holders)
+    absent = sum(1 + layer in plan.absent for layer in range(layers))
+    here = m.residency is not Residency.ACTIVATING
+    rotating = len(rotation.layers)
     loads = Loads() if m.weights.rotor is None else m.weights.rotor.loads
     return ModelReport(
         name=m.spec.name,
         residency=m.residency.value,
-        weight_pages=0 if _absent(m) else m.weights.pages - rotated_pages,
+        weight_pages=plan.device_pages + sum(s.n_pages for s in held),
+        whole_pages=m.weights.pages,
         kv_pages=m.kv.pages,
         cached_pages=m.kv.cached_pages,
         cached_pages_of=dict(m.kv.cached_pages_of),
@@ -72,9 +76,9 @@ def _model(m: ModelState, now: float) -> ModelReport:
         output_tokens=m.output_tokens,
         borrowed_pages=m.kv.borrowed_pages,
         layers=layers,
-        resident_layers=layers - rotating if here else 0,
+        resident_layers=layers - rotating - absent if here else 0,
         rotating_layers=rotating,
-        absent_layers=rotation.n_freed if here else layers,
+        absent_layers=rotation.n_freed + absent if here else layers,
         lent_pages=rotated_pages,
         loads=loads.n,
         loaded_bytes=loads.n_bytes,
@@ -84,7 +88,3 @@ def _model(m: ModelState, now: float) -> ModelReport:
         set_aside=dict(m.quarantine.reasons),
         traffic=m.traffic.expected(now),
     )
-
-
-def _absent(m: ModelState) -> bool:
-    return m.residency in (Residency.ABSENT, Residency.FAILED)

@@ -227,19 +227,25 @@ class DeviceState:
         m.waiting.add(request)
 
     def evict(self, m: ModelState) -> None:
-        """Carry out an ordered eviction: free a model's weights and KV, and preempt its requests.
+        """Carry out an ordered eviction: free weights of a model, and preempt its requests.
 
         No job of the model may be in flight."""
         for request in list(m.running):
             self.preempt(m, request)
         m.shortages = ()
         m.blocked = None
-        self.migration.forget(m)
-        m.kv.clear()
-        kv_swap.forget(m)
-        m.weights.evict()
+        self.free(m)
         m.life.evict()
         m.evictions += 1
+
+    def free(self, m: ModelState) -> None:
+        """Free the weights whose eviction is ordered, of a model that runs no request; with the
+        last of them, its KV."""
+        if m.weights.leaves_whole:
+            self.migration.forget(m)
+            m.kv.clear()
+            kv_swap.forget(m)
+        m.weights.evict()
 
     def fail_load(self, m: ModelState, error: str) -> list[Output]:
         """Fail a model whose weights could not be loaded, with all its requests; return outputs.
@@ -292,7 +298,8 @@ class DeviceState:
             m.weights.validate()
             m.kv.validate([*(r.blocks for r in m.running), *self.migration.tables(m)])
             here = m.residency not in (Residency.ABSENT, Residency.FAILED)
-            if m.weights.backed != here:
+            failed = m.residency is Residency.FAILED and not m.weights.plan.empty
+            if m.weights.backed != here or failed:
                 raise BrokenPromise(f"{m.life}: the pages of its weights say otherwise")
             if m.kv.fixed != m.life.moving:
                 raise BrokenPromise(f"{m.life}: KV that moves is fixed, and no other")

@@ -89,6 +89,7 @@ def made_anew(m: ModelState) -> ModelView:
         idle_since=m.idle_since,
         given_up=m.given_up,
         traffic=m.traffic,
+        parts=m.weights.plan.parts,
     )
 
 
@@ -97,7 +98,7 @@ def deferred_pages(m: ModelState) -> int:
     its loads have ended."""
     life = m.life
     if life.residency is Residency.EVICTING:
-        return m.weights.present_pages + m.kv.pages
+        return m.weights.leaving_pages + (m.kv.pages if m.weights.leaves_whole else 0)
     deferred = sum(m.kv.if_freed(r.blocks)[0] for r in m.running.leaving)
     if life.remap_to is not None:
         deferred += max(0, -m.pages_to_take)

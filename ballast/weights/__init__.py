@@ -24,6 +24,7 @@ cannot see `kv`.
 - `host`: The host tier: weights packed in sealed memory, shared by all workers.
 - `inspection`: Derive an architecture from its `transformers` module, or refuse the model.
 - `link_rotor`: Load rotating layers on a CPU device over the link, as jobs advance.
+- `load_order`: Order of a load behind which the first job can begin.
 - `manifest`: A checkpoint's contents, checked before its weights are read.
 - `meta_module`: The `transformers` module of a configuration, without memory.
 - `module_pattern`: Linear-time patterns of module paths.

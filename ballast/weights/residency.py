@@ -7,14 +7,15 @@ All segments lie in one range of addresses, each beginning at a page, in load or
 
 Used by the engine's models. Parameters are views on these addresses for as long as the model
 exists; only the pages beneath are mapped and unmapped. Weights are read only: eviction copies
-nothing. Pages of a segment that several models contain are owned by the segment
+nothing. A model can give up part of its segments, the last layers first; an activation brings those
+that are missing. Pages of a segment that several models contain are owned by the segment
 (`weights/shared.py`) and aliased here, as are those of the slots that rotating layers share
 (`weights/slots.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -28,14 +29,16 @@ from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
-from ballast.weights.rotor import ArrivalPlan, MakeRotor
+from ballast.residency.plan import ResidencyPlan, Unit
+from ballast.weights.load_order import load_order
+from ballast.weights.rotor import MakeRotor
 from ballast.weights.segment_table import PlacedSegment, own_stretches, place_segments
 from ballast.weights.shared import SharedSegment
 from ballast.weights.slots import LayerPages, Slots
 
 
 class WeightsOnDevice:
-    """All segments of a model, present or absent together, except layers that rotate.
+    """All segments of a model, each present or absent; layers can rotate while all are present.
 
     Owners in the ledger: ``weights:NAME`` and, while layers rotate, ``slots:NAME``.
     """
@@ -56,11 +59,15 @@ class WeightsOnDevice:
         `make_rotor`: makes the rotor that loads rotating layers; None: no layer can rotate.
         """
         if len(host_addresses) != len(spec.segment_bytes):
-            raise BrokenPromise(
-                f"{spec.name}: {len(spec.segment_bytes)} segments at {len(host_addresses)} "
-                "host addresses"
-            )
+            raise BrokenPromise(f"{spec.name}: {len(host_addresses)} host addresses of segments")
         self.spec = spec
+        self._absent = frozenset(range(len(spec.segment_bytes)))
+        """Segments without pages."""
+        self._unfilled: frozenset[int] = frozenset()
+        """Own segments with pages whose bytes are to come."""
+        self._going: frozenset[int] | None = None
+        """Segments whose eviction waits for a job or a load; None: none is ordered."""
+        self._plan: ResidencyPlan | None = None
         self.version = ChangeCounter()
         """Grows with every change of what is present, and of other holders of shared segments."""
         self.shared: tuple[SharedSegment, ...] = ()
@@ -76,10 +83,6 @@ class WeightsOnDevice:
         self.may_be_loading = False
         """Whether loads of layers may be in flight: layers rotate, or did and no job has ended
         since."""
-        self._backed = False
-        self._filled = False
-        self._going = False
-        """Whether its eviction waits for a job or a load."""
 
     @property
     def owner(self) -> str:
@@ -91,20 +94,29 @@ class WeightsOnDevice:
 
     @property
     def backed(self) -> bool:
-        """Whether pages are mapped; their contents are valid once `filled`."""
-        return self._backed
+        """Whether all segments have pages; their contents are valid once `filled`."""
+        return not self._absent
+
+    @property
+    def plan(self) -> ResidencyPlan:
+        """Where each segment is."""
+        if self._plan is None:
+            units = (Unit(s.n_pages, s.n_bytes, s.shared is not None) for s in self.segments)
+            rotation = self.slots.rotation
+            self._plan = ResidencyPlan(tuple(units), self.spec.n_layers, rotation, self._absent)
+        return self._plan
 
     @property
     def filled(self) -> bool:
         """Whether all bytes are present."""
-        return self._backed and self._filled and all(s.filled for s in self.shared)
+        return not (self._absent or self._unfilled) and all(s.filled for s in self.shared)
 
     def segment_address(self, i: int) -> int:
         """Device address of segment `i`; never changes."""
         return self.segments[i].address
 
     def activate(self, transfer_id: int, ahead: int = 0) -> Short | None:
-        """Map pages for all segments and start the transfer that fills them; or do nothing.
+        """Map pages for all absent segments and start the transfer that fills them; or do nothing.
 
         `ahead`: most bytes that may still be in flight when the first job begins
         (`FirstJobReadyEvent`), if its rotor can make jobs wait for the layers in these bytes.
@@ -113,10 +125,11 @@ class WeightsOnDevice:
         once and no transfer starts. `Short.pages`: pages that the pool lacks. If a mapping or the
         link fails, the pages are freed and the error is raised.
         """
-        if self._backed:
+        absent = self._absent
+        if not absent:
             raise BrokenPromise(f"{self.spec.name}: its weights are on the device already")
         missing = [s for s in self.shared if not s.pages]
-        wanted = self.own_pages + sum(s.n_pages for s in missing)
+        wanted = self.plan.missing_pages + sum(s.n_pages for s in missing)
         short = wanted - self._pool.available(self.owner)
         if short > 0:
             return Short(short)
@@ -126,19 +139,19 @@ class WeightsOnDevice:
                 if lacking is not None:
                     return lacking
                 undo.callback(segment.free)
-            lacking = self._range.back_many(self._own)
+            stretches = own_stretches(self.segments, absent)
+            lacking = self._range.back_many(stretches)
             if lacking is not None:
                 return lacking
-            undo.callback(self._drop_own)
-            for s in self.segments:
+            undo.callback(self._release, stretches)
+            for i in sorted(absent):
+                s = self.segments[i]
                 if s.shared is not None:
                     self._range.alias(s.at, s.shared.pages, s.shared.owner)
                     undo.callback(self._range.unalias, s.at, s.n_pages, s.shared.owner)
-            self._backed, self._filled = True, not self._own
-            self.version.n += 1
-            for segment in self.shared:
-                segment.add_holder(self.spec.name)
-            undo.callback(self._forget)
+            self._unfilled = frozenset(i for i in absent if self.segments[i].shared is None)
+            self._set_absent(frozenset())
+            undo.callback(self._set_absent, absent)
             if not self.filled:
                 self.fill(transfer_id, ahead)
             undo.pop_all()
@@ -156,7 +169,7 @@ class WeightsOnDevice:
         brought: list[SharedSegment] = []
         for i, s in enumerate(self.segments):
             if s.shared is None:
-                here = self._filled
+                here = i not in self._unfilled
             else:
                 here = s.shared.filled or s.shared.filler is not None or s.shared in brought
                 if not here:
@@ -169,11 +182,7 @@ class WeightsOnDevice:
             segment.filler = self.spec.name
 
     def _fill_ahead(
-        self,
-        transfer_id: int,
-        wanted: Sequence[int],
-        brought: Collection[SharedSegment],
-        ahead: int,
+        self, transfer_id: int, wanted: list[int], brought: list[SharedSegment], ahead: int
     ) -> bool:
         """Start the transfer of the segments `wanted`, layers last, so that the first job can begin
         before its end; False, with nothing started, if that is impossible or useless.
@@ -181,23 +190,14 @@ class WeightsOnDevice:
         No shared segment may be in flight from another model: only that model's transfer shows when
         it has landed.
         """
-        if self.rotor is None or ahead <= 0 or self.may_be_loading:
+        here = all(s.filled or s in brought for s in self.shared)
+        if self.rotor is None or ahead <= 0 or self.may_be_loading or not here:
             return False
-        if not all(s.filled or s in brought for s in self.shared):
+        order, arrivals = load_order(self.segments, self.spec.n_layers, wanted, ahead)
+        if arrivals is None:
             return False
-        layers = range(1, 1 + self.spec.n_layers)
-        order = sorted(wanted, key=lambda i: i in layers)  # stable: each kind stays in order
-        there: dict[int, int] = {}
-        n_bytes = 0
-        for i in order:
-            n_bytes += self.segments[i].n_bytes
-            if i in layers:
-                there[i - 1] = n_bytes
-        if not there:
-            return False
-        opens = max(min(there.values()), n_bytes - ahead)
         copies = [self.segments[i].copy for i in order]
-        return self.rotor.start_load(transfer_id, copies, ArrivalPlan(there, opens))
+        return self.rotor.start_load(transfer_id, copies, arrivals)
 
     def transfer_landed(self) -> bool:
         """Handle the success of the transfer; returns whether all bytes are present.
@@ -205,7 +205,7 @@ class WeightsOnDevice:
         They are not if another model was to load a shared segment and failed: call `fill` again
         then.
         """
-        self._filled = True
+        self._unfilled = frozenset()
         for segment in self.shared:
             if segment.filler == self.spec.name:
                 segment.filled, segment.filler = True, None
@@ -213,9 +213,19 @@ class WeightsOnDevice:
 
     @property
     def present_pages(self) -> int:
-        """Pages, while present, of segments that no other model contains, less those that slots
-        save."""
-        return self.own_pages - self.slots.saved_pages
+        """Pages of slots and of present segments that no other model contains."""
+        return self.plan.device_pages
+
+    @property
+    def leaving_pages(self) -> int:
+        """Part of `present_pages` that the ordered eviction frees."""
+        after = replace(self.plan, rotation=WHOLE, absent=self._after)
+        return 0 if self._going is None else self.present_pages - after.device_pages
+
+    @property
+    def leaves_whole(self) -> bool:
+        """Whether nothing stays after the ordered eviction, or where none is ordered."""
+        return self._going is None or replace(self.plan, absent=self._after).empty
 
     def remap(self, wanted: Rotation) -> Short | None:
         """Change which layers rotate; or change nothing, if the pool is short.
@@ -223,12 +233,12 @@ class WeightsOnDevice:
         No job of the model is in flight, and its rotor is settled. Raises BrokenPromise for layers
         that cannot rotate (`Slots.refusal`).
         """
-        if self.rotor is None or not self._backed:
+        if self.rotor is None or self._absent:
             raise BrokenPromise(f"{self.spec.name}: its layers cannot rotate now")
         contents = self.slots.remap(wanted, self.rotor.held)
         if isinstance(contents, Short):
             return contents
-        self.may_be_loading = True
+        self.may_be_loading, self._plan = True, None
         self.version.n += 1
         self.rotor.remap(wanted, contents.held, contents.missing)
         return None
@@ -247,25 +257,37 @@ class WeightsOnDevice:
         if self.rotor is not None:
             self.rotor.forget()
 
+    def announce_eviction(self, pages: int | None = None) -> None:
+        """Order an eviction: of as many segments as have `pages` pages, in the order in which the
+        plan gives them up, or of all. Shared segments then have this model as a leaving holder."""
+        self._going = self.plan.without(pages).absent - self._absent
+        self.version.n += 1
+        if self.leaves_whole:
+            for segment in self.shared:
+                segment.mark_leaving(self.spec.name)
+
     def evict(self) -> None:
-        """Free the model's pages, and those of shared segments that no other model uses now. No job
-        or transfer of this model may use them, and its rotor is settled."""
-        if not self._backed:
+        """Free the pages of segments whose eviction is ordered, or of all if none is, and of layers
+        that rotate. No job or transfer may use them, and the rotor is settled."""
+        if self.plan.empty:
             raise BrokenPromise(f"{self.spec.name}: its weights are not on the device")
-        for s in self.segments:
+        everything = self.plan.without(None).absent - self._absent
+        going = everything if self._going is None else self._going
+        for i in sorted(going):
+            s = self.segments[i]
             if s.shared is not None:
                 self._range.unalias(s.at, s.n_pages, s.shared.owner)
-        self._forget()
+        rotating = frozenset(1 + layer for layer in self.slots.rotation.layers)
+        if rotating:
+            self.slots.dissolve()
+        self._release(own_stretches(self.segments, going - rotating))
+        self._set_absent(self._absent | going | rotating)
         for segment in self.shared:
-            if not segment.holders:
+            if segment.pages and not segment.holders:
                 segment.free()
-        self._drop_own()
-
-    def announce_eviction(self) -> None:
-        """Mark this model as a leaving holder of its shared segments, before its eviction."""
-        self._going = True
-        for segment in self.shared:
-            segment.mark_leaving(self.spec.name)
+        if self.may_be_loading and self.rotor is not None:
+            self.rotor.forget()
+        self.may_be_loading = False
 
     def job_passed(self) -> None:
         """Handle the end of a job that has run all layers: if none rotates, all are present."""
@@ -280,28 +302,30 @@ class WeightsOnDevice:
         return not mine.isdisjoint(digests)
 
     def share(self, shared: Mapping[str, SharedSegment]) -> None:
-        """Turn the segments of `shared`, by digest, from the model's own into shared ones, since
-        another model contains them too. Present pages stay mapped and change their owner. None of
-        these layers may be rotating."""
+        """Turn the model's own segments of `shared`, by digest, into shared ones. Present pages
+        stay mapped and change their owner. None of these layers may be rotating."""
         table = list(self.segments)
         for i, (s, digest) in enumerate(zip(table, self.spec.segment_digests, strict=False)):
             whose = shared.get(digest)
             if whose is None or s.shared is not None:
                 continue
-            if self._backed:
+            if i not in self._absent:
                 whose.pages = self._range.cede(s.at, s.n_pages, whose.owner)
                 whose.add_holder(self.spec.name)
-                if self._going:
+                if self._going is not None and self.leaves_whole:
                     whose.mark_leaving(self.spec.name)
-                whose.filled, whose.filler = (
-                    (True, None) if self._filled else (False, self.spec.name)
-                )
+                elif self._going is not None:
+                    self._going -= {i}
+                coming = i in self._unfilled
+                whose.filled, whose.filler = not coming, self.spec.name if coming else None
+                self._unfilled -= {i}
             table[i] = replace(s, shared=whose)
         self._tabulate(table)
 
     def close(self) -> None:
         """Evict the weights, if present, and release the addresses, for good."""
-        if self._backed:
+        if not self.plan.empty:
+            self._going = None
             self.evict()
         for segment in self.shared:
             segment.parts_of = tuple(w for w in segment.parts_of if w is not self)
@@ -310,24 +334,20 @@ class WeightsOnDevice:
     def validate(self) -> None:
         """Raise BrokenPromise unless range, segments and the pool's ledger agree."""
         self._range.validate()
-        own = self.present_pages - self.slots.pages if self._backed else 0
-        if own != self._pool.ledger.owned(self.owner):
-            raise BrokenPromise(
-                f"{self.owner}: owns {self._pool.ledger.owned(self.owner)}, not {own}"
-            )
+        own = self.present_pages - self.slots.pages
+        owned = self._pool.ledger.owned(self.owner)
+        if own != owned:
+            raise BrokenPromise(f"{self.owner}: owns {owned}, not {own}")
         self.slots.validate()
         for segment in self.shared:
-            if (self.spec.name in segment.holders) != self._backed:
+            if (self.spec.name in segment.holders) != self._uses(segment):
                 raise BrokenPromise(f"{self.owner}: holds {segment.owner} against its word")
-            if bool(segment.holders) != bool(segment.pages):
-                raise BrokenPromise(f"{segment.owner}: {len(segment.pages)} pages for nobody")
             if self not in segment.parts_of:
                 raise BrokenPromise(f"{segment.owner}: is no part of {self.owner}")
-            if self._pool.ledger.owned(segment.owner) != len(segment.pages):
-                raise BrokenPromise(f"{segment.owner}: the pool says otherwise")
-        for s in self.segments:
-            here = self._range.pages(s.at, s.n_pages) if self._backed else ()
-            if s.shared is not None and self._backed and here != s.shared.pages:
+            segment.validate()
+        for i, s in enumerate(self.segments):
+            here = () if i in self._absent else self._range.pages(s.at, s.n_pages)
+            if s.shared is not None and here != (() if i in self._absent else s.shared.pages):
                 raise BrokenPromise(f"{self.owner}: other pages than {s.shared.owner}'s")
 
     def _tabulate(self, table: Sequence[PlacedSegment]) -> None:
@@ -343,28 +363,38 @@ class WeightsOnDevice:
         self.version.n += 1
         self.pages = self.own_pages + sum(s.n_pages for s in self.shared)
         """Pages of all segments, present or not."""
-        self._own = own_stretches(self.segments)
+        self._plan = None
         if self._rotates:
             layers = self.segments[1 : 1 + self.spec.n_layers]
             self.slots.tabulate(
                 [LayerPages(s.at, s.n_pages, s.n_bytes, s.shared is None) for s in layers]
             )
 
-    def _forget(self) -> None:
-        """Mark the weights as absent, and this model as no holder of shared segments."""
-        self._backed = self._filled = self._going = False
+    @property
+    def _after(self) -> frozenset[int]:
+        """Segments that are absent after the ordered eviction."""
+        rotating = frozenset(1 + layer for layer in self.slots.rotation.layers)
+        return self._absent | (self._going or frozenset()) | rotating
+
+    def _uses(self, segment: SharedSegment) -> bool:
+        """Whether a shared segment is mapped here."""
+        parts = enumerate(self.segments)
+        return any(s.shared is segment for i, s in parts if i not in self._absent)
+
+    def _set_absent(self, absent: frozenset[int]) -> None:
+        """Record which segments are absent, and so which shared ones this model uses; no eviction
+        is ordered any more."""
+        self._absent, self._going, self._plan = absent, None, None
+        self._unfilled -= absent
         self.version.n += 1
         for segment in self.shared:
-            segment.remove_holder(self.spec.name)
-            if segment.filler == self.spec.name:
-                segment.filler = None
+            if not self._uses(segment):
+                segment.remove_holder(self.spec.name)
+                if segment.filler == self.spec.name:
+                    segment.filler = None
+            elif self.spec.name not in segment.holders:
+                segment.add_holder(self.spec.name)
 
-    def _drop_own(self) -> None:
-        rotating = frozenset(self.slots.rotation.layers)
-        if rotating:
-            self.slots.dissolve()
-        for at, n in own_stretches(self.segments, rotating) if rotating else self._own:
+    def _release(self, stretches: Iterable[tuple[int, int]]) -> None:
+        for at, n in stretches:
             self._range.release(at, n)
-        if self.may_be_loading and self.rotor is not None:
-            self.rotor.forget()
-        self.may_be_loading = False

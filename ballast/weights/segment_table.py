@@ -56,13 +56,12 @@ def place_segments(
 
 
 def own_stretches(
-    segments: Sequence[PlacedSegment], without_layers: Collection[int] = ()
+    segments: Sequence[PlacedSegment], among: Collection[int]
 ) -> tuple[tuple[int, int], ...]:
-    """Return maximal runs `(at, n)` of the model's own pages, those of some layers left out."""
+    """Return maximal runs `(at, n)` of the model's own pages in some of its segments."""
     found: list[tuple[int, int]] = []
     for i, s in enumerate(segments):
-        # Segment 0 is the embeddings: layer i - 1 is segment i.
-        if s.shared is not None or i - 1 in without_layers:
+        if s.shared is not None or i not in among:
             continue
         if found and sum(found[-1]) == s.at:
             found[-1] = (found[-1][0], found[-1][1] + s.n_pages)

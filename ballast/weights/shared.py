@@ -96,6 +96,13 @@ class SharedSegment:
         self._pool.give_back(self.owner, self.pages)
         self.pages, self.filled, self.filler = (), False, None
 
+    def validate(self) -> None:
+        """Raise BrokenPromise unless holders, pages and the pool's ledger agree."""
+        if bool(self.holders) != bool(self.pages):
+            raise BrokenPromise(f"{self.owner}: {len(self.pages)} pages for nobody")
+        if self._pool.ledger.owned(self.owner) != len(self.pages):
+            raise BrokenPromise(f"{self.owner}: the pool says otherwise")
+
 
 def find_shared(
     specs: Iterable[ModelSpec], pool: Pool, page_bytes: int, known: Collection[str] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ballast.core.view import Residency
 from ballast.engine.life_rules import Landing, SwapPhase, Work
+from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.engine.views import deferred_pages, device_view, made_anew
 
@@ -22,14 +23,25 @@ def check_views(state: DeviceState) -> None:
         here = life.residency in (Residency.RESIDENT, Residency.EVICTING)
         assert not seen.running or here or life.landing is not Landing.SHUT
         open_here = seen.waiting or seen.running or m.paused
-        idle = life.residency is Residency.RESIDENT and not open_here
+        here = life.residency is Residency.RESIDENT
+        here |= life.residency is Residency.ABSENT and not m.weights.plan.empty
+        idle = here and not open_here
         assert (seen.idle_since is not None) == idle
         for s in seen.shared:
-            there = (n for n, o in state.models.items() if o.residency is not Residency.EVICTING)
+            there = (n for n, o in state.models.items() if not leaves(o))
             assert set(s.holders) == {n for n in there if holds(state, n, s.owner)}
+
+
+def leaves(m: ModelState) -> bool:
+    """Whether a model is about to give up all of its weights."""
+    return m.residency is Residency.EVICTING and m.weights.leaves_whole
 
 
 def holds(state: DeviceState, name: str, owner: str) -> bool:
     """Whether a model that is on the device, or on its way there, uses a shared segment."""
     m = state.models[name]
-    return m.weights.backed and any(s.owner == owner for s in m.weights.shared)
+    weights = m.weights
+    parts = enumerate(weights.segments)
+    return any(
+        s.shared and s.shared.owner == owner for i, s in parts if i not in weights.plan.absent
+    )

@@ -31,8 +31,8 @@ from ballast.sim.link import SimLink
 from tests.engine.checkpoints import VOCAB, make_base_and_tuned
 from tests.policy import worlds
 
-PARTS = {"a": "ext", "b": "eyt", "twin": "ext", "own": "z", "echo": "eey"}
-PAGES = {"e": 6, "x": 5, "y": 3, "z": 4, "t": 1}
+PARTS = {"a": "ext", "b": "eyt", "twin": "ext", "own": "zw", "echo": "eey"}
+PAGES = {"e": 6, "x": 5, "y": 3, "z": 4, "w": 2, "t": 1}
 
 
 def make_state(pages: int) -> tuple[DeviceState, EventHeap]:
@@ -73,18 +73,13 @@ def validate(state: DeviceState, view: DeviceView) -> None:
     held = {owner: n for owner, n in result.owners.items() if n}
     assert held == state.pool.ledger.owners()
     assert sum(held.values()) == result.total - result.free - result.reclaiming
-    assert view.coming == state.pool.free + sum(
-        PAGES[p]
-        for p in {
-            p for m in view.models if m.residency is Residency.EVICTING for p in PARTS[m.name]
-        }
-        - {
-            p
-            for m in view.models
-            if m.residency in (Residency.ACTIVATING, Residency.RESIDENT)
-            for p in PARTS[m.name]
-        }
-    )
+    leaving = (m for m in view.models if m.residency is Residency.EVICTING)
+    going = {p for m in leaving for p in PARTS[m.name]}
+    for name, m in state.models.items():
+        if m.residency is not Residency.EVICTING:
+            absent = m.weights.plan.absent
+            going -= {p for i, p in enumerate(PARTS[name]) if i not in absent}
+    assert view.coming == state.pool.free + sum(PAGES[p] for p in going)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -95,10 +90,10 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
     for _ in range(1500):
         view = device_view(state)
         validate(state, view)
-        m = state.models[rng.choice(list(PARTS))]
+        kind = rng.choice(("activate", "evict", "evict", "part", "stop", "busy", "settle", "wait"))
+        m = state.models["own" if kind == "part" else rng.choice(list(PARTS))]
         seen = view.model(m.spec.name)
         free = state.pool.free
-        kind = rng.choice(("activate", "evict", "evict", "stop", "busy", "settle", "wait"))
         evicting = any(x.residency is Residency.EVICTING for x in view.models)
         if kind == "activate" and seen.residency is Residency.ABSENT:
             refused = apply(state, Activate(m.spec.name), [])
@@ -107,11 +102,23 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
                 assert (refused is None) == fits
                 assert state.pool.free == free - (seen.missing_pages if fits else 0)
                 kinds.add((kind, fits, seen.missing_pages == 0))
+        elif kind == "evict" and not m.weights.plan.empty and m.residency is Residency.ABSENT:
+            assert apply(state, Evict(m.spec.name), []) is None
+            assert state.pool.free == free + seen.evictable_pages
         elif kind == "evict" and seen.residency is Residency.RESIDENT and m.job is None:
             assert apply(state, Evict(m.spec.name), []) is None
             if not evicting:
                 assert state.pool.free == free + seen.evictable_pages
                 kinds.add((kind, seen.evictable_pages > 0))
+        elif kind == "part" and m.job is None and seen.present_pages:
+            if seen.residency in (Residency.ABSENT, Residency.RESIDENT):
+                pages = rng.choice((1, 1, seen.present_pages))
+                assert apply(state, Evict(m.spec.name, pages=pages), []) is None
+                after = device_view(state).model(m.spec.name)
+                assert state.pool.free - free >= pages
+                if not m.weights.plan.empty:
+                    assert state.pool.free - free == seen.present_pages - after.present_pages
+                kinds.add((kind, after.present_pages > 0))
         elif kind == "stop" and seen.residency is Residency.ACTIVATING:
             m.for_requests = True  # all of which have left
             assert apply(state, Evict(m.spec.name), []) is None
@@ -125,7 +132,7 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
         elif kind == "wait" and state.in_flight:
             for event in heap.take(None):
                 handle(state, event)
-    assert kinds == {
+    assert {kind for kind in kinds if kind[0] != "part"} == {
         ("activate", True, False),
         ("activate", True, True),
         ("activate", False, False),
@@ -133,6 +140,33 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
         ("evict", False),
         ("stop",),
     }
+
+
+def test_a_part_frees_what_the_view_says_and_costs_as_much_to_bring_back() -> None:
+    rng = random.Random(1)
+    state, heap = make_state(22)
+    kinds = set()
+    for _ in range(300):
+        view = device_view(state)
+        validate(state, view)
+        m = state.models[rng.choice(("own", "b", "echo"))]
+        seen = view.model(m.spec.name)
+        free = state.pool.free
+        if seen.residency is Residency.ABSENT and rng.random() < 0.4:
+            if apply(state, Activate(m.spec.name), []) is None:
+                assert state.pool.free == free - seen.missing_pages
+                kinds.add(("activate", seen.present_pages > 0))
+            while state.in_flight:
+                for event in heap.take(None):
+                    handle(state, event)
+        elif seen.present_pages:
+            pages = rng.choice((1, seen.present_pages))
+            assert apply(state, Evict(m.spec.name, pages=pages), []) is None
+            after = device_view(state).model(m.spec.name)
+            assert state.pool.free - free >= pages
+            assert state.pool.free - free == seen.present_pages - after.present_pages
+            kinds.add(("part", after.present_pages > 0))
+    assert kinds == {(kind, more) for kind in ("activate", "part") for more in (True, False)}
 
 
 def test_a_model_that_counted_on_anothers_copy_makes_it_when_that_fails() -> None:
@@ -160,7 +194,7 @@ def test_a_request_has_room_beside_a_pinned_model_that_shares() -> None:
     for name, m in state.models.items():
         m.spec = models[name]
     rooms = {n: state.room(m) for n, m in state.models.items()}
-    assert rooms == {"a": 18, "b": 15, "twin": 18, "own": 14, "echo": 15}
+    assert rooms == {"a": 18, "b": 15, "twin": 18, "own": 12, "echo": 15}
 
 
 # -- on real models ---------------------------------------------------------------------------

@@ -42,7 +42,13 @@ STORIES = Path(__file__).parent / "stories"
 SUFFIX = ".jsonl.xz"
 World = tuple[FleetSettings, list[ModelSpec], list[Submission]]
 PREEMPTIVE = {**TURNS, "preemptive": 1}
-LATER = {"late_last": 0.0, "fair_shares": 0.0, "steps": 0.0, "decode_share": 0.5}
+LATER = {
+    "late_last": 0.0,
+    "fair_shares": 0.0,
+    "segments": 0.0,
+    "steps": 0.0,
+    "decode_share": 0.5,
+}
 """Options that are younger than the first stories, as they were before they were options."""
 
 

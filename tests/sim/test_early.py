@@ -134,3 +134,31 @@ def test_a_story_of_early_jobs_replays(tmp_path: Path) -> None:
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
     assert sum(e.get("event") == "FirstJobReady" for e in life.entries) > 1
+
+
+@pytest.mark.parametrize("segments", [1, 0])
+def test_a_model_whose_last_third_is_gone_is_back_in_a_third_of_the_time(segments: float) -> None:
+    """48 and 20 pages of weights in memory for 56: the second takes 16 of the first."""
+    specs = [layered("m", 10), layered("n", 3)]
+    profile = MachineProfile(
+        costs={s.name: StepCosts(STEP, 0.0, 0.0, 0.0, 0.0) for s in specs},
+        link=LinkRates.even(RATE),
+        overhead=0.0,
+    )
+    asked = [
+        Submission(id=f"{i}", model=model, prompt=(1,) * 20, max_tokens=1, arrival=10.0 * i)
+        for i, model in enumerate("mnm")
+    ]
+    settings = replace(fleet("balloon", specs, 56), options={"segments": segments})
+    came: dict[str, float] = {}
+
+    def said(now: float, output: Output) -> None:
+        if isinstance(output, TokenOutput):
+            came[output.request_id] = now
+
+    simulate(settings, specs, asked, profile, said, lambda entries: None, watch)
+    whole, _, again = (came[r.id] - r.arrival for r in asked)
+    if segments:
+        assert again <= 0.45 * whole
+    else:
+        assert again == pytest.approx(whole)

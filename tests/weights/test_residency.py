@@ -225,3 +225,103 @@ def test_bytes_arrive_again_after_the_pages_were_written_by_another() -> None:
         other.close()
         weights.close()
         vm.close()
+
+
+PARTS = (64 * KiB, 128 * KiB, 128 * KiB, 5)
+"""Embeddings, two layers, a head: 1, 2, 2 and 1 pages."""
+
+
+def in_parts(n_pages: int = 8) -> tuple[WeightsOnDevice, Pool, Notebook, Following]:
+    vm, link, rotor = NullVm(64 * KiB, n_pages), Notebook(), Following()
+    pool = Pool(vm, n_pages)
+    hosts = [1000, 2000, 3000, 4000]
+    made = WeightsOnDevice(
+        make_spec(PARTS), pool, vm, link, hosts, make_rotor=lambda spec, copies: rotor
+    )
+    return made, pool, link, rotor
+
+
+def test_the_last_segments_go_first_and_only_they_come_back() -> None:
+    weights, pool, link, _ = in_parts()
+    assert weights.activate(1) is None
+    assert weights.transfer_landed()
+    weights.announce_eviction(1)
+    assert (weights.leaving_pages, weights.leaves_whole) == (2, False)
+    weights.evict()
+    assert (weights.backed, weights.filled, weights.present_pages, pool.free) == (
+        False,
+        False,
+        4,
+        4,
+    )
+    weights.validate()
+    weights.announce_eviction(3)
+    weights.evict()
+    assert (weights.plan.parts, pool.free) == ((1,), 7)
+    link.started.clear()
+    assert weights.activate(2) is None
+    ((_, copies),) = link.started
+    assert [copy.src for copy in copies] == [2000, 3000, 4000]
+    assert not weights.filled
+    assert weights.transfer_landed()
+    weights.announce_eviction()
+    assert (weights.leaving_pages, weights.leaves_whole) == (6, True)
+    weights.evict()
+    assert pool.free == 8
+    pool.validate()
+
+
+def test_a_job_that_finds_its_first_layers_need_not_wait_for_the_last() -> None:
+    weights, _, _, rotor = in_parts()
+    assert weights.activate(1) is None
+    assert weights.transfer_landed()
+    weights.announce_eviction(1)
+    weights.evict()
+    assert weights.activate(2, 1 << 40) is None
+    ((_, copies, coming),) = rotor.brought
+    assert [copy.src for copy in copies] == [3000]
+    assert (coming.layers, coming.opens) == ({1: 128 * KiB}, 1)
+    assert weights.transfer_landed()
+    weights.announce_eviction(1)
+    weights.evict()
+    assert weights.activate(3, 1000) is None
+    assert rotor.brought[-1][2].opens == 128 * KiB - 1000
+
+
+def test_an_activation_that_cannot_be_leaves_the_parts_as_they_were() -> None:
+    weights, pool, link, _ = in_parts(7)
+    assert weights.activate(1) is None
+    assert weights.transfer_landed()
+    weights.announce_eviction(3)
+    weights.evict()
+    assert (weights.present_pages, pool.free) == (2, 5)
+    taken = pool.allocate("other", 2)
+    assert not isinstance(taken, Short)
+    assert weights.activate(2) == Short(1)
+    pool.give_back("other", taken)
+    link.broken = True
+    with pytest.raises(DeviceError, match="closed"):
+        weights.activate(3)
+    assert (weights.present_pages, pool.free) == (2, 5)
+    weights.validate()
+    pool.validate()
+    link.broken = False
+    assert weights.activate(4) is None
+    assert [copy.src for copy in link.started[-1][1]] == [2000, 3000]
+    assert weights.transfer_landed()
+    weights.close()
+    pool.validate()
+    assert pool.free == 7
+
+
+def test_rotating_layers_go_with_the_first_part() -> None:
+    weights, pool, _, _ = in_parts()
+    assert weights.activate(1) is None
+    assert weights.transfer_landed()
+    assert weights.remap(Rotation((0, 1), 1)) is None
+    assert weights.plan.parts == (2, 1, 1)
+    weights.announce_eviction(1)
+    weights.evict()
+    assert (weights.present_pages, pool.free, weights.slots.pages) == (2, 6, 0)
+    weights.validate()
+    pool.validate()

@@ -7,6 +7,7 @@ depends on no kind of action: an offer declares all effects of its action.
 - `claims`: The claims of a device: models to activate, and requests short of KV pages.
 - `cover`: Cover claims by offers in order of precedence, from fixed sources or by price.
 - `fair_shares`: Max-min fair shares of KV memory between models that contend for it.
+- `idle_segments`: The weights of idle models, segment by segment at marginal prices.
 - `offers`: Sources of offers: cached prefixes, idle models, younger requests, lent pages.
 - `page_budget`: Account for the pages that the claims of one decision can count on.
 """

@@ -32,6 +32,13 @@ def reload_seconds(view: DeviceView, m: ModelView) -> float:
     return copy_seconds(round(m.fair_pages * view.page_bytes), view.weights_bytes_per_second)
 
 
+def return_seconds(view: DeviceView, m: ModelView) -> float:
+    """Return the seconds to copy what is missing of an absent model's weights, with its part of
+    shared segments."""
+    pages = m.fair_pages - m.present_pages
+    return copy_seconds(round(pages * view.page_bytes), view.weights_bytes_per_second)
+
+
 def _undoing_seconds(view: DeviceView, m: ModelView) -> float:
     """Return the request-seconds of evicting a busy model: all of its requests wait for its weights
     to be copied again, and KV of the running ones is recomputed."""
@@ -170,16 +177,21 @@ def _idle(view: DeviceView) -> Sequence[Offer]:
     """Offer eviction of each unpinned resident model without requests, cheapest first."""
     found = []
     for m in view.models:
-        if _evictable(m) and m.idle:
+        if evictable(m) and m.idle:
             idle = max(0.0, view.now - m.last_used)
-            copy = reload_seconds(view, m)
-            price = copy * (copy / m.spec.slo.ttft) / (1.0 + idle)
-            found.append((price, m.name, idle, m))
+            found.append((absence_harm(view, m, idle), m.name, idle, m))
     found.sort(key=lambda entry: entry[:2])
     return [
-        _evicting(m, partial(float, price), f"idle for {idle:.1f} s, {{}} needs pages")
+        evicting(m, partial(float, price), f"idle for {idle:.1f} s, {{}} needs pages")
         for price, _, idle, m in found
     ]
+
+
+def absence_harm(view: DeviceView, m: ModelView, idle: float) -> float:
+    """Return the harm of a model's absence: the part of a request's service level that the copy of
+    its weights takes, times that copy; less for one that has been `idle` for longer."""
+    copy = reload_seconds(view, m)
+    return copy * (copy / m.spec.slo.ttft) / (1.0 + idle)
 
 
 def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
@@ -195,20 +207,22 @@ def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
 
 def _busy(view: DeviceView) -> Sequence[Offer]:
     """Offer eviction of each unpinned resident model with requests, youngest first."""
-    found = [(m.derived(_first_served), m) for m in view.models if _evictable(m) and not m.idle]
+    found = [(m.derived(_first_served), m) for m in view.models if evictable(m) and not m.idle]
     found.sort(key=lambda pair: pair[0], reverse=True)
     return [
-        _evicting(m, partial(_undoing_seconds, view, m), "{} comes first", first)
+        evicting(m, partial(_undoing_seconds, view, m), "{} comes first", first)
         for first, m in found
     ]
 
 
-def _evictable(m: ModelView) -> bool:
-    """Whether a model's weights may be evicted."""
-    return m.residency is Residency.RESIDENT and not m.spec.pinned
+def evictable(m: ModelView) -> bool:
+    """Whether a model's weights, or what is left of them on the device, may be evicted."""
+    here = m.residency is Residency.RESIDENT
+    here |= m.residency is Residency.ABSENT and m.present_pages > 0
+    return here and not m.spec.pinned
 
 
-def _evicting(
+def evicting(
     m: ModelView, price: Callable[[], float], why: str, undoes: Precedence | None = None
 ) -> Offer:
     """Offer a model's weights and KV; `why` is a format of the claim's model."""
@@ -219,7 +233,7 @@ def _evicting(
     return Offer(
         ("model", m.name),
         m.name,
-        m.own_pages - m.freed_pages + m.kv_pages,
+        m.present_pages + m.kv_pages,
         price,
         act,
         undoes=undoes,

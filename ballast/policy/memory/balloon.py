@@ -14,6 +14,7 @@ from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claims import activation_claims, earliest, shortage_claims
 from ballast.policy.market.cover import cover
 from ballast.policy.market.fair_shares import share_out
+from ballast.policy.market.idle_segments import idle_segments, last_evictions
 from ballast.policy.market.offers import (
     cached_prefixes,
     idle_models,
@@ -39,6 +40,9 @@ class Balloon(MemoryPolicy):
     that cannot go on or have waited for `patience` of their TTFT service level, from younger
     requests and younger models.
 
+    `segments`: idle models give up their weights segment by segment, the last layers first; 0:
+    whole models, as in the paper.
+
     `by_price`: take the cheapest offers first instead, whatever their kind; a request that can
     still wait takes them only at less than its waiting costs. `fair_shares`: bound models to their
     shares of KV memory (`policy.market.fair_shares`). `restore`: activate evicted models again
@@ -51,6 +55,7 @@ class Balloon(MemoryPolicy):
     fair_shares: float = 1
     restore: float = 0
     reserve: float = 0.1
+    segments: float = 1
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         sharing = share_out(view, fair=bool(self.fair_shares))
@@ -60,7 +65,7 @@ class Balloon(MemoryPolicy):
         sources = [
             cached_prefixes,
             loose_blocks,
-            idle_models,
+            idle_segments if self.segments else idle_models,
             lent_pages,
             sharing.younger,
             sharing.younger_models,
@@ -69,7 +74,7 @@ class Balloon(MemoryPolicy):
         covered = cover(
             view, sharing.claims([*absent, *short]), sources, by_price=bool(self.by_price)
         )
-        actions = [*sharing.holds, *covered.actions]
+        actions = [*sharing.holds, *last_evictions(covered.actions)]
         if self.restore:
             before = memo if isinstance(memo, frozenset) else frozenset[str]()
             if not absent and not short:

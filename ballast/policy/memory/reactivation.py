@@ -15,7 +15,13 @@ from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer, Source
 from ballast.policy.market.cover import cover
-from ballast.policy.market.offers import cached_prefixes, idle_models, loose_blocks, reload_seconds
+from ballast.policy.market.offers import (
+    cached_prefixes,
+    idle_models,
+    loose_blocks,
+    reload_seconds,
+    return_seconds,
+)
 from ballast.policy.market.page_budget import PageBudget
 
 HORIZON = 10.0
@@ -48,7 +54,8 @@ def come_back(view: DeviceView, names: Collection[str], reserve: float) -> Seque
     found = [m for m in view.models if m.name in names and m.residency is Residency.ABSENT]
     gains = [(gain, m) for m in found if not m.waiting and (gain := absence_seconds(view, m)) > 0]
     gains.sort(key=lambda gm: (-gm[0] / max(1, gm[1].missing_pages), gm[1].name))
-    weights = sum(m.own_pages for m in view.models if m.residency is Residency.RESIDENT)
+    weights = sum(m.present_pages for m in view.models if m.residency is Residency.ABSENT)
+    weights += sum(m.own_pages for m in view.models if m.residency is Residency.RESIDENT)
     weights += sum({s.owner: s.pages for m in view.models for s in m.shared if s.holders}.values())
     cached = sum(m.cached_pages for m in view.models)
     for gain, m in gains:
@@ -85,7 +92,8 @@ def _covering(
 def absence_seconds(view: DeviceView, m: ModelView) -> float:
     """Return the request-seconds of delay expected from a model's absence: of the next request, if
     one comes within `HORIZON`, and of those that arrive while its weights are copied."""
-    rate, copy = m.arrival_rate(view.now), reload_seconds(view, m)
+    absent = m.residency is Residency.ABSENT
+    rate, copy = m.arrival_rate(view.now), (return_seconds if absent else reload_seconds)(view, m)
     return -math.expm1(-rate * HORIZON) * copy * (1 + rate * copy / 2)
 
 

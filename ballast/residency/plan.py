@@ -1,0 +1,174 @@
+"""Plan where each unit of a model's weights is, how a pass reads it, and what that costs.
+
+A unit is a segment of weights: embeddings, each layer in order, what follows the layers. Computed
+by `weights.residency` for what is in force; what a plan gives up or brings follows from two plans.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from ballast.core.rotation import WHOLE, Rotation
+
+
+class Unit(NamedTuple):
+    """A segment of weights."""
+
+    pages: int
+    n_bytes: int
+    shared: bool = False
+    """Whether other models contain it: its pages are not the model's own, and it is given up only
+    together with all others."""
+
+
+class Site(enum.Enum):
+    """Kind of place that a unit is in."""
+
+    DEVICE = "device"
+    """Pages of its own."""
+    SLOT = "slot"
+    """Pages that it shares with other layers, which take turns there."""
+    HOST = "host"
+    """None: it is absent from the device."""
+
+
+class UnitPlace(NamedTuple):
+    """UnitPlace of a unit."""
+
+    site: Site
+    slot: int = -1
+    """Number of the slot; -1: it is in none."""
+
+
+class Access(enum.Enum):
+    """How a pass reads a unit."""
+
+    RESIDENT = "resident"
+    STREAMED = "streamed"
+    """It is brought before its layer runs."""
+    NONE = "none"
+    """No pass can: the model does not run."""
+
+
+@dataclass(frozen=True)
+class ResidencyPlan:
+    """Places of all units of a model. Unit 0 is the embeddings, unit `i + 1` is layer `i`."""
+
+    units: tuple[Unit, ...]
+    n_layers: int
+    rotation: Rotation = WHOLE
+    """Layers in slots."""
+    absent: frozenset[int] = frozenset()
+    """Units that are on the host alone. While there are any, no layer is in a slot."""
+
+    def place(self, unit: int) -> UnitPlace:
+        """Return the place of a unit."""
+        if unit in self.absent:
+            return UnitPlace(Site.HOST)
+        slot = self.rotation.slot_of.get(unit - 1)
+        return UnitPlace(Site.DEVICE) if slot is None else UnitPlace(Site.SLOT, slot)
+
+    def access(self, unit: int) -> Access:
+        """Return how passes read a unit. A layer that is alone in its slot stays there."""
+        if self.absent:
+            return Access.NONE
+        following = self.rotation.next_of.get(unit - 1, unit - 1)
+        return Access.RESIDENT if following == unit - 1 else Access.STREAMED
+
+    @property
+    def runnable(self) -> bool:
+        """Whether passes find all units, or have them brought."""
+        return not self.absent
+
+    @property
+    def empty(self) -> bool:
+        """Whether all units are absent."""
+        return len(self.absent) == len(self.units)
+
+    # -- what it costs ----------------------------------------------------------------------------
+
+    @property
+    def device_pages(self) -> int:
+        """Pages of the model's own units, and of its slots."""
+        own = (u.pages for i, u in enumerate(self.units) if self._is_own(i))
+        return sum(own) + self.slot_pages
+
+    @property
+    def slot_pages(self) -> int:
+        """Pages of the slots."""
+        return sum(self.units[1 + layer].pages for layer in self.rotation.first)
+
+    @property
+    def missing_pages(self) -> int:
+        """Pages of the model's own units that are absent."""
+        return sum(u.pages for i, u in enumerate(self.units) if i in self.absent and not u.shared)
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Bytes that each pass brings over the link."""
+        streamed = (i for i in range(len(self.units)) if self.access(i) is Access.STREAMED)
+        return sum(self.units[i].n_bytes for i in streamed)
+
+    def bytes_from(self, now: ResidencyPlan) -> int:
+        """Return the bytes to bring in order to get here from the plan `now`: of units that get
+        pages of their own, and of one layer for each slot."""
+        brought = (i for i in range(len(self.units)) if self._is_own(i) and not now.has_own(i))
+        shared = (i for i in now.absent - self.absent if self.units[i].shared)
+        anew = [] if self.rotation == now.rotation else [1 + i for i in self.rotation.first]
+        return sum(self.units[i].n_bytes for i in (*brought, *shared, *anew))
+
+    def calls_from(self, now: ResidencyPlan) -> int:
+        """Return the pages to map and to unmap in order to get here from the plan `now`."""
+        calls = 0
+        for i, unit in enumerate(self.units):
+            places = self.place(i), now.place(i)
+            if places[0] != places[1]:
+                calls += unit.pages * sum(place.site is not Site.HOST for place in places)
+        return calls
+
+    # -- giving up and bringing back --------------------------------------------------------------
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """Pages of what it gives up part by part, in that order: slots with all that is in them,
+        then the model's own units, the last layers first, embeddings last."""
+        slots = (self.slot_pages,) if self.rotation != WHOLE else ()
+        return (*slots, *(self.units[i].pages for i in self._leaving()))
+
+    def without(self, pages: int | None) -> ResidencyPlan:
+        """Return the plan in which parts of at least so many pages are given up, in the order of
+        `parts`; None: everything is. Everything includes shared units."""
+        if pages is None:
+            return replace(self, rotation=WHOLE, absent=frozenset(range(len(self.units))))
+        gone, freed = set(self.absent), 0
+        if self.rotation != WHOLE and pages > 0:
+            gone.update(1 + layer for layer in self.rotation.layers)
+            freed = self.slot_pages
+        for unit in self._leaving():
+            if freed >= pages:
+                break
+            gone.add(unit)
+            freed += self.units[unit].pages
+        rotation = self.rotation if gone == self.absent else WHOLE
+        return replace(self, rotation=rotation, absent=frozenset(gone))
+
+    def whole(self) -> ResidencyPlan:
+        """Return the plan in which each unit has pages of its own."""
+        return replace(self, rotation=WHOLE, absent=frozenset())
+
+    def has_own(self, unit: int) -> bool:
+        """Whether the unit has pages of its own, or those of a shared segment."""
+        return self.place(unit).site is Site.DEVICE
+
+    def _is_own(self, unit: int) -> bool:
+        return self.has_own(unit) and not self.units[unit].shared
+
+    def _leaving(self) -> Iterator[int]:
+        """Yield the units that it gives up part by part, in that order."""
+        last = min(self.n_layers, len(self.units) - 1)
+        after = range(len(self.units) - 1, last, -1)
+        return (i for i in (*range(last, 0, -1), *after, 0) if self._is_own(i))

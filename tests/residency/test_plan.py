@@ -1,0 +1,93 @@
+"""Plans of residency: what is given up first, and what a change costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.residency.plan import Access, ResidencyPlan, Site, Unit, UnitPlace
+
+UNITS = (Unit(3, 30), Unit(2, 19), Unit(2, 18), Unit(2, 20), Unit(2, 17), Unit(4, 35))
+"""Embeddings, four layers, a head."""
+RESIDENT = ResidencyPlan(UNITS, 4)
+ABSENT = RESIDENT.without(None)
+ROTATING = replace(RESIDENT, rotation=Rotation((0, 1, 3), 2))
+
+
+def test_the_last_layers_go_first_and_the_embeddings_last() -> None:
+    assert RESIDENT.parts == (2, 2, 2, 2, 4, 3)
+    gone = [sorted(RESIDENT.without(n).absent) for n in (0, 1, 2, 3, 8, 9, 15)]
+    assert gone == [[], [4], [4], [3, 4], [1, 2, 3, 4], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+    assert RESIDENT.without(2).without(2) == RESIDENT.without(4)
+    assert RESIDENT.without(3).parts == (2, 2, 4, 3)
+    assert RESIDENT.without(15) == ABSENT
+    assert ABSENT.empty
+    assert not RESIDENT.without(12).empty
+
+
+def test_shared_units_stay_until_all_go() -> None:
+    shared = replace(RESIDENT, units=(Unit(3, 30, shared=True), *UNITS[1:]))
+    assert shared.parts == (2, 2, 2, 2, 4)
+    assert shared.without(100).absent == {1, 2, 3, 4, 5}
+    assert shared.without(None).empty
+
+
+def test_slots_go_with_all_that_is_in_them() -> None:
+    assert ROTATING.parts == (4, 2, 4, 3)
+    assert ROTATING.without(1) == replace(RESIDENT, absent=frozenset({1, 2, 4}))
+    assert ROTATING.without(5) == replace(RESIDENT, absent=frozenset({1, 2, 3, 4}))
+    assert ROTATING.without(0) == ROTATING
+
+
+def test_places_and_how_passes_read_them() -> None:
+    places = [ROTATING.place(i) for i in range(6)]
+    own = UnitPlace(Site.DEVICE)
+    assert places == [
+        own,
+        UnitPlace(Site.SLOT, 0),
+        UnitPlace(Site.SLOT, 1),
+        own,
+        UnitPlace(Site.SLOT, 0),
+        own,
+    ]
+    resident, streamed = Access.RESIDENT, Access.STREAMED
+    read = [ROTATING.access(i) for i in range(6)]
+    assert read == [resident, streamed, resident, resident, streamed, resident]
+    assert ROTATING.bytes_per_pass == 19 + 17
+    assert RESIDENT.bytes_per_pass == 0
+    part = RESIDENT.without(2)
+    assert part.place(4) == UnitPlace(Site.HOST)
+    assert not part.runnable
+    assert part.access(0) is Access.NONE
+
+
+def test_what_plans_cost() -> None:
+    assert RESIDENT.device_pages == 15
+    assert ROTATING.device_pages == 13
+    assert ABSENT.device_pages == 0
+    part = RESIDENT.without(3)
+    assert (part.device_pages, part.missing_pages) == (11, 4)
+    assert RESIDENT.bytes_from(part) == 20 + 17
+    assert part.bytes_from(RESIDENT) == 0
+    assert RESIDENT.calls_from(part) == part.calls_from(RESIDENT) == 4
+    assert RESIDENT.bytes_from(ABSENT) == 139
+    assert ROTATING.calls_from(RESIDENT) == 3 * 4, "unmapped, and mapped to a slot"
+    assert ROTATING.bytes_from(RESIDENT) == 19 + 18, "each slot's first layer"
+    assert RESIDENT.bytes_from(ROTATING) == 19 + 18 + 17
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=3), st.integers(0, 40))
+def test_no_more_parts_go_than_are_needed(units: list[tuple[int, bool]], pages: int) -> None:
+    plan = ResidencyPlan(tuple(Unit(n, n, shared) for n, shared in units), len(units) - 2)
+    after = plan.without(pages)
+    freed = plan.device_pages - after.device_pages
+    assert freed == sum(plan.parts) - sum(after.parts) == after.missing_pages
+    assert freed >= min(pages, plan.device_pages)
+    if after != plan:
+        last = plan.parts[len(plan.parts) - len(after.parts) - 1]
+        assert freed - last < pages
+    assert after.whole() == plan == after.whole().without(0)
+    assert plan.rotation == WHOLE
