@@ -24,6 +24,9 @@ GENERATORS = ("bursty", "poisson", "gamma")
 SPAN = 900.0
 """Seconds of bursty groups (Prism, appendix A.1) that are compressed to the requested time."""
 
+CLUMP_SIZES = 8
+"""Most sizes of clumps tried for a number of requests."""
+
 RATE = 2.0
 """Default mean requests per second of a generator."""
 
@@ -130,9 +133,24 @@ def _generated(
     if what != "bursty":
         cv = 1.0 if what == "poisson" else 3.0
         return independent(models, rate, seconds, cv=cv, prompt=lengths, output=lengths, seed=seed)
-    knobs = groups or BurstyGroups()
-    size = knobs.clump_requests
-    for _ in range(2):
+    return _bursty(models, rate, seconds, lengths, seed, groups or BurstyGroups())
+
+
+def _bursty(
+    models: Sequence[str],
+    rate: float,
+    seconds: float,
+    lengths: LogNormal,
+    seed: int,
+    knobs: BurstyGroups,
+) -> Workload:
+    """Bursty groups with exactly `rate * seconds` requests: clumps are scaled until they have as
+    many, and the rest is drawn away. Fewer if that fails `CLUMP_SIZES` times."""
+    asked = round(rate * seconds)
+    size, n = knobs.clump_requests, 0
+    for draw in range(CLUMP_SIZES):
+        if draw:
+            size = max(1.0, size * max(asked / n, 1.05 if n < asked else 0.0))
         made = bursty_groups(
             models,
             SPAN,
@@ -141,8 +159,10 @@ def _generated(
             output=lengths,
             seed=seed,
         ).scale_rate(SPAN / seconds)
-        size = max(1.0, size * rate * seconds / max(1, len(made.requests)))
-    return _thinned(made, round(rate * seconds), seed)
+        n = len(made.requests)
+        if draw and n >= asked:
+            break
+    return _thinned(made, asked, seed)
 
 
 def _thinned(workload: Workload, most: int, seed: int) -> Workload:

@@ -34,6 +34,15 @@ def test_generators_keep_to_rate_length_and_seed(name: str, rate: float) -> None
     assert set(made.models) <= set(NAMES)
 
 
+@pytest.mark.parametrize("n_models", [1, 3, 10])
+@pytest.mark.parametrize("seed", range(6))
+def test_bursts_have_as_many_requests_as_were_asked_for(n_models: int, seed: int) -> None:
+    names = [f"m{i}" for i in range(n_models)]
+    for rate, seconds in ((0.5, 40.0), (2.0, 300.0), (8.0, 40.0)):
+        made = workload_of("bursty", names, rate=rate, seconds=seconds, seed=seed)
+        assert len(made.requests) == round(rate * seconds)
+
+
 def test_a_part_of_a_trace_is_spread_over_the_fleet(tmp_path: Path) -> None:
     rows = "".join(f"one,{10 + n},{20 + n},{n}.0\n" for n in range(100))
     file = tmp_path / "arena.csv"
