@@ -191,7 +191,8 @@ def _cover_one(
     """Take offers that cover one claim; None, with nothing taken, if they do not suffice.
 
     A model whose weights are shared may free nothing alone but much together with other holders, so
-    it is evicted on trial; offers that turn out to be in vain are spared in another try.
+    it is evicted on trial; offers that turn out to be in vain are spared in another try. Where a
+    model with requests has to go, requests are spared whose pages are not needed beside its own.
     """
     before = budget.mark()
     spared: set[tuple[str, ...]] = set()
@@ -210,11 +211,12 @@ def _cover_one(
             break
         budget.undo(before)
         spared |= vain
-    if by_price:
+    ousts = any(accepted.offer.everything and accepted.offer.undoes for accepted in chosen)
+    if by_price or ousts:
         chosen = _needed(claim, chosen, budget, before)
-        if sum(map(_price, chosen)) >= claim.gain:
-            budget.undo(before)
-            return None
+    if by_price and sum(map(_price, chosen)) >= claim.gain:
+        budget.undo(before)
+        return None
     return chosen
 
 

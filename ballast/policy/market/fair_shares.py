@@ -19,8 +19,8 @@ from itertools import takewhile
 from ballast.core.actions import Action, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer, Source
-from ballast.policy.market.claims import LONGEST_WAIT
 from ballast.policy.market.offers import (
+    starving,
     until_older,
     younger_models,
     younger_requests,
@@ -70,7 +70,7 @@ class Sharing:
         running = (m.running[-1] for m in view.models if m.running)
         if any(youngest.order.rank > claim.order.rank for youngest in running):
             return claim
-        if _promoted(view, claim) or _within_share(view, claim):
+        if _within_share(view, claim):
             return claim
         return claim._replace(may_preempt=False, overdue=True)
 
@@ -131,7 +131,7 @@ def younger_requests_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]
     """Yield the offers of `younger_requests`, those of models above their share first."""
     if not claim.may_preempt:
         return
-    anybody = not claim.admission or _promoted(view, claim)
+    anybody = not claim.admission
     if anybody or _within_share(view, claim):
         above, rest = view.derived(_running_by_share)
         yield from until_older(above, claim)
@@ -144,11 +144,12 @@ def younger_requests_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]
 def younger_models_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     """Yield the offers of `younger_models`.
 
-    A request that waits for admission gets only models that are less important, or that it comes
-    before (`_comes_first`).
+    A request that waits for admission gets only models that are less important, unless its own
+    model starves.
     """
+    starves = starving(view, view.model(claim.model))
     for offer in younger_models(view, claim):
-        if not claim.admission or _promoted(view, claim) or _more_important(claim, offer):
+        if not claim.admission or starves or _more_important(claim, offer):
             yield offer
 
 
@@ -176,17 +177,10 @@ def _within_share(view: DeviceView, claim: Claim) -> bool:
     return not m.running or _used(m) + m.first_pages <= share
 
 
-def _promoted(view: DeviceView, claim: Claim) -> bool:
-    m = view.model(claim.model)
-    return any(r.order == claim.order for r in m.waiting[:1]) and _comes_first(view, m)
-
-
 def _comes_first(view: DeviceView, m: ModelView) -> bool:
     """Whether a model's first waiting request comes before others whatever its model's share: it
     was put first, or it got no pages for long while its model runs nothing."""
-    first = m.waiting[0]
-    starved = not m.running and view.now >= first.last + LONGEST_WAIT
-    return first.place < 0 or starved
+    return m.waiting[0].place < 0 or starving(view, m)
 
 
 def _more_important(claim: Claim, offer: Offer) -> bool:

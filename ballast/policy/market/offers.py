@@ -19,7 +19,7 @@ from ballast.core.cost import copy_seconds
 from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
-from ballast.policy.market.claims import BEHIND_ALL
+from ballast.policy.market.claims import BEHIND_ALL, LONGEST_WAIT
 
 REUSE = 0.05
 """Share of dropped cached prefixes that is expected to be requested again; an assumption, not
@@ -196,23 +196,49 @@ def absence_harm(view: DeviceView, m: ModelView, idle: float) -> float:
 
 def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     """Offer eviction, with weights and KV, of models all of whose requests came after the claim's
-    or wait behind all others, youngest first."""
+    or wait behind all others, youngest first. For a claim of a model that starves, requests of
+    others that only wait do not count: they have no work to lose."""
     if claim.may_preempt:
-        for offer in view.derived(_busy):
+        starves = starving(view, view.model(claim.model))
+        for offer in view.derived(_busy_at_work if starves else _busy):
             if offer.undoes is None or offer.undoes <= claim.order:
                 return
             if offer.owner != claim.model:
                 yield offer
 
 
+def starving(view: DeviceView, m: ModelView) -> bool:
+    """Whether a model runs nothing, and none of its requests got a token for `LONGEST_WAIT`."""
+    if m.running or not m.waiting:
+        return False
+    served = (r.last for r in m.waiting if r.first is not None)
+    return view.now >= max([m.waiting[0].last, *served]) + LONGEST_WAIT
+
+
 def _busy(view: DeviceView) -> Sequence[Offer]:
     """Offer eviction of each unpinned resident model with requests, youngest first."""
-    found = [(m.derived(_first_served), m) for m in view.models if evictable(m) and not m.idle]
+    busy = filter(_has_work, view.models)
+    return _evicting_busy(view, [(m.derived(_first_served), m) for m in busy])
+
+
+def _busy_at_work(view: DeviceView) -> Sequence[Offer]:
+    """Offer the same as `_busy`, by the oldest running request of each model that does not
+    starve."""
+    busy = filter(_has_work, view.models)
+    return _evicting_busy(view, [(_first_at_work(view, m), m) for m in busy])
+
+
+def _evicting_busy(view: DeviceView, found: list[tuple[Precedence, ModelView]]) -> Sequence[Offer]:
     found.sort(key=lambda pair: pair[0], reverse=True)
     return [
         evicting(m, partial(_undoing_seconds, view, m), "{} comes first", first)
         for first, m in found
     ]
+
+
+def _has_work(m: ModelView) -> bool:
+    """Whether a model has requests, and its weights may be evicted."""
+    return not m.idle and evictable(m)
 
 
 def evictable(m: ModelView) -> bool:
@@ -248,6 +274,15 @@ def _first_served(m: ModelView) -> Precedence:
     first = m.derived(oldest)
     behind = not m.running and m.waiting[0].place >= BEHIND_ALL
     return first._replace(arrival=math.inf) if behind else first
+
+
+def _first_at_work(view: DeviceView, m: ModelView) -> Precedence:
+    """Return the precedence of a model's oldest running request; one after all of its priority if
+    it runs nothing, unless it starves."""
+    if m.running:
+        return m.running[0].order
+    first = m.derived(_first_served)
+    return first if starving(view, m) else first._replace(arrival=math.inf)
 
 
 def oldest(m: ModelView) -> Precedence:

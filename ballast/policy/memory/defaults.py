@@ -138,7 +138,7 @@ def sacrifice(view: DeviceView) -> tuple[ModelView, RequestView, str]:
 def unservable(view: DeviceView) -> tuple[ModelView, RequestView, str] | None:
     """Return the oldest request that the device could not serve alone; None: there is none."""
     for m, r in _by_order(view):
-        needed, room = _pages_alone(m, r), _room_alone(view, m)
+        needed, room = pages_alone(m, r), _room_alone(view, m)
         if needed > room:
             return m, r, f"it needs {needed} pages of KV cache, and alone it would have {room}"
     return None
@@ -150,7 +150,7 @@ def _by_order(view: DeviceView) -> list[tuple[ModelView, RequestView]]:
     return sorted(found, key=lambda mr: mr[1].order)
 
 
-def _pages_alone(m: ModelView, r: RequestView) -> int:
+def pages_alone(m: ModelView, r: RequestView) -> int:
     """Pages of KV cache that the request needs in order to go on."""
     return ceil_div(ceil_div(r.tokens, m.spec.block_tokens), m.slab_blocks) * m.slab_pages
 

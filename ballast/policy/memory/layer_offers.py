@@ -15,7 +15,7 @@ from ballast.core.cost import copy_seconds
 from ballast.core.job import JobLoad
 from ballast.core.request import Precedence
 from ballast.core.rotation import WHOLE, Rotation, best, most, stall
-from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.page_budget import PageBudget
 
@@ -47,6 +47,8 @@ class LayerOffers:
     """Whether the KV of all models comes from one pool."""
     seconds: float = 1.0
     """Seconds for which an active model is expected to do without its layers."""
+    stall: float = 0.5
+    """Most seconds for which a request may wait for layers beyond the caps, over its answer."""
     _most: dict[int, tuple[ModelView, int]] = field(default_factory=dict, init=False, compare=False)
     """Results of `most`, by the identity of the model's view, which is kept alive here."""
     _order: dict[tuple[int, bool], tuple[Sequence[ModelView], list[ModelView]]] = field(
@@ -67,8 +69,8 @@ class LayerOffers:
             yield from self._offers(view, m, self.most(view, m))
 
     def beyond_caps(self, view: DeviceView, claim: Claim) -> Iterator[Offer]:
-        """Offer all layers that can rotate, whatever the stalls, if no older request is before the
-        claim's.
+        """Offer layers beyond the caps if no older request is before the claim's, as many as make
+        no request wait longer than `stall` in all.
 
         So an accepted request is served even if a cap has become lower since.
         """
@@ -81,7 +83,38 @@ class LayerOffers:
             return  # it waits for others to end
         for active in (False, True):
             for m in self.order(view.models, active=active):
-                yield from self._offers(view, m, self.bound(m))
+                requests = [*m.running, *first] if m is own else m.running
+                yield from self._offers(view, m, self.bearable(view, m, requests))
+
+    def bearable(self, view: DeviceView, m: ModelView, requests: Iterable[RequestView]) -> int:
+        """Return the most layers that a model may give up while none of `requests` waits for
+        layers for longer than `stall`: in the passes of its whole answer, or, if there are no
+        requests, in the next prefill."""
+        top, cap = self.bound(m), self.most(view, m)
+        passes = _passes(m, requests)
+        while top > cap:
+            plan = self._plan(view, m, top)
+            if plan is not None and passes * self._stall(view, m, plan) <= self.stall:
+                break
+            top -= 1
+        return top
+
+    def stalls(self, view: DeviceView, m: ModelView) -> bool:
+        """Return whether requests of an active model that gives up more layers than its cap wait
+        for them longer than `stall`."""
+        if not self.cap or m.rotation.n_freed <= self.most(view, m):
+            return False
+        passes = _passes(m, (*m.running, *m.waiting[:1]))
+        return passes * self._stall(view, m, m.rotation) > self.stall
+
+    def _plan(self, view: DeviceView, m: ModelView, alpha: int) -> Rotation | None:
+        n, ratio = m.spec.n_layers, _rounded(self._ratio(view, m))
+        return best(n, m.rotatable, alpha, 1.0, ratio, 0.0, m.rotation, self.slots)
+
+    def _stall(self, view: DeviceView, m: ModelView, plan: Rotation) -> float:
+        """Return the seconds for which a pass waits for layers."""
+        copy = copy_seconds(m.layer_bytes, view.link_bytes_per_second)
+        return copy * stall(m.spec.n_layers, plan, 1.0, _rounded(self._ratio(view, m)))
 
     def any_left(self, view: DeviceView) -> bool:
         """Whether some model gives up fewer layers than its cap allows."""
@@ -122,7 +155,7 @@ class LayerOffers:
 
     def _hidden(self, view: DeviceView, m: ModelView) -> int:
         bound = self.bound(m)
-        if not self.cap:
+        if not self.cap or not bound:
             return bound
         n = m.spec.n_layers
         return min(bound, most(n, m.rotatable, 1.0, n * self._ratio(view, m), self.slots))
@@ -144,7 +177,7 @@ class LayerOffers:
         against the layers that it remaps; None if it is no better than the present one."""
         m = view.model(remap.model)
         n, ratio = m.spec.n_layers, _rounded(self._ratio(view, m))
-        plan = best(n, m.rotatable, remap.rotation.n_freed, 1.0, ratio, 0.0, m.rotation, self.slots)
+        plan = self._plan(view, m, remap.rotation.n_freed)
         if plan is None or plan == m.rotation:
             return None
         if plan.n_freed == m.rotation.n_freed:
@@ -217,6 +250,11 @@ def last_remaps(actions: Iterable[Action]) -> list[Action]:
     actions = list(actions)
     last = {a.model: a for a in actions if isinstance(a, Remap)}
     return [a for a in actions if not isinstance(a, Remap) or a is last[a.model]]
+
+
+def _passes(m: ModelView, requests: Iterable[RequestView]) -> int:
+    """Return the passes of the longest answer; 1 without requests."""
+    return max((r.generated + m.expected_outputs(r) for r in requests), default=1)
 
 
 def _rounded(ratio: float) -> float:

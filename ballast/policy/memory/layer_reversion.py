@@ -13,6 +13,7 @@ from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Source
 from ballast.policy.market.cover import cover
+from ballast.policy.market.offers import oldest
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.memory.layer_offers import LayerOffers
 
@@ -44,7 +45,8 @@ def to_active(
     sources: Sequence[Source],
 ) -> tuple[list[Action], frozenset[str]]:
     """Return layers to models that have just become active, until they give up no more than active
-    models may (5.3), from free pages or else from `sources`.
+    models may (5.3), from free pages or else from `sources`; where its requests would wait for
+    layers too long, work of younger ones is undone.
 
     Returns the actions, and those of the `returning` models that still wait for pages.
     """
@@ -59,6 +61,8 @@ def to_active(
             actions.append(layers.remap(m, freed, "it has become active"))
             continue
         claim = _layers_claim(view, layers, m, freed, excess, "it has become active")
+        if layers.stalls(view, m):
+            claim = claim._replace(order=oldest(m), may_preempt=True)
         covered = cover(view, [claim], sources, budget)
         actions += covered.actions
         if covered.parts[m.name] < claim.pages:

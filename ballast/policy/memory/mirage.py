@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ballast.core.actions import Action, Decision, DropCache, Limit, Promise, Remap
-from ballast.core.view import DeviceView, Residency
+from ballast.core.actions import Action, Decision, DropCache, Limit, Promise, Refuse, Remap
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.base import PlacedModels
 from ballast.policy.market.claim_and_offer import Claim, Source
 from ballast.policy.market.claims import activation_claims, earliest, kv_claims, queue_claims
@@ -25,6 +25,7 @@ from ballast.policy.market.offers import (
     own_younger_requests,
 )
 from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.memory.defaults import pages_alone
 from ballast.policy.memory.layer_offers import LayerOffers, last_remaps, most_freeable
 from ballast.policy.memory.layer_reversion import give_back, off_peak, to_active
 from ballast.policy.memory.recompute import PATIENCE, Standing, hold, served, stand, turns_of
@@ -98,7 +99,9 @@ class Mirage(PlacedModels):
     layers given up. `reversion` 0: layers are returned only to models that become active.
     `lookahead`: waiting requests of a queue, the first included, for which layers are freed at once
     and not one by one, as a model cannot run while its layers are remapped (`pooled` only).
-    `by_price`: as of `Recompute`.
+    `longest_stall`: most seconds for which a request may wait for layers beyond the caps, which the
+    oldest request gets rather than no answer; one that would wait longer is refused (`pooled` only;
+    not if `cap` is 0). `by_price`: as of `Recompute`.
     """
 
     temporal: float = 0
@@ -113,6 +116,7 @@ class Mirage(PlacedModels):
     cooldown: float = 1.0
     lookahead: float = 8
     reserve: float = 0.1
+    longest_stall: float = 0.5
     by_price: float = 0
     fair_shares: float = 1
     spatial: float = 0
@@ -134,12 +138,13 @@ class Mirage(PlacedModels):
         layers = self._layers(view, standing, active)
         pages = standing.division.pages
         if self.pooled:
+            actions += _refusals(view, layers)
             covered = self._cover_from_pool(view, layers, sharing.younger, pages)
         else:
             covered = self._cover_from_shares(view, layers, pages)
         promises, freed = covered.promises, bool(covered.actions)
         ended = hold(whole, standing, turns, promises, freed=freed)
-        returned = self._return_layers(covered, before, layers, ended.standing)
+        returned = self._return_layers(covered, before, layers, ended.standing, sharing.younger)
         done = [*covered.actions, *returned.actions]
         settled = (
             layers.settled(view, a) if isinstance(a, Remap) else a for a in last_remaps(done)
@@ -181,14 +186,23 @@ class Mirage(PlacedModels):
         return _Covered(after, budget, actions, bool(claims))
 
     def _return_layers(
-        self, covered: _Covered, before: MirageMemo, layers: LayerOffers, standing: Standing
+        self,
+        covered: _Covered,
+        before: MirageMemo,
+        layers: LayerOffers,
+        standing: Standing,
+        younger: Source,
     ) -> _Returned:
-        """Return layers to models that have become active, and to all models when the peak is
-        over."""
+        """Return layers to models that have become active, or whose requests would wait for them
+        too long, and to all models when the peak is over."""
         view, budget, active = covered.view, covered.budget, layers.active
         returning = before.returning | (active - before.active)
-        cached = [cached_prefixes] if self.pooled else []
-        sources = [*cached, layers.of_inactive]
+        sources: list[Source] = [layers.of_inactive]
+        if self.pooled:
+            sources = [cached_prefixes, layers.of_inactive, younger]
+            returning |= {
+                m.name for m in view.models if m.name in active and layers.stalls(view, m)
+            }
         actions, returning = to_active(view, budget, layers, returning & active, sources)
         since = view.now if before.calm_since is None else before.calm_since
         calm = None if covered.short else since
@@ -224,6 +238,7 @@ class Mirage(PlacedModels):
             bool(self.lru),
             bool(self.pooled),
             self.cooldown,
+            self.longest_stall,
         )
 
     def _with_layers(self, view: DeviceView) -> dict[str, int]:
@@ -286,6 +301,31 @@ class Mirage(PlacedModels):
         claims = off_peak(view, budget, layers)
         remaps = give_back(view, budget, claims, spare, [cached_prefixes])
         return [*limits, *drops, *remaps] if remaps else []
+
+
+def _refusals(view: DeviceView, layers: LayerOffers) -> list[Action]:
+    """Refuse waiting requests that lack pages for which they would wait for layers too long, even
+    with the device to themselves."""
+    short = {s.request_id for s in view.shortages}
+    here = [m for m in view.models if m.residency in (Residency.RESIDENT, Residency.ACTIVATING)]
+    weights = sum({s.owner: s.pages for m in here for s in m.shared}.values())
+    room = view.total - view.arena - weights - sum(m.own_pages for m in here)
+    return [
+        Refuse(m.name, r.id, f"{needed} pages of KV need layers whose loads take too long")
+        for m in view.models
+        for r in m.waiting[:1]
+        if r.id in short
+        and (needed := pages_alone(m, r)) > room
+        and needed > room + sum(_lendable(view, layers, o, [r] if o is m else ()) for o in here)
+    ]
+
+
+def _lendable(
+    view: DeviceView, layers: LayerOffers, m: ModelView, requests: Sequence[RequestView]
+) -> int:
+    """Return the pages of layers for which `requests` wait no longer than they may."""
+    n = 0 if m.spec.pinned else layers.bearable(view, m, requests)
+    return max(n, m.rotation.n_freed) * m.layer_pages
 
 
 def _before_its_layers_lend(view: DeviceView, layers: LayerOffers, claim: Claim) -> Claim:

@@ -192,6 +192,32 @@ def test_what_is_freed_for_a_claim_is_promised_to_it_until_the_rest_has_come() -
     assert Balloon()(half_way, None).promises == (Promise("w", 14, 2),)
 
 
+def test_where_a_model_has_to_go_others_requests_are_not_undone_as_well() -> None:
+    """Weights of 30 pages: the requests have 12 together, and `b` has 20 with its own."""
+    small = [request(i, arrival=9.0 + i, pages=2) for i in range(1, 6)]
+    a = model("a", kv=8, running=tuple(small[1:]), pinned=True)
+    b = model("b", pages=18, kv=2, running=(small[0],))
+    wanting = model("w", ABSENT, pages=20, waiting=(request(0, arrival=8.0),))
+    decision = Balloon(fair_shares=0)(device(a, b, wanting, free=0), None)
+    assert of_kind(decision, Preempt) == []
+    assert [x.model for x in of_kind(decision, Evict)] == ["b"]
+
+
+def test_a_model_that_starves_gets_the_place_of_one_whose_older_requests_only_wait() -> None:
+    """The running request of `a` came after that of `w`; one that waits came before."""
+    now = 8.0 + LONGEST_WAIT
+    a = model(
+        "a", kv=8, running=(request(2, arrival=9.0, pages=8),), waiting=(request(1, arrival=7.0),)
+    )
+    wanting = model("w", ABSENT, pages=10, waiting=(request(3, arrival=8.0),))
+    decision = Balloon()(device(a, wanting, free=0, now=now), None)
+    assert [x.model for x in of_kind(decision, Evict)] == ["a"]
+    before = Balloon()(device(a, wanting, free=0, now=now - 0.1), None)
+    assert of_kind(before, Evict) == []
+    older = replace(a, running=(request(1, arrival=7.0, pages=8),))
+    assert of_kind(Balloon()(device(older, wanting, free=0, now=now), None), Evict) == []
+
+
 def test_a_model_on_its_way_keeps_the_pages_of_its_first_request() -> None:
     m = model("a", ACTIVATING, waiting=(request(1),), first=3)
     assert Balloon()(device(m, free=5), None).promises == (Promise("a", 0, 3),)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.core.actions import Action, DropCache, Limit, Preempt, Remap
+from ballast.core.actions import Action, DropCache, Limit, Preempt, Refuse, Remap
 from ballast.core.rotation import WHOLE, most
 from ballast.core.view import DeviceView, ModelView, Shortage
 from ballast.policy.memory.mirage import Mirage, MirageMemo
@@ -202,6 +202,40 @@ def test_the_first_of_all_gets_layers_beyond_the_cap_rather_than_nothing() -> No
     assert lent(Mirage()(short_of(2, alone, b, c), memory()).actions) == {"c": 7}
     older = layered(model("b", running=(request(0, arrival=0.5),)), lent=2)
     assert Mirage()(short_of(2, alone, older, c), memory(active="ab")).actions == ()
+
+
+def test_nobody_waits_for_layers_longer_than_stated() -> None:
+    """`a` alone, whose answer has 512 passes; each load beyond its cap of 2 takes a millisecond."""
+    alone = layered(model("a", kv=20, running=(RUNNING,)), lent=2)
+    view = short_of(2, alone)
+    assert lent(Mirage(longest_stall=0.01)(view, memory(order="a")).actions) == {}
+    assert lent(Mirage(longest_stall=2.0)(view, memory(order="a")).actions) == {"a": 3}
+    assert lent(Mirage(longest_stall=0.01, cap=0)(view, memory(order="a")).actions) == {"a": 3}
+    nearly = replace(alone, running=(RUNNING._replace(max_tokens=4),))
+    assert lent(Mirage(longest_stall=0.01)(short_of(2, nearly), memory(order="a")).actions) == {
+        "a": 3
+    }
+
+
+def test_who_would_wait_for_layers_too_long_is_refused() -> None:
+    """Weights leave 36 pages, and layers up to 14 more; the request needs 46."""
+    first = request(3, arrival=0.5, tokens=46 * 64)
+    a = layered(model("a", pages=60, waiting=(first,), first=46))
+    view = device(a, free=36, shortages=(Shortage("a", first.id, 10, limited=False),))
+    refusals = [x for x in Mirage()(view, memory(order="a")).actions if isinstance(x, Refuse)]
+    assert [x.request_id for x in refusals] == [first.id]
+    for policy in (Mirage(longest_stall=60.0), Mirage(cap=0)):
+        assert not any(isinstance(x, Refuse) for x in policy(view, memory(order="a")).actions)
+
+
+def test_whose_requests_wait_for_layers_too_long_has_younger_ones_make_way() -> None:
+    """`a` gave up 7 layers while it was idle; `b`, which has the pages, came later."""
+    a = layered(model("a", running=(RUNNING,)), lent=7)
+    b = model("b", kv=20, running=(YOUNGER,))
+    made = Mirage()(device(a, b, free=0), memory(active="ab", order="ab")).actions
+    assert [x.request_id for x in made if isinstance(x, Preempt)] == [YOUNGER.id]
+    older = replace(b, running=(request(0, arrival=0.5, pages=20),))
+    assert kinds(Mirage()(device(a, older, free=0), memory(active="ab", order="ab")).actions) == []
 
 
 # -- layers come back ---------------------------------------------------------------------------
