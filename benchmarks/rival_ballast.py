@@ -22,14 +22,14 @@ class Ballast:
         return f"ballast {__version__}"
 
     def settings(self, terms: Terms) -> Sequence[Settings]:
-        """Preset and order of compute, tokens of a step, threads."""
+        """Preset and order of compute, tokens of a step, threads, jobs at a time."""
         return [
             _settings(terms, "balloon"),
             _settings(terms, "balloon", step_tokens=128),
-            _settings(terms, "balloon", step_tokens=256),
+            _settings(terms, "balloon", threads=1),
+            _settings(terms, "balloon", lanes=2),
             _settings(terms, "balloon+round-robin"),
             _settings(terms, "lru+deadline"),
-            _settings(terms, "prism"),
         ]
 
     @contextmanager

@@ -25,6 +25,9 @@ class Router:
 
     binary: Path
     name: str = "llamacpp"
+    all_at_once: bool = False
+    """With memory for all models, each with as much KV as `resident` ones have in the budget: what
+    more memory would bring it."""
 
     def version(self) -> str:
         found = subprocess.run(
@@ -36,6 +39,13 @@ class Router:
         """Models at a time, threads of each, requests of each at a time, in bfloat16 and float16
         (for which it has faster kernels where a CPU has no bfloat16 instructions)."""
         many, few = terms.resident, terms.resident - 1
+        if self.all_at_once:
+            every = len(terms.files)
+            shapes = ((1, 8), (1, 4), (1, 16), (2, 8), (2, 4))
+            return [
+                _settings(terms, "BF16", every, 1, 8, terms.context),
+                *(_settings(terms, "F16", every, t, np, terms.context) for t, np in shapes),
+            ]
         return [
             _settings(terms, "BF16", many, 1, 8),
             _settings(terms, "F16", many, 1, 8),
@@ -56,9 +66,12 @@ class Router:
             yield Running(dict.fromkeys(terms.files, url), (pid,))
 
 
-def _settings(terms: Terms, kind: str, models: int, threads: int, slots: int) -> Settings:
-    """All memory that `models` at a time can have goes to their contexts."""
-    context = terms.context_beside(models)
+def _settings(
+    terms: Terms, kind: str, models: int, threads: int, slots: int, context: int | None = None
+) -> Settings:
+    """`context`: tokens of KV of each model; None: all that `models` at a time can have."""
+    if context is None:
+        context = terms.context_beside(models)
     return Settings(
         f"{models} models at a time, {threads} threads each, {slots} slots, {kind}",
         models * (terms.weight_bytes + context * terms.kv_bytes),

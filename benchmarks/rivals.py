@@ -192,7 +192,8 @@ def summary(served: Mapping[str, Mapping[float, Served]]) -> dict[str, Any]:
 
 def extra(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--llamacpp", type=Path, metavar="FILE", help="its llama-server")
-    parser.add_argument("--vllm", type=Path, metavar="FILE", help="the command vllm")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="its environment's python")
+    parser.add_argument("--all", action="store_true", help="llama.cpp also with memory for all")
     parser.add_argument("--base", type=Path, metavar="FILE", help=f"default: {PACKAGE}'s {FILE}")
     parser.add_argument("--models", type=Path, metavar="DIR", help="where fine-tunes are kept")
     parser.add_argument("--tune", action="store_true", help="choose settings, and stop")
@@ -205,6 +206,8 @@ def contenders(args: argparse.Namespace) -> list[Rival]:
     found: list[Rival] = [Ballast()]
     if args.llamacpp is not None:
         found.append(Router(args.llamacpp.absolute()))
+    if args.llamacpp is not None and args.all:
+        found.append(Router(args.llamacpp.absolute(), "llamacpp_all", all_at_once=True))
     if args.vllm is not None:
         found.append(Servers(args.vllm.absolute()))
     return found

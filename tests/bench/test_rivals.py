@@ -50,7 +50,12 @@ TERMS = Terms(
     tuning_seconds=20.0,
     settings=rivals.SETTINGS,
 )
-ALL: list[Rival] = [Ballast(), Router(Path("llama-server")), Servers(Path("vllm"))]
+ALL: list[Rival] = [
+    Ballast(),
+    Router(Path("llama-server")),
+    Servers(Path("python")),
+    Router(Path("llama-server"), "llamacpp_all", all_at_once=True),
+]
 QUIET = Console(quiet=True)
 
 
@@ -67,6 +72,8 @@ def test_rivals_have_no_less_memory_than_ours() -> None:
     check_memory(ours, theirs, TERMS)
     assert max(s.model_bytes for s in ours) <= TERMS.budget
     assert all(TERMS.budget - s.model_bytes < 10 * 2**20 for s in theirs)
+    every = choices(ALL[-1], TERMS)
+    assert {s.model_bytes for s in every} == {2 * TERMS.budget}, "with memory for six"
     more = replace(ours[0], model_bytes=TERMS.budget + 1)
     with pytest.raises(ValueError, match="the budget is"):
         check_memory([*ours, more], theirs, TERMS)
