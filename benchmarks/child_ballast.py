@@ -49,7 +49,7 @@ def load(path: Path) -> tuple[Run, Mapping[str, Any]]:
         return [[origin + t for t in answers[s.id].times] for s in submissions]
 
     path_class = type(server.device.executors["model"][0]).__name__
-    weight_bytes = sum(server.device.executors["model"][0].spec.segment_bytes)
+    weight_bytes = sum(server.device.models.by_name["model"].spec.segment_bytes)
     return run, {"path": path_class, "budget_bytes": budget, "weight_bytes": weight_bytes}
 
 

@@ -204,7 +204,7 @@ def reference(directory: Path, path: Path) -> torch.nn.Module:
     `directory`: its checkpoint directory (`gguf_directory`)."""
     values = read_config(directory)
     config = config_of(values)
-    model = AutoModelForCausalLM.from_config(
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )
     state = model.state_dict()
@@ -220,7 +220,4 @@ def reference(directory: Path, path: Path) -> torch.nn.Module:
                 rows = found.shape[0] // n // 2
                 found = found.view(n, rows, 2, -1).swapaxes(1, 2).reshape(found.shape)
             target.copy_(found)
-    if not values["tie_word_embeddings"]:
-        return model.eval()
-    model.tie_weights()
     return model.eval()

@@ -35,11 +35,12 @@ from ballast.core.units import MiB
 from ballast.fleet.gguf_entry import gguf_directory
 from benchmarks import exactness, gguf_files
 from benchmarks.common import finish, options
+from benchmarks.families import VOCAB
 from benchmarks.gguf_files import GgufSizes
 from benchmarks.turns import Broken, Contestant, Run, contest
 
 TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16")
-SMALL = GgufSizes(hidden=256, inner=512, layers=3, vocab=exactness.VOCAB, context=512)
+SMALL = GgufSizes(hidden=256, inner=512, layers=3, vocab=VOCAB, context=512)
 LARGE = GgufSizes(
     hidden=768, heads=12, kv_heads=12, inner=2048, layers=12, vocab=32000, context=2048
 )
@@ -164,8 +165,8 @@ def table(verdicts: Mapping[str, exactness.Verdict], found: Mapping[str, Any]) -
         wrong = "" if verdict is None else f"{verdict.wrong} / {verdict.tokens}"
         memory = "" if document is None else f"{document['memory_over_bf16']:.2f} x bf16"
         outcome.add_row(f"[bold]{name}[/bold]", wrong, memory)
-        for other in (BF16, LLAMACPP) if document is not None else ():
-            ratios = document.get(f"vs_{other}")
+        for other in (BF16, LLAMACPP):
+            ratios = None if document is None else document.get(f"vs_{other}")
             if ratios is not None:
                 cells = [f"{ratios[c.replace(' ', '_')]:.2f} x" for c in columns]
                 outcome.add_row(f"  over {other}", "", "", *cells)

@@ -7,6 +7,7 @@ parsed in a process of its own (`ballast.weights.gguf_export`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -16,17 +17,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from ballast import __version__
 from ballast.core.errors import ConfigError
+from ballast.fleet.gguf_header import SUFFIX
 
-SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 _MODULE = "ballast.weights.gguf_export"
 _FILES = 2
 """Version of the files that are made."""
 _SECONDS = 300.0
+_KEPT_SECONDS = 7 * 86400.0
+"""Time after its last use for which the directory of a file that has gone is kept."""
+_DIGITS = 32
 _MOST_PARTS = 1000
 _PASSED = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
 """Variables of the environment that the process gets: none that holds a secret."""
@@ -53,6 +58,8 @@ def gguf_directory(local: Path, key: str, text: str) -> str:
         target = _cache(key, text) / _identity(parts)
         if not target.is_dir():
             _make(target, parts, key, text)
+            _prune(target.parent)
+        os.utime(target)  # it is in use
     except OSError as error:
         why = f"it cannot be read: {error.filename}: {error.strerror}"
         raise ConfigError(key, text, f"{why}; looked in {local}") from error
@@ -94,7 +101,7 @@ def _identity(parts: list[Path]) -> str:
     for path in parts:
         s = path.stat()
         found.append((str(path), s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:_DIGITS]
 
 
 def _cache(key: str, text: str) -> Path:
@@ -122,6 +129,16 @@ def _make(target: Path, parts: list[Path], key: str, text: str) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
         if not target.is_dir():  # another process was first
             raise
+
+
+def _prune(cache: Path) -> None:
+    """Remove directories of files that have gone or changed, unless they were used lately."""
+    for directory in cache.iterdir():
+        with contextlib.suppress(OSError):
+            links = [p for p in directory.iterdir() if p.is_symlink()]
+            stale = not all(p.exists() for p in links) or len(directory.name) != _DIGITS
+            if stale and time.time() - directory.stat().st_mtime > _KEPT_SECONDS:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _exported(parts: list[Path], key: str, text: str) -> dict[str, str]:

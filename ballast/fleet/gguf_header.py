@@ -18,6 +18,7 @@ from ballast.core.errors import CheckpointError
 from ballast.core.units import MiB, format_bytes
 from ballast.fleet.unfinished_download import is_lfs_pointer
 
+SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_HEADER = 256 * MiB

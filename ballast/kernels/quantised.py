@@ -134,7 +134,8 @@ def _words(codes: Tensor, bits: int) -> Tensor:
 def _joined(codes: Tensor, bits: int) -> Tensor:
     """Join codes (..., BLOCK, PANEL) of so many bits into int32 (..., words, PANEL)."""
     per_word = 32 // bits
-    split = codes.to(torch.int32).unflatten(-2, (-1, per_word))
+    *outer, n, outputs = codes.shape
+    split = codes.to(torch.int32).reshape(*outer, n // per_word, per_word, outputs)
     shifts = torch.arange(per_word, dtype=torch.int32) * bits
     found: Tensor = (split << shifts[:, None]).sum(-2, dtype=torch.int32)
     return found

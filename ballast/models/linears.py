@@ -65,6 +65,5 @@ def replace(
 
     assert isinstance(module, nn.Linear)
     n, k = module.out_features, module.in_features
-    module.forward = packed(  # type: ignore[method-assign]
-        address, n, k, dtype, bias, invariant, form
-    )
+    multiply = packed(address, n, k, dtype, bias, invariant, form)
+    module.forward = multiply  # type: ignore[method-assign,assignment]

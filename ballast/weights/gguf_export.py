@@ -82,10 +82,21 @@ def _answer(paths: Sequence[Path]) -> dict[str, Any]:
         return {"error": f"its header cannot be used: {brief(error)}"}
 
 
-def main() -> None:
-    import transformers.convert_slow_tokenizer  # noqa: F401 - all that is needed, before `confine`
-    from transformers.integrations.gguf import gguf_tokenizer_mapping  # noqa: F401
+def _imported() -> str:
+    """Import all that is needed, which a confined process cannot; returns what is missing."""
+    import transformers.convert_slow_tokenizer
 
+    try:
+        from transformers.integrations.gguf import gguf_tokenizer_mapping  # noqa: F401
+    except ImportError:
+        return f"transformers {transformers.__version__} reads no GGUF files: 5.24 and newer do"
+    return ""
+
+
+def main() -> None:
+    if missing := _imported():
+        print(json.dumps({"error": missing}), flush=True)
+        return
     from ballast.isolation.confinement import confine
     from ballast.isolation.limits import Limits
 

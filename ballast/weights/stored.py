@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ballast.core.errors import CheckpointError
-from ballast.fleet.gguf_entry import SUFFIX as GGUF_SUFFIX
 from ballast.fleet.gguf_header import BLOCK_PREFIX
+from ballast.fleet.gguf_header import SUFFIX as GGUF_SUFFIX
 from ballast.fleet.unfinished_download import is_lfs_pointer, unfinished
 from ballast.kernels.panel_forms import FORMS, packed_bytes
 from ballast.weights.gguf_tensors import is_gguf_checkpoint, stored_in_gguf

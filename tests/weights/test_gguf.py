@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
+import os
+import re
 import struct
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 
-from ballast.core.errors import BallastError, CheckpointError, ConfigError
+from ballast.core.errors import BallastError, CheckpointError, ConfigError, UnsupportedModel
 from ballast.core.job import SequenceWork
 from ballast.fleet.gguf_entry import gguf_directory
 from ballast.fleet.gguf_header import TYPES, read_gguf
 from ballast.weights.config import read_config
 from ballast.weights.gguf_blocks import dequantise
-from ballast.weights.gguf_export import checkpoint_files
+from ballast.weights.gguf_config import config_values
+from ballast.weights.gguf_export import _imported, checkpoint_files
+from ballast.weights.gguf_tensors import TENSORS, gguf_tensors
+from ballast.weights.gguf_tokenizer import end_tokens, tokenizer_files
 from ballast.weights.packing import words_on_forms
-from ballast.weights.stored import served_bytes
+from ballast.weights.stored import find_tensors, served_bytes
+from ballast.weights.stored_tensor import Stored
 from benchmarks import gguf_files as gguf
 from tests.models.tiny import GREEDY, Served
 
@@ -32,10 +42,11 @@ def check(
     tmp_path: Path,
     wanted: dict[str, tuple[str, tuple[int, ...]]],
     architecture: str = "llama",
+    more: dict[str, Any] | None = None,
     **settings: str,
 ) -> Served:
     """Compare logits with those of `transformers`; returns the served model, for its sizes."""
-    gguf.write(tmp_path / "m.gguf", gguf.values(architecture), wanted)
+    gguf.write(tmp_path / "m.gguf", gguf.values(architecture, **(more or {})), wanted)
     directory = Path(gguf_directory(tmp_path / "m.gguf", "path", "m.gguf"))
     model = gguf.reference(directory, tmp_path / "m.gguf")
     tokens = torch.randint(0, 250, (40,), generator=torch.Generator().manual_seed(1))
@@ -227,3 +238,136 @@ def test_a_real_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert tokenizer.decode([int(served.logits(work)[0].argmax())]) == " Paris"
     finally:
         served.close()
+
+
+def test_a_header_is_parsed_in_the_confined_process_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gguf.write(tmp_path / "m.gguf", gguf.values(), gguf.tensors("Q4_0"))
+    found = tensors_of(gguf_tensors([read_gguf(tmp_path / "m.gguf")]))
+
+    def parse(self: object) -> None:
+        raise AssertionError("a header was parsed outside")
+
+    monkeypatch.setattr("ballast.fleet.gguf_header._Parser.header", parse)
+    directory = Path(gguf_directory(tmp_path / "m.gguf", "path", "m.gguf"))
+    assert tensors_of(find_tensors(directory)) == found
+    Served(directory, dtype="float32", **PACKED).close()
+
+
+def tensors_of(found: dict[str, Stored]) -> set[tuple[object, ...]]:
+    return {(t.name, t.dtype, t.shape, t.start, t.n_bytes, t.heads) for t in found.values()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"start": 1 << 40},
+        {"start": -1},
+        {"shape": [0, 256]},
+        {"shape": [7, 3]},
+        {"shape": "ab"},
+        {"dtype": "GGUF Q9"},
+        {"heads": 3},
+        {"file": "../../passwd"},
+    ],
+)
+def test_what_that_process_says_is_checked(
+    change: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gguf.write(tmp_path / "m.gguf", gguf.values(), gguf.tensors("Q4_0"))
+    directory = Path(gguf_directory(tmp_path / "m.gguf", "path", "m.gguf"))
+    entries = json.loads((directory / TENSORS).read_text())
+    entries[0] |= change
+    (directory / TENSORS).write_text(json.dumps(entries))
+    with pytest.raises(CheckpointError):
+        find_tensors(directory)
+
+
+def test_directories_of_files_that_have_gone_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = []
+    for name in ("gone_long.gguf", "gone.gguf", "here_long.gguf", "new.gguf"):
+        gguf.write(tmp_path / name, gguf.values(), gguf.tensors("Q4_0"))
+        if name == "new.gguf":
+            for directory in (made[0], made[2]):
+                os.utime(directory, (0, 0))
+            for path in ("gone_long.gguf", "gone.gguf"):
+                (tmp_path / path).unlink()
+        made.append(Path(gguf_directory(tmp_path / name, "path", name)))
+    assert [directory.is_dir() for directory in made] == [False, True, True, True]
+
+
+def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)
+    assert re.fullmatch(r"transformers [\d.]+ reads no GGUF files: 5.24 and newer do", _imported())
+
+
+SENTENCES = [
+    *("<unk>", "<s>", "</s>"),
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+    *("\u2581", "a", "b", "\u2581a", "ab", "\u2581ab"),
+]
+
+
+def test_a_sentencepiece_tokenizer() -> None:
+    kinds = [2, 3, 3] + [6] * 256 + [1] * 6
+    scores = [0.0] * 259 + [-5.0, -6.0, -7.0, -1.0, -2.0, -0.5]
+    header = gguf.values() | {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": SENTENCES,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    for key in ("tokenizer.ggml.merges", "tokenizer.ggml.pre"):
+        del header[key]
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_files(header)["tokenizer.json"])
+    whole = SENTENCES.index("\u2581ab")
+    assert tokenizer.encode("ab").ids == [1, whole]
+    assert tokenizer.encode("ab\u00e9", add_special_tokens=False).ids == [whole, 3 + 0xC3, 3 + 0xA9]
+    assert tokenizer.decode(tokenizer.encode("ab a\u00e9").ids).strip() == "ab a\u00e9"
+    assert end_tokens(header) == [2]
+    with pytest.raises(UnsupportedModel, match="no space before a text"):
+        tokenizer_files(header | {"tokenizer.ggml.add_space_prefix": False})
+
+
+def test_yarn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    more: dict[str, Any] = {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.original_context_length": 32,
+    }
+    served = check(tmp_path, gguf.tensors("Q8_0"), **PACKED, more=more)
+    assert served.spec.max_model_len == 128
+
+
+def test_factors_of_rotary_frequencies() -> None:
+    theta, half = 500000.0, 32
+    config = transformers.LlamaConfig(
+        head_dim=2 * half,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    )
+    scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1 / theta ** (torch.arange(half) / half)
+    factors = (plain / scaled).tolist()
+    header = gguf.values() | {"llama.rope.freq_base": theta}
+    found = config_values(header, gguf.tensors("Q4_0"), factors)["rope_parameters"]
+    assert found == config.rope_parameters
+    factors[-1] *= 1.1
+    with pytest.raises(UnsupportedModel, match="others than Llama 3's"):
+        config_values(header, gguf.tensors("Q4_0"), factors)

@@ -32,7 +32,7 @@ class FusedLinears:
     ) -> None:
         self._operations: list[list[tuple[int, int]]] = []
         """Kernel and table of each part, by layer."""
-        made = []
+        made: list[Array] = []
         for weights in layers:
             bias = weights[f"{role}.bias"][1] if f"{role}.bias" in weights else 0
             own = _tables(parts_of(role, weights), place, bias, dtype)
