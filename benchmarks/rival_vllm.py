@@ -27,7 +27,7 @@ class Servers:
     name: str = "vllm"
 
     def version(self) -> str:
-        command = [self.python, "-c", "import vllm; print(vllm.__version__)"]
+        command = [str(self.python), "-c", "import vllm; print(vllm.__version__)"]
         found = subprocess.run(command, capture_output=True, text=True, check=True)
         return f"vllm {found.stdout.split()[-1]}"
 
