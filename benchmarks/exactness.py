@@ -306,8 +306,8 @@ def _disturbed(
             for entry in server.device.decisions()
         )
         for m in server.device.state.models.values():
-            if m.weights.rotor is not None:
-                counted["loads"] += m.weights.rotor.loads.n
+            if m.weights.stream is not None:
+                counted["loads"] += m.weights.stream.loads.n
                 counted["preemptions"] += m.preemptions
     return answers
 

@@ -126,9 +126,9 @@ def served(
             "graphs": 0 if report.graphs is None else report.graphs.graphs,
             "replays": 0 if report.graphs is None else report.graphs.replays,
             "layers_loaded": sum(
-                m.weights.rotor.loads.n
+                m.weights.stream.loads.n
                 for m in device.state.models.values()
-                if m.weights.rotor is not None
+                if m.weights.stream is not None
             ),
             "kv_rotations": len(swapped - {WHOLE}),
         }

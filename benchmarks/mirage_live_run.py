@@ -14,7 +14,7 @@ from ballast.bench.record import prompts_of, submission_for, vocabularies_of
 from ballast.core.event import FinishedOutput
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.weights.rotor import Loads
+from ballast.weights.weight_stream import Loads
 from ballast.workload.workload import Workload
 from benchmarks.mirage_run import Measured
 

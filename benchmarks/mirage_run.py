@@ -16,7 +16,7 @@ from ballast.core.settings import FleetSettings
 from ballast.core.units import ceil_div
 from ballast.engine.state import DeviceState
 from ballast.sim.simulate import simulate
-from ballast.weights.rotor import Loads
+from ballast.weights.weight_stream import Loads
 from ballast.workload.workload import Workload
 from benchmarks.mirage_setting import SERVED, Device, Setting, specs_of
 
@@ -142,7 +142,7 @@ class Watch:
             before.changes + (lent != self._lent),
         )
         self._at, self._lent = now, lent
-        self._swapped = sum(m.kv.rotation.n_freed for m in models if m.swapper is not None)
+        self._swapped = sum(m.kv.rotation.n_freed for m in models if m.kv_stream is not None)
         if sum(m.preemptions for m in models) >= self.enough:
             raise Enough
 
@@ -219,7 +219,7 @@ def _run(
         times=tuple(np.array(times[id]) for id in finished),
         requests=len(arrivals),
         preemptions=sum(f.preemptions for f in finished.values()),
-        loads=_sum(m.weights.rotor.loads for m in ended.state.models.values() if m.weights.rotor),
+        loads=_sum(m.weights.stream.loads for m in ended.state.models.values() if m.weights.stream),
         remapped=watch.remapped,
     )
 

@@ -15,12 +15,13 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings, KvLayout
 from ballast.core.units import format_bytes
 from ballast.engine.cost_estimator import CostEstimator
+from ballast.engine.layer_stream import MakeStream
 from ballast.engine.lending import Lending
 from ballast.engine.model import ModelState
 from ballast.engine.sizing import largest_jobs
 from ballast.engine.state import DeviceState
 from ballast.kv.blocks import KvCache
-from ballast.kv.swapper import KvSwapper, MakeSwapper
+from ballast.kv.kv_stream import KvStream
 from ballast.memory.arena import Arena
 from ballast.memory.copies import copy_now
 from ballast.memory.lending.borrower import Borrower
@@ -28,7 +29,6 @@ from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
 from ballast.weights.residency import WeightsOnDevice
-from ballast.weights.rotor import MakeRotor
 from ballast.weights.shared import SharedSegment, find_shared
 
 ARENA = "arena:lanes"
@@ -55,17 +55,17 @@ def build_state(
     clock: Clock,
     copy: CopyNow,
     costs: Mapping[str, StepCosts],
-    make_rotor: MakeRotor | None = None,
-    make_swapper: MakeSwapper | None = None,
+    make_stream: MakeStream | None = None,
+    swaps_kv: bool = False,
     refuse: Callable[[str, Exception], object] | None = None,
 ) -> DeviceState:
     """Build the state of a device on which no model is resident yet.
 
     The lanes' activation arena, sized by the largest jobs of the models, is allocated first.
-    `make_rotor`: factory of rotors; None: no layer can rotate. `make_swapper`: factory of KV
-    swappers; None: KV is not swapped. `refuse` is called with the name of a model that cannot be
-    placed and the exception; the other models are placed. Raises ConfigError if the budget cannot
-    hold the arena, and, without `refuse`, the exception of a model that cannot be placed.
+    `make_stream`: makes what streams a model's layers; None: none can stream. `swaps_kv`: KV
+    streams, and weights do not. `refuse` is called with the name of a model that cannot be placed
+    and the exception; the other models are placed. Raises ConfigError if the budget cannot hold the
+    arena, and, without `refuse`, the exception of a model that cannot be placed.
     """
     pool = Pool(vm, settings.budget_bytes // settings.page_bytes)
     lending = Lending(pool, Borrower(pool, vm, settings.name), settings.name)
@@ -83,8 +83,8 @@ def build_state(
                 shared,
                 lending.borrower,
                 costs.get(h.spec.name),
-                make_rotor,
-                make_swapper,
+                make_stream,
+                swaps_kv,
             )
         except Exception as error:
             if refuse is None:
@@ -93,7 +93,7 @@ def build_state(
         else:
             models.append(m)
     return DeviceState(
-        settings, models, pool, arena, graphs, link, clock, lending, make_rotor, make_swapper
+        settings, models, pool, arena, graphs, link, clock, lending, make_stream, swaps_kv
     )
 
 
@@ -129,12 +129,12 @@ def build_model(
     shared: Mapping[str, SharedSegment],
     borrower: Borrower,
     costs: StepCosts | None = None,
-    make_rotor: MakeRotor | None = None,
-    make_swapper: MakeSwapper | None = None,
+    make_stream: MakeStream | None = None,
+    swaps_kv: bool = False,
 ) -> ModelState:
     """Build the state of a model that is not resident. `shared`: segments that other models have
     too, by digest. Without `costs`, costs are learned from the model's jobs."""
-    layered = make_swapper is not None or settings.kv_layout is KvLayout.PER_LAYER
+    layered = swaps_kv or settings.kv_layout is KvLayout.PER_LAYER
     kv = KvCache(
         hosted.spec,
         pool,
@@ -143,12 +143,16 @@ def build_model(
         borrower=None if layered else borrower,
         layered=layered,
     )
-    swapper = None if make_swapper is None else make_swapper(kv)
-    kv.move = _layered_mover(kv, swapper, copy) if layered else _mover(kv, copy)
+    stream = None if make_stream is None else make_stream(hosted.spec)
+    kv_stream = stream if swaps_kv else None
+    if kv_stream is not None:
+        kv_stream.add_kv(kv)
+    kv.move = _layered_mover(kv, kv_stream, copy) if layered else _mover(kv, copy)
+    weight_stream = None if swaps_kv else stream
     weights = WeightsOnDevice(
-        hosted.spec, pool, pool.vm, link, hosted.addresses, shared, make_rotor
+        hosted.spec, pool, pool.vm, link, hosted.addresses, shared, weight_stream
     )
-    m = ModelState(hosted.spec, weights, kv, costs or UNMEASURED, swapper=swapper)
+    m = ModelState(hosted.spec, weights, kv, costs or UNMEASURED, kv_stream=kv_stream)
     if costs is None:
         m.estimator = CostEstimator(UNMEASURED)
     return m
@@ -179,8 +183,8 @@ def build_newcomer(
         shared,
         borrower,
         costs,
-        state.make_rotor,
-        state.make_swapper,
+        state.make_stream,
+        state.swaps_kv,
     )
     return m, new
 
@@ -195,11 +199,11 @@ def _mover(kv: KvCache, copy: CopyNow) -> Callable[[int, int], None]:
 
 
 def _layered_mover(
-    kv: KvCache, swapper: KvSwapper | None, copy: CopyNow
+    kv: KvCache, stream: KvStream | None, copy: CopyNow
 ) -> Callable[[int, int], None]:
     """Return the same for layer-major KV: it copies each layer on the device, or, if it rotates,
     on the host."""
-    to_host = None if swapper is None else swapper.host
+    to_host = None if stream is None else stream.kv_host
 
     def move(source: int, target: int) -> None:
         rotating = set(kv.rotation.layers)

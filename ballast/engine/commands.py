@@ -173,7 +173,7 @@ class CommandHandler:
         It replaces the model's present spec, if it has one."""
         state = self._state
         others = [m.spec for m in state.models.values() if m.spec.name != spec.name]
-        layered = state.make_swapper is not None
+        layered = state.swaps_kv
         try:
             check_room(spec, others, state.settings, layered=layered, aside=state.set_aside)
         except ConfigError as error:

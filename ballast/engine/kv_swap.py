@@ -18,7 +18,7 @@ from ballast.kv.layered import MORE_SLABS
 def refusal(m: ModelState, wanted: Rotation) -> str | None:
     """Return the reason why the KV of these layers cannot rotate now; None if it can."""
     n, now = m.spec.n_layers, m.kv.rotation
-    if m.swapper is None:
+    if m.kv_stream is None:
         return "its KV does not lie layer by layer"
     if m.life.swap_failed is not None:
         return f"its KV could not be moved before: {m.life.swap_failed}"
@@ -50,15 +50,15 @@ def begin(m: ModelState) -> list[SequenceWork]:
     wanted = m.life.swap_to
     if wanted is None:
         return []
-    assert m.swapper is not None, "it would have been refused"
+    assert m.kv_stream is not None, "it would have been refused"
     if not m.running:
         _at_once(m, wanted)
         return []
     slabs, before, after = m.kv.slabs, set(m.kv.rotation.layers), set(wanted.layers)
     if before < after:
-        m.swapper.carry(sorted(after - before), slabs, Direction.TO_HOST)
+        m.kv_stream.carry_kv(sorted(after - before), slabs, Direction.TO_HOST)
     elif m.kv.turn(wanted):
-        m.swapper.carry(sorted(before - after), slabs, Direction.TO_DEVICE)
+        m.kv_stream.carry_kv(sorted(before - after), slabs, Direction.TO_DEVICE)
     else:
         m.life.end_swap()  # its pages are not free any more: the policy may ask again
         return []
@@ -71,10 +71,10 @@ def end(m: ModelState) -> None:
     """End the copying job: pages of layers that have been stored are freed."""
     wanted = m.life.swap_to
     assert wanted is not None, "it has begun"
-    assert m.swapper is not None, "it would have been refused"
+    assert m.kv_stream is not None, "it would have been refused"
     m.kv.fixed = False
     m.kv.turn(wanted)
-    m.swapper.turn(wanted)
+    m.kv_stream.turn_kv(wanted)
     m.life.end_swap()
 
 
@@ -86,15 +86,15 @@ def lose(m: ModelState, why: str) -> None:
 
 
 def forget(m: ModelState) -> None:
-    """Reset the swapper after the model's KV has been cleared: no layer rotates."""
-    if m.swapper is not None:
-        m.swapper.turn(WHOLE)
+    """Reset the stream after the model's KV has been cleared: no layer rotates."""
+    if m.kv_stream is not None:
+        m.kv_stream.turn_kv(WHOLE)
 
 
 def _at_once(m: ModelState, wanted: Rotation) -> None:
     """Change layers without a job, as no request uses the KV: cached prefixes are dropped."""
-    assert m.swapper is not None, "it would have been refused"
+    assert m.kv_stream is not None, "it would have been refused"
     m.kv.clear()
     m.kv.turn(wanted)
-    m.swapper.turn(wanted)
+    m.kv_stream.turn_kv(wanted)
     m.life.end_swap()

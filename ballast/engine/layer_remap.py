@@ -71,9 +71,9 @@ def proceed(state: DeviceState, m: ModelState) -> list[Output]:
     if step is Step.EVICT:
         state.evict(m)
     elif step is Step.SETTLE:
-        assert m.weights.rotor is not None, "layers of other models neither turn nor stir"
+        assert m.weights.stream is not None, "layers of other models neither turn nor stir"
         m.life.settle()
-        m.weights.rotor.settle()
+        m.weights.stream.settle()
     return []
 
 

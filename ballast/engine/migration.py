@@ -108,7 +108,7 @@ class Migration:
     def export(self, m: ModelState, request: Request) -> None:
         """Answer where the KV of a request's full blocks lies; the request keeps running."""
         n = request.computed // m.spec.block_tokens
-        if m.swapper is not None or request.state is not RequestState.RUNNING:
+        if m.kv_stream is not None or request.state is not RequestState.RUNNING:
             n = 0
         n, pieces = extents.pieces(m.kv, request.blocks[:n])
         if n == 0:
@@ -193,7 +193,7 @@ class Migration:
     def _room(self, m: ModelState, event: ImportKvEvent) -> list[int]:
         """Allocate blocks for an import; empty if it is not possible."""
         tokens = len(event.wanted.prompt)
-        if m.swapper is not None or m.residency is not Residency.RESIDENT:
+        if m.kv_stream is not None or m.residency is not Residency.RESIDENT:
             return []
         if tokens % m.spec.block_tokens or extents.form(m.kv) != event.form:
             return []

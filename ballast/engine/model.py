@@ -25,7 +25,7 @@ from ballast.engine.life import Life
 from ballast.engine.quarantine import Quarantine
 from ballast.engine.waiting import Waiting
 from ballast.kv.blocks import KvCache
-from ballast.kv.swapper import KvSwapper
+from ballast.kv.kv_stream import KvStream
 from ballast.weights.residency import WeightsOnDevice
 
 UNSEEN = frozenset(
@@ -91,8 +91,8 @@ class ModelState:
     activations: int = 0
     evictions: int = 0
     preemptions: int = 0
-    swapper: KvSwapper | None = None
-    """Swapper of its KV; None: its KV cannot be swapped."""
+    kv_stream: KvStream | None = None
+    """What streams its KV; None: its KV cannot be swapped."""
     estimator: CostEstimator | None = None
     """Learns `costs` from jobs that end; None: costs are given and stay."""
     decode_seconds: float | None = None

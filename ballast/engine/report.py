@@ -9,7 +9,7 @@ from ballast.core.report import DeviceReport, GraphReport, ModelReport, StepToke
 from ballast.core.view import Residency
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
-from ballast.weights.rotor import Loads
+from ballast.weights.weight_stream import Loads
 
 
 def report(state: DeviceState, device: str, graphs: GraphReport | None = None) -> DeviceReport:
@@ -54,7 +54,7 @@ def _model(m: ModelState, now: float) -> ModelReport:
     absent = sum(1 + layer in plan.absent for layer in range(layers))
     here = m.residency is not Residency.ACTIVATING
     rotating = len(rotation.layers)
-    loads = Loads() if m.weights.rotor is None else m.weights.rotor.loads
+    loads = Loads() if m.weights.stream is None else m.weights.stream.loads
     return ModelReport(
         name=m.spec.name,
         residency=m.residency.value,

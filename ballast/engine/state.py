@@ -25,16 +25,15 @@ from ballast.core.view import Residency
 from ballast.engine import kv_swap
 from ballast.engine.activation_rate import ActivationRate
 from ballast.engine.lanes import Lanes
+from ballast.engine.layer_stream import MakeStream
 from ballast.engine.lending import Lending
 from ballast.engine.migration import Migration
 from ballast.engine.model import ModelState
 from ballast.engine.promises import Promises
 from ballast.engine.queue_deadlines import QueueDeadlines
-from ballast.kv.swapper import MakeSwapper
 from ballast.memory.arena import Arena
 from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
-from ballast.weights.rotor import MakeRotor
 from ballast.weights.shared import SharedSegment
 
 
@@ -61,8 +60,8 @@ class DeviceState:
         link: Link,
         clock: Clock,
         lending: Lending,
-        make_rotor: MakeRotor | None = None,
-        make_swapper: MakeSwapper | None = None,
+        make_stream: MakeStream | None = None,
+        swaps_kv: bool = False,
     ) -> None:
         self.settings = settings
         self.models: dict[str, ModelState] = {}
@@ -87,8 +86,8 @@ class DeviceState:
         lending.news = self.news
         self.migration = Migration()
         self.link = link
-        self.make_rotor, self.make_swapper = make_rotor, make_swapper
-        """Factories for models that join."""
+        self.make_stream, self.swaps_kv = make_stream, swaps_kv
+        """What makes streams of models that join, and whether KV streams in place of weights."""
         self.activating: Callable[[str], object] = lambda model: None
         """Called with a model's name when the transfer of its weights has begun."""
         self.grammars: GrammarStore | None = None

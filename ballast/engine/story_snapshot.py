@@ -31,6 +31,6 @@ def snapshot(state: DeviceState, preset: Preset, story: Story) -> Snapshot:
         models=tuple(model_entry(m) for m in models),
         began=story.began,
         overhead=story.overhead,
-        rotates=state.make_rotor is not None,
+        rotates=state.make_stream is not None and not state.swaps_kv,
         order=preset.order,
     )

@@ -81,7 +81,7 @@ def made_anew(m: ModelState) -> ModelView:
         rotation=m.rotation,
         decode_seconds=m.decode_seconds,
         prefill_seconds=m.prefill_seconds,
-        kv_rotation=None if m.swapper is None else m.life.swap_to or m.kv.rotation,
+        kv_rotation=None if m.kv_stream is None else m.life.swap_to or m.kv.rotation,
         kv_swapping=m.life.swap_to is not None,
         kv_layer_pages=m.kv.layer_pages,
         first_cached_pages=_first_cached_pages(m),

@@ -1,6 +1,6 @@
-"""Hold the host copy of a layer-major KV cache, and list the pieces that each pass copies.
+"""Hold the host copy of a layer-major KV cache, and list the bytes that each pass copies.
 
-Used by `LinkSwapper` and `EventSwapper`, which make the copies; nothing is copied here.
+Used by live devices, whose copy engines make the copies; nothing is copied here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ballast.core.units import ceil_div
 from ballast.kv.blocks import KvCache
 from ballast.kv.layered import LayeredLayout
 from ballast.memory.copies import Copy
+from ballast.residency.buffer import HOME, LayerCopy
 
 _NORESERVE = 0x4000
 """Linux's MAP_NORESERVE, which `mmap` has from Python 3.13 on."""
@@ -37,45 +38,49 @@ class Spilled:
         self._memory = mmap.mmap(-1, kv.addresses.n_bytes, flags=flags)
         self.host = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) - kv.base
         """Offset from a device KV address to its host copy."""
+        self._loads: list[Piece] = []
+        self._stores: list[Piece] = []
+        """Pieces that the pass loads and stores of each layer."""
+        self._moved: list[Piece] = []
 
-    def loads(self, work: Sequence[SequenceWork]) -> list[Piece]:
-        """Return the pieces that a pass reads of each layer: blocks that have KV."""
-        return self._blocks(self._read(work))
-
-    def stores(self, work: Sequence[SequenceWork]) -> list[Piece]:
-        """Return the pieces of each layer that a pass copies back to the host."""
-        if self._dirty:
-            return list(self._rows(work))
+    def begin_pass(self, work: Sequence[SequenceWork]) -> None:
+        """Set what is copied of each layer: loads of all blocks that have KV, stores of what the
+        pass leaves behind."""
         size = self.layout.block_tokens
-        written = {b for w in work for b in w.blocks[w.start // size : ceil_div(w.end, size)]}
-        return self._blocks(self._read(work) | written)
+        read = {b for w in work for b in w.blocks[: ceil_div(w.start, size)]}
+        self._loads = self._blocks(read)
+        if self._dirty:
+            self._stores = list(self._rows(work))
+        else:
+            ends = (w.blocks[w.start // size : ceil_div(w.end, size)] for w in work)
+            self._stores = self._blocks(read.union(*ends))
 
-    def planes(self, slabs: Iterable[int]) -> list[Piece]:
-        """Return all of a layer's KV in these slabs, as pieces."""
+    def carry(self, slabs: Iterable[int]) -> None:
+        """Set what is moved of each layer that begins or ceases to rotate: all KV of `slabs`."""
         size = self.layout.plane_bytes
-        return list(_joined((slab * size, size) for slab in slabs))
+        self._moved = list(_joined((slab * size, size) for slab in slabs))
 
-    def copies(self, layer: int, pieces: Iterable[Piece], direction: Direction) -> Iterator[Copy]:
-        first = self._kv.base + layer * self.layout.layer_stride_bytes
-        for at, n_bytes in pieces:
-            here, there = first + at, first + at + self.host
-            if direction is Direction.TO_DEVICE:
-                yield Copy(here, there, n_bytes)
-            else:
-                yield Copy(there, here, n_bytes)
+    def copies_of(self, copy: LayerCopy) -> list[Copy]:
+        """Return the bytes of a copy in the pass that has begun, or of a move."""
+        way = copy.direction
+        pieces = self._loads if way is Direction.TO_DEVICE else self._stores
+        cut = self._cut(copy.layer, self._moved if copy.slot == HOME else pieces)
+        first, host = self._kv.base + copy.layer * self.layout.layer_stride_bytes, self.host
+        if way is Direction.TO_DEVICE:
+            return [Copy(first + at, first + at + host, n) for at, n in cut]
+        return [Copy(first + at + host, first + at, n) for at, n in cut]
 
-    def plane_address(self, layer: int, plane: int) -> int:
-        """Return the host address of a layer's part of a slab."""
-        at = layer * self.layout.layer_stride_bytes + plane * self.layout.plane_bytes
-        return self._kv.base + self.host + at
+    def host_address(self, layer: int, at: int) -> int:
+        """Return the host address of byte `at` of a layer's part of the cache."""
+        return self._kv.base + self.host + layer * self.layout.layer_stride_bytes + at
 
     def clear(self) -> None:
         """Return the host memory to the operating system; contents are lost."""
         self._memory.madvise(mmap.MADV_DONTNEED)
 
-    def _read(self, work: Sequence[SequenceWork]) -> set[int]:
-        size = self.layout.block_tokens
-        return {b for w in work for b in w.blocks[: ceil_div(w.start, size)]}
+    def _cut(self, layer: int, pieces: Iterable[Piece]) -> Iterable[Piece]:
+        """Return the pieces of a layer as they are copied one by one."""
+        return pieces
 
     def _blocks(self, blocks: Iterable[int]) -> list[Piece]:
         stride, size = self.layout.stride_bytes, self.layout.layer_bytes

@@ -17,16 +17,16 @@ from ballast.core.event import Event, FirstJobReadyEvent, RotationSettledEvent
 from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.engine.layer_stream import MakeStream
 from ballast.kernels.stream_copy import stream_copier
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
-from ballast.kv.link_swapper import LinkSwapper
-from ballast.kv.swapper import MakeSwapper
+from ballast.live.host_stream import HostStream
 from ballast.live.machine import Cap
 from ballast.live.runner import CpuRunner, Executor, LaneRunner, Record
 from ballast.memory import syscalls
 from ballast.memory.arena import AllocatorCap
-from ballast.memory.copies import Copy, copy_now
+from ballast.memory.copies import copy_now
 from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
@@ -35,8 +35,6 @@ from ballast.models.on_cpu import on_cpu, report_dependence
 from ballast.models.profile_run import measured
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier
-from ballast.weights.link_rotor import LinkRotor
-from ballast.weights.rotor import MakeRotor
 
 
 class OnCpu:
@@ -108,20 +106,19 @@ class CpuMachine(OnCpu):
         threads = self.device.threads or torch.get_num_threads()
         return self.link.paced or threads + self.link.threads <= syscalls.usable_cpus()
 
-    def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
+    def make_stream(
+        self, clock: Clock, post: Callable[[Event], None], dirty: bool
+    ) -> MakeStream | None:
         def opened(transfer_id: int) -> None:
             post(FirstJobReadyEvent(transfer_id))
 
         tell = opened if self.copies_beside_jobs else None
 
-        def make(spec: ModelSpec, copies: Sequence[Copy]) -> LinkRotor:
+        def make(spec: ModelSpec) -> HostStream:
             settled = RotationSettledEvent(spec.name)
-            return LinkRotor(spec.name, copies, self.link, clock, lambda: post(settled), tell)
+            return HostStream(spec.name, self.link, clock, lambda: post(settled), tell, dirty)
 
         return make
-
-    def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
-        return lambda kv: LinkSwapper(kv, self.link, clock, dirty)
 
     def allow(self, n_bytes: int) -> None:
         """Do nothing: this process's cap is the device's own."""

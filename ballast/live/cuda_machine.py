@@ -18,16 +18,15 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import format_bytes
+from ballast.engine.layer_stream import MakeStream
 from ballast.kernels.gpu.batch import Scratch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
-from ballast.kv.event_swapper import EventSwapper
-from ballast.kv.swapper import MakeSwapper
 from ballast.live.cuda_runner import AllocatorOnDevice, CudaRunner, GpuCompute, TorchOnGpu
 from ballast.live.cuda_streams import lane_streams
+from ballast.live.event_stream import EventStream
 from ballast.live.machine import Cap
 from ballast.live.runner import Executor, LaneRunner, Record
-from ballast.memory.copies import Copy
 from ballast.memory.cuda.calls import Driver, WhenLost
 from ballast.memory.cuda.devices import reach_of
 from ballast.memory.cuda.driver import CudaDriver
@@ -39,9 +38,7 @@ from ballast.models.gpu.executor import GpuExecutor, GpuTransformersModel
 from ballast.models.gpu.fused import GpuFusedModel
 from ballast.models.gpu.graphs import GraphCache
 from ballast.weights.checkpoint import THREADS, load_host_model
-from ballast.weights.event_rotor import EventRotor
 from ballast.weights.host import HostModel, HostTier
-from ballast.weights.rotor import MakeRotor
 from ballast.weights.segment import whole_pages
 
 log = logging.getLogger(__name__)
@@ -94,9 +91,8 @@ class CudaMachine:
         """Each model has its own where jobs of several run at the same time."""
         self._executors: dict[str, list[GpuExecutor]] = {}
         """Executors by model."""
-        self._rotors: dict[str, EventRotor] = {}
-        self._swappers: dict[str, EventSwapper] = {}
-        """KV swappers by model, like the rotors."""
+        self._layer_streams: dict[str, EventStream] = {}
+        """What streams layers, by model."""
         self._graphs: GraphCache | None = None
         if n_bytes := device.graph_bytes:
             self._graphs = GraphCache(
@@ -123,7 +119,7 @@ class CudaMachine:
 
     @property
     def copies_beside_jobs(self) -> bool:
-        """False: GPU rotors do not follow the link (`EventRotor.start_load`)."""
+        """False: layers do not follow the link (`EventStream.start_load`)."""
         return False
 
     @property
@@ -135,10 +131,8 @@ class CudaMachine:
             self._driver.set_current(self._context)
             self._graphs.forget(host.spec.name)
         self._close_executors(host.spec.name)
-        for kept in (self._rotors, self._swappers):
-            gone = kept.pop(host.spec.name, None)
-            if gone is not None:
-                gone.close()
+        if (stream := self._layer_streams.pop(host.spec.name, None)) is not None:
+            stream.close()
         for address in host.addresses:
             if self._pinned[address] == 1:
                 self.pins.unpin(address)
@@ -207,25 +201,18 @@ class CudaMachine:
         )
 
     def _rest(self) -> None:
-        for rotor in self._rotors.values():
-            rotor.rest()
+        for stream in self._layer_streams.values():
+            stream.rest()
 
-    def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
-        def make(spec: ModelSpec, copies: Sequence[Copy]) -> EventRotor:
+    def make_stream(
+        self, clock: Clock, post: Callable[[Event], None], dirty: bool
+    ) -> MakeStream | None:
+        def make(spec: ModelSpec) -> EventStream:
             settled, lane = RotationSettledEvent(spec.name), self._compute.current
-            known = (self._driver, self._context)
-            rotor = EventRotor(*known, copies, lane, lambda: post(settled))
-            self._rotors[spec.name] = rotor
-            return rotor
-
-        return make
-
-    def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
-        def make(kv: KvCache) -> EventSwapper:
-            known = (self._driver, self._context, self.pins, self._compute.current)
-            swapper = EventSwapper(kv, *known, dirty)
-            self._swappers[kv.spec.name] = swapper
-            return swapper
+            known = (self._driver, self._context, lane, lambda: post(settled))
+            made = EventStream(*known, self.pins, dirty)
+            self._layer_streams[spec.name] = made
+            return made
 
         return make
 
@@ -242,10 +229,8 @@ class CudaMachine:
         for model in list(self._executors):
             self._close_executors(model)
         self._compute.release_pinned()
-        for rotor in self._rotors.values():
-            rotor.close()
-        for swapper in self._swappers.values():
-            swapper.close()
+        for stream in self._layer_streams.values():
+            stream.close()
         if self._allocator is not None:
             self._allocator.close()
         self.pins.close()

@@ -37,27 +37,23 @@ from ballast.engine.report import report
 from ballast.engine.story_file import StoryFile
 from ballast.isolation.calls import Isolation
 from ballast.kernels.workspace import Workspace
-from ballast.kv.event_swapper import EventSwapper
-from ballast.kv.link_swapper import LinkSwapper
-from ballast.kv.swapper import MakeSwapper
 from ballast.live.command_executor import CommandExecutor
 from ballast.live.cpu_machine import CpuMachine
+from ballast.live.event_stream import EventStream
 from ballast.live.grammar_compiler import GrammarCompiler
+from ballast.live.host_stream import HostStream
 from ballast.live.hosted_models import HostedModels
 from ballast.live.inbox import MonotonicClock, QueueInbox
 from ballast.live.machine import MakeMachine
 from ballast.live.never_run import WHERE as NEVER_RUN_WHERE
 from ballast.live.never_run import never_run
 from ballast.live.runner import Executor, Record
-from ballast.live.swap_executor import KvSwapExecutor
 from ballast.memory.arena import confine_allocator
 from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported
 from ballast.policy.presets import Preset, preset_of
-from ballast.weights.event_rotor import EventRotor
 from ballast.weights.host import HostModel, HostTier
-from ballast.weights.link_rotor import LinkRotor
 from ballast.weights.segment_exchange import SegmentExchange
 
 log = logging.getLogger(__name__)
@@ -147,8 +143,9 @@ class LiveDevice:
         closing: ExitStack,
     ) -> None:
         """Divide the device's memory among its models, and begin to populate it."""
-        # Layers wait for weights or for KV, never for both.
-        swaps = preset.requires.kv_swapping
+        needs = preset.requires
+        make_stream = self.machine.make_stream(self.clock, self.post, needs.dirty)
+        assert make_stream is not None or not needs.kv_swapping, "its requirements are met"
         self.state = build_state(
             device,
             [Hosted(h.spec, h.addresses) for h in self.models.by_name.values()],
@@ -157,22 +154,13 @@ class LiveDevice:
             self.clock,
             self.machine.copy,
             costs,
-            None if swaps else self.machine.make_rotor(self.clock, self.post),
-            self._make_swapper(preset),
+            make_stream,
+            needs.kv_swapping,
             self.models.refuse,
         )
         self._reserve = PopulatedReserve(self.state.pool)
         self._reserve.start()
         closing.callback(self._reserve.close)
-
-    def _make_swapper(self, preset: Preset) -> MakeSwapper | None:
-        """Return what swaps KV; None where the preset swaps none. Raises ConfigError where this
-        machine cannot."""
-        if not preset.requires.kv_swapping:
-            return None
-        made = self.machine.make_swapper(self.clock, preset.requires.dirty)
-        assert made is not None, "the preset's requirements are met"
-        return made
 
     def _start_grammar_compiler(self, closing: ExitStack) -> None:
         """Start the thread that compiles grammars."""
@@ -352,12 +340,10 @@ class LiveDevice:
         made = self.machine.executors(host, segments, m.kv, self.workspaces)
         for executor in made:
             executor.grammars = made[0].grammars  # requests may run on any lane
-            if isinstance(m.weights.rotor, LinkRotor | EventRotor):
-                executor.barriers = m.weights.rotor
+            stream = m.weights.stream or m.kv_stream
+            if isinstance(stream, HostStream | EventStream):
+                executor.barriers = stream
         self._grammar_compiler.serve(host.spec.name, made[0].grammars)
-        swapper = m.swapper
-        if isinstance(swapper, LinkSwapper | EventSwapper):
-            return tuple(KvSwapExecutor(executor, swapper) for executor in made)
         return made
 
     def renew(self) -> None:

@@ -14,9 +14,9 @@ from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.engine.layer_stream import MakeStream
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
-from ballast.kv.swapper import MakeSwapper
 from ballast.live.runner import Executor, Keeper, LaneRunner, Record
 from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.transfer import Link
@@ -24,7 +24,6 @@ from ballast.memory.vm import Vm
 from ballast.models.executor import ModelExecutor
 from ballast.weights.checkpoint import THREADS
 from ballast.weights.host import HostModel, HostTier
-from ballast.weights.rotor import MakeRotor
 
 
 class Cap(Keeper, Protocol):
@@ -101,12 +100,11 @@ class Machine(Protocol):
         record: Record | None,
     ) -> LaneRunner: ...
 
-    def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
-        """Return a factory of rotors for rotating layers; None: layers cannot rotate here."""
-
-    def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
-        """Return a factory of KV swappers, `dirty` as in `LinkSwapper`; None: KV cannot be
-        swapped."""
+    def make_stream(
+        self, clock: Clock, post: Callable[[Event], None], dirty: bool
+    ) -> MakeStream | None:
+        """Return what makes streams of models' layers, `dirty` as in `Spilled`; None: no layer can
+        stream here."""
 
     def allow(self, n_bytes: int) -> None:
         """Set the bytes that activations may take, from now on; called between jobs."""

@@ -1,6 +1,7 @@
-"""Define the barriers at which a pass waits for layers that are loaded while it runs (MIRAGE, 4.1).
+"""Define the barriers at which a pass waits for layers whose weights or KV stream (MIRAGE, 4.1).
 
-Rotors implement them; model executors call them.
+The drivers of layer streams implement them (`live.host_stream`, `live.event_stream`); model
+executors call them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,20 @@ class Barriers(Protocol):
     """
 
     def begin_pass(self, work: Sequence[SequenceWork]) -> Collection[int]:
-        """Begin a pass that computes `work`; returns the layers that rotate or are still absent."""
+        """Begin a pass that computes `work`; returns the layers, ascending, at which it stops."""
 
     def wait(self, layer: int) -> None:
         """Wait until a layer is present. Raises DeviceError if it cannot be loaded."""
 
     def used(self, layer: int) -> None:
-        """Mark a layer as used: its memory may be overwritten."""
+        """Mark a layer as used: its KV is stored, and its memory may be overwritten."""
+
+    def finish(self) -> None:
+        """End a pass, also one that broke off: none of its KV is in flight when the job ends.
+        Raises DeviceError if some could not be stored."""
+
+    def move(self) -> None:
+        """Move KV of layers that begin or cease to rotate, in a job that computes nothing."""
 
     def stalled(self) -> float:
         """Return the seconds that passes have waited since the last call."""

@@ -42,7 +42,7 @@ class ModelExecutor(ABC):
         """`kv_base`: address of block 0, which need not be backed by memory yet."""
         self.spec = spec = host.spec
         self.barriers: Barriers | None = None
-        """Barriers at rotating or loading layers; None: no layer rotates or loads under a job."""
+        """Barriers at layers whose weights or KV stream; None: none ever does."""
         self.grammars = Grammars(host.directory, spec.vocab, spec.eos_token_ids, host.tokenizer)
         self.dtype = dtype = DTYPES[spec.dtype]
         if layout.stride_bytes % dtype.itemsize:
@@ -77,8 +77,20 @@ class ModelExecutor(ABC):
         """Compute KV for all of `work`, and sample the sequences that require it, in order.
 
         Where the model computes what is not finite for a sequence, its result is a `FailedOutput`;
-        the others' results are not affected.
+        the others' results are not affected. A job without any token moves KV of rotating layers.
         """
+        barriers = self.barriers
+        if barriers is None:
+            return self._run(work)
+        if not any(w.tokens for w in work):
+            barriers.move()
+            return []
+        try:
+            return self._run(work)
+        finally:
+            barriers.finish()
+
+    def _run(self, work: Sequence[SequenceWork]) -> list[JobResult]:
         results: list[JobResult] = []
         embedded = [w for w in work if w.embed]
         if embedded:

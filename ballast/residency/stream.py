@@ -60,6 +60,11 @@ class LayerStream:
         return not self._flying
 
     @property
+    def in_flight(self) -> list[LayerCopy]:
+        """Copies that have not ended."""
+        return list(self._flying.values())
+
+    @property
     def waits(self) -> bool:
         """Whether a pass that begins now has stops."""
         return any(b.slot_of or b.absent for b in self.buffers)
@@ -268,9 +273,13 @@ class LayerStream:
         direction: Direction,
         after_use: int | None = None,
     ) -> LayerCopy:
-        """Make a copy that waits for the last one of its slot."""
+        """Make a copy that waits for the last one of its slot; a layer's use waits for its load."""
         last = buffer.passing.get(slot)
-        after = () if last is None else (last.id,)
+        loads = last is not None and last.direction is Direction.TO_DEVICE
+        if last is None or (loads and last.layer == after_use):
+            after: tuple[int, ...] = ()
+        else:
+            after = (last.id,)
         self._submitted += 1
         copy = LayerCopy(self._submitted, buffer, layer, slot, direction, after_use, after)
         self._flying[copy.id] = copy

@@ -37,16 +37,15 @@ from ballast.policy.presets import Preset
 from ballast.sim.decoding import DecodeBatch, tokens_of
 from ballast.sim.job_spread import JobFactors
 from ballast.sim.layer_passes import LayerSource
+from ballast.sim.layer_stream import SimStreams
 from ballast.sim.leap import leap
 from ballast.sim.link import Path, Route, SimLink
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.page_costs import LoopTime, TimedVm
-from ballast.sim.rotor import SimRotors
 from ballast.sim.runner import SimRunner
 from ballast.sim.steps_ahead import StepsAheadHeap
-from ballast.sim.swapper import SimSwappers
 from ballast.sim.world import World
-from ballast.weights.rotor import Loads
+from ballast.weights.weight_stream import Loads
 
 SendOutput = Callable[[float, Output], None]
 """Called with (time, output) for each output to a client."""
@@ -94,14 +93,14 @@ class SimDevice:
         self._heap = StepsAheadHeap(self.clock, profile.ahead, self._world.agenda)
         calls = LoopTime(self.clock)
         self.link = self._make_link(settings, profile, path, calls)
-        self._rotors = SimRotors(self._heap, self.clock, self.link, profile.early)
         needs = preset.requires
-        swappers = SimSwappers(self.link, needs.dirty) if needs.kv_swapping else None
-        self.state = self._make_state(settings, specs, profile, swappers, calls)
+        early, dirty = profile.early and not needs.kv_swapping, needs.dirty
+        self._streams = SimStreams(self._heap, self.clock, self.link, early, dirty)
+        self.state = self._make_state(settings, specs, profile, calls, needs.kv_swapping)
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
         self._overhead = profile.overhead
-        self._runner = self._make_runner(settings, profile, swappers, calls)
+        self._runner = self._make_runner(settings, profile, calls)
         self.story = Story(sink=sink, overhead=profile.overhead)
         self._client = send
         self._answer = profile.answer
@@ -139,11 +138,9 @@ class SimDevice:
         settings: DeviceSettings,
         specs: Sequence[ModelSpec],
         profile: MachineProfile,
-        swappers: SimSwappers | None,
         calls: LoopTime,
+        swaps_kv: bool,
     ) -> DeviceState:
-        # Layers wait for one thing or the other.
-        waits = settings.rotates or (profile.early and swappers is None)
         vm = _memory(settings, profile, calls)
         state = build_state(
             settings,
@@ -153,8 +150,8 @@ class SimDevice:
             self.clock,
             copy_nothing,
             profile.lane_costs,
-            self._rotors.make if waits else None,
-            make_swapper=None if swappers is None else swappers.make,
+            self._streams.make if settings.rotates or profile.early else None,
+            swaps_kv,
         )
         if isinstance(vm, TimedVm):
             vm.owner_of = state.pool.ledger.owner_of
@@ -164,7 +161,6 @@ class SimDevice:
         self,
         settings: DeviceSettings,
         profile: MachineProfile,
-        swappers: SimSwappers | None,
         calls: LoopTime,
     ) -> SimRunner:
         return SimRunner(
@@ -174,9 +170,8 @@ class SimDevice:
             self._costs,
             profile,
             self.link,
-            self._rotors,
+            self._streams,
             settings.parts,
-            swappers,
             calls,
             JobFactors(profile.spread, settings.name),
         )
@@ -242,7 +237,7 @@ class SimDevice:
     @property
     def loads(self) -> dict[str, Loads]:
         """Costs of rotations by model; models without any are left out."""
-        return {name: loads for name, loads in self._rotors.loads.items() if loads.n}
+        return {name: loads for name, loads in self._streams.loads.items() if loads.n}
 
     def submit(self, submission: Submission) -> None:
         """Schedule a request at its `arrival`, or now if that is past."""

@@ -2,7 +2,7 @@
 
 Each layer gets an equal part of the job's work; embeddings and head are divided among the layers.
 Layers run in order; the job waits for a layer that is not there, and computes nothing meanwhile.
-`sim.rotor`, `sim.swapper` and `sim.lending` implement `LayerSource`.
+`sim.layer_stream` and `sim.lending` implement `LayerSource`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ballast.sim.change_queue import Change, ChangeQueue
 
 
 class LayerSource(Protocol):
-    """A source of layers or of data that they need: `sim.rotor`, `sim.swapper`, `sim.lending`."""
+    """A source of layers or of data that they need."""
 
     @property
     def stops(self) -> Sequence[int]:
@@ -38,8 +38,11 @@ class LayerSource(Protocol):
     def used(self, now: float, layer: int) -> None:
         """Notify that the job is done with a layer that is one of the source's stops."""
 
+    def stalls(self, layer: int) -> None:
+        """Notify that the job begins to wait for a layer that this source lacks."""
+
     def waited(self, seconds: float) -> None:
-        """Notify that the job has waited for data that this source lacked at the layer."""
+        """Notify that the job has waited so long since `stalls`."""
 
 
 class Pace(Protocol):
@@ -117,6 +120,8 @@ class Pass:
         if self._lacks(layer):
             self._waits, self._since = layer, now
             self._blamed = [source for source in self._sources if source.lacks(layer)]
+            for source in self._blamed:
+                source.stalls(layer)
             self._pace.pause(now)
         else:
             self._pace.reach((layer + 1) / self._n, self._done)

@@ -128,6 +128,9 @@ class SimBorrowed:
     def used(self, now: float, layer: int) -> None:
         """Do nothing: no room is made at a layer."""
 
+    def stalls(self, layer: int) -> None:
+        """Do nothing: it never lacks a layer."""
+
     def waited(self, seconds: float) -> None:
         """Do nothing: the wait is in the job's `stall`."""
 

@@ -26,9 +26,8 @@ from ballast.memory.transfer import ACTIVATIONS
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import resolve
 from ballast.sim.device import copy_nothing, hosted_nowhere
-from ballast.sim.story_events import Impossible, StoryEvents, StoryLanes, StoryRotor, Unknown
+from ballast.sim.story_events import Impossible, StoryEvents, StoryLanes, StoryStream, Unknown
 from ballast.sim.story_reader import DeviceStory
-from ballast.sim.swapper import carry_nothing
 
 CONTEXT = 6
 """Entries shown before a difference."""
@@ -132,8 +131,8 @@ class _Replay:
             self._clock,
             copy_nothing,
             costs,
-            (lambda spec, copies: StoryRotor()) if snapshot.rotates else None,
-            make_swapper=carry_nothing if preset.requires.kv_swapping else None,
+            StoryStream if snapshot.rotates or preset.requires.kv_swapping else None,
+            preset.requires.kv_swapping,
         )
         self._loop = Loop(
             state,

@@ -20,11 +20,10 @@ from ballast.sim.event_heap import EventHeap
 from ballast.sim.job_spread import JobFactors
 from ballast.sim.lanes import Part, SimLanes, guessed, measured, measured_seconds
 from ballast.sim.layer_passes import Alone, LayerSource, Pace, Pass
+from ballast.sim.layer_stream import SimStreams
 from ballast.sim.link import SimLink
 from ballast.sim.machine_profile import PAUSE, RECENT, MachineProfile
 from ballast.sim.page_costs import LoopTime
-from ballast.sim.rotor import SimRotors
-from ballast.sim.swapper import SimSwappers
 
 
 class SimRunner:
@@ -44,9 +43,8 @@ class SimRunner:
         costs: Mapping[str, StepCosts],
         profile: MachineProfile,
         link: SimLink,
-        rotors: SimRotors,
+        streams: SimStreams,
         parts: int,
-        swappers: SimSwappers | None,
         calls: LoopTime,
         factors: JobFactors,
     ) -> None:
@@ -60,11 +58,10 @@ class SimRunner:
         self._costs = costs
         self._profile = profile
         self._link = link
-        self._rotors = rotors
+        self._streams = streams
         self._overhead = profile.overhead
         self._settling = profile.settling
         self._parts = parts
-        self._swappers = swappers
         self._calls = calls
         self._hides_calls = profile.ahead > 0
         self._factors = factors
@@ -101,15 +98,15 @@ class SimRunner:
         results = tuple(self._results(self._specs[job.model], job))
         now = self._clock.now()
         read, written = sum(w.start for w in job.work), sum(len(w.tokens) for w in job.work)
-        swapper = None if self._swappers is None else self._swappers.of(job.model)
-        if swapper is not None and not written:
+        stream = self._streams.of(job.model)
+        if stream is not None and not written:
 
             def moved(at: float, seconds: float) -> None:
                 self._heap.schedule(
                     at + self._overhead, JobDoneEvent(job, results, seconds, seconds)
                 )
 
-            swapper.move(now, moved)
+            stream.move(now, moved)
             return
         if job.parts is not None and job.parts < self._parts:
             way = (partial(self._pass, job.model), read, written)
@@ -303,24 +300,20 @@ class SimRunner:
         return Pass(self._specs[model].n_layers, self._sources(model), pace)
 
     def _sources(self, model: str) -> list[LayerSource]:
-        rotor, swapper, borrowed = self._rotors.of(model), None, None
-        if self._swappers is not None:
-            swapper = self._swappers.of(model)
+        stream, borrowed = self._streams.of(model), None
         if self.borrowed is not None:
             borrowed = self._borrowed.get(model)
             if borrowed is None:
                 borrowed = self._borrowed[model] = self.borrowed(model)
-        found = (rotor, swapper, borrowed)
+        found = (stream, borrowed)
         return [source for source in found if source is not None and source.waits]
 
     def _waits(self, model: str) -> bool:
         """Whether a job of the model that begins now may have to wait for transfers."""
-        rotor = self._rotors.of(model)
-        if rotor is not None and rotor.waits:
+        stream = self._streams.of(model)
+        if stream is not None and stream.waits:
             return True
-        if self._swappers is None and self.borrowed is None:
-            return False
-        return bool(self._sources(model))
+        return self.borrowed is not None and bool(self._sources(model))
 
     def _results(self, spec: ModelSpec, job: Job) -> Iterator[JobResult]:
         for w in job.work:

@@ -23,17 +23,20 @@ from ballast.core.event import (
 )
 from ballast.core.job import Job, SampledToken
 from ballast.core.lease import Lease, LendingMessage, PeerMetEvent
+from ballast.core.link import Direction
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Sampling, Submission
 from ballast.core.rotation import Rotation
 from ballast.engine.build import build_newcomer
 from ballast.engine.loop import Loop
+from ballast.kv.blocks import KvCache
 from ballast.memory.copies import Copy
 from ballast.memory.vm import Exported
+from ballast.residency.arrival import ArrivalPlan
 from ballast.sim.device import copy_nothing, hosted_nowhere
 from ballast.sim.stand_in_tokens import StandInTokens
 from ballast.sim.story_reader import DeviceStory
-from ballast.weights.rotor import ArrivalPlan, Loads
+from ballast.weights.weight_stream import Loads
 
 T = TypeVar("T")
 
@@ -57,10 +60,12 @@ class StoryLanes:
         self.jobs[job.id] = job
 
 
-class StoryRotor:
-    """Rotor of a model in a replay: layers land at the recorded events."""
+class StoryStream:
+    """Implements `ModelStream` for a replay: layers land at the recorded events."""
 
-    def __init__(self) -> None:
+    kv_host: int | None = None
+
+    def __init__(self, spec: ModelSpec) -> None:
         self.loads = Loads()
         self.held: Sequence[int] = ()
 
@@ -76,6 +81,18 @@ class StoryRotor:
     def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         """Return False: the story has the event at which a job may begin early."""
         return False
+
+    def add_weights(self, copies: Sequence[Copy]) -> None:
+        """There are no bytes."""
+
+    def add_kv(self, kv: KvCache) -> None:
+        """There are no bytes."""
+
+    def carry_kv(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
+        """There are no bytes."""
+
+    def turn_kv(self, rotation: Rotation) -> None:
+        """Nothing to load and store."""
 
 
 class StoryGrammars:

@@ -31,10 +31,10 @@ from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
 from ballast.residency.plan import ResidencyPlan, Unit
 from ballast.weights.load_order import load_order
-from ballast.weights.rotor import MakeRotor
 from ballast.weights.segment_table import PlacedSegment, own_stretches, place_segments
 from ballast.weights.shared import SharedSegment
 from ballast.weights.slots import LayerPages, Slots
+from ballast.weights.weight_stream import WeightStream
 
 
 class WeightsOnDevice:
@@ -51,12 +51,12 @@ class WeightsOnDevice:
         link: Link,
         host_addresses: Sequence[int],
         shared: Mapping[str, SharedSegment] | None = None,
-        make_rotor: MakeRotor | None = None,
+        stream: WeightStream | None = None,
     ) -> None:
         """`host_addresses`: address of each segment, in the order of `spec.segment_bytes`.
 
         `shared`: by digest, the segments whose pages are not the model's own (`find_shared`).
-        `make_rotor`: makes the rotor that loads rotating layers; None: no layer can rotate.
+        `stream`: loads rotating and arriving layers behind jobs; None: no layer can rotate.
         """
         if len(host_addresses) != len(spec.segment_bytes):
             raise BrokenPromise(f"{spec.name}: {len(host_addresses)} host addresses of segments")
@@ -76,10 +76,11 @@ class WeightsOnDevice:
         n_pages = sum(ceil_div(n, vm.page_bytes) for n in spec.segment_bytes)
         self._range = BackedRange(pool, vm, f"weights:{spec.name}", n_pages * vm.page_bytes)
         self.slots = Slots(spec.name, pool, self._range)
-        self._rotates = make_rotor is not None
+        self.stream = stream
         self._tabulate(place_segments(spec, self._range, host_addresses, shared or {}))
         layers = self.segments[1 : 1 + spec.n_layers]
-        self.rotor = make_rotor(spec, [s.copy for s in layers]) if make_rotor else None
+        if stream is not None:
+            stream.add_weights([s.copy for s in layers])
         self.may_be_loading = False
         """Whether loads of layers may be in flight: layers rotate, or did and no job has ended
         since."""
@@ -119,7 +120,7 @@ class WeightsOnDevice:
         """Map pages for all absent segments and start the transfer that fills them; or do nothing.
 
         `ahead`: most bytes that may still be in flight when the first job begins
-        (`FirstJobReadyEvent`), if its rotor can make jobs wait for the layers in these bytes.
+        (`FirstJobReadyEvent`), if its stream can make jobs wait for the layers in these bytes.
 
         Segments that another model has loaded are mapped, not copied; if all are, `filled` holds at
         once and no transfer starts. `Short.pages`: pages that the pool lacks. If a mapping or the
@@ -191,13 +192,13 @@ class WeightsOnDevice:
         it has landed.
         """
         here = all(s.filled or s in brought for s in self.shared)
-        if self.rotor is None or ahead <= 0 or self.may_be_loading or not here:
+        if self.stream is None or ahead <= 0 or self.may_be_loading or not here:
             return False
         order, arrivals = load_order(self.segments, self.spec.n_layers, wanted, ahead)
         if arrivals is None:
             return False
         copies = [self.segments[i].copy for i in order]
-        return self.rotor.start_load(transfer_id, copies, arrivals)
+        return self.stream.start_load(transfer_id, copies, arrivals)
 
     def transfer_landed(self) -> bool:
         """Handle the success of the transfer; returns whether all bytes are present.
@@ -230,17 +231,17 @@ class WeightsOnDevice:
     def remap(self, wanted: Rotation) -> Short | None:
         """Change which layers rotate; or change nothing, if the pool is short.
 
-        No job of the model is in flight, and its rotor is settled. Raises BrokenPromise for layers
+        No job of the model is in flight, and its stream is settled. Raises BrokenPromise for layers
         that cannot rotate (`Slots.refusal`).
         """
-        if self.rotor is None or self._absent:
+        if self.stream is None or self._absent:
             raise BrokenPromise(f"{self.spec.name}: its layers cannot rotate now")
-        contents = self.slots.remap(wanted, self.rotor.held)
+        contents = self.slots.remap(wanted, self.stream.held)
         if isinstance(contents, Short):
             return contents
         self.may_be_loading, self._plan = True, None
         self.version.n += 1
-        self.rotor.remap(wanted, contents.held, contents.missing)
+        self.stream.remap(wanted, contents.held, contents.missing)
         return None
 
     def transfer_failed(self) -> None:
@@ -254,8 +255,8 @@ class WeightsOnDevice:
         """Handle the end of a transfer that was stopped: other models may load the shared segments,
         and no job will wait for layers."""
         self.transfer_failed()
-        if self.rotor is not None:
-            self.rotor.forget()
+        if self.stream is not None:
+            self.stream.forget()
 
     def announce_eviction(self, pages: int | None = None) -> None:
         """Order an eviction: of as many segments as have `pages` pages, in the order in which the
@@ -268,7 +269,7 @@ class WeightsOnDevice:
 
     def evict(self) -> None:
         """Free the pages of segments whose eviction is ordered, or of all if none is, and of layers
-        that rotate. No job or transfer may use them, and the rotor is settled."""
+        that rotate. No job or transfer may use them, and the stream is settled."""
         if self.plan.empty:
             raise BrokenPromise(f"{self.spec.name}: its weights are not on the device")
         everything = self.plan.without(None).absent - self._absent
@@ -285,8 +286,8 @@ class WeightsOnDevice:
         for segment in self.shared:
             if segment.pages and not segment.holders:
                 segment.free()
-        if self.may_be_loading and self.rotor is not None:
-            self.rotor.forget()
+        if self.may_be_loading and self.stream is not None:
+            self.stream.forget()
         self.may_be_loading = False
 
     def job_passed(self) -> None:
@@ -364,7 +365,7 @@ class WeightsOnDevice:
         self.pages = self.own_pages + sum(s.n_pages for s in self.shared)
         """Pages of all segments, present or not."""
         self._plan = None
-        if self._rotates:
+        if self.stream is not None:
             layers = self.segments[1 : 1 + self.spec.n_layers]
             self.slots.tabulate(
                 [LayerPages(s.at, s.n_pages, s.n_bytes, s.shared is None) for s in layers]

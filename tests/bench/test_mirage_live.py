@@ -13,7 +13,7 @@ from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.policy.presets import PRESETS, resolve
 from ballast.sim.model_catalogue import facts
-from ballast.weights.rotor import Loads
+from ballast.weights.weight_stream import Loads
 from benchmarks.doc_tables import DOCS, renewed
 from benchmarks.mirage_live import (
     MANNERS,

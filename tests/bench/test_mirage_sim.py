@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ballast.sim.profile import device_profile
-from ballast.weights.rotor import Loads
+from ballast.weights.weight_stream import Loads
 from ballast.workload.generators import poisson
 from ballast.workload.lengths import (
     ALPACA_OUTPUT,
@@ -166,7 +166,7 @@ def test_layers_lent_are_weighed_by_time() -> None:
     watch = Watch(float("inf"))
     for now, n_freed in ((1.0, 2), (3.0, 4), (4.0, 0), (9.0, 0)):
         model = SimpleNamespace(
-            rotation=SimpleNamespace(n_freed=n_freed), swapper=None, preemptions=0
+            rotation=SimpleNamespace(n_freed=n_freed), kv_stream=None, preemptions=0
         )
         watch(now, SimpleNamespace(models={"a": model}))  # type: ignore[arg-type]
     assert watch.remapped == Remapped(weights=2 * 2.0 + 4 * 1.0, kv=0.0, most=4, changes=3)

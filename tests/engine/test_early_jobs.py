@@ -20,13 +20,13 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import KiB
 from ballast.core.view import Residency
+from ballast.engine.layer_stream import MakeStream
 from ballast.engine.life_rules import Landing
 from ballast.live.cpu_machine import CpuMachine
 from ballast.memory.copies import Copy, CopyBytes, copy_checked
 from ballast.memory.transfer import HostLink
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories
-from ballast.weights.rotor import MakeRotor
 from tests.engine.checkpoints import make_base_and_tuned, make_llama
 from tests.engine.holding import DEADLINE
 from tests.engine.test_adapters import World
@@ -86,8 +86,10 @@ class Stepwise:
         class Machine(CpuMachine):
             copies_beside_jobs = True
 
-            def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
-                return super().make_rotor(clock, forward)
+            def make_stream(
+                self, clock: Clock, post: Callable[[Event], None], dirty: bool
+            ) -> MakeStream | None:
+                return super().make_stream(clock, forward, dirty)
 
         machine = Machine(settings, clock, forward)
         machine.link.close()
@@ -100,8 +102,8 @@ class Stepwise:
         self._of = lambda id: next(n for n, m in models.items() if m.life.transfer_id == id)
         for name, m in models.items():
             self._waits[name] = threading.Event()
-            rotor: Any = m.weights.rotor
-            rotor.wait = self._waiting(name, rotor.wait)
+            stream: Any = m.weights.stream
+            stream.wait = self._waiting(name, stream.wait)
 
     def _waiting(self, name: str, wait: Callable[[int], None]) -> Callable[[int], None]:
         def noting(layer: int) -> None:
@@ -133,9 +135,9 @@ def test_a_cold_models_tokens_are_those_of_a_warm_one(
         step.watch(server)
         cold, warm = server.generate(requests), server.generate(again)
         for m in server.device.state.models.values():
-            assert m.weights.rotor is not None
-            assert m.weights.rotor.loads.n == 0
-            assert m.weights.rotor.loads.stall_seconds == 0
+            assert m.weights.stream is not None
+            assert m.weights.stream.loads.n == 0
+            assert m.weights.stream.loads.stall_seconds == 0
         check(server)
     for r in requests:
         assert cold[r.id].tokens == warm[f"{r.id}-warm"].tokens

@@ -102,7 +102,7 @@ def test_a_model_that_is_removed_leaves_no_graph(paths: dict[str, Path]) -> None
         server.device._command_executor._thread.submit(lambda: None).result()
         assert [o.code for o in outcome] == [None]
         assert not recorders.graphs
-        assert len(driver.streams) == streams - 1, "its rotor's is gone, too"
+        assert len(driver.streams) == streams - 1, "that of its layers is gone, too"
 
 
 class Busy:

@@ -69,5 +69,5 @@ def test_nobody_waits_for_what_an_operator_brings(device: SimDevice) -> None:
     m = device.state.models["m"]
     assert bytes_ahead(device.state, m) == 0
     assert apply(device.state, Activate("m"), []) is None
-    assert not device._rotors.loads["m"].n
-    assert device._rotors.of("m") is None
+    assert not device._streams.loads["m"].n
+    assert device._streams.of("m") is None

@@ -34,7 +34,7 @@ def test_layers_are_lent_and_no_token_changes(
     options = {**turns, "quantum": 0.05, "cap": 0, "cooldown": 0.05}
     with InProcess(replace(tight, options=options)) as server:
         state = server.device.state
-        loads = [m.weights.rotor.loads for m in state.models.values() if m.weights.rotor]
+        loads = [m.weights.stream.loads for m in state.models.values() if m.weights.stream]
         for _ in range(20):  # in turns of so many seconds, a loaded machine may need no layer
             answers = server.generate(requests)
             for id, answer in answers.items():

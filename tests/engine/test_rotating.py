@@ -77,7 +77,7 @@ def check_rotating(paths: dict[str, Path], model_impl: str, linear: str) -> None
         calm(server, policy)
         server.drain()
         state = server.device.state
-        loads = [m.weights.rotor.loads for m in state.models.values() if m.weights.rotor]
+        loads = [m.weights.stream.loads for m in state.models.values() if m.weights.stream]
         state.pool.validate()
         for m in state.models.values():
             m.weights.validate()

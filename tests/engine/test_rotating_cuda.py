@@ -11,7 +11,7 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Remap
 from ballast.core.units import MiB
-from ballast.weights.event_rotor import EventRotor
+from ballast.live.event_stream import EventStream
 from tests.engine.gpus import AtOnce, OnHost, serving
 from tests.engine.test_rotating import calm, disturb, paths, with_path  # noqa: F401
 from tests.engine.test_rotation_orders import TURNED, at_tokens
@@ -49,19 +49,19 @@ def test_rotating_layers_change_no_token_on_a_gpu(paths: dict[str, Path]) -> Non
         calm(server, policy)
         server.drain()
         state = server.device.state
-        rotors = [m.weights.rotor for m in state.models.values()]
+        streams = [m.weights.stream for m in state.models.values()]
         state.pool.validate()
         for m in state.models.values():
             m.weights.validate()
-    assert all(isinstance(rotor, EventRotor) for rotor in rotors)
-    assert sum(rotor.loads.n for rotor in rotors if rotor is not None) > 20
+    assert all(isinstance(stream, EventStream) for stream in streams)
+    assert sum(stream.loads.n for stream in streams if stream is not None) > 20
     assert before is not None
     assert after is not None
     assert after.replays > before.replays
-    for rotor in rotors:
-        assert rotor is not None
-        assert rotor.loads.copy_seconds >= rotor.loads.n_bytes / BANDWIDTH * (1 - 1e-9)
-    assert sum(rotor.loads.stall_seconds for rotor in rotors if rotor is not None) > 0
+    for stream in streams:
+        assert stream is not None
+        assert stream.loads.copy_seconds >= stream.loads.n_bytes / BANDWIDTH * (1 - 1e-9)
+    assert sum(stream.loads.stall_seconds for stream in streams if stream is not None) > 0
     for id, answer in alone.items():
         again = (second[f"{id}-second"], third[f"{id}-third"])
         assert first[id].tokens == answer.tokens == again[0].tokens == again[1].tokens

@@ -1,5 +1,5 @@
-"""Asked of a GPU: green contexts keep to their multiprocessors, rotors to their order, host memory
-is locked, and a small fleet under pressure keeps its tokens."""
+"""Asked of a GPU: green contexts keep to their multiprocessors, layers that stream to their order,
+host memory is locked, and a small fleet under pressure keeps its tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import MiB
 from ballast.live.cuda_runner import TorchOnGpu
 from ballast.live.cuda_streams import GreenStreams, lane_streams
+from ballast.live.event_stream import EventStream
 from ballast.memory.copies import Copy
 from ballast.memory.cuda.driver import CudaDriver
 from ballast.memory.cuda.pinning import PinnedMemory
 from ballast.memory.cuda.tensor import cuda_tensor_at
 from ballast.memory.cuda.vm import CudaVm
-from ballast.weights.event_rotor import EventRotor
 from benchmarks.gpu_fleet import proved
 
 pytestmark = [
@@ -88,22 +88,25 @@ def test_layers_that_rotate_are_there_when_they_are_read(driver: CudaDriver) -> 
     compute, lane = TorchOnGpu(0), driver.new_stream()
     copies = [Copy(r.address(i * each), host[i].data_ptr(), LAYER) for i in range(n)]
     context = driver.retain_context(driver.device(0))
-    rotor = EventRotor(driver, context, copies, compute.current, lambda: None)
-    rotor.remap(Rotation(tuple(range(n)), slots), [-1] * slots, ())
+    pins = PinnedMemory(driver, 0)
+    layers = EventStream(driver, context, compute.current, lambda: None, pins)
+    layers.add_weights(copies)
+    layers.remap(Rotation(tuple(range(n)), slots), [-1] * slots, ())
     views = [cuda_tensor_at(c.dst, (LAYER // 4,), torch.float32, GPU) for c in copies]
     sums = torch.zeros((20, n), device=GPU)
     with compute.on(lane):
         for row in sums:
-            rotor.begin_pass()
+            layers.begin_pass()
             for layer, view in enumerate(views):
-                rotor.wait(layer)
+                layers.wait(layer)
                 row[layer] = view.max() + view.min()
-                rotor.used(layer)
+                layers.used(layer)
     driver.finish(lane)
     assert sums.tolist() == [[2.0 * (layer + 1) for layer in range(n)]] * len(sums)
-    rotor.rest()
-    rotor.remap(WHOLE, (), ())
-    rotor.close()
+    layers.rest()
+    layers.remap(WHOLE, (), ())
+    layers.close()
+    pins.close()
     driver.destroy_stream(lane)
     driver.release_context(driver.device(0))
     vm.close()

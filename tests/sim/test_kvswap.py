@@ -29,12 +29,12 @@ from ballast.sim.device import SimDevice
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.lanes import Running, SimLanes, guessed
 from ballast.sim.layer_passes import Alone, Pass
+from ballast.sim.layer_stream import SimStream, SimStreams
 from ballast.sim.link import SimLink
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.replay import replay
 from ballast.sim.simulate import Simulated, simulate
 from ballast.sim.story_reader import read_device_stories
-from ballast.sim.swapper import SimSwapper
 from tests.policy import worlds
 from tests.sim.test_simulate import COSTS, OutputLog, fleet, submissions, watch
 
@@ -130,13 +130,15 @@ def test_a_job_takes_what_the_arithmetic_of_plans_says(
     heap = EventHeap(clock)
     vm, token = NullVm(worlds.PAGE, 90), SPEC.kv_bytes_per_token // LAYERS
     cache = KvCache(SPEC, Pool(vm, 90), vm, layered=True)
-    swapper = SimSwapper(cache, SimLink(heap, clock, rates), dirty)
+    link = SimLink(heap, clock, rates)
+    stream = SimStreams(heap, clock, link, dirty=dirty).make(SPEC)
+    stream.add_kv(cache)
     rotation = Rotation(*plan)
     stored = written if dirty else read + written
-    assert not swapper.stops
-    swapper.turn(rotation)
+    assert not stream.stops
+    stream.turn_kv(rotation)
     pace = Alone(heap.agenda, 0.0, 0.1)
-    Pass(LAYERS, [swapper], pace).begin(0.0, read, written)
+    Pass(LAYERS, [stream], pace).begin(0.0, read, written)
     while heap.agenda.next < inf:
         heap.agenda.run(heap.agenda.next)
     whole = swapped_seconds(LAYERS, rotation, 0.1, read * token, stored * token, rates)
@@ -184,11 +186,12 @@ def test_jobs_on_several_lanes_share_the_link() -> None:
     lanes = SimLanes(heap, clock, 0.0)
     rotation = Rotation((2, 4, 6), 2)
     for i, model in enumerate(TWO):
-        swapper = SimSwapper(KvCache(model, Pool(vm, 90), vm, layered=True), link, False)
-        swapper.turn(rotation)
+        stream = SimStreams(heap, clock, link).make(model)
+        stream.add_kv(KvCache(model, Pool(vm, 90), vm, layered=True))
+        stream.turn_kv(rotation)
 
-        def way(pace: Running, swapper: SimSwapper = swapper) -> Pass:
-            return Pass(LAYERS, [swapper], pace)
+        def way(pace: Running, stream: SimStream = stream) -> Pass:
+            return Pass(LAYERS, [stream], pace)
 
         half = guessed(0.5, 0.1, 0.0, 1.0)
         lanes.start(0.0, Job(i, i, model.name, (), 1), half, (), (way, 1000, 30))

@@ -91,7 +91,7 @@ def books(done: Simulated) -> dict[str, Any]:
                 m.decode_seconds,
                 m.prefill_seconds,
                 m.weights.slots.rotation,
-                None if m.weights.rotor is None else m.weights.rotor.loads,
+                None if m.weights.stream is None else m.weights.stream.loads,
             )
             for name, m in state.models.items()
         },
@@ -157,9 +157,9 @@ def test_leaps_change_nothing_where_layers_rotate(
         seen["steps"] += sum(e["steps"] for e in entries if e.get("event") == "Leap")
         seen["remaps"] += sum(e.get("action") == "Remap" and "refused" not in e for e in entries)
         seen["jobs"] += done.state.jobs
-        rotors = [m.weights.rotor for m in done.state.models.values() if m.weights.rotor]
-        seen["stalls"] += sum(rotor.loads.stall_seconds > 0 for rotor in rotors)
-        seen["loads"] += sum(rotor.loads.n for rotor in rotors)
+        streams = [m.weights.stream for m in done.state.models.values() if m.weights.stream]
+        seen["stalls"] += sum(stream.loads.stall_seconds > 0 for stream in streams)
+        seen["loads"] += sum(stream.loads.n for stream in streams)
     assert seen["steps"] > 0.3 / lanes * seen["jobs"], seen
     assert seen["remaps"] > 60, seen
     assert seen["stalls"] > 8, seen

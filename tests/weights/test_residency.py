@@ -23,8 +23,9 @@ from ballast.memory.range import BackedRange
 from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
+from ballast.residency.arrival import ArrivalPlan
 from ballast.weights.residency import WeightsOnDevice
-from ballast.weights.rotor import ArrivalPlan, Loads
+from ballast.weights.weight_stream import Loads
 
 SEGMENTS = (100, 64 * KiB, 64 * KiB + 1, 5)
 
@@ -100,7 +101,7 @@ def test_activation_backs_everything_and_copies_each_segment_once() -> None:
 
 
 class Following:
-    """A rotor that writes down which loads it was to start, and starts those if told so."""
+    """A stream that writes down which loads it was to start, and starts those if told so."""
 
     def __init__(self, follows: bool = True) -> None:
         self.follows = follows
@@ -111,6 +112,8 @@ class Following:
         if self.follows:
             self.brought.append((transfer_id, list(copies), coming))
         return self.follows
+
+    def add_weights(self, copies: Sequence[Copy]) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -123,9 +126,7 @@ def followed(rotor: Following) -> tuple[WeightsOnDevice, Notebook]:
     vm, link = NullVm(64 * KiB, 8), Notebook()
     hosts = [1000, 2000, 3000, 4000]
     pool = Pool(vm, 8)
-    return WeightsOnDevice(
-        make_spec(), pool, vm, link, hosts, make_rotor=lambda spec, copies: rotor
-    ), link
+    return WeightsOnDevice(make_spec(), pool, vm, link, hosts, stream=rotor), link
 
 
 @pytest.mark.parametrize("ahead", [1, 64 * KiB + 1, 64 * KiB + 2, 1 << 40])

@@ -25,8 +25,8 @@ from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 from ballast.weights.residency import WeightsOnDevice
-from ballast.weights.rotor import Loads
 from ballast.weights.shared import find_shared
+from ballast.weights.weight_stream import Loads
 from tests.engine.counted import count
 from tests.memory.seen_once import system_seen_once
 
@@ -353,11 +353,13 @@ TestReal.settings = settings(max_examples=15, stateful_step_count=30)
 
 
 class Quiet:
-    """A `Rotor` that has nothing to bring."""
+    """A `WeightStream` that has nothing to bring."""
 
     def __init__(self) -> None:
         self.loads = Loads()
         self.held: Sequence[int] = ()
+
+    def add_weights(self, copies: Sequence[Copy]) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -373,7 +375,7 @@ def test_every_change_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = replace(make_spec("m", "exxzz"), n_layers=4, segment_digests=("e", "v", "w", "z", "t"))
     pool = Pool(NullVm(PAGE, 40), 40)
     m, other = (
-        WeightsOnDevice(s, pool, pool.vm, SlowLink(), [0] * 5, make_rotor=lambda s, c: Quiet())
+        WeightsOnDevice(s, pool, pool.vm, SlowLink(), [0] * 5, stream=Quiet())
         for s in (spec, replace(spec, name="other"))
     )
     shared = find_shared([spec, other.spec], pool, PAGE)

@@ -15,7 +15,7 @@ out the first one's commands. A group that loses a rank ends as a whole.
 - `cpu_rank_machine`: A rank on the cores and memory of the host.
 - `cuda_rank_machine`: A rank on a GPU of its own.
 - `group_machine`: The group as one machine, in the first rank.
-- `group_rotor`: Rotating layers of a model of a group, in the first rank.
+- `group_stream`: Rotating layers of a model of a group, in the first rank.
 - `rank_machine_choice`: The kind of machine of a rank: CPU or GPU.
 - `rank_machine`: The memory, link and models of one rank: protocol, and its share of the settings.
 - `rank_process`: The process of a further rank.

@@ -18,6 +18,7 @@ from ballast.kernels.stream_copy import stream_copier
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.live.cpu_machine import OnCpu
+from ballast.live.host_stream import HostStream
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
@@ -32,7 +33,6 @@ from ballast.models.parallel.model import (
 from ballast.models.profile_run import measured
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
-from ballast.weights.link_rotor import LinkRotor
 from ballast.weights.sharding import Shard
 
 
@@ -82,10 +82,12 @@ class CpuRankMachine(OnCpu):
         most = (self._device.step_tokens, self._device.step_logits)
         return ParallelModel(host, *memory, *most, exchange=self._exchange, followers=followers)
 
-    def rotor(
+    def layer_stream(
         self, model: str, copies: Sequence[Copy], clock: Clock, on_settled: Callable[[], None]
-    ) -> LinkRotor:
-        return LinkRotor(model, copies, self.link, clock, on_settled)
+    ) -> HostStream:
+        made = HostStream(model, self.link, clock, on_settled)
+        made.add_weights(copies)
+        return made
 
     def synchronized(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -90,7 +90,7 @@ class CudaRankMachine(CudaMachine):
         self.keep(made)
         return made
 
-    def rotor(
+    def layer_stream(
         self, model: str, copies: Sequence[Copy], clock: Clock, on_settled: Callable[[], None]
     ) -> None:
         """Return None: layers of groups of GPUs do not rotate yet."""

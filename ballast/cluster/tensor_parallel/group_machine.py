@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from ballast.cluster.tensor_parallel.group_rotor import GroupRotor
+from ballast.cluster.tensor_parallel.group_stream import GroupStream
 from ballast.cluster.tensor_parallel.rank_machine import KvPlace, MakeRankMachine, settings_of_rank
 from ballast.cluster.tensor_parallel.rank_machine_choice import rank_machine_of
 from ballast.cluster.tensor_parallel.remote_rank import RemoteRank
@@ -31,9 +31,9 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.request import Sampling
 from ballast.core.settings import DeviceSettings, ModelSettings
+from ballast.engine.layer_stream import MakeStream
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
-from ballast.kv.swapper import MakeSwapper
 from ballast.live.machine import Cap
 from ballast.live.runner import Executor, LaneRunner, Record
 from ballast.memory.copies import Copy
@@ -57,7 +57,6 @@ from ballast.transport.tensor_parallel.rank_messages import (
 )
 from ballast.weights.checkpoint import THREADS
 from ballast.weights.host import HostModel, HostTier
-from ballast.weights.rotor import MakeRotor
 from ballast.weights.sharding import Shard
 
 log = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class GroupMachine:
 
     graphs: GraphReport | None = None
     copies_beside_jobs = False
-    """False: a load cannot be followed by jobs while it runs (`GroupRotor.start_load`)."""
+    """False: a load cannot be followed by jobs while it runs (`GroupStream.start_load`)."""
     reach: GpuReach | None = None
     """None: a group lends no memory and borrows none."""
 
@@ -137,7 +136,7 @@ class GroupMachine:
             self._own.vm, [RemoteVm(r.memory, device.page_bytes, n_pages) for r in others]
         )
         self.link = GroupLink(self._own.link, post, self._start_transfers, ranks)
-        self._rotors: dict[str, GroupRotor] = {}
+        self._layer_streams: dict[str, GroupStream] = {}
         self._remote_segments: dict[int, tuple[int, ...]] = {}
         """Addresses of a segment in each further rank, by its address in this process."""
 
@@ -228,26 +227,24 @@ class GroupMachine:
     ) -> LaneRunner:
         return self._own.runner(executors, post, clock, device, cap, record)
 
-    def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
-        """Return a factory of rotors whose ranks load their parts over their own links; None for a
-        group of GPUs, whose layers do not rotate yet."""
+    def make_stream(
+        self, clock: Clock, post: Callable[[Event], None], dirty: bool
+    ) -> MakeStream | None:
+        """Return what makes streams whose ranks load their parts over their own links; None for a
+        group of GPUs, whose layers do not rotate yet. KV of groups does not stream."""
         if self.device.gpu is not None:
             return None
 
-        def make(spec: ModelSpec, copies: Sequence[Copy]) -> GroupRotor:
+        def make(spec: ModelSpec) -> GroupStream:
             settled = RotationSettledEvent(spec.name)
             link = self._own.link
             assert isinstance(link, HostLink)
             others = [other.memory for other in self._others]
-            rotor = GroupRotor(spec.name, copies, link, clock, lambda: post(settled), others)
-            self._rotors[spec.name] = rotor
-            return rotor
+            made = GroupStream(spec.name, link, clock, lambda: post(settled), others)
+            self._layer_streams[spec.name] = made
+            return made
 
         return make
-
-    def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
-        """Return None: KV is not swapped on groups yet."""
-        return None
 
     def allow(self, n_bytes: int) -> None:
         for other in self._others:
@@ -290,7 +287,7 @@ class GroupMachine:
 
     def _layers_settled(self, event: LayersSettledEvent) -> None:
         """Note that another rank's layers of a model have settled."""
-        self._rotors[event.model].rank_settled(event.held)
+        self._layer_streams[event.model].rank_settled(event.held)
 
     # -- deaths -----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, KvLayout, ModelSettings
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.live.host_stream import HostStream
 from ballast.live.machine import Cap
 from ballast.live.runner import Executor, LaneRunner, Record
 from ballast.memory.copies import Copy
@@ -33,7 +34,6 @@ from ballast.models.parallel.model import (
     ParallelModel,
 )
 from ballast.weights.host import HostModel, HostTier
-from ballast.weights.link_rotor import LinkRotor
 from ballast.weights.sharding import Shard
 
 MeetingPlace = Path | int
@@ -82,10 +82,10 @@ class RankMachine(Protocol):
         """Build the executor of the rank's part of a model. `followers`: the further ranks, on
         which the first rank starts each of its jobs."""
 
-    def rotor(
+    def layer_stream(
         self, model: str, copies: Sequence[Copy], clock: Clock, on_settled: Callable[[], None]
-    ) -> LinkRotor | None:
-        """Build the rotor that loads the rank's parts of layers; None: layers cannot rotate."""
+    ) -> HostStream | None:
+        """Build what loads the rank's parts of layers; None: layers cannot rotate."""
 
     def synchronized(self) -> AbstractContextManager[object]:
         """Return a context for a further rank's part of a job, left when it has been computed."""

@@ -15,6 +15,7 @@ from ballast.core.event import Event
 from ballast.isolation.calls import Isolation
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.live.host_stream import HostStream
 from ballast.live.inbox import MonotonicClock
 from ballast.live.machine import Cap
 from ballast.memory.arena import confine_allocator
@@ -55,7 +56,6 @@ from ballast.transport.tensor_parallel.rank_messages import (
     UnmapPagesMsg,
 )
 from ballast.weights.host import HostModel, HostTier
-from ballast.weights.link_rotor import LinkRotor
 from ballast.weights.sharding import Shard
 
 DONE = DoneReply()
@@ -88,7 +88,7 @@ class RankServer:
         self._tier = HostTier(isolation=isolation)
         self._hosts: dict[str, HostModel] = {}
         self._models: dict[str, ParallelModel | GpuParallelModel] = {}
-        self._rotors: dict[str, LinkRotor] = {}
+        self._layer_streams: dict[str, HostStream] = {}
         self._layers_settled = layers_settled
         self._workspace = Workspace(device.budget_bytes)
         self._cap: Cap | None = None
@@ -116,18 +116,20 @@ class RankServer:
                 return ModelLoadedReply(host.addresses)
             case UnloadModelMsg():
                 self._models.pop(command.model, None)
-                self._rotors.pop(command.model, None)
+                self._layer_streams.pop(command.model, None)
                 self._machine.unload(self._hosts.pop(command.model))
             case ServeModelMsg():
                 self._serve(command)
             case SetActivationLimitMsg():
                 self._limit_activations(command.n_bytes)
             case RemapLayersMsg():
-                self._rotors[command.model].remap(command.rotation, command.held, command.missing)
+                self._layer_streams[command.model].remap(
+                    command.rotation, command.held, command.missing
+                )
             case SettleLayersMsg():
-                self._rotors[command.model].settle()
+                self._layer_streams[command.model].settle()
             case ForgetLayersMsg():
-                self._rotors[command.model].forget()
+                self._layer_streams[command.model].forget()
             case JoinGroupMsg() | MeetRanksMsg():
                 raise BrokenPromise("it is a rank already")
             case _:
@@ -194,14 +196,14 @@ class RankServer:
         spec = host.spec
         parts = zip(command.segments, host.addresses, spec.segment_bytes, strict=False)
         copies = [Copy(*part) for part in parts][1 : 1 + spec.n_layers]
-        rotor = self._machine.rotor(
+        stream = self._machine.layer_stream(
             spec.name, copies, self._clock, lambda: self._report_settled(spec.name)
         )
-        if rotor is not None:
-            model.barriers = self._rotors[spec.name] = rotor
+        if stream is not None:
+            model.barriers = self._layer_streams[spec.name] = stream
 
     def _report_settled(self, model: str) -> None:
-        self._layers_settled(LayersSettledEvent(model, self._rotors[model].held))
+        self._layers_settled(LayersSettledEvent(model, self._layer_streams[model].held))
 
     def _limit_activations(self, n_bytes: int) -> None:
         if self._cap is None:

@@ -1,6 +1,6 @@
 """Send and receive messages between the first rank of a tensor-parallel group and another rank.
 
-Used by `RemoteRank`, `RemoteVm` and `GroupRotor` in the first rank, by `rank_process` in the
+Used by `RemoteRank`, `RemoteVm` and `GroupStream` in the first rank, by `rank_process` in the
 others. Unix sockets; each message follows its length (4 bytes, big-endian). Ranks exchange tensors
 elsewhere: by `kernels.meeting`, gloo or NCCL.
 """

@@ -146,7 +146,7 @@ class RunJobMsg(_RankMessage, frozen=True):
 
 
 class RemapLayersMsg(_RankMessage, frozen=True):
-    """Change which layers rotate, as `weights.rotor.Rotor.remap`; their pages are mapped."""
+    """Change which layers rotate, as `WeightStream.remap`; their pages are mapped."""
 
     model: str
     rotation: Rotation
@@ -155,7 +155,7 @@ class RemapLayersMsg(_RankMessage, frozen=True):
 
 
 class SettleLayersMsg(_RankMessage, frozen=True):
-    """End the loads of a model's layers, as `weights.rotor.Rotor.settle`.
+    """End the loads of a model's layers, as `WeightStream.settle`.
 
     A `LayersSettledEvent` follows when none is in transfer.
     """
@@ -164,7 +164,7 @@ class SettleLayersMsg(_RankMessage, frozen=True):
 
 
 class ForgetLayersMsg(_RankMessage, frozen=True):
-    """Forget what the slots hold, as `weights.rotor.Rotor.forget`."""
+    """Forget what the slots hold, as `WeightStream.forget`."""
 
     model: str
 

@@ -1,4 +1,4 @@
-"""The live rotor: no layer is read before its bytes are there, nor replaced while it is read."""
+"""The live stream: no layer is read before its bytes are there, nor replaced while it is read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 
 from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDoneEvent
+from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
+from ballast.live.host_stream import HostStream
 from ballast.live.inbox import MonotonicClock
 from ballast.memory.copies import Copy
-from ballast.weights.link_rotor import LinkRotor
-from ballast.weights.rotor import ArrivalPlan
+from ballast.residency.arrival import ArrivalPlan
 
 
 class SlowLink:
@@ -41,7 +42,8 @@ class SlowLink:
         self,
         transfer_id: int,
         copies: Sequence[Copy],
-        stream: str,
+        name: str,
+        direction: Direction,
         on_done: Callable[[TransferDoneEvent], None],
     ) -> None:
         (copy,) = copies
@@ -79,29 +81,30 @@ class SlowLink:
 def made(n: int) -> tuple[SlowLink, Any, threading.Event]:
     link, settled = SlowLink(n), threading.Event()
     copies = [Copy(i + 1, i, 1) for i in range(n)]
-    rotor = LinkRotor("a", copies, link, MonotonicClock(), settled.set)  # type: ignore[arg-type]
-    return link, rotor, settled
+    stream = HostStream("a", link, MonotonicClock(), settled.set)  # type: ignore[arg-type]
+    stream.add_weights(copies)
+    return link, stream, settled
 
 
-def run_pass(link: SlowLink, rotor: LinkRotor, n: int, upto: int | None = None) -> None:
-    stops = rotor.begin_pass()
+def run_pass(link: SlowLink, stream: HostStream, n: int, upto: int | None = None) -> None:
+    stops = stream.begin_pass()
     for layer in range(n if upto is None else upto):
         if layer in stops:
-            rotor.wait(layer)
+            stream.wait(layer)
         place = link.place(layer)
         link.reading.add(place)
         if link.there[place] != layer:
             link.faults.append(f"layer {layer} is read, {link.there[place]} is there")
         link.reading.discard(place)
         if layer in stops:
-            rotor.used(layer)
+            stream.used(layer)
 
 
-def turn(link: SlowLink, rotor: LinkRotor, n: int, wanted: Rotation) -> None:
+def turn(link: SlowLink, stream: HostStream, n: int, wanted: Rotation) -> None:
     """As `Slots.remap` would: new places, of which some hold what is said, unless it has failed."""
     slot_of = {layer: n + i % wanted.slots for i, layer in enumerate(wanted.layers)}
     there_before = [link.there[link.place(i)] == i for i in range(n)]
-    whole = [i for i in range(n) if i not in rotor.rotation.layers or i in rotor.held]
+    whole = [i for i in range(n) if i not in stream.rotation.layers or i in stream.held]
     missing = [i for i in range(n) if i not in slot_of and i not in whole]
     held = []
     there: list[int | None] = [
@@ -113,77 +116,79 @@ def turn(link: SlowLink, rotor: LinkRotor, n: int, wanted: Rotation) -> None:
         there.append(layer if layer >= 0 and there_before[layer] else None)
     link.there = there
     link.place = lambda layer: slot_of.get(layer, layer)
-    rotor.remap(wanted, held, missing)
+    stream.remap(wanted, held, missing)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_layer_is_there_when_it_is_read(seed: int) -> None:
     rng = random.Random(seed)
     n = rng.randint(3, 9)
-    link, rotor, settled = made(n)
+    link, stream, settled = made(n)
     try:
         for _ in range(40):
             for _ in range(rng.randint(0, 3)):
                 broken_off = rng.random() < 0.2
-                run_pass(link, rotor, n, rng.randrange(n) if broken_off else None)
+                run_pass(link, stream, n, rng.randrange(n) if broken_off else None)
             settled.clear()
-            rotor.settle()
+            stream.settle()
             assert settled.wait(240)
-            assert all(link.there[link.place(i)] == i for i in rotor.held if i >= 0)
+            assert all(link.there[link.place(i)] == i for i in stream.held if i >= 0)
             m = rng.randint(1, n)
             layers = tuple(sorted(rng.sample(range(n), m)))
             wanted = WHOLE if m == 1 else Rotation(layers, rng.randint(1, m - 1))
-            turn(link, rotor, n, wanted)
-            run_pass(link, rotor, n)
+            turn(link, stream, n, wanted)
+            run_pass(link, stream, n)
         assert not link.faults
-        assert rotor.loads.n > 50
-        assert rotor.loads.stall_seconds >= rotor.stalled() > 0
+        assert stream.loads.n > 50
+        assert stream.loads.stall_seconds >= stream.stalled() > 0
     finally:
         link.close()
 
 
 def test_only_layers_that_share_their_slot_are_brought_again() -> None:
-    link, rotor, settled = made(4)
+    link, stream, settled = made(4)
     try:
         rotation = Rotation((0, 1, 3), 2)
-        turn(link, rotor, 4, rotation)
+        turn(link, stream, 4, rotation)
         for _ in range(5):
-            run_pass(link, rotor, 4)
-        rotor.settle()
+            run_pass(link, stream, 4)
+        stream.settle()
         assert settled.wait(240)
-        assert rotor.loads.n == 5 * rotation.loads == 10
+        assert stream.loads.n == 5 * rotation.loads == 10
         assert not link.faults
     finally:
         link.close()
 
 
 def test_a_layer_that_cannot_be_brought_fails_a_job_and_is_tried_again_by_the_next() -> None:
-    link, rotor, _ = made(4)
+    link, stream, _ = made(4)
     try:
-        turn(link, rotor, 4, Rotation((0, 2), 1))
-        run_pass(link, rotor, 2)
+        turn(link, stream, 4, Rotation((0, 2), 1))
+        run_pass(link, stream, 2)
         link.fails = lambda: True
         for _ in range(2):
             with pytest.raises(DeviceError, match="the host is gone"):
-                run_pass(link, rotor, 4)
+                run_pass(link, stream, 4)
         link.fails = lambda: False
-        run_pass(link, rotor, 4)
+        run_pass(link, stream, 4)
         assert not link.faults
     finally:
         link.close()
 
 
 def test_a_link_that_takes_nothing_fails_jobs_only() -> None:
-    link, rotor, _ = made(4)
+    link, stream, settled = made(4)
     try:
-        turn(link, rotor, 4, Rotation((0, 2), 1))
-        run_pass(link, rotor, 4)
+        turn(link, stream, 4, Rotation((0, 2), 1))
+        run_pass(link, stream, 4)
+        stream.settle()
+        assert settled.wait(240)
         link.refuses = True
-        turn(link, rotor, 4, WHOLE)
+        turn(link, stream, 4, WHOLE)
         with pytest.raises(DeviceError, match="it is closed"):
-            run_pass(link, rotor, 4)
+            run_pass(link, stream, 4)
         link.refuses = False
-        run_pass(link, rotor, 4)
+        run_pass(link, stream, 4)
         assert not link.faults
     finally:
         link.close()
@@ -193,25 +198,25 @@ def test_a_link_that_takes_nothing_fails_jobs_only() -> None:
 def test_what_could_not_be_brought_is_never_read(seed: int) -> None:
     rng, dice = random.Random(seed), random.Random(seed)
     n = rng.randint(3, 7)
-    link, rotor, settled = made(n)
+    link, stream, settled = made(n)
     failed = passed = 0
     try:
         for _ in range(60):
             link.fails = lambda: dice.random() < 0.2
             m = rng.randint(1, n)
             layers = tuple(sorted(rng.sample(range(n), m)))
-            turn(link, rotor, n, WHOLE if m == 1 else Rotation(layers, rng.randint(1, m - 1)))
+            turn(link, stream, n, WHOLE if m == 1 else Rotation(layers, rng.randint(1, m - 1)))
             for _ in range(rng.randint(0, 3)):
                 try:
-                    run_pass(link, rotor, n)
+                    run_pass(link, stream, n)
                     passed += 1
                 except DeviceError:
                     failed += 1
             settled.clear()
-            rotor.settle()
+            stream.settle()
             assert settled.wait(240)
         link.fails = lambda: False
-        run_pass(link, rotor, n)
+        run_pass(link, stream, n)
         assert not link.faults
         assert failed
         assert passed
@@ -240,25 +245,26 @@ def arriving() -> tuple[HeldLink, Any, list[int], threading.Event]:
     link, opened, settled = HeldLink(), list[int](), threading.Event()
     copies = [Copy(i + 1, i, 20) for i in range(3)]
     clock = MonotonicClock()
-    rotor = LinkRotor("a", copies, link, clock, settled.set, opened.append)  # type: ignore[arg-type]
-    return link, rotor, opened, settled
+    stream = HostStream("a", link, clock, settled.set, opened.append)  # type: ignore[arg-type]
+    stream.add_weights(copies)
+    return link, stream, opened, settled
 
 
 def test_passes_wait_for_what_a_load_has_not_brought_yet() -> None:
-    link, rotor, opened, _ = arriving()
-    assert rotor.start_load(7, [], COMING)
+    link, stream, opened, _ = arriving()
+    assert stream.start_load(7, [], COMING)
     (watch,) = link.watches
     watch.landed(49)
-    assert (opened, rotor.begin_pass()) == ([], {1, 2})
+    assert (opened, stream.begin_pass()) == ([], [1, 2])
     watch.landed(50)
     watch.landed(60)
-    assert (opened, rotor.begin_pass()) == ([7], {2})
-    rotor.wait(1)
+    assert (opened, stream.begin_pass()) == ([7], [2])
+    stream.wait(1)
     passed = threading.Event()
 
     def run() -> None:
-        rotor.wait(2)
-        rotor.used(2)
+        stream.wait(2)
+        stream.used(2)
         passed.set()
 
     job = threading.Thread(target=run)
@@ -267,56 +273,56 @@ def test_passes_wait_for_what_a_load_has_not_brought_yet() -> None:
     watch.ended(None)
     job.join(240)
     assert passed.is_set()
-    assert rotor.begin_pass() == frozenset()
-    assert rotor.stalled() >= 0
+    assert stream.begin_pass() == ()
+    assert stream.stalled() >= 0
     # What waits for a load of all weights is no cost of rotating.
-    assert (rotor.loads.n, rotor.loads.stall_seconds) == (0, 0.0)
+    assert (stream.loads.n, stream.loads.stall_seconds) == (0, 0.0)
 
 
 def test_what_a_failed_load_has_not_brought_fails_passes_and_is_not_tried_again() -> None:
-    link, rotor, _, _ = arriving()
-    rotor.start_load(7, [], COMING)
+    link, stream, _, _ = arriving()
+    stream.start_load(7, [], COMING)
     (watch,) = link.watches
     watch.landed(30)
     watch.ended("the host is gone")
     for _ in range(2):
-        assert rotor.begin_pass() == {1, 2}
-        rotor.wait(0)
+        assert stream.begin_pass() == [1, 2]
+        stream.wait(0)
         with pytest.raises(DeviceError, match="the host is gone"):
-            rotor.wait(1)
+            stream.wait(1)
     assert len(link.watches) == 1
-    rotor.start_load(8, [], COMING)
+    stream.start_load(8, [], COMING)
     link.watches[1].ended(None)
-    assert rotor.begin_pass() == frozenset()
+    assert stream.begin_pass() == ()
 
 
 def test_what_is_told_late_of_an_earlier_load_says_nothing_of_this_one() -> None:
-    link, rotor, opened, _ = arriving()
-    rotor.start_load(7, [], COMING)
-    rotor.start_load(8, [], ArrivalPlan({2: 20}, 20))
+    link, stream, opened, _ = arriving()
+    stream.start_load(7, [], COMING)
+    stream.start_load(8, [], ArrivalPlan({2: 20}, 20))
     earlier, now = link.watches
     earlier.landed(60)
     earlier.ended(None)
-    assert (opened, rotor.begin_pass()) == ([], {2})
-    rotor.wait(0)
+    assert (opened, stream.begin_pass()) == ([], [2])
+    stream.wait(0)
     now.ended(None)
-    rotor.wait(2)
-    rotor.forget()
+    stream.wait(2)
+    stream.forget()
     now.landed(20)
     assert opened == []
 
 
 def test_a_load_that_cannot_be_started_keeps_nobody_waiting() -> None:
-    link, rotor, _, _ = arriving()
+    link, stream, _, _ = arriving()
     link.refuses = True
     with pytest.raises(DeviceError, match="closed"):
-        rotor.start_load(7, [], COMING)
-    assert rotor.begin_pass() == frozenset()
-    rotor.wait(2)
+        stream.start_load(7, [], COMING)
+    assert stream.begin_pass() == ()
+    stream.wait(2)
 
 
-def test_a_rotor_that_tells_nobody_leaves_the_load_to_others() -> None:
-    link, rotor, _ = made(3)
+def test_a_stream_that_tells_nobody_leaves_the_load_to_others() -> None:
+    link, stream, _ = made(3)
     link.close()
-    assert not rotor.start_load(7, [], COMING)
-    assert rotor.begin_pass() == frozenset()
+    assert not stream.start_load(7, [], COMING)
+    assert stream.begin_pass() == ()

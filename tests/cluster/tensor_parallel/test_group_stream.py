@@ -39,6 +39,6 @@ def test_layers_of_a_group_rotate_and_change_no_token(paths: dict[str, Path]) ->
         # Asked of the operating system on both ranks; raises where they differ.
         seen = state.pool.vm.os_mapped(weights.range.range)
         assert seen == weights.range.backed + weights.range.aliased
-        assert weights.rotor is not None
-        assert weights.rotor.loads.n > 0
+        assert weights.stream is not None
+        assert weights.stream.loads.n > 0
     assert {id: a.tokens for id, a in answers.items()} == {id: a.tokens for id, a in alone.items()}

@@ -19,8 +19,8 @@ from ballast.core.rotation import WHOLE, Rotation, stall
 from ballast.memory.copies import Copy
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.layer_passes import Alone, Pass
+from ballast.sim.layer_stream import SimStream, SimStreams
 from ballast.sim.link import SimLink
-from ballast.sim.rotor import SimRotor, SimRotors
 
 RATE = 1000.0
 
@@ -81,24 +81,26 @@ def turned(n: int, old: Rotation, held: list[int], new: Rotation) -> tuple[list[
 
 
 class Device:
-    """A clock, a heap, a link and rotors; jobs run one after another."""
+    """A clock, a heap, a link and streams; jobs run one after another."""
 
     def __init__(self, rates: LinkRates) -> None:
         self.clock = VirtualClock()
         self.heap = EventHeap(self.clock)
         self.link = SimLink(self.heap, self.clock, rates)
-        self.rotors = SimRotors(self.heap, self.clock, self.link)
+        self.streams = SimStreams(self.heap, self.clock, self.link)
         self.layers: dict[str, int] = {}
 
-    def make(self, name: str, n: int, n_bytes: int) -> SimRotor:
+    def make(self, name: str, n: int, n_bytes: int) -> SimStream:
         self.layers[name] = n
-        return self.rotors.make(spec(name, n), [Copy(0, 0, n_bytes)] * n)
+        made = self.streams.make(spec(name, n))
+        made.add_weights([Copy(0, 0, n_bytes)] * n)
+        return made
 
     def begin(self, name: str, seconds: float) -> Alone:
         """Let a job of a model begin now."""
-        rotor, now = self.rotors.of(name), self.clock.now()
+        stream, now = self.streams.of(name), self.clock.now()
         pace = Alone(self.heap.agenda, now, seconds)
-        Pass(self.layers[name], [] if rotor is None else [rotor], pace).begin(now)
+        Pass(self.layers[name], [] if stream is None else [stream], pace).begin(now)
         return pace
 
     def run(self, name: str, seconds: float) -> float:
@@ -122,21 +124,21 @@ def by_flows(course: Course) -> Seen:
     seen: Seen = []
     for step in course.steps:
         device.wait(step.pause)
-        rotor = made[step.model]
+        stream = made[step.model]
         if step.rotation is None:
             stall = device.run(str(step.model), step.seconds)
             seen.append((device.clock.now(), stall))
             continue
-        rotor.settle()
+        stream.settle()
         assert device.heap.take(None) == [RotationSettledEvent(str(step.model))]
-        n, held = course.layers[step.model], list(rotor.held)
+        n, held = course.layers[step.model], list(stream.held)
         seen.append((device.clock.now(), *held))
         kept, missing = turned(n, now[step.model], held, step.rotation)
-        rotor.remap(step.rotation, kept, missing)
+        stream.remap(step.rotation, kept, missing)
         now[step.model] = step.rotation
     while device.heap.agenda.next < float("inf"):
         device.heap.agenda.run(device.heap.agenda.next)
-    seen += [(rotor.loads.n, rotor.loads.stall_seconds) for rotor in made]
+    seen += [(stream.loads.n, stream.loads.stall_seconds) for stream in made]
     return seen
 
 

@@ -1,4 +1,4 @@
-"""The swapper of a GPU over a driver that does work as late as it may."""
+"""The stream of a GPU over a driver that does work as late as it may."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ballast.core.kv_swap import spread
 from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.kv.blocks import KvCache
-from ballast.kv.event_swapper import EventSwapper
+from ballast.live.event_stream import EventStream
 from ballast.memory.cuda.pinning import PinnedMemory
 from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.pool import Pool
@@ -42,8 +42,10 @@ class World:
         spec = replace(make_spec(head_dim=256), n_layers=LAYERS, block_tokens=TOKENS)
         self.kv = KvCache(spec, self.pool, self.vm, layered=True)
         self.pins = PinnedMemory(driver, 0)
-        known = (self.kv, driver, self.context, self.pins, lambda: self.lane)
-        self.swapper = EventSwapper(*known, dirty)
+        self.stream = EventStream(
+            driver, self.context, lambda: self.lane, lambda: None, self.pins, dirty
+        )
+        self.stream.add_kv(self.kv)
         self.tables: dict[str, list[int]] = {}
         self.done: dict[str, int] = {}
         self.wrong: list[tuple[int, str, int]] = []
@@ -68,10 +70,10 @@ class World:
             table, start = self.tables.setdefault(name, []), self.done.setdefault(name, 0)
             assert self.kv.grow(table, start + n) is None
             work.append(SequenceWork(name, [1] * n, start, tuple(table), None))
-        stops = self.swapper.begin_pass(work)
+        stops = self.stream.begin_pass(work)
         for layer in range(LAYERS):
             if layer in stops:
-                self.swapper.wait(layer)
+                self.stream.wait(layer)
 
             def compute(layer: int = layer) -> None:
                 for w in work:
@@ -85,11 +87,11 @@ class World:
 
             self.driver.put(self.lane, compute, [], seconds=SECONDS)
             if layer in stops:
-                self.swapper.used(layer)
+                self.stream.used(layer)
             if self.early is not None:
                 stream = self.early.choice(list(self.driver.streams))
                 self.driver.run(stream, self.early.randint(1, 9))
-        self.swapper.finish()
+        self.stream.finish()
         self.end_job()
         for w in work:
             self.done[w.request_id] = w.end
@@ -99,28 +101,28 @@ class World:
         self.driver.finish(self.lane)
         idle = [s for s in self.driver.streams if not self.driver.streams[s]]
         assert len(idle) == len(self.driver.streams), "something is on its way between jobs"
-        self.stalled = self.swapper.stalled()
+        self.stalled = self.stream.stalled()
 
     def turn(self, wanted: Rotation) -> None:
         """As `engine/kv_swap.py` does."""
         before, after = set(self.kv.rotation.layers), set(wanted.layers)
         if before < after:
-            self.swapper.carry(sorted(after - before), self.kv.slabs, Direction.TO_HOST)
+            self.stream.carry_kv(sorted(after - before), self.kv.slabs, Direction.TO_HOST)
         else:
             assert self.kv.turn(wanted)
-            self.swapper.carry(sorted(before - after), self.kv.slabs, Direction.TO_DEVICE)
-        self.swapper.move()
+            self.stream.carry_kv(sorted(before - after), self.kv.slabs, Direction.TO_DEVICE)
+        self.stream.move()
         self.end_job()
         if before < after:
             assert self.kv.turn(wanted)
-        self.swapper.turn(wanted)
+        self.stream.turn_kv(wanted)
 
     def close(self) -> None:
         assert not self.wrong
         for table in self.tables.values():
             self.kv.free(table)
         self.kv.validate([])
-        self.swapper.close()
+        self.stream.close()
         self.kv.close()
         self.pins.close()
         self.vm.close()
@@ -168,19 +170,19 @@ def test_a_pass_that_breaks_off_leaves_nothing_on_its_way(world: World) -> None:
     world.run_pass({"a": 9})
     world.turn(SETS[1])
     work = SequenceWork("a", [1], 9, tuple(world.tables["a"]), None)
-    first, *_ = world.swapper.begin_pass([work])
-    world.swapper.wait(first)
-    world.swapper.finish()
+    first, *_ = world.stream.begin_pass([work])
+    world.stream.wait(first)
+    world.stream.finish()
     world.end_job()
     world.run_pass({"a": 2})
 
 
 def test_a_move_that_breaks_off_leaves_nothing_on_its_way(world: World) -> None:
     world.run_pass({"a": 9})
-    world.swapper.carry(SETS[1].layers, world.kv.slabs, Direction.TO_HOST)
+    world.stream.carry_kv(SETS[1].layers, world.kv.slabs, Direction.TO_HOST)
     world.driver.fail("copy_to_host", after=1)
     with pytest.raises(DeviceError):
-        world.swapper.move()
+        world.stream.move()
     world.end_job()
     world.run_pass({"a": 2})
 

@@ -1,4 +1,4 @@
-"""The rotor of a GPU over a driver that does work as late as it may."""
+"""The stream of a GPU over a driver that does work as late as it may."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 
 from ballast.core.errors import DeviceError
 from ballast.core.rotation import WHOLE, Rotation, stall
+from ballast.live.event_stream import EventStream
 from ballast.memory.copies import Copy
-from ballast.weights.event_rotor import EventRotor
+from ballast.memory.cuda.pinning import PinnedMemory
 from tests.memory.fake_cuda import FakeDriver
 
 PAGE = 64 << 10
@@ -44,9 +45,12 @@ class World:
             Copy(self.base + i * PAGE, ctypes.addressof(self.host) + i * PAGE, PAGE)
             for i in range(N)
         ]
-        self.rotor = EventRotor(driver, self.context, copies, lambda: self.lane, self.settled.set)
+        known = (driver, self.context, lambda: self.lane, self.settled.set)
+        self.pins = PinnedMemory(driver, 0)
+        self.stream = EventStream(*known, self.pins)
+        self.stream.add_weights(copies)
         self.place({i: i for i in range(N)})
-        self.rotor.remap(WHOLE, (), range(N))
+        self.stream.remap(WHOLE, (), range(N))
 
     def place(self, handle_of: dict[int, int]) -> None:
         for layer in list(self.mapped):
@@ -63,7 +67,7 @@ class World:
     def turn(self, wanted: Rotation) -> None:
         """As the engine does: settle, change pages, turn."""
         self.settled.clear()
-        self.rotor.settle()
+        self.stream.settle()
         assert self.settled.wait(240)
         before = dict(self.mapped)
         whole = {i for i in range(N) if ctypes.string_at(self.base + i * PAGE, 1)[0] == i + 1}
@@ -75,14 +79,14 @@ class World:
         missing = [i for i in range(N) if i not in slots and i not in pages]
         pages |= {i: spare.pop() for i in missing}
         self.place(pages | {i: slot_pages[s] for i, s in slots.items()})
-        self.rotor.remap(wanted, [-1] * wanted.slots, missing)
+        self.stream.remap(wanted, [-1] * wanted.slots, missing)
 
     def run_pass(self, upto: int = N) -> None:
         """Launches all of it before anything runs; the job then waits for its stream."""
-        stops = self.rotor.begin_pass()
+        stops = self.stream.begin_pass()
         for layer in range(upto):
             if layer in stops:
-                self.rotor.wait(layer)
+                self.stream.wait(layer)
             at = self.base + layer * PAGE
 
             def read(layer: int = layer, at: int = at) -> None:
@@ -90,7 +94,7 @@ class World:
 
             self.driver.put(self.lane, read, [(at, PAGE)], seconds=self.compute)
             if layer in stops:
-                self.rotor.used(layer)
+                self.stream.used(layer)
         self.driver.finish(self.lane)
 
     def check(self, passes: int) -> None:
@@ -99,7 +103,8 @@ class World:
         self.read.clear()
 
     def close(self) -> None:
-        self.rotor.close()
+        self.stream.close()
+        self.pins.close()
         driver = self.driver
         for layer in self.mapped:
             driver.unmap(self.base + layer * PAGE, PAGE)
@@ -129,10 +134,11 @@ def test_every_layer_is_there_when_it_is_read(world: World, rotation: Rotation) 
         world.run_pass()
     world.check(4)
     if rotation is WHOLE:
-        assert not world.rotor.begin_pass()
+        assert not world.stream.begin_pass()
     else:
-        assert world.rotor.begin_pass() >= set(rotation.layers)
-        assert world.rotor.loads.n > N + len(rotation.layers)
+        shared = {a for a, b in rotation.next_of.items() if a != b}
+        assert set(world.stream.begin_pass()) >= shared
+        assert world.stream.loads.n > N + len(rotation.layers)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -172,7 +178,7 @@ def test_events_are_used_again(world: World) -> None:
     def run(passes: int) -> None:
         for _ in range(passes):
             world.run_pass()
-            world.rotor.stalled()
+            world.stream.stalled()
 
     run(3)
     made = len(world.driver.events)
@@ -189,20 +195,20 @@ def test_stalls_are_what_passes_take_beyond_their_work(
     world.turn(rotation)
     for _ in range(4):
         world.run_pass()
-    world.rotor.stalled()
-    began, before = world.driver.now, world.rotor.loads.stall_seconds
+    world.stream.stalled()
+    began, before = world.driver.now, world.stream.loads.stall_seconds
     passes = 12
     result = 0.0
     for _ in range(passes):
         world.run_pass()
-        result += world.rotor.stalled()
+        result += world.stream.stalled()
     took = world.driver.now - began
     assert result == pytest.approx(took - passes * N * compute)
     assert result / passes == pytest.approx(stall(N, rotation, TRANSFER, compute))
-    assert world.rotor.loads.stall_seconds - before == pytest.approx(result)
-    assert world.rotor.stalled() == 0.0
-    world.rotor.rest()
-    loads = world.rotor.loads
+    assert world.stream.loads.stall_seconds - before == pytest.approx(result)
+    assert world.stream.stalled() == 0.0
+    world.stream.rest()
+    loads = world.stream.loads
     assert loads.copy_seconds == pytest.approx(loads.n * TRANSFER)
     assert loads.n_bytes == loads.n * PAGE
 
@@ -210,15 +216,15 @@ def test_stalls_are_what_passes_take_beyond_their_work(
 def test_nobody_waits_for_the_time_of_a_copy(world: World) -> None:
     """Only what was reached is asked, and nothing is run by asking."""
     world.turn(ROTATIONS[0])
-    n = world.rotor.loads.n
-    world.rotor.begin_pass()
-    assert world.rotor.stalled() == 0.0
-    assert world.rotor.loads.n == n
-    assert world.driver.streams[world.rotor._stream]
+    n = world.stream.loads.n
+    world.stream.begin_pass()
+    assert world.stream.stalled() == 0.0
+    assert world.stream.loads.n == n
+    assert any(world.driver.streams.values())
 
 
 def test_who_waits_is_told_also_when_the_driver_cannot(world: World) -> None:
     world.settled.clear()
     world.driver.fail("finish")
-    world.rotor.settle()
+    world.stream.settle()
     assert world.settled.wait(240)

@@ -1,19 +1,18 @@
-"""Define the protocol of rotors, which load rotating layers just before they run (MIRAGE, 4.1,
-5.4).
+"""Define how weights that rotate, or are still loading, stream behind jobs (MIRAGE, 4.1, 5.4).
 
-Implemented by `LinkRotor` (CPU), `EventRotor` (GPU), groups of ranks and the simulator; called by
-`WeightsOnDevice` on the engine loop's thread.
+Implemented by the drivers of layer streams: on CPUs, GPUs, groups of ranks and in virtual time;
+called by `WeightsOnDevice` on the engine loop's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ballast.core.model import ModelSpec
 from ballast.core.rotation import Rotation
 from ballast.memory.copies import Copy
+from ballast.residency.arrival import ArrivalPlan
 
 
 @dataclass(slots=True)
@@ -28,19 +27,18 @@ class Loads:
     stall_seconds: float = 0.0
     """Seconds that jobs waited for layers."""
 
-
-@dataclass(frozen=True, slots=True)
-class ArrivalPlan:
-    """Order in which one transfer loads a model's weights: layers last and in order."""
-
-    layers: Mapping[int, int]
-    """By layer, the bytes of the transfer after which it and all layers before it are present."""
-    opens: int
-    """Bytes after which the first job may begin."""
+    def add(self, n_bytes: int, seconds: float) -> None:
+        """Count a load that has landed; `seconds` on its link."""
+        self.n += 1
+        self.n_bytes += n_bytes
+        self.copy_seconds += seconds
 
 
-class Rotor(Protocol):
-    """Loads the rotating layers of one model, in step with its jobs."""
+class WeightStream(Protocol):
+    """Loads layers of one model in step with its jobs. Called between them."""
+
+    def add_weights(self, copies: Sequence[Copy]) -> None:
+        """Stream weights; `copies` load each layer to its address. Called once, first."""
 
     @property
     def loads(self) -> Loads: ...
@@ -71,7 +69,3 @@ class Rotor(Protocol):
 
         Returns False, with nothing started, if jobs have to wait for the whole load.
         """
-
-
-MakeRotor = Callable[[ModelSpec, Sequence[Copy]], Rotor]
-"""Makes the rotor of a model from the copies that load its layers."""

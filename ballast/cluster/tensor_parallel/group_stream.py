@@ -1,4 +1,4 @@
-"""Rotate layers of a tensor-parallel model: the first rank's rotor, which commands the others.
+"""Stream layers of a tensor-parallel model: the first rank's stream, which commands the others.
 
 Built by `GroupMachine`. Every rank loads its own parts of a layer over its own link. Ranks exchange
 tensors within each layer, so a late part stalls all of them. Pages are mapped on all ranks before a
@@ -12,21 +12,21 @@ from collections.abc import Callable, Sequence
 
 from ballast.core.clock import Clock
 from ballast.core.rotation import Rotation
+from ballast.live.host_stream import HostStream
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
+from ballast.residency.arrival import ArrivalPlan
+from ballast.residency.buffer import NOBODY
 from ballast.transport.tensor_parallel.rank_connections import RankConnection
 from ballast.transport.tensor_parallel.rank_messages import (
     ForgetLayersMsg,
     RemapLayersMsg,
     SettleLayersMsg,
 )
-from ballast.weights.link_rotor import LinkRotor
-from ballast.weights.rotation_slots import NOBODY
-from ballast.weights.rotor import ArrivalPlan
 
 
-class GroupRotor(LinkRotor):
-    """The first rank's rotor, which repeats its commands on the further ranks.
+class GroupStream(HostStream):
+    """The first rank's stream, whose commands are repeated on the further ranks.
 
     Its counts of loads and stalls are those of the first rank.
     """
@@ -34,7 +34,6 @@ class GroupRotor(LinkRotor):
     def __init__(
         self,
         model: str,
-        copies: Sequence[Copy],
         link: HostLink,
         clock: Clock,
         on_settled: Callable[[], None],
@@ -42,8 +41,8 @@ class GroupRotor(LinkRotor):
     ) -> None:
         """`on_settled`: called by any thread when all ranks have settled; those of `others` are
         reported by `rank_settled`."""
-        super().__init__(model, copies, link, clock, self._count_settled)
-        self._model, self._others, self._on_group_settled = model, others, on_settled
+        super().__init__(model, link, clock, self._count_settled)
+        self._others, self._on_group_settled = others, on_settled
         self._held_by_others: list[tuple[int, ...]] = []
         """For each further rank that has settled: the layer in each slot."""
         self._unsettled = 0
