@@ -26,12 +26,12 @@ ON_GPUS = (
     "ballast/kernels/gpu/*.py",
     "ballast/kernels/plain/*.py",
     "ballast/kernels/triton/*.py",
-    "ballast/kv/event_swapper.py",
+    "ballast/kv/pinned_spill.py",
     "ballast/live/cuda_*.py",
+    "ballast/live/event_stream.py",
     "ballast/live/never_run.py",
     "ballast/memory/cuda/*.py",
     "ballast/models/gpu/*.py",
-    "ballast/weights/event_rotor.py",
 )
 """Modules of which a server without a GPU runs nothing but tests whether it has one: counted where
 a benchmark itself imports one of them."""

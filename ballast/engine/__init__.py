@@ -19,6 +19,7 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `kv_swap`: Jobs that change which layers' KV is swapped.
 - `lanes`: Jobs that run at once, and each one's share of compute.
 - `layer_remap`: Change which layers rotate, or evict a model.
+- `layer_stream`: What streams a model's layers, as the engine makes and calls it.
 - `leaps`: Account for many decode steps at once, in virtual time.
 - `lending`: Leases of pages with other devices, as this device's loop handles them.
 - `life_rules`: The states of a model's life, and the table of its transitions.

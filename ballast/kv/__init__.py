@@ -7,14 +7,13 @@ The unit is the block, of `block_tokens` tokens; blocks lie in slabs of whole pa
 - `blocks`: `KvCache`, one model's paged KV cache: allocate, cache, free and compact blocks.
 - `books`: Counts of used, cached and free blocks, and of the pages they take.
 - `compaction`: Plan of block moves that empty whole slabs; pure.
-- `event_swapper`: KV swapping on a GPU, ordered by CUDA events.
 - `extents`: Addresses and pages of some blocks' bytes.
+- `kv_stream`: How KV of rotating layers streams during jobs.
 - `layered`: Layer-major KV, so that layers can share pages.
 - `layout`: Block-major KV: strides and slabs.
-- `link_swapper`: KV swapping on CPU, over the link.
+- `pinned_spill`: The host copy, page-locked for a GPU.
 - `prefix`: The prefix cache's index: hash chains of blocks.
 - `slabs`: State of each slab's blocks, and the order in which blocks are allocated.
 - `spilled`: The host copy of layer-major KV, and the pieces that a pass copies.
-- `swapper`: The protocol of swapping rotating layers' KV to the host.
 - `tables`: Block tables of sequences: match prefixes, grow, free.
 """

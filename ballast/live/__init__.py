@@ -9,13 +9,14 @@ Packages from `cluster` up may import it. It imports `engine` and what is below;
 - `cuda_runner`: Lanes as GPU streams, each with its host thread.
 - `cuda_streams`: Streams of a GPU's lanes, with shares of its multiprocessors.
 - `device`: `LiveDevice`: memory, host tier, models and loop behind five methods.
+- `event_stream`: Layers that stream on a GPU, ordered by CUDA events.
 - `grammar_cache`: Bookkeeping of grammars that are needed, compiled, or queued.
 - `grammar_compiler`: Compile grammars on a thread beside the lanes.
+- `host_stream`: Layers that stream on a CPU device, over the host link.
 - `hosted_models`: The models of a device in its host tier: loaded, refused, unloaded.
 - `inbox`: The live clock and the inbox of events.
 - `machine`: The protocol of a machine: memory, link and executors of one device.
 - `never_run`: GPU features that have been tested with stand-ins only.
 - `runner`: The executor protocol, and lanes as CPU threads.
-- `swap_executor`: The executor of a model whose KV is swapped.
 - `warmup`: Warm-up of a spare worker process.
 """

@@ -69,9 +69,8 @@ class Buffer:
         """Slot of each rotating layer."""
         self.next_of = {a: b for a, b in sorted(rotation.next_of.items()) if a != b}
         """By layer that shares its slot, ascending: the next layer in that slot."""
-        circles = map(rotation.of_slot, range(rotation.slots))
-        self.first = [(slot, layers[0]) for slot, layers in enumerate(circles) if layers]
-        """(slot, layer) with which a pass begins."""
+        self.first = rotation.first
+        """By slot, the layer with which a pass begins."""
         self._stops = frozenset(self.slot_of if self.written else self.next_of)
         self._ordered = tuple(sorted(self._stops))
         self.fill(held)
@@ -86,7 +85,7 @@ class Buffer:
     @property
     def lacking(self) -> list[tuple[int, int]]:
         """(slot, layer) of slots that do not hold the layer with which a pass begins."""
-        return [(slot, layer) for slot, layer in self.first if self.held[slot] != layer]
+        return [(slot, layer) for slot, layer in enumerate(self.first) if self.held[slot] != layer]
 
     @property
     def stops(self) -> Sequence[int]:

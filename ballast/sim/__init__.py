@@ -19,6 +19,7 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `job_spread`: Random variation of job durations.
 - `lanes`: Jobs of several lanes that share compute and memory bandwidth.
 - `layer_passes`: Forward passes that wait for layers in transfer.
+- `layer_stream`: Layers that stream, in virtual time.
 - `leap_lanes`: Skip over decode steps of models on several lanes.
 - `leap`: Skip over decode steps while nothing else can change.
 - `lending`: Page lending between simulated devices.
@@ -35,7 +36,6 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `profile`: Device profiles, which hold the costs of jobs, read from TOML.
 - `replay`: Replay of a story through loop and policies, compared entry by entry.
 - `roofline`: Job costs from hardware peaks, derated.
-- `rotor`: Rotating layers in virtual time.
 - `runner`: The runner in virtual time: durations from cost formulas.
 - `simulate`: Serve a workload on simulated devices.
 - `stand_in_tokens`: Generate token ids for the block digests of a story.
@@ -43,7 +43,6 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `story_costs`: Costs of jobs and of the loop, derived from a story.
 - `story_events`: The events of a story, restored for its replay.
 - `story_reader`: Reader of story files.
-- `swapper`: KV swapping in virtual time.
 - `toml_file`: TOML files with known keys, read and written.
 - `topology`: Links between simulated hosts and devices.
 - `world`: Run several simulated devices in one order of time.

@@ -4,7 +4,7 @@ A `Wire` is a full-duplex link, a `Side` one direction of it. A `Flow` crosses t
 path at one rate. Rates are max-min fair (progressive filling): all flows speed up together until a
 side is full or a flow has reached its ceiling; those stay, the others go on. They change only when
 a flow begins or ends; between such moments they are constant, so ends are known exactly. Used by
-`sim.link` and `sim.swapper`.
+`sim.link` and `sim.layer_stream`.
 """
 
 from __future__ import annotations

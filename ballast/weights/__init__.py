@@ -12,7 +12,6 @@ cannot see `kv`.
 - `config`: `config.json`, the generation config, and end-of-sequence tokens.
 - `decoder_recipe`: How a Llama-like decoder's layers are computed, by features.
 - `default_dtype`: PyTorch's default dtype, set for one thread.
-- `event_rotor`: Load rotating layers on a GPU, ordered by CUDA events.
 - `findings`: Keeps what the examination of checkpoints found, by content.
 - `finite`: Refuse weights that are NaN or infinite, by file, tensor and place.
 - `generation_config`: Sampling parameters that a checkpoint recommends.
@@ -23,7 +22,6 @@ cannot see `kv`.
 - `gguf_tokenizer`: Tokenizer files of a GGUF header.
 - `host`: The host tier: weights packed in sealed memory, shared by all workers.
 - `inspection`: Derive an architecture from its `transformers` module, or refuse the model.
-- `link_rotor`: Load rotating layers on a CPU device over the link, as jobs advance.
 - `load_order`: Order of a load behind which the first job can begin.
 - `manifest`: A checkpoint's contents, checked before its weights are read.
 - `meta_module`: The `transformers` module of a configuration, without memory.
@@ -38,8 +36,6 @@ cannot see `kv`.
 - `recipe_agreement`: Check that a module computes what its recipe says.
 - `recipe_search`: Find a decoder's recipe from its tensors and parts.
 - `residency`: One model's weights on one device: absent, loading, resident, rotating.
-- `rotation_slots`: Which layer each slot of a rotation holds, and which follows it.
-- `rotor`: The protocol that loads rotating layers into their slots (MIRAGE, 4.1, 5.4).
 - `sealed`: A host-tier segment: a memfd that is filled, sealed, and mapped read only.
 - `sealed_model`: Find a loaded model again by its sealed segments, without its files.
 - `segment_exchange`: The protocol by which processes share segments and models.
@@ -53,5 +49,6 @@ cannot see `kv`.
 - `stored`: Tensors in safetensors and GGUF files, located by their headers.
 - `support_checks`: Refusal of models that cannot be served, with reasons.
 - `tokenizer_files`: The files that make up a tokenizer, and a digest of them.
+- `weight_stream`: How weights that rotate or arrive stream behind jobs (MIRAGE, 4.1, 5.4).
 - `weightless`: Modules without weights, for checks at any size.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ballast.weights.rotor import ArrivalPlan
+from ballast.residency.arrival import ArrivalPlan
 from ballast.weights.segment_table import PlacedSegment
 
 

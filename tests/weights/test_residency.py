@@ -237,7 +237,7 @@ def in_parts(n_pages: int = 8) -> tuple[WeightsOnDevice, Pool, Notebook, Followi
     pool = Pool(vm, n_pages)
     hosts = [1000, 2000, 3000, 4000]
     made = WeightsOnDevice(
-        make_spec(PARTS), pool, vm, link, hosts, make_rotor=lambda spec, copies: rotor
+        make_spec(PARTS), pool, vm, link, hosts, stream=rotor
     )
     return made, pool, link, rotor
 
