@@ -1,6 +1,6 @@
 """Choose which layers of a model rotate through shared slots, and compute stalls (MIRAGE, 5.4).
 
-Used by remapping policies and, as plain data (`Rotation`), by the engine, the rotors and slots.
+Used by remapping policies and, as plain data (`Rotation`), by the engine, slots and streams.
 Pure formulas: nothing is copied here.
 
 The layers of a decoder run in a circle: after the last layer of one token comes the first of the

@@ -123,9 +123,13 @@ class LayerStream:
         return self._refill(buffer, {*missing, *(broken - buffer.slot_of.keys())})
 
     def forget(self, buffer: Buffer) -> None:
-        """Note that the content has been evicted, or cleared: no layer rotates, none is awaited."""
+        """Note that content has been evicted, rotating layers at least: none rotates, none is
+        awaited. Layers whose load failed may still be home: the next pass tries them again."""
+        broken = dict(buffer.broken)
         buffer.broken.clear()
         self.change(buffer, WHOLE)
+        buffer.broken = broken
+        buffer.absent.update(broken)
 
     def move(self, buffer: Buffer, layers: Iterable[int], direction: Direction) -> list[LayerCopy]:
         """Copy all content of layers that are home between there and the host; no pass runs."""

@@ -6,8 +6,8 @@
     owners       pages 7, 9: weights:a        3: slots:a, aliased by weights:a twice
 
 Which layers rotate changes between jobs only (`remap`); a job maps nothing. Layers whose slot stays
-the same are not touched, so the cost of a change is that of the layers that it affects. Rotors, not
-slots, copy layers' bytes.
+the same are not touched, so the cost of a change is that of the layers that it affects. Streams
+copy layers' bytes.
 """
 
 from __future__ import annotations

@@ -436,6 +436,19 @@ def test_layers_that_are_home_without_bytes_are_loaded_beside_passes() -> None:
     assert not stream.waits
 
 
+def test_a_layer_whose_load_failed_stays_lacking_when_others_are_evicted() -> None:
+    stream = LayerStream()
+    weights = stream.add("weights", written=False)
+    (load,) = stream.change(weights, WHOLE, (), (1,))
+    stream.failed(load, "the host is gone")
+    stream.forget(weights)
+    assert (list(stream.stops), stream.fault(1)) == ([1], "the host is gone")
+    (again,) = stream.begin_pass()
+    assert (again.layer, again.slot) == (1, HOME)
+    stream.landed(again)
+    assert not stream.waits
+
+
 def test_layers_of_an_arrival_are_there_as_its_bytes_land() -> None:
     stream = LayerStream()
     weights = stream.add("weights", written=False)

@@ -236,9 +236,7 @@ def in_parts(n_pages: int = 8) -> tuple[WeightsOnDevice, Pool, Notebook, Followi
     vm, link, rotor = NullVm(64 * KiB, n_pages), Notebook(), Following()
     pool = Pool(vm, n_pages)
     hosts = [1000, 2000, 3000, 4000]
-    made = WeightsOnDevice(
-        make_spec(PARTS), pool, vm, link, hosts, stream=rotor
-    )
+    made = WeightsOnDevice(make_spec(PARTS), pool, vm, link, hosts, stream=rotor)
     return made, pool, link, rotor
 
 

@@ -1,6 +1,6 @@
 """Make fences of CUDA events: done when all work submitted to some streams has ended.
 
-Used by the GPU's vm, link, runner, rotor and KV swapper to know when pages may be reused.
+Used by the GPU's vm, link, runner and layer streams to know when pages may be reused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Offer the memory of weight layers for KV: which models, how many layers, at what price (MIRAGE).
 
 MIRAGE, sections 5.2 and 5.3. Used by the memory policy `mirage` and by `layer_reversion`. It only
-returns offers and `Remap` actions; rotors and slots change which layers rotate.
+returns offers and `Remap` actions; slots and streams change which layers rotate.
 """
 
 from __future__ import annotations
