@@ -16,6 +16,7 @@ from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.kv.blocks import KvCache
 from ballast.live.event_stream import EventStream
+from ballast.memory.copies import Copy
 from ballast.memory.cuda.pinning import PinnedMemory
 from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.pool import Pool
@@ -76,6 +77,7 @@ class World:
                 self.stream.wait(layer)
 
             def compute(layer: int = layer) -> None:
+                self.read_weights(layer)
                 for w in work:
                     for token in range(w.end):
                         at = self.address(layer, w.request_id, token)
@@ -95,6 +97,9 @@ class World:
         self.end_job()
         for w in work:
             self.done[w.request_id] = w.end
+
+    def read_weights(self, layer: int) -> None:
+        """Do nothing: weights do not stream."""
 
     def end_job(self) -> None:
         """As the runner: waits for the lane's stream alone."""
@@ -204,4 +209,56 @@ def test_kv_on_the_host_need_not_be_page_locked(caplog: pytest.LogCaptureFixture
     world.run_pass({"a": 1})
     assert "not page-locked" in caplog.text
     assert world.pins.n_bytes == (len(SETS[1].layers) * len(world.kv.slabs) - 1) * PAGE
+    world.close()
+
+
+class Both(World):
+    """The same, and weights of a page a layer that stream in the same passes."""
+
+    def __init__(self, rotation: Rotation) -> None:
+        super().__init__(dirty=True)
+        driver = self.driver
+        self.base = driver.reserve(LAYERS * PAGE, PAGE)
+        self.handles = [driver.create(0, PAGE) for _ in range(LAYERS)]
+        for i, handle in enumerate(self.handles):
+            driver.map(self.base + i * PAGE, PAGE, handle)
+        driver.set_access(self.base, LAYERS * PAGE, 0)
+        slots = rotation.slot_of
+        self.at = [self.base + slots.get(i, i) * PAGE for i in range(LAYERS)]
+        self.tier = (ctypes.c_char * (LAYERS * PAGE))()
+        sources = [ctypes.addressof(self.tier) + i * PAGE for i in range(LAYERS)]
+        for i, source in enumerate(sources):
+            ctypes.memset(source, i + 1, PAGE)
+        self.stream.add_weights([Copy(self.at[i], sources[i], PAGE) for i in range(LAYERS)])
+        home = [i for i in range(LAYERS) if i not in slots]
+        self.stream.remap(rotation, [-1] * rotation.slots, home)
+
+    def read_weights(self, layer: int) -> None:
+        if ctypes.string_at(self.at[layer], 1)[0] != layer + 1:
+            self.wrong.append((layer, "weights", 0))
+
+    def end_job(self) -> None:
+        self.driver.finish(self.lane)  # loads of weights may go on into the next pass
+        self.stalled = self.stream.stalled()
+
+    def close(self) -> None:
+        self.stream.rest()
+        self.driver.unmap(self.base, LAYERS * PAGE)
+        self.driver.free(self.base, LAYERS * PAGE)
+        for handle in self.handles:
+            self.driver.release(handle)
+        super().close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_and_kv_stream_in_the_same_passes(seed: int) -> None:
+    rng = random.Random(seed)
+    world = Both(Rotation((0, 1, 3, 5), rng.choice((1, 2))))
+    world.run_pass({"a": 11, "b": 3})
+    world.turn(SETS[rng.randrange(len(SETS))])
+    for _ in range(4):
+        world.run_pass({name: rng.randint(1, 9) for name in rng.sample("abc", 2)})
+    assert world.stream.loads.n > 12
+    world.turn(WHOLE)
+    world.run_pass({"a": 1})
     world.close()
