@@ -367,9 +367,8 @@ class WeightsOnDevice:
         self._plan = None
         if self.stream is not None:
             layers = self.segments[1 : 1 + self.spec.n_layers]
-            self.slots.tabulate(
-                [LayerPages(s.at, s.n_pages, s.n_bytes, s.shared is None) for s in layers]
-            )
+            pages = (LayerPages(s.at, s.n_pages, s.n_bytes, s.shared is None) for s in layers)
+            self.slots.tabulate(list(pages))
 
     @property
     def _after(self) -> frozenset[int]:
