@@ -12,7 +12,7 @@ DEV    := $(VENV)/.ballast-ready-dev
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup   create $(VENV) and install what serving needs, and EXTRAS (cuda, otel, placement, dev)"
+	@echo "make setup   create $(VENV) and install what serving needs, and EXTRAS (cuda, otel, placement, demo, dev)"
 	@echo "make demo    presets compared live, on equal terms: who keeps most service levels (4 minutes)"
 	@echo "make serve   serve FLEET (default $(FLEET)) over HTTP"
 	@echo "make test    run the tests but slow ones, in JOBS processes (default $(JOBS))"

@@ -35,8 +35,10 @@ def fleet_make(
     from ballast.bench.progress import shown, training
 
     with importing():
+        from ballast.fleet import smollm2
         from ballast.fleet.make import make_fleet
 
+    real = smollm2.find()
     with shown() as progress:
         progress(f"making {models} models", 0)
         made = make_fleet(
@@ -48,9 +50,11 @@ def fleet_make(
             dtype=dtype,
             budget=budget,
             force=force,
+            real=real,
             progress=training(progress),
         )
     _show(made, Console())
+    Console().print(smollm2.MISSING if real is None else f"{smollm2.NAME}: {smollm2.TITLE}")
 
 
 def _show(made: MadeFleet, console: object) -> None:

@@ -23,6 +23,7 @@ do. It imports `core` only.
 - `model_recipes`: Define the small models of a made fleet.
 - `muon`: The Muon optimizer in float32.
 - `schema`: The fleet file's keys, types and ranges, in pydantic.
+- `smollm2`: Finds SmolLM2, a real small model, for made fleets.
 - `text`: Training text for small models.
 - `tokenizer`: A byte-level BPE tokenizer with a chat template, trained in place.
 - `train`: A plain next-token training loop on CPU.

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from ballast.core.errors import ConfigError
 from ballast.core.units import MiB, ceil_div, format_bytes, parse_bytes
+from ballast.fleet import smollm2
 from ballast.fleet.model_recipes import SCALES, Diet, ModelRecipe, Scale, plans
 from ballast.fleet.text import conversations, documents, stories
 from ballast.fleet.tokenizer import END, chat_text, train_tokenizer
@@ -76,6 +77,7 @@ def make_fleet(
     budget: str | int | None = None,
     preset: str = "balloon",
     force: bool = False,
+    real: Path | None = None,
     progress: Progress | None = None,
 ) -> MadeFleet:
     """Write `n_models` checkpoints and `fleet.yaml` into `directory`.
@@ -84,7 +86,8 @@ def make_fleet(
     or where the plan has no text for it, a model keeps random weights, large enough, and with a
     head of its own, for its greedy output not to repeat one token. `budget` (bytes or ``"512MiB"``)
     is by default 40 % of what fixed shares would need. The same arguments give the same files on
-    the same machine.
+    the same machine. `real`: the file of SmolLM2, which the fleet then has as its first model, with
+    memory of its own beside the default budget.
 
     Raises ConfigError: a bad argument, or a fleet is there already and `force` is not set.
     """
@@ -115,13 +118,16 @@ def make_fleet(
     fixed = sum(m.weight_bytes + _full_kv(m, scale) for m in made)
     floor = max(m.weight_bytes + m.kv_bytes_per_token * scale.context for m in made)
     chosen_budget = _budget(budget, fixed, floor)
+    if real is not None and budget is None:
+        chosen_budget += ceil_div(smollm2.EXTRA_BYTES, MiB) * MiB
     fleet = MadeFleet(
         file=directory / "fleet.yaml",
         models=tuple(made),
         budget_bytes=chosen_budget,
         fixed_bytes=fixed,
     )
-    fleet.file.write_text(_yaml(fleet, chosen, scale, preset), encoding="utf-8")
+    text = _yaml(fleet, chosen, scale, preset, real)
+    fleet.file.write_text(text, encoding="utf-8")
     return fleet
 
 
@@ -250,15 +256,24 @@ def _full_kv(model: MadeModel, scale: Scale) -> int:
     return FULL_REQUESTS * scale.context * model.kv_bytes_per_token
 
 
-def _yaml(fleet: MadeFleet, chosen: tuple[ModelRecipe, ...], scale: Scale, preset: str) -> str:
+def _yaml(
+    fleet: MadeFleet,
+    chosen: tuple[ModelRecipe, ...],
+    scale: Scale,
+    preset: str,
+    real: Path | None,
+) -> str:
     weights = sum(m.weight_bytes for m in fleet.models)
-    ratio = fleet.budget_bytes / fleet.fixed_bytes
+    more = 0 if real is None else smollm2.EXTRA_BYTES
+    ratio = (fleet.budget_bytes - more) / fleet.fixed_bytes
     verdict = "too little for that" if ratio < 1 else "enough for that"
     lines = [
         f"# Fixed shares, each with room for its model's weights and {FULL_REQUESTS} full-length",
         f"# requests ({scale.context} tokens), would take {format_bytes(fleet.fixed_bytes)}, of it",
         f"# {format_bytes(weights)} for weights.",
-        f"# The budget is {format_bytes(fleet.budget_bytes)}, {ratio:.0%} of it: {verdict}.",
+        f"# The budget is {format_bytes(fleet.budget_bytes)}"
+        + (f", beside {smollm2.NAME} {ratio:.0%} of it" if more else f", {ratio:.0%} of it")
+        + f": {verdict}.",
         f"preset: {preset}",
         "devices:",
         f"  - budget: ${{BALLAST_BUDGET:-{fleet.budget_bytes}}}  # bytes; or 512MiB, 2GB",
@@ -268,6 +283,7 @@ def _yaml(fleet: MadeFleet, chosen: tuple[ModelRecipe, ...], scale: Scale, prese
         "defaults:",
         "  slo: {ttft: 2.0, tpot: 0.2}  # seconds",
         "models:",
+        *(() if real is None else smollm2.entry(real)),
     ]
     for model, plan in zip(fleet.models, chosen, strict=True):
         note = f"{model.parameters / 1e6:.2g}M parameters, {model.made}"
