@@ -85,9 +85,8 @@ def make_fleet(
     Up to four models are trained for `steps` steps (fine-tunes: a part of them); with 0 steps,
     or where the plan has no text for it, a model keeps random weights, large enough, and with a
     head of its own, for its greedy output not to repeat one token. `budget` (bytes or ``"512MiB"``)
-    is by default 40 % of what fixed shares would need. The same arguments give the same files on
-    the same machine. `real`: the file of SmolLM2, which the fleet then has as its first model, with
-    memory of its own beside the default budget.
+    is by default 40 % of what fixed shares would need, and more for SmolLM2 where its file is
+    `real`. The same arguments give the same files on the same machine.
 
     Raises ConfigError: a bad argument, or a fleet is there already and `force` is not set.
     """
@@ -117,17 +116,14 @@ def make_fleet(
 
     fixed = sum(m.weight_bytes + _full_kv(m, scale) for m in made)
     floor = max(m.weight_bytes + m.kv_bytes_per_token * scale.context for m in made)
-    chosen_budget = _budget(budget, fixed, floor)
-    if real is not None and budget is None:
-        chosen_budget += ceil_div(smollm2.EXTRA_BYTES, MiB) * MiB
+    chosen_budget = _budget(budget, fixed, floor, 0 if real is None else smollm2.EXTRA_BYTES)
     fleet = MadeFleet(
         file=directory / "fleet.yaml",
         models=tuple(made),
         budget_bytes=chosen_budget,
         fixed_bytes=fixed,
     )
-    text = _yaml(fleet, chosen, scale, preset, real)
-    fleet.file.write_text(text, encoding="utf-8")
+    fleet.file.write_text(_yaml(fleet, chosen, scale, preset, real), encoding="utf-8")
     return fleet
 
 
@@ -142,13 +138,14 @@ def _check(directory: Path, dtype: str, steps: int, force: bool) -> None:
         raise ConfigError("directory", str(directory), "it holds a fleet already; --force remakes")
 
 
-def _budget(budget: str | int | None, fixed: int, floor: int) -> int:
+def _budget(budget: str | int | None, fixed: int, floor: int, more: int) -> int:
     """Return the budget in bytes, at least `floor`: the largest model with one full-length request.
+    `more`: bytes beside the default.
 
     Raises ConfigError.
     """
     if budget is None:
-        return ceil_div(max(int(BUDGET_FRACTION * fixed), floor + 8 * MiB), MiB) * MiB
+        return ceil_div(max(int(BUDGET_FRACTION * fixed), floor + 8 * MiB) + more, MiB) * MiB
     try:
         n_bytes = parse_bytes(budget)
     except ValueError as error:

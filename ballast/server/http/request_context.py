@@ -29,6 +29,9 @@ _MOST_NAMED, _MOST_NAME = 16, 128
 """Most names in that header, and most characters of each."""
 _UNSAFE = re.compile(r"[^\w.:/ -]", re.ASCII)
 
+_OLLAMA = "chat generate embed embeddings tags show ps version pull push create copy delete"
+OLLAMA = frozenset(f"/api/{name}" for name in _OLLAMA.split())
+"""Paths of Ollama's API, also those that are not served."""
 MESSAGES = "/v1/messages"
 """Path of the Messages API."""
 ACTIVATIONS_PER_MINUTE = 30
@@ -161,7 +164,7 @@ class RequestContext:
     @property
     def speaks_ollama(self) -> bool:
         """Whether the client uses Ollama's API, whose errors have another envelope."""
-        return self.path.startswith("/api/")
+        return self.path in OLLAMA
 
 
 _KEY = "ballast.request"

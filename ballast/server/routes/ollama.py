@@ -27,7 +27,9 @@ from ballast.server.http.sse import ClientGone, LineStream, unless_gone
 from ballast.server.ollama_api.catalogue import NEVER, details, family_of, shown, tagged
 from ballast.server.ollama_api.form import AnswerWriter, OllamaForm, line, line_failed, stamp
 from ballast.server.ollama_api.records import (
+    ChatAnswer,
     Embedded,
+    GenerateAnswer,
     LoadedModel,
     LoadedModels,
     ModelTags,
@@ -68,7 +70,7 @@ def _named(service: Service, name: str) -> str:
 def _add_generating(app: FastAPI, service: Service) -> None:
     """Add `/api/chat` and `/api/generate`."""
 
-    @app.post("/api/chat", responses=OLLAMA_ERRORS)
+    @app.post("/api/chat", responses=OLLAMA_ERRORS | responses_of(ChatAnswer, lines=True))
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         context = context_of(request.scope)
         writer = _writer(service, body, context, chats=True)
@@ -78,7 +80,7 @@ def _add_generating(app: FastAPI, service: Service) -> None:
         body.messages = []  # as `encode_conversation` drops those of `wanted`
         return await _answer(service, body, wanted, writer, request)
 
-    @app.post("/api/generate", responses=OLLAMA_ERRORS)
+    @app.post("/api/generate", responses=OLLAMA_ERRORS | responses_of(GenerateAnswer, lines=True))
     async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
         context = context_of(request.scope)
         writer = _writer(service, body, context, chats=False)
@@ -250,7 +252,7 @@ def _loaded_models(service: Service, caller: Caller) -> LoadedModels:
 def _add_pull(app: FastAPI, service: Service) -> None:
     """Add `/api/pull`, for models that are served: others are an operator's to add."""
 
-    @app.post("/api/pull", responses=OLLAMA_ERRORS | responses_of(PullStatus))
+    @app.post("/api/pull", responses=OLLAMA_ERRORS | responses_of(PullStatus, lines=True))
     async def pull(body: NamedRequest, request: Request) -> Response:
         caller = context_of(request.scope).caller
         name = _named(service, body.wanted)

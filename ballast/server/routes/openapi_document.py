@@ -80,6 +80,9 @@ _EVENTS: dict[str, Any] = {"text/event-stream": {}}
 """Stream of events, without a schema: some readers take it for that of the whole text, some for
 that of each event."""
 
+_LINES: dict[str, Any] = {"application/x-ndjson": {}}
+"""Stream of lines, each a JSON object."""
+
 
 def _json(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {"application/json": {"schema": _SCHEMAS[kind]}}
@@ -100,10 +103,13 @@ OLLAMA_ERRORS = _errors(OllamaErrorBody)
 """Error responses of Ollama's API."""
 
 
-def responses_of(kind: type[msgspec.Struct], *, streams: bool = False) -> Responses:
+def responses_of(
+    kind: type[msgspec.Struct], *, streams: bool = False, lines: bool = False
+) -> Responses:
     """Describe the responses of a route that answers with a `kind`, or, with `streams`, also with a
-    stream."""
-    return {200: {"content": _json(kind) | (_EVENTS if streams else {})}}
+    stream of events; with `lines`, of lines."""
+    more = (_EVENTS if streams else {}) | (_LINES if lines else {})
+    return {200: {"content": _json(kind) | more}}
 
 
 def document(app: FastAPI) -> None:
