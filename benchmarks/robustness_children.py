@@ -1,8 +1,8 @@
 """What a child of a server could do once a hostile file has taken it over.
 
-`python -m benchmarks.robustness_children SERVER PORT` confines itself as such children are, tries
-it, and prints what succeeded. Each attack is (name, what is expected, what does it, whether a
-witness must not notice).
+`python -m benchmarks.robustness_children KIND SERVER PORT` confines itself as children of that kind
+are, tries it, and prints what succeeded. Each attack is (name, what is expected, what does it,
+whether a witness must not notice).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ballast.bench.server_process import children_of
-from ballast.isolation.confinement import confine
+from ballast.isolation.confinement import confine, confine_worker
 from benchmarks.robustness_target import MODEL, PATIENCE_SECONDS, SECRET, Target
 
 ATTEMPTS: dict[str, Callable[[int, int], object]] = {
@@ -45,6 +45,24 @@ ATTEMPTS: dict[str, Callable[[int, int], object]] = {
     "enter new namespaces": lambda *_: _called(ctypes.CDLL(None).unshare(0x1000_0000)),
 }
 """What is tried with the server's process id and port; it succeeds, or raises OSError."""
+
+
+DENIED_TO_WORKERS = (
+    "trace it",
+    "signal it",
+    "signal it by a descriptor",
+    "signal its group",
+    "limit it",
+    "connect to it",
+    "send a datagram",
+    "use IPv6",
+    "use netlink",
+    "start a program",
+    "enter new namespaces",
+)
+"""What a worker cannot do; it writes caches and uses Unix sockets. That it cannot read the server's
+memory is the server's doing."""
+KINDS = {"reader": (confine, tuple(ATTEMPTS)), "worker": (confine_worker, DENIED_TO_WORKERS)}
 
 
 def succeeding(pid: int, port: int, attempts: Iterable[str] = ATTEMPTS) -> list[str]:
@@ -79,15 +97,31 @@ def _signalled(pid: int) -> None:
         os.close(descriptor)
 
 
-def taken_over(target: Target) -> str:
-    """Try all that in a process that is confined as the server's children are."""
-    command = (sys.executable, "-m", __name__, str(target.pid), str(target.port))
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-300:]
-    assert not ended.stdout.strip(), f"it can {ended.stdout.strip()}"
-    return f"{len(ATTEMPTS)} x denied"
+def taken_over(kind: str) -> Callable[[Target], str]:
+    """Try all that in a process that is confined as the server's children of a kind are."""
+
+    def run(target: Target) -> str:
+        command = (sys.executable, "-m", __name__, kind, str(target.pid), str(target.port))
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+        )
+        assert ended.returncode == 0, ended.stderr[-300:]
+        assert not ended.stdout.strip(), f"it can {ended.stdout.strip()}"
+        return f"{len(KINDS[kind][1])} x denied"
+
+    return run
+
+
+def taken_over_worker(target: Target) -> str:
+    """Try it as a worker, and look whether all threads of the server's workers are confined."""
+    seen = taken_over("worker")(target)
+    workers = [pid for name, pid in target.processes.items() if name.startswith("ballast-worker")]
+    threads = [task for pid in workers for task in Path(f"/proc/{pid}/task").iterdir()]
+    confined = sum("\nSeccomp:\t2" in (task / "status").read_text() for task in threads)
+    seen += f"; {confined} of {len(threads)} threads are confined"
+    assert threads, seen
+    assert confined == len(threads), seen
+    return seen
 
 
 def without_secrets(target: Target) -> str:
@@ -124,14 +158,16 @@ def _name(pid: int) -> str:
 
 
 CHILD_ATTACKS: tuple[tuple[str, str, Callable[[Target], str], bool], ...] = (
-    ("a child that is taken over", "denied", taken_over, True),
+    ("a child that is taken over", "denied", taken_over("reader"), True),
+    ("a worker that is taken over", "denied", taken_over_worker, True),
     ("secrets of children", "none", without_secrets, True),
 )
 
 
 def main() -> None:
-    confine()
-    print(", ".join(succeeding(int(sys.argv[1]), int(sys.argv[2]))))
+    confine_as, attempts = KINDS[sys.argv[1]]
+    confine_as()
+    print(", ".join(succeeding(int(sys.argv[2]), int(sys.argv[3]), attempts)))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,13 @@ def confine() -> None:
     syscall_filter.deny_system_calls()
 
 
+def confine_worker() -> None:
+    """Deny this process, all its threads, what a worker without a GPU does not need, once it has
+    started the processes that it needs. What the kernel lacks is left out."""
+    if _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
+        syscall_filter.deny_worker_calls()
+
+
 def missing() -> list[str]:
     """Names of the kernel's means of confinement that are not to be had here."""
     found = [] if syscall_filter.is_available() else ["seccomp"]

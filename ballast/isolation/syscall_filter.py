@@ -13,11 +13,15 @@ import ctypes
 import errno
 import os
 import platform
+import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 _SET_MODE_FILTER, _GET_ACTION_AVAIL = 1, 2
+_ALL_THREADS, _ALLOW_SPECULATION = 1, 4
+"""Flags of a filter. Without the second, kernels before 5.16 slow the process down."""
 _KILL_PROCESS, _ERRNO, _ALLOW = 0x8000_0000, 0x0005_0000, 0x7FFF_0000
+_DENY = _ERRNO | errno.EPERM
 _NR_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 """Offsets in `struct seccomp_data`."""
 _LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
@@ -69,6 +73,20 @@ _DENIED = {
     """,
 }
 """What is denied -> the calls, each with its numbers on x86_64 and aarch64."""
+_DENIED_TO_WORKERS = (
+    """
+        ptrace 101 117  process_vm_readv 310 270  process_vm_writev 311 271  kcmp 312 272
+        pidfd_send_signal 424 424  pidfd_open 434 434  pidfd_getfd 438 438
+        process_madvise 440 440  process_mrelease 448 448
+        io_uring_setup 425 425  io_uring_enter 426 426  io_uring_register 427 427
+    """,
+    _DENIED["programs"],
+    _DENIED["namespaces and mounts"],
+    _DENIED["the kernel"],
+)
+"""A worker writes caches, sets priorities of its threads, and talks to other processes by Unix
+sockets."""
+_SOCKET = "socket 41 198"
 _UNKNOWN = "clone3 435 435  openat2 437 437"
 """Calls whose flags lie in memory, where a filter cannot read them; C libraries fall back on
 `clone` and `openat`."""
@@ -77,7 +95,8 @@ _CLONE, _FORKS_APART = "clone 56 220", 0x7E02_0080
 _OPENING = (("open 2 -", 1), ("openat 257 56", 2))
 """Calls that open files, and the argument that has their flags."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-_OWN = "kill 62 129  tgkill 234 131  prlimit64 302 261  sched_setaffinity 203 122"
+_OWN_SIGNALS = "kill 62 129  tgkill 234 131  prlimit64 302 261"
+_OWN = f"{_OWN_SIGNALS}  sched_setaffinity 203 122"
 """Calls that may name this process in their first argument, and no other one."""
 _OWN_BY_ZERO = frozenset({"prlimit64", "sched_setaffinity"})
 """Those for which 0 is this process; for `kill` it is its group."""
@@ -99,49 +118,82 @@ def deny_system_calls() -> bool:
 
     It needs `no_new_privs`. Returns False where the kernel refuses.
     """
-    if _machine() is None:
+    return _install(_for_readers)
+
+
+def deny_worker_calls() -> bool:
+    """Deny all threads of this process what a worker without a GPU does not need: programs, sockets
+    other than Unix ones, other processes, namespaces and mounts, the kernel's own interfaces.
+
+    It needs `no_new_privs`. Returns False where the kernel refuses.
+    """
+    return _install(_for_workers, _ALL_THREADS | _ALLOW_SPECULATION)
+
+
+def _install(rules: Callable[[int], Iterator[bytes]], flags: int = 0) -> bool:
+    machine = _machine()
+    if machine is None:
         return False
-    program = b"".join(_program())
+    architecture, _, column = machine
+    program = b"".join(_program(architecture, column, rules(column)))
     code = ctypes.create_string_buffer(program, len(program))
     filter = struct.pack("HP", len(program) // 8, ctypes.addressof(code))
-    return _seccomp(_SET_MODE_FILTER, filter) == 0
+    return _seccomp(_SET_MODE_FILTER, filter, flags) == 0
 
 
 def _machine() -> tuple[int, int, int] | None:
     return _MACHINES.get(platform.machine()) if ctypes.sizeof(ctypes.c_void_p) == 8 else None
 
 
-def _seccomp(operation: int, argument: object) -> int:
+def _seccomp(operation: int, argument: object, flags: int = 0) -> int:
     machine = _machine()
     assert machine is not None
-    return int(ctypes.CDLL(None, use_errno=True).syscall(machine[1], operation, 0, argument))
+    return int(ctypes.CDLL(None, use_errno=True).syscall(machine[1], operation, flags, argument))
 
 
-def _program() -> Iterator[bytes]:
-    """Instructions of the filter."""
-    machine = _machine()
-    assert machine is not None
-    architecture, _, column = machine
-    denied, unknown = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+def _program(architecture: int, column: int, rules: Iterator[bytes]) -> Iterator[bytes]:
+    """Instructions of a filter; `rules` decide about calls that are known."""
+    unknown = _ERRNO | errno.ENOSYS
     yield _op(_LOAD, _ARCHITECTURE_AT)
     yield from _unless(_EQUAL, architecture, _KILL_PROCESS)
     yield _op(_LOAD, _NR_AT)
     yield from _when(_GREATER, _LAST_KNOWN, unknown)  # x32's numbers too
     for number in _numbers(_UNKNOWN, column).values():
         yield from _when(_EQUAL, number, unknown)
-    for calls in _DENIED.values():
-        for number in _numbers(calls, column).values():
-            yield from _when(_EQUAL, number, denied)
-    yield from _by_argument(_CLONE, column, 0, [(_ANY_BIT, _FORKS_APART, denied)])
+    yield from rules
+    yield _op(_RETURN, _ALLOW)
+
+
+def _for_readers(column: int) -> Iterator[bytes]:
+    yield from _deny(_DENIED.values(), column)
     for call, flags in _OPENING:
-        yield from _by_argument(call, column, flags, [(_ANY_BIT, _WRITING, denied)])
-    typed = [(_EQUAL, request, denied) for request in _TERMINAL_INPUT]
+        yield from _by_argument(call, column, flags, [(_ANY_BIT, _WRITING, _DENY)])
+    yield from _deny_others(_OWN, column)
+
+
+def _for_workers(column: int) -> Iterator[bytes]:
+    yield from _deny(_DENIED_TO_WORKERS, column)
+    unix = [(_EQUAL, int(socket.AF_UNIX), _ALLOW)]
+    yield from _by_argument(_SOCKET, column, 0, unix, _DENY)
+    yield from _deny_others(_OWN_SIGNALS, column)
+
+
+def _deny(groups: Iterable[str], column: int) -> Iterator[bytes]:
+    """Deny calls, forks into new namespaces, and typing into a terminal."""
+    for calls in groups:
+        for number in _numbers(calls, column).values():
+            yield from _when(_EQUAL, number, _DENY)
+    yield from _by_argument(_CLONE, column, 0, [(_ANY_BIT, _FORKS_APART, _DENY)])
+    typed = [(_EQUAL, request, _DENY) for request in _TERMINAL_INPUT]
     yield from _by_argument(_IOCTL, column, 1, typed)
-    for name, number in _numbers(_OWN, column).items():
+
+
+def _deny_others(calls: str, column: int) -> Iterator[bytes]:
+    """Deny calls that name another process than this one."""
+    for name, number in _numbers(calls, column).items():
         own = (os.getpid(), 0) if name in _OWN_BY_ZERO else (os.getpid(),)
         allowed = [(_EQUAL, pid, _ALLOW) for pid in own]
-        yield from _by_argument(f"{name} {number} {number}", column, 0, allowed, denied)
-    yield _op(_RETURN, _ALLOW)
+        yield from _by_argument(f"{name} {number} {number}", column, 0, allowed, _DENY)
 
 
 def _by_argument(

@@ -48,6 +48,38 @@ def test_a_zygotes_child_can(name: str) -> None:
         assert zygote.call(work, None, int) == 4
 
 
+AS_A_WORKER = """
+import os, socket, tempfile, threading
+from ballast.isolation.confinement import confine_worker
+from benchmarks.robustness_children import DENIED_TO_WORKERS, succeeding
+go, found = threading.Event(), []
+def attempt():
+    go.wait()
+    found.append(succeeding(os.getppid(), 9, DENIED_TO_WORKERS))
+threads = [threading.Thread(target=attempt) for _ in range(2)]  # they are there already
+for thread in threads:
+    thread.start()
+confine_worker()
+threads.append(threading.Thread(target=attempt))
+threads[-1].start()
+go.set()
+for thread in threads:
+    thread.join()
+a, b = socket.socketpair()
+socket.socket(socket.AF_UNIX).close()
+with tempfile.TemporaryFile() as file, open(os.memfd_create("m"), "r+b") as memory:
+    file.write(b"x"), memory.truncate(4096)
+os.kill(os.getpid(), 0), os.sched_setaffinity(0, os.sched_getaffinity(0))
+os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+print(found)
+"""
+
+
+def test_all_threads_of_a_worker_are_confined_and_can_do_their_work() -> None:
+    done = subprocess.run((sys.executable, "-c", AS_A_WORKER), capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[[], [], []]\n", "")
+
+
 TRY = """
 import ctypes, os
 from ballast.isolation.confinement import confine

@@ -30,6 +30,7 @@ from ballast.cluster.worker.flight_recorder import FlightRecorder
 from ballast.cluster.worker.process_names import PREPARING, SERVING, SPARE, name_process
 from ballast.cluster.worker.worker import Worker
 from ballast.core.settings import FleetSettings, ModelSettings
+from ballast.isolation.confinement import confine_worker
 from ballast.isolation.orphan import die_with
 from ballast.transport.page_descriptors import fetch_pages
 from ballast.transport.sockets import WorkerSocket
@@ -72,7 +73,7 @@ def live_device(
 
     own = fleet.device
     readable = own.gpu is None and own.tensor_parallel == 1
-    return LiveDevice(
+    device = LiveDevice(
         fleet,
         outbox,
         record=record,
@@ -83,6 +84,9 @@ def live_device(
         make_machine=partial(machine_of, ranks=ranks),
         make_kv_bytes=partial(PeerReader, fetch_pages) if readable else None,
     )
+    if readable:  # drivers and groups of ranks start programs, and talk over networks
+        confine_worker()
+    return device
 
 
 def warm_up_live() -> None:
