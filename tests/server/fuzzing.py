@@ -247,11 +247,13 @@ def _sound(hit: Hit) -> bool:
 
 
 def _explained(text: str) -> bool:
-    """Whether a body is an error as OpenAI's are, or as Anthropic's."""
+    """Whether a body is an error as OpenAI's are, as Anthropic's, or as Ollama's."""
     try:
         body = json.loads(text)
         error = body["error"]
     except (ValueError, KeyError, TypeError):
         return False
+    if isinstance(error, str):
+        return bool(error) and body.keys() == {"error"}
     named = {"type", "param", "code"} <= set(error)
     return bool(error["message"]) and (named or (body.get("type"), set(error)) == MESSAGES_ERROR)
