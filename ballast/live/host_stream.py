@@ -187,13 +187,14 @@ class HostStream:
 
     def wait(self, layer: int) -> None:
         """Wait until the layer is present. Raises DeviceError if it cannot be loaded."""
-        if not self._stream.lacks(layer):
+        stream = self._stream
+        if layer not in self._weights.absent and layer not in self._kv.absent:
             return
         began = self._clock.now()
         with self._change:
             is_rotation = self._weights.awaits_copy(layer)
-            while self._stream.lacks(layer):
-                if (why := self._stream.fault(layer)) is not None:
+            while stream.lacks(layer):
+                if (why := stream.fault(layer)) is not None:
                     raise DeviceError("link", f"a layer could not be loaded: {why}")
                 self._change.wait()
             seconds = self._clock.now() - began

@@ -23,9 +23,12 @@ HOME = -1
 """In place of a slot's number: the layer has a place of its own."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LayerCopy:
-    """A copy of one layer's part of a buffer's content, between its slot or home and the host."""
+    """A copy of one layer's part of a buffer's content, between its slot or home and the host.
+
+    Never changed; not frozen, since a pass makes many.
+    """
 
     id: int
     """Unique in its stream, ascending in the order of submission."""

@@ -188,7 +188,8 @@ class LayerStream:
             if slot is None:
                 continue
             there = layer not in buffer.absent or (self._ahead and layer in buffer.loading)
-            self._must(there and buffer.held[slot] == layer, buffer, f"layer {layer} was not there")
+            if not there or buffer.held[slot] != layer:
+                raise BrokenPromise(f"{buffer.name}: layer {layer} was not there")
             following = buffer.next_of.get(layer)
             if buffer.written:
                 copies.append(self._issue(buffer, layer, slot, Direction.TO_HOST, layer))
@@ -246,13 +247,11 @@ class LayerStream:
     ) -> LayerCopy:
         """Load a layer into a slot in place of another's, which no pass reads after `after_use`."""
         before, last = buffer.held[slot], buffer.passing.get(slot)
-        if after_use is not None:
-            self._must(before == after_use, buffer, f"layer {before} is overwritten before its use")
-            stored = last is not None and (last.layer, last.direction) == (
-                before,
-                Direction.TO_HOST,
-            )
-            self._must(stored or not buffer.written, buffer, f"layer {before} is not stored")
+        if after_use is not None and before != after_use:
+            raise BrokenPromise(f"{buffer.name}: layer {before} is overwritten before its use")
+        if after_use is not None and buffer.written:
+            is_store = last is not None and last.direction is Direction.TO_HOST
+            self._must(is_store, buffer, "content is overwritten that is not stored")
         if before != NOBODY:
             buffer.absent.add(before)
             buffer.loading.pop(before, None)
@@ -292,13 +291,13 @@ class LayerStream:
         return copy
 
     def _startable(self, copies: list[LayerCopy]) -> list[LayerCopy]:
-        if self._ahead:
+        if self._ahead or not copies:
             return copies
         return [c for c in copies if self._flying.keys().isdisjoint(c.after)]
 
     def _released(self, copy: LayerCopy) -> list[LayerCopy]:
         """Return the copies that waited for `copy` alone."""
-        if self._ahead:
+        if self._ahead or not self._flying:
             return []
         return self._startable([c for c in self._flying.values() if copy.id in c.after])
 
