@@ -67,6 +67,8 @@ RUNS = (
     Run("lending"),
     Run("join"),
     Run("single_model"),
+    Run("quantised"),
+    Run("quantised_crowd", timed=False),
     Run("moe"),
     Run("attention"),
     Run("http_overhead"),
