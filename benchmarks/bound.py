@@ -1,8 +1,9 @@
 """Whether any preset is pathological: random workloads under every preset, held to stated bounds.
 
-Each seed draws two to ten models of the catalogue, one or two devices, and a workload near or above
-what they serve, in virtual time. No preset may lose requests, stall passes for layers (seconds per
-request), preempt requests again and again (preemptions per request), or serve one model next to
+Each seed draws two to ten models of the catalogue, one or two devices, a workload of `SECONDS` near
+or above what they serve, in virtual time, and whether the models' settings state what it will ask
+of them, as is known of few servers. No preset may lose requests, stall passes for layers (seconds
+per request), preempt requests again and again (preemptions per request), or serve one model next to
 nothing while the others are served: of a model with `LEAST_REQUESTS` or more that has a place, the
 share of requests that are answered in time to its levels stretched by `STRETCH` is at least
 `WORST_MODEL` of the mean over all requests. `violations` counts the runs beyond a bound.
@@ -34,6 +35,8 @@ from ballast.workload.workload import Workload
 from benchmarks.common import finish, options
 
 SEEDS = 40
+SECONDS = 20.0
+"""Of arrivals; the runs last until all is answered."""
 MODELS = (
     "Llama-3-8b",
     "Qwen2.5-7b",
@@ -64,6 +67,8 @@ class World:
     devices: str
     specs: list[ModelSpec]
     workload: Workload
+    planned: bool
+    """Whether settings state what the workload asks of each model."""
 
 
 def world(seed: int) -> World:
@@ -81,13 +86,13 @@ def world(seed: int) -> World:
         rng.choice(("bursty", "gamma", "poisson")),
         names,
         rate=rng.choice((2.0, 4.0, 8.0)),
-        seconds=40.0,
+        seconds=SECONDS,
         most_tokens=most,
         seed=seed,
     )
     if rng.random() < 0.5:
         work = work.spread_models(names, rng.choice((0.5, 1.0, 2.0)), seed)
-    return World(rng.choice(DEVICES), specs, work)
+    return World(rng.choice(DEVICES), specs, work, planned=rng.random() < 0.5)
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,12 @@ def run(preset: str, seed: int) -> Outcome:
     drawn = world(seed)
     slos = {s.name: SLO for s in drawn.specs}
     ran = run_cluster(
-        resolve(preset), parse_kinds(drawn.devices), drawn.specs, drawn.workload, slos
+        resolve(preset),
+        parse_kinds(drawn.devices),
+        drawn.specs,
+        drawn.workload,
+        slos,
+        planned=drawn.planned,
     )
     return outcome(ran)
 

@@ -96,15 +96,19 @@ def run_cluster(
     missed: Callable[[str], None] | None = None,
     sink_of: SinkOf = lambda device: None,
     files: ClusterFiles = NO_FILES,
+    *,
+    planned: bool = True,
 ) -> ClusterRun:
-    """Simulate a cluster that serves the workload.
+    """Simulate a cluster that serves the workload. `planned`: the models' settings state what the
+    workload asks of them.
 
     The traffic that a fleet policy expects is the workload's own, on average and in each model's
     busiest seconds; `files`: see `Cluster`. `progress` gets the number of requests that have
     arrived, `missed` the model of each request whose first token is late, or that fails; `sink_of`
     returns the sink of a device's story. Raises ConfigError, and errors of the callbacks.
     """
-    specs = specs_expecting(specs, workload)
+    if planned:
+        specs = specs_expecting(specs, workload)
     observer = _Observer(workload, slos, missed)
     cluster = Cluster(
         kinds,

@@ -37,6 +37,7 @@ def test_what_is_beyond_a_bound_is_named(change: dict[str, float], beyond: list[
 def test_a_seed_draws_the_same_world_and_another_one_another() -> None:
     assert world(3) == world(3)
     assert world(3).workload.requests != world(4).workload.requests
+    assert {world(seed).planned for seed in range(8)} == {True, False}
     for seed in range(8):
         drawn = world(seed)
         assert 2 <= len(drawn.specs) <= 10
