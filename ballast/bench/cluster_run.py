@@ -96,19 +96,17 @@ def run_cluster(
     missed: Callable[[str], None] | None = None,
     sink_of: SinkOf = lambda device: None,
     files: ClusterFiles = NO_FILES,
-    *,
     planned: bool = True,
 ) -> ClusterRun:
-    """Simulate a cluster that serves the workload. `planned`: the models' settings state what the
-    workload asks of them.
+    """Simulate a cluster that serves the workload.
 
     The traffic that a fleet policy expects is the workload's own, on average and in each model's
-    busiest seconds; `files`: see `Cluster`. `progress` gets the number of requests that have
-    arrived, `missed` the model of each request whose first token is late, or that fails; `sink_of`
-    returns the sink of a device's story. Raises ConfigError, and errors of the callbacks.
+    busiest seconds; `planned`: so do the models' settings. `files`: see `Cluster`. `progress` gets
+    the number of requests that have arrived, `missed` the model of each request whose first token
+    is late, or that fails; `sink_of` returns the sink of a device's story. Raises ConfigError, and
+    errors of the callbacks.
     """
-    if planned:
-        specs = specs_expecting(specs, workload)
+    specs = specs_expecting(specs, workload) if planned else list(specs)
     observer = _Observer(workload, slos, missed)
     cluster = Cluster(
         kinds,
@@ -125,16 +123,7 @@ def run_cluster(
         steps=observer.recorder.tokens,
     )
     observer.devices = cluster.devices
-    prompts = prompts_of(vocabularies_of(specs))
-
-    def arrivals() -> Iterator[Submission]:
-        for n, request in enumerate(workload.requests):
-            submission = submission_for(request, prompts(request))
-            observer.record_arrival(request, submission.id)
-            progress(n)
-            yield submission
-
-    seconds = cluster.run(arrivals())
+    seconds = cluster.run(_arrivals(workload, specs, observer, progress))
     progress(len(workload.requests))
     report = Report.of(
         observer.recorder.records(),
@@ -193,6 +182,21 @@ class _Observer:
         """Record a device's memory and queue, and its decisions since the last turn."""
         self.gauge.watch(device, at, state)
         self.decisions.extend(decisions_of(self.devices[device].story.take_decisions(), device))
+
+
+def _arrivals(
+    workload: Workload,
+    specs: Sequence[ModelSpec],
+    observer: _Observer,
+    progress: Callable[[int], None],
+) -> Iterator[Submission]:
+    """Yield the submissions of a workload in order, each recorded as it arrives."""
+    prompts = prompts_of(vocabularies_of(specs))
+    for n, request in enumerate(workload.requests):
+        submission = submission_for(request, prompts(request))
+        observer.record_arrival(request, submission.id)
+        progress(n)
+        yield submission
 
 
 BUSIEST_SECONDS = 10.0
