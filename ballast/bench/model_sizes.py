@@ -6,9 +6,10 @@ Used by `bench.simulation_setup`. Reads a checkpoint's weights only where it has
 from __future__ import annotations
 
 from ballast.core.errors import ConfigError
-from ballast.core.model import ModelSpec
+from ballast.core.model import BLOCK_TOKENS, ModelSpec
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.fleet.entry_directory import CATALOGUE
+from ballast.kv.layout import fitted
 from ballast.sim.model_catalogue import facts
 
 CONTEXT = 32768
@@ -21,7 +22,8 @@ def sizes_of(fleet: FleetSettings) -> list[ModelSpec]:
 
     Raises ConfigError, which lists the known names, and the errors of loading a checkpoint.
     """
-    return [_size_of(settings) for settings in fleet.models]
+    page = fleet.device.page_bytes
+    return [fitted(_size_of(m), m.block_tokens, page) for m in fleet.models]
 
 
 def _size_of(settings: ModelSettings) -> ModelSpec:
@@ -54,7 +56,7 @@ def _known(settings: ModelSettings) -> ModelSpec:
         name=settings.name,
         fingerprint=settings.name,
         max_model_len=settings.max_model_len or CONTEXT,
-        block_tokens=settings.block_tokens,
+        block_tokens=settings.block_tokens or BLOCK_TOKENS,
         slo=settings.slo,
         priority=settings.priority,
         share=settings.share,

@@ -12,6 +12,9 @@ from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.settings import Slo
 from ballast.core.units import ceil_div
 
+BLOCK_TOKENS = 16
+"""Tokens of a block of KV, about, of models whose settings name none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:

@@ -113,7 +113,8 @@ class ModelKeys(LiveKeys):
 
     limits: LimitKeys = LimitKeys()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    block_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
+    block_tokens: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """None: about 16, such that blocks fill pages (`kv/layout.py`)."""
     preload: bool = False
     """Loaded first when the server starts."""
     model_impl: Literal["auto", "generic", "fused"] = "auto"

@@ -20,7 +20,7 @@ blocks keep one stride, which is all that kernels need to know.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
@@ -119,6 +119,22 @@ def choose(block_bytes: int, page_bytes: int) -> tuple[int, int]:
         best = min(best, (waste, pages, blocks)) if best else (waste, pages, blocks)
     assert best is not None  # least <= most
     return best[1], best[2]
+
+
+def fitted(spec: ModelSpec, block_tokens: int | None, page_bytes: int) -> ModelSpec:
+    """Return `spec` with blocks of `block_tokens`; None: of about as many as it has, a quarter to
+    twice, such that whole blocks fill a page. Where none do (a page holds few tokens), as many as
+    it has, and slabs have several pages."""
+    if block_tokens is not None:
+        return replace(spec, block_tokens=block_tokens)
+    usual, token = spec.block_tokens, spec.kv_bytes_per_token
+
+    def fits(n: int) -> bool:
+        pages, blocks = choose(n * token, page_bytes)
+        return pages == 1 and page_bytes - blocks * n * token <= GOOD_WASTE * page_bytes
+
+    fitting = filter(fits, range(max(1, usual // 4), 2 * usual + 1))
+    return replace(spec, block_tokens=min(fitting, key=lambda n: abs(n - usual), default=usual))
 
 
 def _aligned(n_bytes: int) -> int:

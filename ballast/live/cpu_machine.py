@@ -21,6 +21,7 @@ from ballast.engine.layer_stream import MakeStream
 from ballast.kernels.stream_copy import stream_copier
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
+from ballast.kv.layout import fitted
 from ballast.live.host_stream import HostStream
 from ballast.live.machine import Cap
 from ballast.live.runner import CpuRunner, Executor, LaneRunner, Record
@@ -83,7 +84,9 @@ class CpuMachine(OnCpu):
         self.link = HostLink(clock, post, fleet.link.pace, copy_bytes=stream_copier())
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
-        return measured(load_host_model(settings, tier, threads), on_cpu, self.device)
+        host = load_host_model(settings, tier, threads)
+        host.spec = fitted(host.spec, settings.block_tokens, self.device.page_bytes)
+        return measured(host, on_cpu, self.device)
 
     def executors(
         self,

@@ -22,6 +22,7 @@ from ballast.engine.layer_stream import MakeStream
 from ballast.kernels.gpu.batch import Scratch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
+from ballast.kv.layout import fitted
 from ballast.live.cuda_runner import AllocatorOnDevice, CudaRunner, GpuCompute, TorchOnGpu
 from ballast.live.cuda_streams import lane_streams
 from ballast.live.event_stream import EventStream
@@ -107,6 +108,7 @@ class CudaMachine:
             raise ConfigError(f"{settings.name}: linear", settings.linear, allowed)
         tier.make_writable(not self.pins.reads_only)
         host = self._read(replace(settings, linear="plain"), tier, threads)
+        host.spec = fitted(host.spec, settings.block_tokens, self.device.page_bytes)
         segments = (*host.segments, *(a.segment for a in host.adapters))
         for segment, address in zip(segments, host.addresses, strict=True):
             if not self._pinned[address]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ballast.core.errors import BrokenPromise, CheckpointError, LimitExceeded, NotThere
-from ballast.core.model import ModelSpec
+from ballast.core.model import BLOCK_TOKENS, ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.isolation.calls import Here, Isolation
 from ballast.kernels import quantised
@@ -273,7 +273,7 @@ def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
         vocab=manifest.vocab,
         dtype=manifest.dtype,
         max_model_len=manifest.max_model_len,
-        block_tokens=settings.block_tokens,
+        block_tokens=settings.block_tokens or BLOCK_TOKENS,
         segment_bytes=tuple(s.n_bytes for s in manifest.segments),
         fingerprint=manifest.fingerprint,
         segment_digests=(),

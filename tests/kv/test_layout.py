@@ -1,5 +1,7 @@
 """Layouts: blocks and slabs fit each other exactly, and waste little for usual models."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,8 +9,23 @@ from hypothesis import strategies as st
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.units import KiB, MiB
-from ballast.kv.layout import ALIGNMENT, GOOD_WASTE, Layout, choose
+from ballast.kv.layout import ALIGNMENT, GOOD_WASTE, Layout, choose, fitted
 
+SPEC = ModelSpec(
+    name="m",
+    n_layers=1,
+    n_heads=1,
+    kv_heads=1,
+    head_dim=4,
+    hidden=4,
+    intermediate=4,
+    vocab=2,
+    dtype="float32",
+    max_model_len=64,
+    block_tokens=16,
+    segment_bytes=(1,),
+    fingerprint="f",
+)
 USUAL = {
     # name: (layers, kv heads, head dim, bytes per element)
     "Llama-3.2-1B": (16, 8, 64, 2),
@@ -105,3 +122,41 @@ def test_the_layout_of_a_model() -> None:
     assert (layout.slab_pages, layout.blocks_per_slab, layout.waste) == (3, 4, 0.0)
     assert layout.stride_bytes == layout.block_bytes == spec.block_bytes
     assert [layout.pages(n) for n in (0, 1, 4, 5)] == [0, 3, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("token_kib", "page_mib", "tokens", "blocks"),
+    [
+        (32, 2, 16, 4),  # Llama-3.2-1B: as it is
+        (128, 32, 16, 16),  # Llama-3.1-8B
+        (12, 2, 21, 8),  # Qwen2.5-0.5B
+        (144, 8, 14, 4),  # Qwen3-8B
+        (22.5, 0.25, 11, 1),  # SmolLM2-135M
+        (512, 2, 4, 1),  # Llama-2-7B
+        (800, 16, 20, 1),  # OPT-13B
+        (2560, 2, 16, None),  # no block of four tokens fits
+    ],
+)
+def test_blocks_are_fitted_to_pages(
+    token_kib: float, page_mib: float, tokens: int, blocks: int | None
+) -> None:
+    spec = replace(SPEC, kv_heads=1, n_layers=1, dtype="bfloat16", block_tokens=16)
+    spec = replace(spec, head_dim=round(token_kib * 256))
+    page = round(page_mib * MiB)
+    there = fitted(spec, None, page)
+    assert there.block_tokens == tokens
+    layout = Layout.of(there, page)
+    assert layout.slab_pages == 1 if blocks else layout.slab_pages > 1
+    assert blocks in (None, layout.blocks_per_slab)
+    assert layout.waste <= GOOD_WASTE
+    assert fitted(spec, 7, page).block_tokens == 7
+
+
+def test_whatever_a_token_takes_blocks_of_a_page_are_found_or_left() -> None:
+    for head_dim in range(2, 4000, 13):
+        spec = replace(SPEC, head_dim=head_dim, block_tokens=16)
+        there = fitted(spec, None, 256 * KiB)
+        assert 4 <= there.block_tokens <= 32
+        before, after = (Layout.of(x, 256 * KiB) for x in (spec, there))
+        assert there == spec or (after.slab_pages == 1 and after.waste <= GOOD_WASTE)
+        assert there == spec or before.slab_pages > 1 or before.waste > GOOD_WASTE

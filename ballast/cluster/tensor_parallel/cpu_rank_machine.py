@@ -16,7 +16,7 @@ from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, ModelSettings
 from ballast.kernels.stream_copy import stream_copier
 from ballast.kernels.workspace import Workspace
-from ballast.kv.layout import Layout
+from ballast.kv.layout import Layout, fitted
 from ballast.live.cpu_machine import OnCpu
 from ballast.live.host_stream import HostStream
 from ballast.memory.copies import Copy
@@ -65,6 +65,7 @@ class CpuRankMachine(OnCpu):
     def load(self, settings: ModelSettings, tier: HostTier, threads: int) -> HostModel:
         check_parallel(settings, self._shard.ranks)
         host = load_host_model(settings, tier, threads, self._shard)
+        host.spec = fitted(host.spec, settings.block_tokens, self._device.page_bytes)
         if self._shard.rank:
             return host  # only the first is measured: it needs most, as it has the logits besides
         return measured(host, _build_alone, self._device)
