@@ -22,6 +22,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
 from ballast.engine.sizing import check_room, kv_layout, pages_aside, set_aside
 from ballast.isolation.calls import Isolation
+from ballast.kv.layout import fitted
 from ballast.live.never_run import WHERE, never_run
 from ballast.memory.cuda.devices import reach_of
 from ballast.memory.cuda.driver import CudaDriver
@@ -122,7 +123,8 @@ def _group(
                 check_parallel(model, device.tensor_parallel)
             else:
                 model = replace(model, linear="plain")  # as GPUs have it
-            specs.append(read_spec(model, device.tensor_parallel, isolation))
+            spec = read_spec(model, device.tensor_parallel, isolation)
+            specs.append(fitted(spec, model.block_tokens, device.page_bytes))
         except BallastError as error:
             cure = f"change `devices[{i}].tensor_parallel`, or place the model elsewhere"
             yield Finding(model.name + where, Verdict.FAIL, str(error), cure)

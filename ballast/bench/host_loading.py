@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.isolation.calls import Isolation
+from ballast.kv.layout import fitted
 from ballast.models.on_cpu import on_cpu
 from ballast.models.profile_run import measured
 from ballast.weights.checkpoint import load_host_model
@@ -24,6 +25,7 @@ def load_as_served(
     Raises as `load_host_model` and `measured`.
     """
     host = load_host_model(as_placed(model, fleet), HostTier(isolation=isolation))
+    host.spec = fitted(host.spec, model.block_tokens, fleet.device.page_bytes)
     device = _most([device for device, _ in fleet.devices.values()])
     return host if device is None else measured(host, on_cpu, device)
 

@@ -16,6 +16,7 @@ import yaml
 from ballast.cluster.placing import need_of
 from ballast.core.units import KiB, MiB, ceil_div
 from ballast.fleet.fleet_file import load_fleet
+from ballast.kv.layout import fitted
 from ballast.models.on_cpu import on_cpu
 from ballast.models.profile_run import measured
 from ballast.policy.presets import PRESETS
@@ -32,7 +33,9 @@ def tight(fleet_file: Path) -> int:
     """Bytes for the second device's model and three of its requests."""
     fleet = load_fleet(fleet_file, presets=PRESETS, environ={})
     (settings,) = (m for m in fleet.models if m.name == MODEL)
-    host = measured(load_host_model(settings), on_cpu, fleet.device)
+    host = load_host_model(settings)
+    host.spec = fitted(host.spec, settings.block_tokens, fleet.device.page_bytes)
+    host = measured(host, on_cpu, fleet.device)
     need = need_of(host.spec, [fleet.device], {})
     kv = 3 * (TOKENS + 20) * host.spec.kv_bytes_per_token
     most = fleet.device.step_tokens * host.spec.kv_bytes_per_token
