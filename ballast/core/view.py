@@ -274,6 +274,11 @@ class DeviceView:
     lenders: tuple[tuple[str, int], ...] = ()
     """(device, pages) of `borrowed`, by lending device; devices without any are absent."""
 
+    def borrowable(self, m: ModelView) -> int:
+        """Return the pages in `borrowed` that a model's KV can use: none if its slabs have several
+        pages."""
+        return self.borrowed if m.slab_pages == 1 else 0
+
     @property
     def weights_bytes_per_second(self) -> float:
         """Expected rate of an activation: as of recent ones, else that of the link."""

@@ -70,6 +70,15 @@ MENDED: dict[str, tuple[Mended, ...]] = {
             "`tolerance` allows; it stayed on the host for as long as anybody was short of pages.",
         ),
     ),
+    "lending-balloon": (
+        Mended(
+            life=1,
+            entry=84,
+            replayed={"action": "DropCache", "model": "m1", "pages": 1},
+            reason="KV whose slabs have several pages, as here, lies on no borrowed pages any more: "
+            "what it needs, others' cached prefixes have to make room for (decision 071).",
+        ),
+    ),
     "mirage-small": (_scattered(0, 174, "m2", 3),),
     "played-swap": (
         Mended(

@@ -39,7 +39,7 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
         first = m.waiting[0]
         if first.id in short:
             continue  # it has a claim of its own
-        kv = max(0, m.first_pages - view.borrowed)
+        kv = max(0, m.first_pages - view.borrowable(m))
         if m.residency is not Residency.ABSENT:
             due = _due(first)
             claims.append(Claim(m.name, first.order, kv, may_preempt=False, due=due))

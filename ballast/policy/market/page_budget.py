@@ -109,11 +109,10 @@ class PageBudget:
             self._set(self._holders, s.owner, self._holders[s.owner] | {claim.model})
 
     def _borrowable(self, claim: Claim) -> int:
-        """Return the pages of other devices that a claim may use, in whole slabs."""
-        if claim.weights:
+        """Return the pages of other devices that a claim may use: `DeviceView.borrowable`."""
+        if claim.weights or self._models[claim.model].slab_pages > 1:
             return 0
-        slab = self._models[claim.model].slab_pages
-        return self.borrowed // slab * slab
+        return self.borrowed
 
     # -- offers -----------------------------------------------------------------------------------
 

@@ -159,7 +159,7 @@ class RoundRobinTurns:
 
 def starved(view: DeviceView, m: ModelView) -> bool:
     """Whether a model has requests, and each that could run next lacks more pages than are free."""
-    free = max(0, view.free - view.promised) + view.borrowed + m.cached_pages
+    free = max(0, view.free - view.promised) + view.borrowable(m) + m.cached_pages
     return not m.busy and not m.idle and _lack_more(view, m, free)
 
 
@@ -168,10 +168,10 @@ def _helpless(view: DeviceView) -> bool:
     freed from caches."""
     if any(m.busy for m in view.models):
         return False
-    room = view.coming + view.borrowed + sum(pages for _, pages in view.lent)
+    room = view.coming + sum(pages for _, pages in view.lent)
     room += sum(m.cached_pages for m in view.models)
     here = (m for m in view.models if not m.idle and m.residency is Residency.RESIDENT)
-    return all(_lack_more(view, m, room) for m in here)
+    return all(_lack_more(view, m, room + view.borrowable(m)) for m in here)
 
 
 def _lack_more(view: DeviceView, m: ModelView, pages: int) -> bool:
