@@ -75,7 +75,7 @@ MENDED: dict[str, tuple[Mended, ...]] = {
             life=1,
             entry=84,
             replayed={"action": "DropCache", "model": "m1", "pages": 1},
-            reason="KV whose slabs have several pages, as here, lies on no borrowed pages any more: "
+            reason="KV whose slabs have several pages, as here, lies on no borrowed pages now: "
             "what it needs, others' cached prefixes have to make room for (decision 071).",
         ),
     ),
