@@ -84,8 +84,7 @@ class ModelSettings:
     max_answer: int | None = None
     """Bound of the values of one answer: tokens, and alternatives of log-probabilities; None: the
     server's."""
-    block_tokens: int | None = None
-    """Tokens of a block of KV; None: about 16, such that blocks fill pages."""
+    block_tokens: int | None = None  # None: about 16, such that blocks fill pages
     pinned: bool = False
     """A pinned model is never evicted."""
     preload: bool = False
