@@ -3,14 +3,17 @@
 Random Llamas in bfloat16 of 110M and 500M parameters, two of each, in turns: each request needs the
 model that is not there, in host memory, and the other has to go. 16 prompt tokens, over HTTP
 (`ballast serve` in a process of its own, a stream of events), nothing else asked meanwhile.
-Beside it the same request again, to the model that is there then. Two servers in turns: one moves
+Beside it the same request again, to the model that is there then. Three servers in turns: one moves
 page tables, one maps and unmaps every page anew, as Ballast did before and does where Linux cannot
-move them.
+move them; both evict models whole. The third has memory for one model and two thirds of the other,
+so that a third of each has to come back, its last layers.
 
 `switch_ms_110m`, `switch_ms_500m`: medians, page tables moved. `over_mapping_anew`: medians of the
 rounds' ratios. `copy_of_bandwidth`: of the 500M model, the seconds in which this machine copies as
 many bytes from memory to memory, over those that the absence of a model adds to a first token
 (eviction, page tables and all else included): 1 is as fast as memory allows.
+`third_of_whole_110m`, `third_of_whole_500m`: what the absence of a third adds to a first token,
+over what that of the whole adds; medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from benchmarks.raw_http import Connections
 from benchmarks.single_model import SIZES, Size
 
 PROMPT, NEW = 16, 4
-MOVED, ANEW = "moved", "anew"
+MOVED, ANEW, THIRD = KINDS = "moved", "anew", "third"
 _ANEW = """
 import sys
 if any("ballast" in a for a in sys.orig_argv):
@@ -48,24 +51,26 @@ if any("ballast" in a for a in sys.orig_argv):
 """Run by every Python of the other server as it starts."""
 
 
-def fleet_file(size: Size, directory: Path) -> tuple[Path, int]:
-    """Of models `a` and `b`, and a budget that holds one; with the bytes of one."""
+def fleet_files(size: Size, directory: Path) -> tuple[dict[str, Path], int]:
+    """Fleets of models `a` and `b`, by kind of server, and the bytes of one model."""
     tokenizer = train_tokenizer(documents(), 4000, 1024)
     for seed, name in enumerate("ab"):
         size.make(directory / name, seed)
         tokenizer.save_pretrained(directory / name)
     weights = sum(f.stat().st_size for f in (directory / "a").glob("*.safetensors"))
-    budget = (weights * 3 // 2 >> 20) + 32
-    file = directory / "fleet.yaml"
-    file.write_text(
-        f"devices: [{{budget: {budget}MiB, prefix_cache: false}}]\n"
-        "models: [{name: a, path: a}, {name: b, path: b}]\n"
-    )
-    return file, weights
+    whole = directory / "whole.yaml", weights * 3 // 2, 0
+    third = directory / "third.yaml", weights * 5 // 3, 1
+    for file, budget, segments in (whole, third):
+        file.write_text(
+            f"preset: balloon\noptions: {{segments: {segments}}}\n"
+            f"devices: [{{budget: {(budget >> 20) + 32}MiB, prefix_cache: false}}]\n"
+            "models: [{name: a, path: a}, {name: b, path: b}]\n"
+        )
+    return {MOVED: whole[0], ANEW: whole[0], THIRD: third[0]}, weights
 
 
 @contextmanager
-def servers(file: Path, scratch: Path) -> Iterator[dict[str, Connections]]:
+def servers(files: dict[str, Path], scratch: Path) -> Iterator[dict[str, Connections]]:
     """One of each kind."""
     site = scratch / "site"
     site.mkdir(exist_ok=True)
@@ -74,7 +79,7 @@ def servers(file: Path, scratch: Path) -> Iterator[dict[str, Connections]]:
     path = os.pathsep.join([str(site), *([before] if before else [])])
     with ExitStack() as stack:
         found = {}
-        for kind in (MOVED, ANEW):
+        for kind, file in files.items():
             environment = dict(os.environ) | ({"PYTHONPATH": path} if kind == ANEW else {})
             running = stack.enter_context(
                 serving(file, "--log-level", "warning", "--no-changes", environment=environment)
@@ -124,13 +129,13 @@ def measure(size: Size, rounds: int, scratch: Path) -> dict[str, Any]:
     """One size: medians in milliseconds, and ratios of rounds."""
     directory = scratch / size.name
     directory.mkdir()
-    file, weights = fleet_file(size, directory)
+    files, weights = fleet_files(size, directory)
     copying = Copying(weights)
     drawn = random.Random(0)
     seen: dict[str, list[float]] = {}
-    with servers(file, directory) as found:
+    with servers(files, directory) as found:
         for i in range(rounds + 1):
-            for kind in (MOVED, ANEW)[:: 1 if i % 2 == 0 else -1]:
+            for kind in KINDS[:: 1 if i % 2 == 0 else -1]:
                 times: dict[str, list[float]] = {"cold": [], "warm": []}
                 for model in "abab":
                     prompt = [drawn.randrange(10, 1000) for _ in range(PROMPT)]
@@ -143,7 +148,10 @@ def measure(size: Size, rounds: int, scratch: Path) -> dict[str, Any]:
             if i:
                 seen.setdefault("copy", []).append(copying.seconds())
     samples = {name: Samples(tuple(values)) for name, values in seen.items()}
-    bringing = [c - w for c, w in zip(seen[f"{MOVED}, cold"], seen[f"{MOVED}, warm"], strict=True)]
+    bringing, third = (
+        [c - w for c, w in zip(seen[f"{kind}, cold"], seen[f"{kind}, warm"], strict=True)]
+        for kind in (MOVED, THIRD)
+    )
     return {
         "weights_bytes": weights,
         "milliseconds": {
@@ -151,6 +159,7 @@ def measure(size: Size, rounds: int, scratch: Path) -> dict[str, Any]:
         },
         "over_mapping_anew": samples[f"{MOVED}, cold"].over(samples[f"{ANEW}, cold"]).median,
         "copy_of_bandwidth": samples["copy"].over(Samples(tuple(bringing))).median,
+        "third_of_whole": Samples(tuple(third)).over(Samples(tuple(bringing))).median,
     }
 
 
@@ -159,7 +168,7 @@ def show(result: dict[str, dict[str, Any]]) -> Table:
     for row in next(iter(result.values()))["milliseconds"]:
         cells = (of["milliseconds"][row] for of in result.values())
         table.add_row(row, *(f"{m:.1f} ({low:.1f}-{high:.1f})" for m, low, high in cells))
-    for row in ("over_mapping_anew", "copy_of_bandwidth"):
+    for row in ("over_mapping_anew", "copy_of_bandwidth", "third_of_whole"):
         table.add_row(row.replace("_", " "), *(f"{of[row]:.2f}" for of in result.values()))
     return table
 
@@ -173,6 +182,7 @@ def main() -> None:
         f"switch_ms_{name.lower()}": of["milliseconds"][f"{MOVED}, cold"][0]
         for name, of in sizes.items()
     }
+    keys |= {f"third_of_whole_{n.lower()}": of["third_of_whole"] for n, of in sizes.items()}
     keys["copy_of_bandwidth"] = sizes[SIZES[-1].name]["copy_of_bandwidth"]
     finish(args, "switch", {**keys, "rounds": rounds, "sizes": sizes}, show(sizes))
 
