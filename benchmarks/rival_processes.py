@@ -16,7 +16,7 @@ import httpx
 from ballast.bench.server_process import children_of
 from ballast.core.errors import Unavailable
 
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 STOP_SECONDS = 20.0
 
 
