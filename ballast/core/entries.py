@@ -144,9 +144,11 @@ def describe(event: Event) -> StoryEntry:
             "model": event.wanted.model,
             "prompt_tokens": len(event.wanted.prompt),
             "form": event.form,
+            "attempt": event.attempt,
         }
     if isinstance(event, KvTailEvent):
-        return {"event": kind, "request_id": event.request_id, "tokens": event.tokens}
+        fields = {"request_id": event.request_id, "tokens": event.tokens}
+        return {"event": kind, **fields, "attempt": event.attempt}
     if isinstance(event, JobDoneEvent | JobFailedEvent):
         job = event.job
         entry = {

@@ -1,6 +1,6 @@
 """Define the steps that move a running request to another device with its KV, and their answers.
 
-Sent by `cluster.migrations` and handled by the engine of source and target.
+Decided by `control.migrations` and handled by the engine of source and target.
 
 ::
 
@@ -37,6 +37,8 @@ class ExportKvEvent:
     """To the source: export the KV of a request, which goes on."""
 
     request_id: str
+    attempt: int = 0
+    """Number of the migration; the answer has it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class DepartEvent:
     """To the source: end a request as soon as its KV is whole blocks; the target continues it."""
 
     request_id: str
+    attempt: int = 0
+    """Number of the migration; the answer has it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ class ImportKvEvent:
     source: str
     """Address at which the source's process exports its memory."""
     pieces: tuple[Piece, ...]
+    attempt: int = 0
+    """Number of the migration; the answer has it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,8 @@ class KvReadEvent:
 
     request_id: str
     error: str | None = None
+    attempt: int = 0
+    """Number of the migration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,8 @@ class KvTailEvent:
     request_id: str
     tokens: int
     data: bytes
+    attempt: int = 0
+    """Number of the migration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +108,7 @@ class KvExportedAnswer:
     """Format of the KV; the target has to use the same one."""
     pieces: tuple[Piece, ...] = ()
     """Location of the KV, block after block."""
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,7 @@ class KvImportedAnswer:
     request_id: str
     tokens: int
     """Number of tokens whose KV was imported; 0: none."""
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +131,7 @@ class DepartedAnswer:
     tokens: int = 0
     """Number of tokens whose KV is in `tail`; 0 where the export was not intact."""
     tail: bytes = b""
+    attempt: int = 0
 
 
 MigrationAnswer = KvExportedAnswer | KvImportedAnswer | DepartedAnswer

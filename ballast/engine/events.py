@@ -178,14 +178,14 @@ def _of_peers(state: DeviceState, event: Heard) -> list[Output]:
 def _export_kv(state: DeviceState, event: ExportKvEvent) -> list[Output]:
     request = state.requests.get(event.request_id)
     if request is None:
-        state.migration.nothing(event.request_id)
+        state.migration.nothing(event.request_id, event.attempt)
     else:
-        state.migration.export(state.models[request.model], request)
+        state.migration.export(state.models[request.model], request, event.attempt)
     return []
 
 
 def _depart(state: DeviceState, event: DepartEvent) -> list[Output]:
-    state.migration.depart(event.request_id)
+    state.migration.depart(event.request_id, event.attempt)
     request = state.requests.get(event.request_id)
     if request is None:
         state.migration.ended(event.request_id)

@@ -39,9 +39,10 @@ class KvBytes(Protocol):
         source: str,
         pieces: Sequence[migration.Piece],
         targets: Sequence[tuple[int, int]],
+        attempt: int,
     ) -> None:
         """Read `pieces` of the process at `source` to `targets`, (address, bytes) in order;
-        `KvReadEvent` will come through the inbox."""
+        `KvReadEvent`, with `attempt`, will come through the inbox."""
 
     def stop(self, request_id: str) -> None:
         """Stop writing for a request before this returns; a `KvReadEvent` may still come."""
@@ -68,6 +69,7 @@ class _Export:
     """`KvCache.relocations` when exported."""
     n: int
     """Number of blocks exported, from the table's beginning."""
+    attempt: int
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class _Import:
     blocks: list[int]
     tokens: int
     """Number of tokens whose KV has been imported, or will be."""
+    attempt: int
     read: bool = False
     """Whether the read has ended successfully."""
 
@@ -94,7 +97,8 @@ class Migration:
         self.send: Callable[[MigrationAnswer], None] = _send_nowhere
         """Sends an answer to the controller; must not block."""
         self._exported: dict[str, _Export] = {}
-        self._departing: set[str] = set()
+        self._departing: dict[str, int] = {}
+        """By request, the attempt."""
         self._imported: dict[str, _Import] = {}
         self._answers: list[MigrationAnswer] = []
 
@@ -105,29 +109,30 @@ class Migration:
 
     # -- the source -------------------------------------------------------------------------------
 
-    def export(self, m: ModelState, request: Request) -> None:
+    def export(self, m: ModelState, request: Request, attempt: int) -> None:
         """Answer where the KV of a request's full blocks lies; the request keeps running."""
         n = request.computed // m.spec.block_tokens
         if m.kv_stream is not None or request.state is not RequestState.RUNNING:
             n = 0
         n, pieces = extents.pieces(m.kv, request.blocks[:n])
         if n == 0:
-            self.nothing(request.id)
+            self.nothing(request.id, attempt)
             return
-        self._exported[request.id] = _Export(request.blocks, m.kv.relocations, n)
+        self._exported[request.id] = _Export(request.blocks, m.kv.relocations, n, attempt)
         if not self.exports:
-            self.nothing(request.id)
+            self.nothing(request.id, attempt)
             return
         tokens, form = n * m.spec.block_tokens, extents.form(m.kv)
-        self._answers.append(migration.KvExportedAnswer(request.id, tokens, form, pieces))
+        answer = migration.KvExportedAnswer(request.id, tokens, form, pieces, attempt)
+        self._answers.append(answer)
 
-    def nothing(self, request_id: str) -> None:
+    def nothing(self, request_id: str, attempt: int) -> None:
         """Answer that no KV of a request can be exported."""
-        self._answers.append(migration.KvExportedAnswer(request_id, 0))
+        self._answers.append(migration.KvExportedAnswer(request_id, 0, attempt=attempt))
 
-    def depart(self, request_id: str) -> None:
+    def depart(self, request_id: str, attempt: int) -> None:
         """Mark a request to depart as soon as `leaves` allows it."""
-        self._departing.add(request_id)
+        self._departing[request_id] = attempt
 
     def leaves(self, m: ModelState, request: Request) -> bool:
         """Return whether a request must end here now to continue on another device, and answer so.
@@ -156,6 +161,7 @@ class Migration:
         was = self._exported.get(request.id)
         if (
             was is None
+            or was.attempt != self._departing[request.id]
             or request.state is not RequestState.RUNNING
             or request.blocks is not was.table
         ):
@@ -163,9 +169,9 @@ class Migration:
         return was if m.kv.relocations == was.relocations else None
 
     def _depart(self, request_id: str, **how: Any) -> None:
-        self._departing.discard(request_id)
+        attempt = self._departing.pop(request_id)
         self._exported.pop(request_id, None)
-        self._answers.append(migration.DepartedAnswer(request_id, **how))
+        self._answers.append(migration.DepartedAnswer(request_id, **how, attempt=attempt))
 
     def ended(self, request_id: str) -> None:
         """Forget the export of a request that has ended, and answer its departure if ordered."""
@@ -183,12 +189,14 @@ class Migration:
         assert self.bytes is not None, "a device without them is not asked"
         blocks = [] if m is None else self._room(m, event)
         if m is None or not blocks:
-            self._answers.append(migration.KvImportedAnswer(wanted.id, 0))
+            self._answers.append(migration.KvImportedAnswer(wanted.id, 0, event.attempt))
             return
         salt = Request.salt_of(wanted, m.spec, adapter)
-        self._imported[wanted.id] = _Import(m, wanted.prompt, salt, blocks, len(wanted.prompt))
+        self._imported[wanted.id] = _Import(
+            m, wanted.prompt, salt, blocks, len(wanted.prompt), event.attempt
+        )
         targets = extents.extents(m.kv, blocks)
-        self.bytes.start(wanted.id, event.source, event.pieces, targets)
+        self.bytes.start(wanted.id, event.source, event.pieces, targets, event.attempt)
 
     def _room(self, m: ModelState, event: ImportKvEvent) -> list[int]:
         """Allocate blocks for an import; empty if it is not possible."""
@@ -208,18 +216,21 @@ class Migration:
     def read(self, event: KvReadEvent) -> None:
         """Record the end of a read, and answer how many tokens have been imported."""
         here = self._imported.get(event.request_id)
-        if here is None:
+        if here is None or here.attempt != event.attempt:
             return  # dropped meanwhile
         here.read = event.error is None
         if not here.read:
             self._drop(event.request_id)
         tokens = here.tokens if here.read else 0
-        self._answers.append(migration.KvImportedAnswer(event.request_id, tokens))
+        answer = migration.KvImportedAnswer(event.request_id, tokens, event.attempt)
+        self._answers.append(answer)
 
     def extend(self, event: KvTailEvent) -> None:
         """Append further KV to an import, if pages are free."""
         here = self._imported.get(event.request_id)
         if here is None or self.bytes is None or not here.read or not event.tokens:
+            return
+        if here.attempt != event.attempt:
             return
         kv, blocks = here.model.kv, here.blocks
         known = len(blocks)

@@ -295,7 +295,7 @@ class LiveDevice:
         """Carry out a step of a request's migration."""
         state = self.state.migration
         if isinstance(step, migration.ImportKvEvent) and state.bytes is None:
-            state.send(migration.KvImportedAnswer(step.wanted.id, 0))
+            state.send(migration.KvImportedAnswer(step.wanted.id, 0, step.attempt))
         else:
             self.post(step)
 

@@ -33,9 +33,8 @@ class PeerReader:
         self._thread = ThreadPoolExecutor(1, "kv-reader")
         self._lock = threading.Lock()
         """Held while bytes are written."""
-        self._numbers: dict[str, int] = {}
-        """Number of the import in progress, by request; an import with another number is stale."""
-        self._started = 0
+        self._attempts: dict[str, int] = {}
+        """Attempt of the import in progress, by request; an import of another attempt is stale."""
 
     def start(
         self,
@@ -43,15 +42,15 @@ class PeerReader:
         source: str,
         pieces: Sequence[Piece],
         targets: Sequence[tuple[int, int]],
+        attempt: int,
     ) -> None:
-        self._started += 1
         with self._lock:
-            self._numbers[request_id] = self._started
-        self._thread.submit(self._read, request_id, self._started, source, pieces, targets)
+            self._attempts[request_id] = attempt
+        self._thread.submit(self._read, request_id, attempt, source, pieces, targets)
 
     def stop(self, request_id: str) -> None:
         with self._lock:
-            self._numbers.pop(request_id, None)
+            self._attempts.pop(request_id, None)
 
     def load(self, address: int, n_bytes: int) -> bytes:
         return ctypes.string_at(address, n_bytes)
@@ -62,13 +61,13 @@ class PeerReader:
     def close(self) -> None:
         """Stop all reads; nothing is written after this has returned."""
         with self._lock:
-            self._numbers.clear()
+            self._attempts.clear()
         self._thread.shutdown(cancel_futures=True)
 
     def _read(
         self,
         request_id: str,
-        number: int,
+        attempt: int,
         source: str,
         pieces: Sequence[Piece],
         targets: Sequence[tuple[int, int]],
@@ -80,25 +79,25 @@ class PeerReader:
                 if exported.fd is None:
                     raise DeviceError("pread", "that device's memory is no file")
                 for offset, address, n_bytes in runs(pieces, targets):
-                    if not self._copy(request_id, number, exported.fd, offset, address, n_bytes):
+                    if not self._copy(request_id, attempt, exported.fd, offset, address, n_bytes):
                         return
             finally:
                 exported.discard()
         except (DeviceError, OSError) as failed:
             error = str(failed)
         with self._lock:
-            if self._numbers.get(request_id) != number:
+            if self._attempts.get(request_id) != attempt:
                 return
-            del self._numbers[request_id]
-        self._post(KvReadEvent(request_id, error))
+            del self._attempts[request_id]
+        self._post(KvReadEvent(request_id, error, attempt))
 
     def _copy(
-        self, request_id: str, number: int, fd: int, offset: int, address: int, n_bytes: int
+        self, request_id: str, attempt: int, fd: int, offset: int, address: int, n_bytes: int
     ) -> bool:
         """Copy one piece; return False if the import was stopped. Raises OSError, DeviceError."""
         while n_bytes:
             with self._lock:
-                if self._numbers.get(request_id) != number:
+                if self._attempts.get(request_id) != attempt:
                     return False
                 buffer = (ctypes.c_char * min(n_bytes, PIECE_BYTES)).from_address(address)
                 n = os.preadv(fd, [buffer], offset)

@@ -250,7 +250,7 @@ class StoryEvents:
         wanted = Submission(
             id=entry["request"], model=name, prompt=tokens, max_tokens=0, salt=entry.get("salt", "")
         )
-        return migration.ImportKvEvent(wanted, entry["form"], "", ())
+        return migration.ImportKvEvent(wanted, entry["form"], "", (), entry.get("attempt", 0))
 
     def ended_job(self, entry: StoryEntry) -> Job:
         job = self._lanes.jobs.get(entry["job"])

@@ -313,8 +313,8 @@ def test_a_reader_copies_bytes_in_order_or_says_why_not() -> None:
     reader = PeerReader(fetch, posted.put)
     here = bytearray(4096)
     address = ctypes.addressof((ctypes.c_char * 4096).from_buffer(here))
-    reader.start("a", "cpu", [(0, 100), (300, 50)], [(address, 30), (address + 1000, 120)])
-    assert posted.get(timeout=DEADLINE) == KvReadEvent("a")
+    reader.start("a", "cpu", [(0, 100), (300, 50)], [(address, 30), (address + 1000, 120)], 7)
+    assert posted.get(timeout=DEADLINE) == KvReadEvent("a", attempt=7)
     source = bytes(range(256)) * 16
     assert here[:30] == source[:30]
     assert here[1000:1120] == source[30:100] + source[300:350]
