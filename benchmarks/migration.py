@@ -2,7 +2,7 @@
 
 A random Llama of 110M in float32 on two CPU devices of a thread each, without HTTP. Four streams
 begin on one device; once each has some tokens all of them are moved to the other, in turns *with
-their KV* (`ballast.cluster.migrations`: full blocks are read while the stream runs, and it departs
+their KV* (`ballast.control.migrations`: full blocks are read while the stream runs, and it departs
 when one has filled) and *anew* (the KV of all tokens is computed again, as after a worker's death).
 Each round goes the other way than the last.
 
@@ -126,7 +126,7 @@ class Rounds:
         devices[target].cordoned = False
         ordered, moved = time.perf_counter(), 0
         if way == "with KV":
-            moved = await self._server.relocation.move_requests(devices[source], "llama")
+            moved = await self._server.migrations.move_requests(devices[source], "llama")
         elif way == "anew":
             gone = devices[source].requests.hand_over(devices[source].specs["llama"])
             devices[target].requests.add(gone)

@@ -23,12 +23,11 @@ below them.
 - `logs`: JSON logs of all processes, written by a thread.
 - `machine_check`: Check of a fleet against this machine, before anything is loaded.
 - `machine_choice`: The kind of machine of a device: CPU, GPU, or a group of ranks.
-- `migrations`: Move running requests to another device with their KV.
 - `open_requests`: Open requests of one device: queued, sent, answered.
 - `output_stream`: The output stream of one client's requests, with backpressure.
 - `pending_commands`: Operators' commands that a worker has not answered yet.
 - `placing`: Initial placement, and each worker's configuration.
-- `relocation`: Move running requests off a device, after their weights are elsewhere.
+- `request_migrations`: Migrations between devices: the driver of `control.migrations`.
 - `request_router`: Choice of the device of a request, and retry when a worker dies.
 - `routed_prefixes`: Prefixes that a device is believed to have cached, for routing.
 - `segment_broker`: Segments of weights shared between the workers of a host.

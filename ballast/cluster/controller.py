@@ -16,9 +16,8 @@ from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.fleet_commands import FleetCommands
 from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
 from ballast.cluster.lending.lending_pairs import LendingPairs
-from ballast.cluster.migrations import Migrations
 from ballast.cluster.placing import Homes, homes_of, part_of
-from ballast.cluster.relocation import Relocation
+from ballast.cluster.request_migrations import RequestMigrations
 from ballast.cluster.request_router import RequestRouter
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.suspicion import Suspicions
@@ -60,11 +59,10 @@ class Controller:
         """Sends requests to devices."""
         self._lending_pairs = LendingPairs(self.devices)
         self._leaving = _Forgetting(self.devices, broker)
-        self._migrations = Migrations()
-        self.relocation = Relocation(self.devices, self.router, self._migrations)
+        self.migrations = RequestMigrations(self.devices, self.router)
         """Moves running requests between devices."""
         self.commands = FleetCommands(
-            self.devices, self.router, self.relocation, self._lending_pairs
+            self.devices, self.router, self.migrations, self._lending_pairs
         )
         """Carries out operators' commands."""
         self._policy_task: asyncio.Task[None] | None = None
@@ -75,9 +73,8 @@ class Controller:
         # What a dead worker lent or borrowed is settled before its requests go on elsewhere.
         observers = (
             self._lending_pairs,
-            self._migrations,
+            self.migrations,
             self.router,
-            self.relocation,
             self.devices,
             self._leaving,
         )
@@ -114,7 +111,7 @@ class Controller:
             await self._spare.prepare()
         policy = self.devices.fleet_policy
         if policy.moves and fleet.others:
-            runner = FleetPolicyRunner(self.devices, self.commands, self.relocation, policy)
+            runner = FleetPolicyRunner(self.devices, self.commands, self.migrations, policy)
             self._policy_task = asyncio.create_task(runner.run())
 
     def configure(self, server: ServerSettings) -> None:
@@ -128,6 +125,6 @@ class Controller:
         if self._policy_task is not None:
             self._policy_task.cancel()
             await asyncio.wait({self._policy_task})
-        self.relocation.cancel()
+        self.migrations.close()
         await asyncio.gather(*(d.close(patience) for d in self.devices.values()))
         await self._spare.close()

@@ -77,6 +77,9 @@ class DeviceObserver:
         """A request has been given its first token by this device, which has a full block of its
         KV."""
 
+    def reported(self, device: RemoteDevice) -> None:
+        """The device has sent a report, which is its last one now."""
+
     def decision_made(self, device: RemoteDevice, moment: float, decision: dict[str, Any]) -> None:
         """The device's policy has decided something, at `moment` on the event loop's clock."""
 
@@ -244,6 +247,8 @@ class RemoteDevice(DeviceRecord):
             case StatusMsg():
                 self.report = message.report
                 self.requests.reported()
+                for observer in self._observers:
+                    observer.reported(self)
                 self._remember(message)
             case CommandDoneMsg():
                 command = self._commands.done(message)

@@ -16,7 +16,7 @@ from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.lending.lending_pairs import LendingPairs
 from ballast.cluster.pending_commands import names_of, refusal, undoing
 from ballast.cluster.placing import named, placed
-from ballast.cluster.relocation import Relocation
+from ballast.cluster.request_migrations import RequestMigrations
 from ballast.cluster.request_router import RequestRouter
 from ballast.core.actions import Evict, Lend, Recall
 from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
@@ -45,12 +45,12 @@ class FleetCommands:
         self,
         devices: DeviceSet,
         router: RequestRouter,
-        relocation: Relocation,
+        migrations: RequestMigrations,
         lending_pairs: LendingPairs,
     ) -> None:
         self._devices = devices
         self._router = router
-        self._relocation = relocation
+        self._migrations = migrations
         self._lending_pairs = lending_pairs
         self.changing = asyncio.Lock()
         """Held while a model is added, removed or moved; the next change sees the result."""
@@ -228,7 +228,7 @@ class FleetCommands:
         """Take a model from a device that is not its only one."""
         device.leaving.add(model)
         try:
-            await self._relocation.move_requests(device, model)
+            await self._migrations.move_requests(device, model)
             outcome = await device.command(Remove(model, patience))
         except BaseException:
             device.leaving.discard(model)
@@ -276,9 +276,8 @@ class FleetCommands:
     async def _empty(self, device: RemoteDevice) -> None:
         """Move all open requests of a device to others."""
         bases: list[ModelSpec] = list(device.specs.values())
-        for base in bases:
-            await self._relocation.activate_elsewhere(base, device)
-        moved = sum([await self._relocation.move_requests(device, base.name) for base in bases])
+        moves = (self._migrations.move_requests(device, base.name, bring=True) for base in bases)
+        moved = sum(await asyncio.gather(*moves))
         anew = self._router.hand_over(device)
         text = "%s is drained: %d requests go on elsewhere, %d with their KV"
         log.info(text, device.name, moved + anew, moved)

@@ -14,7 +14,7 @@ from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.fleet_book import FleetBook
 from ballast.cluster.fleet_commands import FleetCommands
 from ballast.cluster.placing import need_of
-from ballast.cluster.relocation import Relocation
+from ballast.cluster.request_migrations import RequestMigrations
 from ballast.core.actions import Activate
 from ballast.core.command import Remove
 from ballast.core.errors import Unavailable
@@ -40,13 +40,13 @@ class FleetPolicyRunner:
         self,
         devices: DeviceSet,
         commands: FleetCommands,
-        relocation: Relocation,
+        migrations: RequestMigrations,
         policy: FleetPolicy,
     ) -> None:
         rooms = [Room(d.name, d.fleet.device.budget_bytes) for d in devices.values()]
         self._devices = devices
         self._commands = commands
-        self._relocation = relocation
+        self._migrations = migrations
         self._book = FleetBook(self._homes(), self._needs(), rooms, policy)
 
     async def run(self) -> None:
@@ -122,7 +122,7 @@ class FleetPolicyRunner:
                     if not any(d.takes(model) and d.lost is None for d in others):
                         device.leaving.discard(model)  # no other device can serve it by now
                         continue
-                    await self._relocation.move_requests(device, model)
+                    await self._migrations.move_requests(device, model)
                     here = device.specs.get(model)
                     if here and device.down is None and not device.requests.count(here):
                         await self._remove(device, model)

@@ -459,9 +459,7 @@ class Migrations:
             return
         prefix = wanted(found.submission, found.output, exported.tokens)
         memory = self._devices.memory_of(migration.source)
-        step = ImportKvEvent(
-            prefix, exported.form, memory, exported.pieces, migration.attempt
-        )
+        step = ImportKvEvent(prefix, exported.form, memory, exported.pieces, migration.attempt)
         migration.step, migration.until = _Step.IMPORT, self._now + ANSWER_SECONDS
         self._out.append(SendStep(migration.target, step))
 
@@ -479,9 +477,7 @@ class Migrations:
         with_kv = up and not migration.kv_lost and departed is not None and departed.intact
         if with_kv:
             assert departed is not None
-            tail = KvTailEvent(
-                request_id, departed.tokens, departed.tail, migration.attempt
-            )
+            tail = KvTailEvent(request_id, departed.tokens, departed.tail, migration.attempt)
             self._out.append(SendStep(target, tail))
         elif up:
             self._out.append(SendStep(target, DropKvEvent(request_id)))

@@ -31,7 +31,7 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `model_catalogue`: Sizes of public models by name.
 - `page_costs`: Charge a simulated loop for mapping and unmapping pages.
 - `placement_answers`: Solve placement problems given in JSON (`ballast place`).
-- `prefill_handover`: Disaggregated prefill: hand requests over to decode devices.
+- `roles`: Roles of devices, and devices as replicas for a request.
 - `profile_tables`: The tables of a profile's file.
 - `profile`: Device profiles, which hold the costs of jobs, read from TOML.
 - `replay`: Replay of a story through loop and policies, compared entry by entry.

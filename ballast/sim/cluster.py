@@ -32,9 +32,9 @@ from ballast.sim.cost_switches import ALL, CostSwitches
 from ballast.sim.device import SendTokens, SimDevice
 from ballast.sim.lending import carry_out
 from ballast.sim.machine_profile import MachineProfile, OnParts, unmeasured
-from ballast.sim.migration import movers_of
-from ballast.sim.prefill_handover import check_roles
+from ballast.sim.migration import migrations_of
 from ballast.sim.profile import DeviceProfile, device_profile
+from ballast.sim.roles import check_roles
 from ballast.sim.simulate import simulate_devices
 from ballast.sim.topology import ClusterLinks, HostPlace, PeerLinks, places
 
@@ -183,14 +183,17 @@ class Cluster:
             specs,
             lambda device, spec: sites[device].kind.costs(spec),
             on_move,
-            movers_of(placed) if policy.moves or prefilling else [],
+            lambda homes: (
+                migrations_of(placed, homes, policy) if policy.moves or prefilling else []
+            ),
         )
 
     def _on_prefill_output(self, device: str, at: float, output: Output) -> None:
         """Pass an output to clients, and hand requests that have been prefilled to decode
         devices."""
         self._on_output(device, at, output)
-        self.controller.handover.on_output(device, output)
+        for migrations in self.controller.migrations:
+            migrations.on_output(device, output)
 
     @property
     def jobs(self) -> int:

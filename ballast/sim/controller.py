@@ -20,8 +20,8 @@ from ballast.engine.report import report
 from ballast.policy.fleet.replica_choice import Replica
 from ballast.sim.device import SimDevice
 from ballast.sim.lending import WAY
-from ballast.sim.migration import Movers
-from ballast.sim.prefill_handover import Handover, replica_of
+from ballast.sim.migration import Homes, SimMigrations
+from ballast.sim.roles import replica_of
 
 SETTLING = 0.1
 """Seconds between two checks whether moves have ended."""
@@ -41,17 +41,16 @@ class SimController:
         specs: Sequence[ModelSpec],
         costs: CostsOn,
         on_move: OnMove = lambda at, action, refused: None,
-        movers: Sequence[Movers] = (),
+        migrations_of: Callable[[Homes], Sequence[SimMigrations]] = lambda homes: (),
     ) -> None:
-        """`on_move` is called with every action of the fleet's policy; `movers`: between which
-        devices running requests move, with a model that migrates."""
+        """`on_move` is called with every action of the fleet's policy; `migrations_of` makes the
+        migrations between devices that reach each other."""
         self.devices, self.book = devices, book
         self._specs = {spec.name: spec for spec in specs}
         self._bases = {served.name: spec.name for spec in specs for served in spec.served}
         """By model or adapter, the model."""
         self._costs, self._on_move = costs, on_move
-        self._movers = tuple(movers)
-        self.handover = Handover(devices, movers, self._homes, book.policy)
+        self.migrations = tuple(migrations_of(self._homes))
 
     def choose(self, submission: Submission) -> str:
         """Choose the device for a request that arrives now; devices that serve its model are
@@ -78,18 +77,18 @@ class SimController:
 
     def settle(self, now: float) -> float:
         """Advance until no request will move between devices any more; returns that time."""
-        for device in self.devices.values() if self._movers else ():
+        for device in self.devices.values() if self.migrations else ():
             device.advance(math.nextafter(now, math.inf))  # what arrives now has arrived
-        while any(movers.busy for movers in self._movers) or self.handover.busy:
+        while any(each.busy for each in self.migrations):
             now += SETTLING
             for device in self.devices.values():
                 device.advance(now)
-        return now + 2 * WAY if self._movers else now  # what has just left arrives within `WAY`
+        return now + 2 * WAY if self.migrations else now  # what has just left arrives within `WAY`
 
     @property
     def moved(self) -> int:
         """Number of requests that have moved with their KV."""
-        return sum(movers.moved for movers in self._movers)
+        return sum(each.moved for each in self.migrations)
 
     def _homes(self, served: str) -> Sequence[str]:
         """Devices of a model or adapter."""
@@ -100,9 +99,8 @@ class SimController:
         device = self.devices[action.device]
         if not isinstance(action, Place):
             device.leave(now, action.model)
-            others = [name for name in self.book.homes[action.model] if name != action.device]
-            for movers in self._movers:
-                movers.move_all(now, action.device, action.model, others)
+            for migrations in self.migrations:
+                migrations.move_all(now, action.device, action.model)
             return None
         spec = self._specs[action.model]
         refused = device.join(now, spec, self._costs(action.device, spec))

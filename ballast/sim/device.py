@@ -111,6 +111,8 @@ class SimDevice:
         """Reasons of refused operations, by id; only of operations that have ended."""
         self._leaving: dict[str, ModelState] = {}
         """By the id of the operation."""
+        self._on_refusal: dict[str, Callable[[], None]] = {}
+        """By the id of an ordered operation."""
         self._left: Counter[str] = Counter()
         self._loop = Loop(
             self.state,
@@ -278,8 +280,15 @@ class SimDevice:
         """Schedule an external `event` at `at`."""
         self._heap.schedule(at, event)
 
-    def order(self, at: float, id: str, operation: LoopCommand) -> None:
-        """Schedule an operator's command at `at`; its outcome is not awaited."""
+    def order(
+        self,
+        at: float,
+        id: str,
+        operation: LoopCommand,
+        refused: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Schedule a command at `at`; `refused` is called if it is refused or fails."""
+        self._on_refusal[id] = refused
         self.receive(at, CommandEvent(id, operation))
 
     def borrows_over(self, source: Callable[[str], LayerSource]) -> None:
@@ -299,6 +308,9 @@ class SimDevice:
 
     def _answered(self, id: str, refused: str | None) -> None:
         self._answers[id] = refused
+        on_refusal = self._on_refusal.pop(id, None)
+        if on_refusal is not None and refused is not None:
+            on_refusal()
         m = self._leaving.pop(id, None)
         if m is not None and refused is None:
             self._left.update({what: getattr(m, what) for what in COUNTED})

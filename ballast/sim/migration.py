@@ -1,175 +1,260 @@
-"""Simulate the migration of running requests, with their KV, between devices of one host.
+"""Migrate requests with their KV between simulated devices: the driver of `control.migrations`.
 
-The devices' engines run the live code (`ballast.engine.migration`). Each message between controller
-and device takes `WAY` seconds, and KV crosses the links between the two devices together with all
-other traffic. Live, a request that cannot move at once is retried
-(`ballast.cluster.fleet_policy_runner`); here it finishes on its device. Used by `sim.controller`.
+Devices of one host whose links join them exchange requests. Their steps and answers are messages in
+virtual time, and the bytes are flows on the links.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
-from ballast.core.event import ArrivalEvent
-from ballast.core.link import Direction
-from ballast.core.migration import (
-    AT_ONCE,
-    DepartedAnswer,
-    DepartEvent,
-    DropKvEvent,
-    ExportKvEvent,
-    ImportKvEvent,
-    KvExportedAnswer,
-    KvImportedAnswer,
-    KvReadEvent,
-    KvTailEvent,
-    MigrationAnswer,
-    Piece,
-    wanted,
+from ballast.control.migrations import (
+    ActivationRefusedEvent,
+    AnsweredEvent,
+    BatchEnded,
+    BlockFilledEvent,
+    ContinueRequest,
+    Event,
+    Instruction,
+    LookEvent,
+    MarkDeparting,
+    MigrateEvent,
+    Migrations,
+    OpenAtSource,
+    OrderActivation,
+    SendStep,
+    WithdrawRequest,
 )
-from ballast.core.request import Request, RequestState
+from ballast.core.actions import Activate
+from ballast.core.event import ArrivalEvent, CancelEvent, Output, TokenOutput
+from ballast.core.link import Direction
+from ballast.core.migration import KvReadEvent, MigrationAnswer, Piece
+from ballast.core.request import Request, RequestState, Submission
+from ballast.core.settings import Role
 from ballast.core.view import Residency
+from ballast.policy.base import FleetPolicy
+from ballast.policy.fleet.replica_choice import for_decode, for_prefill
 from ballast.sim.device import SimDevice
 from ballast.sim.lending import WAY
 from ballast.sim.link import Stream
+from ballast.sim.roles import replica_of, role_of
 from ballast.sim.topology import HostPlace, PeerLinks
 
+REPORT_SECONDS = 0.1
+"""Interval of checks whether weights or a first block are there: that of live reports."""
+RETRY_SECONDS = 0.5
+"""Time after which requests that could not migrate off a device are tried again, as live."""
+Homes = Callable[[str], Sequence[str]]
+"""Returns the devices that serve a model."""
 
-@dataclass(slots=True)
-class _Move:
-    request: Request
-    source: str
-    target: str
 
+class SimMigrations:
+    """Migrations between devices of one world. Implements `control.migrations.Devices` and
+    `sim.world.Reaching`."""
 
-class Movers:
-    """Migrate requests between devices of one world. Implements `sim.world.Reaching`."""
-
-    def __init__(self, devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> None:
-        """`devices`: by name, with where they are."""
+    def __init__(
+        self,
+        devices: Mapping[str, tuple[SimDevice, HostPlace]],
+        homes: Homes,
+        policy: FleetPolicy,
+    ) -> None:
+        """`devices`: by name, with where they are; `policy` chooses among devices."""
         self._devices = {name: device for name, (device, _) in devices.items()}
-        self._moves: dict[str, _Move] = {}
-        """Under way, by request."""
-        self._waiting: dict[str, deque[_Move]] = {name: deque() for name in devices}
+        self._homes, self._policy = homes, policy
+        self._machine = Migrations(self)
+        self._numbers = itertools.count(1)
+        self._leaving: dict[int, tuple[str, str]] = {}
+        """By order: (device, model) of a model that leaves the device."""
+        self._retries = 0
+        """Orders that will be tried again."""
+        self._departing: dict[str, Request] = {}
         self.moved = 0
         """Requests that have gone with their KV."""
-        self.any_time = False
-        """Whether moves begin whenever a device turns, not only when a controller decides."""
-        for name, (device, place) in devices.items():
-            streams = {}
-            for other, (_, there) in devices.items():
-                if other == name:
-                    continue
-                if place.host.joints.peers is PeerLinks.MEMORY:
-                    streams[other] = device.link.stream("kv", Direction.TO_DEVICE)
-                else:
-                    path = there.to_peer(place)
-                    streams[other] = Stream(device.link, place.host.world.fluid, path)
-            migration = device.state.migration
-            migration.exports, migration.bytes = True, SimBytes(device, streams)
-            migration.send = partial(self._hear, name)
-            device.unsaid = self._moves
+        self._hands_over = any(role_of(d) is Role.PREFILL for d in self._devices.values())
         (world,) = {place.host.world for _, place in devices.values()}
+        self._agenda = world.agenda
+        self._looks_at = 0.0
+        """Time of the last `LookEvent` that has been scheduled."""
+        for name, (device, place) in devices.items():
+            migration = device.state.migration
+            migration.exports = True
+            migration.bytes = SimBytes(device, _streams(name, device, place, devices))
+            migration.send = partial(self._hear, name)
+            device.unsaid = self._machine.under_way
         world.reaching.append(self)
-        self.agenda = world.agenda
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The devices."""
-        return tuple(self._devices)
 
     @property
     def busy(self) -> bool:
-        """Whether any request is on its way."""
-        return bool(self._moves)
+        """Whether any request may yet move."""
+        prefilling = (d for d in self._devices.values() if role_of(d) is Role.PREFILL)
+        waits = self._machine.busy or self._retries > 0
+        return waits or any(device.open_requests for device in prefilling)
 
-    def move_all(self, now: float, source: str, model: str, targets: Sequence[str]) -> None:
-        """Let requests of a model that run on a device go on at others that have its weights."""
-        here = self._devices.get(source)
-        able = [t for t in targets if t in self._devices and self._has(t, model)]
-        if here is None or not able:
+    def move_all(self, now: float, source: str, model: str) -> None:
+        """Migrate the requests of a model that leaves a device; those that cannot go at once are
+        tried again."""
+        if source in self._devices:
+            number = next(self._numbers)
+            self._leaving[number] = source, model
+            self._handle(now, MigrateEvent(number, source, model))
+
+    def on_output(self, name: str, output: Output) -> None:
+        """Handle an output that a device has just produced: a first token of one that prefills
+        hands the request over, once a block of its KV is full."""
+        device = self._devices.get(name)
+        if device is None or role_of(device) is not Role.PREFILL:
             return
-        running = [r for r in here.state.models[model].running if r.id not in self._moves]
-        for i, request in enumerate(running):
-            self._waiting[source].append(_Move(request, source, able[i % len(able)]))
-        self._begin(now, source)
-
-    def move(self, now: float, request: Request, source: str, target: str) -> None:
-        """Let one request go on at a device that has the weights of its model."""
-        self._waiting[source].append(_Move(request, source, target))
-        self._begin(now, source)
+        if isinstance(output, TokenOutput) and output.index == 0:
+            self._await_block(name, output.request_id, device.clock.now())
 
     def horizon(self, now: float, near: float) -> float:
         """Time before which no message that has not been sent yet can reach a device; `near`: the
         earliest next turn of any other device."""
-        return near + WAY if self._moves or self.any_time else float("inf")
+        may_send = self._machine.busy or self._retries or self._hands_over
+        return near + WAY if may_send else float("inf")
 
-    def _has(self, name: str, model: str) -> bool:
-        m = self._devices[name].state.models.get(model)
+    # -- `Devices` --------------------------------------------------------------------------------
+
+    def is_up(self, device: str) -> bool:
+        return True
+
+    def memory_of(self, device: str) -> str:
+        return device
+
+    def has_weights(self, device: str, model: str) -> bool:
+        m = self._devices[device].state.models.get(model)
         return m is not None and m.residency is Residency.RESIDENT
 
-    def _begin(self, now: float, source: str) -> None:
-        waiting = self._waiting[source]
-        while waiting and sum(m.source == source for m in self._moves.values()) < AT_ONCE:
-            move = waiting.popleft()
-            if move.request.state is RequestState.RUNNING:
-                self._moves[move.request.id] = move
-                self._devices[source].receive(now + WAY, ExportKvEvent(move.request.id))
+    def others(self, device: str, model: str) -> Sequence[str]:
+        return [d for d in self._homes(model) if d != device and d in self._devices]
 
-    def _hear(self, name: str, word: MigrationAnswer) -> None:
-        move = self._moves.get(word.request_id)
-        if move is None:
+    def running(self, device: str, model: str) -> Sequence[str]:
+        m = self._devices[device].state.models.get(model)
+        return [] if m is None else [request.id for request in m.running]
+
+    def open_at(self, device: str, request_id: str) -> OpenAtSource | None:
+        request = self._departing.get(request_id)
+        if request is None:
+            request = self._devices[device].state.requests.get(request_id)
+        if request is None or request.state in (RequestState.FINISHED, RequestState.FAILED):
+            return None
+        return OpenAtSource(request.submission, request.output)
+
+    def base_of(self, device: str, name: str) -> str | None:
+        found = self._devices[device].state.named.get(name)
+        return None if found is None else found[0].spec.name
+
+    def choose(self, submission: Submission, devices: Sequence[str]) -> str:
+        replicas = [replica_of(d, self._devices[d], submission) for d in devices]
+        return self._policy.route(for_prefill(replicas))
+
+    def choose_for_decode(self, submission: Submission, devices: Sequence[str]) -> str | None:
+        replicas = for_decode([replica_of(d, self._devices[d], submission) for d in devices])
+        return self._policy.decodes(replicas) if replicas else None
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def _await_block(self, name: str, request_id: str, now: float) -> None:
+        request = self._devices[name].state.requests.get(request_id)
+        if request is None:
             return
-        at = self._devices[name].clock.now() + WAY
-        request, target = move.request, self._devices[move.target]
-        match word:
-            case KvExportedAnswer(_, tokens, form, pieces) if tokens:
-                prefix = wanted(request.submission, request.output, tokens)
-                target.receive(at, ImportKvEvent(prefix, form, move.source, pieces))
-            case KvImportedAnswer(_, tokens) if tokens:
-                self._devices[move.source].receive(at, DepartEvent(request.id))
-            case DepartedAnswer(_, intact, tokens):
-                self._arrive(at, move, tokens if intact else None)
-            case _:
-                self._end(at, move)
-
-    def _arrive(self, at: float, move: _Move, tail: int | None) -> None:
-        """Finish a move: resume a request that has departed on its target, or drop its KV there if
-        it has ended. `tail`: tokens whose KV followed; None: that KV was lost."""
-        request, target = move.request, self._devices[move.target]
-        if request.state is not RequestState.CANCELLED:
-            target.receive(at, DropKvEvent(request.id))
+        m = self._devices[name].state.models[request.model]
+        if request.computed >= m.spec.block_tokens:
+            self._handle(now, BlockFilledEvent(name, request_id))
         else:
-            self.moved += tail is not None
-            target.receive(
-                at, DropKvEvent(request.id) if tail is None else KvTailEvent(request.id, tail, b"")
-            )
-            first = request.first_token_at
-            coming = replace(
-                request.submission,
-                resumed=tuple(request.output),
-                age=at - request.submission.arrival,
-                first_token_age=None if first is None else at - first,
-            )
-            target.receive(at, ArrivalEvent(coming))
-        self._end(at, move)
+            again = partial(self._await_block, name, request_id)
+            self._agenda.schedule(now + REPORT_SECONDS, again)
 
-    def _end(self, now: float, move: _Move) -> None:
-        del self._moves[move.request.id]
-        self._begin(now, move.source)
+    def _hear(self, name: str, answer: MigrationAnswer) -> None:
+        self._handle(self._devices[name].clock.now(), AnsweredEvent(name, answer))
+
+    def _handle(self, now: float, event: Event) -> None:
+        for instruction in self._machine.handle(now, event):
+            self._do(now, instruction)
+        under_way = self._machine.under_way
+        self._departing = {i: r for i, r in self._departing.items() if i in under_way}
+        due = self._machine.due
+        if self._machine.awaits_weights:
+            due = min(due, now + REPORT_SECONDS)
+        if due < float("inf") and not now < self._looks_at <= due:
+            self._looks_at = due
+            self._agenda.schedule(due, lambda at: self._handle(at, LookEvent()))
+
+    def _do(self, now: float, instruction: Instruction) -> None:
+        at = now + WAY
+        match instruction:
+            case SendStep(device, step):
+                self._devices[device].receive(at, step)
+            case OrderActivation(device, model, why):
+                refused = partial(self._refuse, device, model)
+                self._devices[device].order(
+                    at + WAY, f"migration-{next(self._numbers)}", Activate(model, why), refused
+                )
+            case MarkDeparting(source, request_id):
+                self._departing[request_id] = self._devices[source].state.requests[request_id]
+            case WithdrawRequest(device, request_id):
+                self._devices[device].receive(at, CancelEvent(request_id))
+            case ContinueRequest():
+                self._continue(at, instruction)
+            case BatchEnded(batch):
+                source, model = self._leaving.pop(batch)
+                if self.running(source, model):
+                    self._retries += 1
+                    again = partial(self._retry, source, model)
+                    self._agenda.schedule(now + RETRY_SECONDS, again)
+
+    def _retry(self, source: str, model: str, now: float) -> None:
+        self._retries -= 1
+        self.move_all(now, source, model)
+
+    def _refuse(self, device: str, model: str) -> None:
+        now = self._devices[device].clock.now()
+        self._handle(now, ActivationRefusedEvent(device, model))
+
+    def _continue(self, at: float, order: ContinueRequest) -> None:
+        request = self._departing[order.request_id]
+        self.moved += order.with_kv
+        first, arrival = request.first_token_at, request.submission.arrival
+        coming = replace(
+            request.submission,
+            resumed=tuple(request.output),
+            age=at - arrival,
+            first_token_age=None if first is None else at - first,
+        )
+        self._devices[order.target].receive(at, ArrivalEvent(coming))
 
 
-def movers_of(devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> list[Movers]:
-    """Build the movers of each host whose devices reach each other."""
+def _streams(
+    name: str,
+    device: SimDevice,
+    place: HostPlace,
+    devices: Mapping[str, tuple[SimDevice, HostPlace]],
+) -> dict[str, Stream]:
+    """Return the stream over which a device reads the KV of each other one."""
+    streams = {}
+    for other, (_, there) in devices.items():
+        if other == name:
+            continue
+        if place.host.joints.peers is PeerLinks.MEMORY:
+            streams[other] = device.link.stream("kv", Direction.TO_DEVICE)
+        else:
+            streams[other] = Stream(device.link, place.host.world.fluid, there.to_peer(place))
+    return streams
+
+
+def migrations_of(
+    devices: Mapping[str, tuple[SimDevice, HostPlace]], homes: Homes, policy: FleetPolicy
+) -> list[SimMigrations]:
+    """Build the migrations of each host whose devices reach each other."""
     hosts = dict.fromkeys(place.host for _, place in devices.values())
     found = []
     for host in hosts:
         there = {name: at for name, at in devices.items() if at[1].host is host}
         if host.joints.peers is not PeerLinks.NONE and len(there) > 1:
-            found.append(Movers(there))
+            found.append(SimMigrations(there, homes, policy))
     return found
 
 
@@ -186,9 +271,10 @@ class SimBytes:
         source: str,
         pieces: Sequence[Piece],
         targets: Sequence[tuple[int, int]],
+        attempt: int,
     ) -> None:
         def ended(at: float, seconds: float) -> None:
-            self._device.receive(at, KvReadEvent(request_id))
+            self._device.receive(at, KvReadEvent(request_id, attempt=attempt))
 
         n_bytes = sum(n for _, n in pieces)
         self._streams[source].carry(self._device.clock.now(), n_bytes, ended)

@@ -114,6 +114,7 @@ class StoryKvBytes:
         source: str,
         pieces: Sequence[migration.Piece],
         targets: Sequence[tuple[int, int]],
+        attempt: int,
     ) -> None:
         """There are no bytes."""
 

@@ -45,7 +45,7 @@ class Script(FleetPolicy):
 
 
 def policy_runner(controller: Controller, policy: FleetPolicy) -> FleetPolicyRunner:
-    return FleetPolicyRunner(controller.devices, controller.commands, controller.relocation, policy)
+    return FleetPolicyRunner(controller.devices, controller.commands, controller.migrations, policy)
 
 
 def fleet_decisions(controller: Controller) -> list[dict[str, object]]:
