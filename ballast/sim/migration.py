@@ -144,8 +144,8 @@ class SimMigrations:
         return OpenAtSource(request.submission, request.output)
 
     def base_of(self, device: str, name: str) -> str | None:
-        found = self._devices[device].state.named.get(name)
-        return None if found is None else found[0].spec.name
+        specs = (m.spec for m in self._devices[device].state.models.values())  # also leaving ones
+        return next((s.name for s in specs if any(name == own.name for own in s.served)), None)
 
     def choose(self, submission: Submission, devices: Sequence[str]) -> str:
         replicas = [replica_of(d, self._devices[d], submission) for d in devices]

@@ -162,7 +162,8 @@ class StoryEvents:
         if kind == "Arrival":
             return event.ArrivalEvent(self._submission(entry))
         if kind == "KvTail":
-            return migration.KvTailEvent(entry["request_id"], entry["tokens"], b"")
+            attempt = entry.get("attempt", 0)
+            return migration.KvTailEvent(entry["request_id"], entry["tokens"], b"", attempt)
         if kind == "ImportKv":
             return self._import(entry)
         if kind == "JobDone":

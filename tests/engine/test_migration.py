@@ -318,17 +318,17 @@ def test_a_reader_copies_bytes_in_order_or_says_why_not() -> None:
     source = bytes(range(256)) * 16
     assert here[:30] == source[:30]
     assert here[1000:1120] == source[30:100] + source[300:350]
-    reader.start("b", "cpu", [(0, 100)], [(address, 99)])
+    reader.start("b", "cpu", [(0, 100)], [(address, 99)], 1)
     assert "not of one size" in posted.get(timeout=DEADLINE).error
-    reader.start("c", "a GPU", [(0, 100)], [(address, 100)])
+    reader.start("c", "a GPU", [(0, 100)], [(address, 100)], 1)
     assert "no file" in posted.get(timeout=DEADLINE).error
-    reader.start("d", "cpu", [(4090, 100)], [(address, 100)])
+    reader.start("d", "cpu", [(4090, 100)], [(address, 100)], 1)
     assert "no memory" in posted.get(timeout=DEADLINE).error
-    reader.start("e", "cpu", [(0, 100)], [(8, 100)])
+    reader.start("e", "cpu", [(0, 100)], [(8, 100)], 1)
     assert "Bad address" in posted.get(timeout=DEADLINE).error
-    reader.start("f", "cpu", [(0, 100)], [(address + 2000, 100)])
+    reader.start("f", "cpu", [(0, 100)], [(address + 2000, 100)], 1)
     reader.stop("f")
-    reader.start("g", "cpu", [(0, 10)], [(address + 3000, 10)])
+    reader.start("g", "cpu", [(0, 10)], [(address + 3000, 10)], 1)
     assert posted.get(timeout=DEADLINE).request_id in "fg"  # it may have been quicker
     reader.close()
     os.close(memory)
