@@ -20,9 +20,9 @@ from ballast.cluster.placing import Homes, homes_of, part_of
 from ballast.cluster.request_migrations import RequestMigrations
 from ballast.cluster.request_router import RequestRouter
 from ballast.cluster.segment_broker import SegmentBroker
-from ballast.cluster.suspicion import Suspicions
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.cluster.worker.worker_link import WorkerLink
+from ballast.control.suspicion import Suspicions
 from ballast.core.command import DeviceCommand, Remove
 from ballast.core.settings import FleetSettings, ServerSettings
 

@@ -12,11 +12,12 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ballast.cluster.device_record import DeviceRecord
+from ballast.cluster.loop_timers import LoopTimers
 from ballast.cluster.pending_commands import PendingCommands, changed, names_of
-from ballast.cluster.suspicion import Suspicions
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.cluster.worker.worker_link import WorkerLink
+from ballast.control.device_record import DeviceRecord
+from ballast.control.suspicion import Suspicions
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.migration import MigrationAnswer
@@ -95,7 +96,7 @@ class RemoteDevice(DeviceRecord):
         suspicions: Suspicions,
         observers: Sequence[DeviceObserver],
     ) -> None:
-        super().__init__(name, suspicions)
+        super().__init__(name, suspicions, LoopTimers())
         self._make_worker = make_worker
         self.worker = make_worker()
         self._spare = spare

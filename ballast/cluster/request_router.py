@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 
 from ballast.cluster.device import DeviceObserver, RemoteDevice
 from ballast.cluster.device_set import DeviceSet
-from ballast.cluster.output_stream import OpenRequest, OutputStream
+from ballast.cluster.output_stream import OutputStream
+from ballast.control.open_request import OpenRequest
 from ballast.core.errors import Unavailable
 from ballast.core.request import Submission
 from ballast.policy.fleet.replica_choice import Replica, for_decode, for_prefill

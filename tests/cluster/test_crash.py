@@ -13,7 +13,7 @@ import pytest
 from ballast.cluster import device as keeping
 from ballast.cluster.controller import Controller
 from ballast.cluster.device import WORKER_LOST
-from ballast.cluster.open_requests import POISON
+from ballast.control.open_requests import POISON
 from ballast.core.errors import Unavailable
 from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.settings import ModelSettings, ServerSettings

@@ -38,36 +38,41 @@ def scores(start: int, *logprobs: float) -> PromptScoresOutput:
 
 def test_a_token_is_told_once(request_: OpenRequest) -> None:
     one, two = TokenOutput("r", 11, 0), TokenOutput("r", 12, 1)
-    assert [request_.undelivered_part(o) for o in (one, two, one, two)] == [one, two, None, None]
+    assert [request_.undelivered_part(o, 0.0) for o in (one, two, one, two)] == [
+        one,
+        two,
+        None,
+        None,
+    ]
     assert request_.output_tokens == [11, 12]
 
 
 def test_a_gap_is_a_broken_promise(request_: OpenRequest) -> None:
-    request_.undelivered_part(TokenOutput("r", 11, 0))
+    request_.undelivered_part(TokenOutput("r", 11, 0), 0.0)
     with pytest.raises(BrokenPromise, match="token 2 of r came after 1"):
-        request_.undelivered_part(TokenOutput("r", 13, 2))
+        request_.undelivered_part(TokenOutput("r", 13, 2), 0.0)
 
 
 def test_the_next_worker_goes_on_after_what_was_told(request_: OpenRequest) -> None:
     assert request_.next_submission() == request_.submission
-    request_.undelivered_part(TokenOutput("r", 11, 0))
+    request_.undelivered_part(TokenOutput("r", 11, 0), 0.0)
     again = request_.next_submission()
     assert again.resumed == (11,)
 
 
 def test_scores_and_embeddings_are_told_once(request_: OpenRequest) -> None:
     first = scores(1, -1.0, -2.0)
-    assert request_.undelivered_part(first) == first
-    assert request_.undelivered_part(first) is None
-    assert request_.undelivered_part(scores(1, -1.0, -2.0, -3.0)) == scores(3, -3.0)
-    assert request_.undelivered_part(scores(4, -4.0, -5.0)) == scores(4, -4.0, -5.0)
+    assert request_.undelivered_part(first, 0.0) == first
+    assert request_.undelivered_part(first, 0.0) is None
+    assert request_.undelivered_part(scores(1, -1.0, -2.0, -3.0), 0.0) == scores(3, -3.0)
+    assert request_.undelivered_part(scores(4, -4.0, -5.0), 0.0) == scores(4, -4.0, -5.0)
     embedded = EmbeddingOutput("r", b"\0\0\0\0")
-    assert [request_.undelivered_part(embedded), request_.undelivered_part(embedded)] == [
+    assert [request_.undelivered_part(embedded, 0.0), request_.undelivered_part(embedded, 0.0)] == [
         embedded,
         None,
     ]
     end: Output = FinishedOutput("r", "stop", 6, 0, 0, 0)
-    assert request_.undelivered_part(end) == end
+    assert request_.undelivered_part(end, 0.0) == end
 
 
 def test_a_reader_waits_for_news_but_not_for_ever() -> None:

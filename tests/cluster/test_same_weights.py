@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from ballast.cluster.device import RemoteDevice
-from ballast.cluster.output_stream import OpenRequest, OutputStream
-from ballast.cluster.suspicion import Suspicions
+from ballast.cluster.output_stream import OutputStream
+from ballast.control.open_request import OpenRequest
+from ballast.control.suspicion import Suspicions
 from ballast.core.event import FailedOutput, TokenOutput
 from ballast.core.report import DeviceReport
 from ballast.core.request import Submission

@@ -7,15 +7,16 @@ were in flight at two crashes are sent alone (`suspicion`).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 
-from ballast.cluster.activation_admission import ActivationAdmission
-from ballast.cluster.fairness import chosen
-from ballast.cluster.output_stream import OpenRequest
-from ballast.cluster.suspicion import Suspicions
+from ballast.control.activation_admission import ActivationAdmission
+from ballast.control.fairness import chosen
+from ballast.control.open_request import OpenRequest
+from ballast.control.suspicion import Suspicions
+from ballast.control.timers import Timers
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import CancelledOutput, FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.model import ModelSpec
@@ -39,6 +40,7 @@ class OpenRequests:
     def __init__(
         self,
         suspicions: Suspicions,
+        timers: Timers,
         queue_of: Callable[[str], tuple[ModelSpec, ModelSpec] | None],
         began: Callable[[str], object] = lambda request_id: None,
         residency_of: Callable[[str], str | None] = lambda model: Residency.RESIDENT.value,
@@ -47,10 +49,12 @@ class OpenRequests:
         `began`: called once per request when this device has generated a token of it and has a full
         block of its KV. `residency_of`: returns the state of a base's weights, as last reported;
         None: unknown."""
-        self._suspicions = suspicions
+        self._suspicions, self._timers = suspicions, timers
         self._queue_of = queue_of
         self._began = began
-        self._activations = ActivationAdmission(self._base_of, residency_of, self.reported)
+        self._activations = ActivationAdmission(
+            timers, self._base_of, residency_of, self.reported
+        )
         self._open: dict[str, OpenRequest] = {}
         self._silent: Counter[str] = Counter()
         """Number of requests without a token yet, by model."""
@@ -97,6 +101,8 @@ class OpenRequests:
         """Add requests, new or from another device, and send those that may be sent."""
         for request in requests:
             request.sent = request.begun = request.departing = request.resuming = False
+            if request.arrived is None:
+                request.arrived = self._timers.now()
             queue = self._queue_of(request.submission.model)
             request.vocab = None if queue is None else queue[1].vocab
             self._changed = True
@@ -255,7 +261,8 @@ class OpenRequests:
                 request.resuming = False
             self._send(FlowControlMsg(resumed=tuple(r.submission.id for r in resuming)))
         if waiting:
-            self._send(SubmitMsg.of(r.next_submission() for r in waiting))
+            now = self._timers.now()
+            self._send(SubmitMsg.of(r.next_submission(now) for r in waiting))
 
     def deliver(self, output: Output) -> None:
         """Put a worker's output into its client's stream, unless the client has it already."""
@@ -263,7 +270,7 @@ class OpenRequests:
         if request is None or (request.departing and isinstance(output, CancelledOutput)):
             return  # withdrawn meanwhile, or about to move to another device
         try:
-            undelivered = request.undelivered_part(output)
+            undelivered = request.undelivered_part(output, self._timers.now())
         except BrokenPromise as error:
             log.error("%s", error)
             self.withdraw([output.request_id])
@@ -307,8 +314,8 @@ class OpenRequests:
             bases[base.name] = base
             by_base[base.name].append(request)
             if spec.queue_seconds is not None and request.fresh and request.expiry is None:
-                wait = asyncio.get_running_loop().call_later
-                request.expiry = wait(spec.queue_seconds, self._expire, request.submission.id)
+                expire = partial(self._expire, request.submission.id)
+                request.expiry = self._timers.call_later(spec.queue_seconds, expire)
         for name, requests in by_base.items():
             if name not in held:
                 at_worker = self._at_worker(bases[name])

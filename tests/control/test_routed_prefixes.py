@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.cluster.routed_prefixes import RoutedPrefixes
+from ballast.control.routed_prefixes import RoutedPrefixes
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 

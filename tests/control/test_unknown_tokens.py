@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
-from ballast.cluster.open_requests import OpenRequests
-from ballast.cluster.output_stream import OpenRequest, OutputStream
-from ballast.cluster.suspicion import Suspicions
+from ballast.cluster.loop_timers import LoopTimers
+from ballast.cluster.output_stream import OutputStream
+from ballast.control.open_request import OpenRequest
+from ballast.control.open_requests import OpenRequests
+from ballast.control.suspicion import Suspicions
 from ballast.core.event import FailedOutput, Output, TokenOutput
 from ballast.core.request import Submission
 from tests.cluster.fake_device import spec
@@ -30,7 +32,7 @@ def test_it_ends_the_request_alone(wrong: TokenOutput) -> None:
 
 async def ends_alone(wrong: TokenOutput) -> None:
     model = spec("a", vocab=VOCAB)
-    requests = OpenRequests(Suspicions(), lambda name: (model, model))
+    requests = OpenRequests(Suspicions(), LoopTimers(), lambda name: (model, model))
     streams = {id: OutputStream([id], requests.withdraw, requests.set_paused) for id in ("r", "s")}
     sent: list[object] = []
     requests.worker_ready(sent.append)

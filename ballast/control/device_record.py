@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ballast.cluster.open_requests import OpenRequests
-from ballast.cluster.routed_prefixes import RoutedPrefixes
-from ballast.cluster.suspicion import Suspicions
+from ballast.control.open_requests import OpenRequests
+from ballast.control.routed_prefixes import RoutedPrefixes
+from ballast.control.suspicion import Suspicions
+from ballast.control.timers import Timers
 from ballast.core.capability import GpuReach
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
@@ -25,9 +26,11 @@ class DeviceRecord:
     fleet: FleetSettings
     """Settings with which workers are started; set by `start`."""
 
-    def __init__(self, name: str, suspicions: Suspicions) -> None:
+    def __init__(self, name: str, suspicions: Suspicions, timers: Timers) -> None:
         self.name = name
-        self.requests = OpenRequests(suspicions, self._queue_of, self._began, self._residency_of)
+        self.requests = OpenRequests(
+            suspicions, timers, self._queue_of, self._began, self._residency_of
+        )
         self.specs: Mapping[str, ModelSpec] = {}
         self.failed: Mapping[str, str] = {}
         """Models of its fleet that it could not load, with the reason."""

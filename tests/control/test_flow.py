@@ -10,9 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ballast.cluster.open_requests import OpenRequests
-from ballast.cluster.output_stream import OpenRequest, OutputStream, size
-from ballast.cluster.suspicion import Suspicions
+from ballast.cluster.loop_timers import LoopTimers
+from ballast.cluster.output_stream import OutputStream, size
+from ballast.control.open_request import OpenRequest
+from ballast.control.open_requests import OpenRequests
+from ballast.control.suspicion import Suspicions
 from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.request import Submission
 from ballast.transport.worker_messages.codec import ToWorker
@@ -58,7 +60,7 @@ class FlowControl(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.suspicions = Suspicions()
-        self.requests = OpenRequests(self.suspicions, lambda model: None)
+        self.requests = OpenRequests(self.suspicions, LoopTimers(), lambda model: None)
         self.worker: Worker | None = None
         self.streams: dict[str, OutputStream] = {}
         """By id, of those whose clients have not left."""

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.cluster.activation_turns import AT_ONCE, ActivationTurns, ModelWish
-from ballast.cluster.open_requests import OpenRequests
-from ballast.cluster.output_stream import OpenRequest, OutputStream
-from ballast.cluster.suspicion import Suspicions
+from ballast.cluster.loop_timers import LoopTimers
+from ballast.cluster.output_stream import OutputStream
+from ballast.control.activation_turns import AT_ONCE, ActivationTurns, ModelWish
+from ballast.control.open_request import OpenRequest
+from ballast.control.open_requests import OpenRequests
+from ballast.control.suspicion import Suspicions
 from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -92,7 +94,10 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.requests = OpenRequests(
-            Suspicions(), self._queue_of, residency_of=lambda name: self.residency[name]
+            Suspicions(),
+            LoopTimers(),
+            self._queue_of,
+            residency_of=lambda name: self.residency[name],
         )
         self.requests.worker_ready(self._send)
 

@@ -7,11 +7,11 @@ activated again like for a new request.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence, Set
 
-from ballast.cluster.activation_turns import ActivationTurns, ModelWish
-from ballast.cluster.output_stream import OpenRequest
+from ballast.control.activation_turns import ActivationTurns, ModelWish
+from ballast.control.open_request import OpenRequest
+from ballast.control.timers import Timer, Timers
 from ballast.core.view import Residency
 
 _ABSENT = (Residency.ABSENT.value, Residency.EVICTING.value)
@@ -23,6 +23,7 @@ class ActivationAdmission:
 
     def __init__(
         self,
+        timers: Timers,
         base_of: Callable[[str], str],
         residency_of: Callable[[str], str | None],
         retry: Callable[[], None],
@@ -30,9 +31,10 @@ class ActivationAdmission:
         """`base_of`: returns the name of a model's or adapter's base, empty if it is unknown;
         `residency_of`: state of a base's weights, as last reported; `retry`: called when a budget
         may allow another activation."""
+        self._timers = timers
         self._base_of, self._residency_of, self._retry = base_of, residency_of, retry
         self._turns = ActivationTurns()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
         self.turned_away = False
         """Whether requests wait for their key's turn, or budget."""
 
@@ -68,13 +70,12 @@ class ActivationAdmission:
             for r in wanting
             if r.activations_per_minute and (base := bases[r.submission.model]) in absent
         }
-        loop = asyncio.get_running_loop()
-        turns = self._turns.choose([*wishes], loop.time())
+        turns = self._turns.choose([*wishes], self._timers.now())
         absent -= turns.models
         self.turned_away = bool(absent)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if turns.seconds is not None:
-            self._timer = loop.call_later(turns.seconds, self._retry)
+            self._timer = self._timers.call_later(turns.seconds, self._retry)
         return absent

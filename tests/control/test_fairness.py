@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.cluster.fairness import AHEAD, chosen
-from ballast.cluster.open_requests import OpenRequests
-from ballast.cluster.output_stream import OpenRequest, OutputStream
-from ballast.cluster.suspicion import Suspicions
+from ballast.cluster.loop_timers import LoopTimers
+from ballast.cluster.output_stream import OutputStream
+from ballast.control.fairness import AHEAD, chosen
+from ballast.control.open_request import OpenRequest
+from ballast.control.open_requests import OpenRequests
+from ballast.control.suspicion import Suspicions
 from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -35,7 +37,7 @@ class Worker:
     streams: dict[str, OutputStream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.requests = OpenRequests(Suspicions(), self._queue_of)
+        self.requests = OpenRequests(Suspicions(), LoopTimers(), self._queue_of)
         self.requests.worker_ready(self._send)
 
     def _queue_of(self, name: str) -> tuple[ModelSpec, ModelSpec] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ballast.cluster.suspicion import Suspicions
+from ballast.control.suspicion import Suspicions
 
 
 def test_two_crashes_make_a_suspect() -> None:
