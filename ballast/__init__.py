@@ -17,6 +17,7 @@ all of these: `[tool.importlinter]` in `pyproject.toml` has the levels.
 - `models`: Model executors: any `transformers` decoder, and the fused path of Llama-shaped ones.
 - `engine`: The loop of one device: state, scheduling, jobs, the same live and in virtual time.
 - `transport`: Messages between processes, and the sockets that carry them.
+- `control`: The controller's state machines: requests of a device, their routes and migrations.
 - `live`: One device on real hardware: its memory and link, threads that run jobs, its clock.
 - `cluster`: Worker processes, and the controller that routes requests to them.
 - `server`: The HTTP server: OpenAI's and Anthropic's APIs, metrics, administration.

@@ -32,6 +32,7 @@ import yaml
 from rich.table import Table
 
 from ballast.bench.servers import serving_fleets
+from ballast.cluster.awaited_moves import move_requests
 from ballast.cluster.controller import Controller
 from ballast.core.event import FailedOutput, TokenOutput
 from ballast.core.request import Sampling, Submission
@@ -126,7 +127,7 @@ class Rounds:
         devices[target].cordoned = False
         ordered, moved = time.perf_counter(), 0
         if way == "with KV":
-            moved = await self._server.migrations.move_requests(devices[source], "llama")
+            moved = await move_requests(self._server.migrations, devices[source], "llama")
         elif way == "anew":
             gone = devices[source].requests.hand_over(devices[source].specs["llama"])
             devices[target].requests.add(gone)

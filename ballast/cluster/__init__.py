@@ -7,31 +7,24 @@ the controller, which runs in the server's process, and code that server and wor
 Packages from `server` and `sim` up may import it. It imports `engine`, `transport` and packages
 below them.
 
-- `activation_admission`: Holds back requests for absent models until their keys' turns.
-- `activation_turns`: Turns and budgets of API keys for having models activated.
+- `awaited_moves`: Migrations that a coroutine awaits.
 - `combined_report`: Sum of several devices' reports.
 - `controller`: The parts that serve one fleet on its devices, and their start and end.
-- `device_record`: The controller's state of one device, for routing.
 - `device`: One device as the controller sees it: a worker that is replaced when it dies.
 - `device_set`: The devices of one server, and which serve which model.
-- `fairness`: Fair order of requests between API keys.
 - `fleet_commands`: Operators' commands, carried out over the devices that they concern.
 - `fleet_policy_runner`: Run the fleet policy while the server runs.
 - `fleet_book`: Homes of models, and the fleet policy's decisions; live and simulated.
 - `kept_models`: Models kept beyond the lives of the workers that loaded them.
 - `lending`: Pages lent between the workers of one server.
 - `logs`: JSON logs of all processes, written by a thread.
+- `loop_timers`: Timers of the event loop, for the machines of `ballast.control`.
 - `machine_check`: Check of a fleet against this machine, before anything is loaded.
 - `machine_choice`: The kind of machine of a device: CPU, GPU, or a group of ranks.
-- `open_requests`: Open requests of one device: queued, sent, answered.
 - `output_stream`: The output stream of one client's requests, with backpressure.
 - `pending_commands`: Operators' commands that a worker has not answered yet.
 - `placing`: Initial placement, and each worker's configuration.
-- `request_migrations`: Migrations between devices: the driver of `control.migrations`.
-- `request_router`: Choice of the device of a request, and retry when a worker dies.
-- `routed_prefixes`: Prefixes that a device is believed to have cached, for routing.
 - `segment_broker`: Segments of weights shared between the workers of a host.
-- `suspicion`: Requests suspected of killing workers, which run alone.
 - `tensor_parallel`: One device served by a group of processes, its ranks.
 - `worker`: The process of one device, and the server's end of it.
 """

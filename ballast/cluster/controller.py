@@ -11,23 +11,26 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from ballast.cluster.device import DeviceObserver, RemoteDevice
+from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.fleet_commands import FleetCommands
 from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
 from ballast.cluster.lending.lending_pairs import LendingPairs
+from ballast.cluster.loop_timers import LoopTimers
+from ballast.cluster.output_stream import OutputStream
 from ballast.cluster.placing import Homes, homes_of, part_of
-from ballast.cluster.request_migrations import RequestMigrations
-from ballast.cluster.request_router import RequestRouter
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.cluster.worker.worker_link import WorkerLink
+from ballast.control.device_observer import DeviceObserver
+from ballast.control.request_migrations import RequestMigrations
+from ballast.control.request_router import RequestRouter
 from ballast.control.suspicion import Suspicions
 from ballast.core.command import DeviceCommand, Remove
 from ballast.core.settings import FleetSettings, ServerSettings
 
 
-class _Forgetting(DeviceObserver):
+class _Forgetting(DeviceObserver[RemoteDevice]):
     """Has the broker keep models no longer that have left the fleet."""
 
     def __init__(self, devices: DeviceSet, broker: SegmentBroker | None) -> None:
@@ -55,11 +58,11 @@ class Controller:
         self._suspicions = Suspicions()
         self.devices = DeviceSet()
         """The devices, their fleet, and what they report."""
-        self.router = RequestRouter(self.devices)
+        self.router = RequestRouter(self.devices, OutputStream)
         """Sends requests to devices."""
         self._lending_pairs = LendingPairs(self.devices)
         self._leaving = _Forgetting(self.devices, broker)
-        self.migrations = RequestMigrations(self.devices, self.router)
+        self.migrations = RequestMigrations(self.devices, self.router, LoopTimers())
         """Moves running requests between devices."""
         self.commands = FleetCommands(
             self.devices, self.router, self.migrations, self._lending_pairs

@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from contextlib import suppress
 
 from ballast.cluster.loop_timers import LoopTimers
 from ballast.cluster.pending_commands import PendingCommands, changed, names_of
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.cluster.worker.worker_link import WorkerLink
+from ballast.control.device_observer import DeviceObserver
 from ballast.control.device_record import DeviceRecord
 from ballast.control.suspicion import Suspicions
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.errors import BallastError, Unavailable
-from ballast.core.migration import MigrationAnswer
-from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.transport.worker_messages.admin_messages import CommandDoneMsg
 from ballast.transport.worker_messages.codec import ToServer, ToWorker
@@ -48,43 +47,6 @@ STEADY_SECONDS = 60.0
 started without delay."""
 
 
-class DeviceObserver:
-    """Base class for parts of the controller that react to events of workers.
-
-    Observers override the methods that they need, and are called in the order in which the device
-    was given them.
-    """
-
-    def worker_ready(self, device: RemoteDevice) -> None:
-        """A worker of the device serves now."""
-
-    def worker_died(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
-        """The device's worker has died while it ran the requests `in_flight`; or restarts have
-        failed LOST_AFTER times (`device.lost`), with `in_flight` empty."""
-
-    async def worker_reaped(self, device: RemoteDevice) -> None:
-        """The device's worker has been reaped; returns when another may take its place."""
-
-    def command_done(self, device: RemoteDevice, command: DeviceCommand) -> None:
-        """The device has carried out an operator's command."""
-
-    def lending_message(self, device: RemoteDevice, message: LeaseMsg | PeerReportMsg) -> None:
-        """The worker has sent a message about lent pages."""
-
-    def migration_message(self, device: RemoteDevice, word: MigrationAnswer) -> None:
-        """The worker has sent a message about a request that moves from it or to it."""
-
-    def first_token(self, device: RemoteDevice, request_id: str) -> None:
-        """A request has been given its first token by this device, which has a full block of its
-        KV."""
-
-    def reported(self, device: RemoteDevice) -> None:
-        """The device has sent a report, which is its last one now."""
-
-    def decision_made(self, device: RemoteDevice, moment: float, decision: dict[str, Any]) -> None:
-        """The device's policy has decided something, at `moment` on the event loop's clock."""
-
-
 class RemoteDevice(DeviceRecord):
     """One device: its present worker, and the settings with which the next one is started."""
 
@@ -94,7 +56,7 @@ class RemoteDevice(DeviceRecord):
         make_worker: Callable[[], WorkerLink],
         spare: SpareWorker[WorkerLink],
         suspicions: Suspicions,
-        observers: Sequence[DeviceObserver],
+        observers: Sequence[DeviceObserver[RemoteDevice]],
     ) -> None:
         super().__init__(name, suspicions, LoopTimers())
         self._make_worker = make_worker
@@ -102,6 +64,8 @@ class RemoteDevice(DeviceRecord):
         self._spare = spare
         self._observers = tuple(observers)
         self._commands = PendingCommands(lambda command: self.worker.send(command))
+        self._orders: set[asyncio.Future[None]] = set()
+        """Orders that have not been answered."""
         self._supervisor: asyncio.Task[None] | None = None
         self._ending = False
         self._drained = asyncio.Event()
@@ -113,8 +77,17 @@ class RemoteDevice(DeviceRecord):
         self._supervisor = asyncio.create_task(self._supervise())
 
     def tell(self, message: ToWorker) -> None:
-        """Send a message to the present worker."""
         self.worker.send(message)
+
+    def order(self, command: DeviceCommand, refused: Callable[[], object]) -> None:
+        async def carry_out() -> None:
+            with suppress(Unavailable):
+                if (await self.command(command)).code is not None:
+                    refused()
+
+        order = asyncio.ensure_future(carry_out())
+        self._orders.add(order)
+        order.add_done_callback(self._orders.discard)
 
     def kill(self, why: str) -> None:
         """End the worker that serves; another takes its place."""
@@ -278,39 +251,19 @@ class RemoteDevice(DeviceRecord):
                 observer.decision_made(self, since + decision["at"], fields)
 
     def _serve(self, ready: ReadyMsg) -> None:
-        before = self.specs
-        self.specs, self.failed, self.report = ready.specs, ready.failed, ready.report
-        for spec in before.values():
-            self._end_streams(spec, ready)
-        self.reach, self.pages = ready.reach, ready.pages
-        self.down = self.lost = None
         self._drained.clear()
-        self.requests.worker_ready(lambda message: self.worker.send(message))
+        self.worker_serves(ready)
         for observer in self._observers:
             observer.worker_ready(self)
 
-    def _end_streams(self, before: ModelSpec, ready: ReadyMsg) -> None:
-        """End the requests of a model that the new worker cannot continue: it does not serve it, or
-        serves other weights than those that clients have tokens of."""
-        now = ready.specs.get(before.name)
-        if now is None:
-            why = ready.failed.get(before.name, "it is not served any more")
-            reason = f"the worker died, and {before.name!r} could not be loaded again: {why}"
-            self.requests.fail_model(before, "model_failed", reason)
-        elif now.fingerprint != before.fingerprint:
-            reason = f"the worker died, and {before.name!r} is another model now: its files changed"
-            log.error("%s: %s; its streams end", self.name, reason)
-            self.requests.fail_model(before, "model_changed", reason, begun=True)
-
     def _mourn(self, why: str) -> None:
         """Note the worker's death: its requests wait for the next worker, or move elsewhere."""
-        self.down = f"the worker is gone ({why})"
-        self._commands.fail(self.down)
+        why = f"the worker is gone ({why})"
+        self._commands.fail(why)
         if not self._ending:
             waiting = len(self.requests.sent)
-            log.error("%s: %s; %d requests wait for the next", self.name, self.down, waiting)
-        self._prefixes.clear()
-        in_flight = self.requests.worker_died(self.worker.in_flight())
+            log.error("%s: %s; %d requests wait for the next", self.name, why, waiting)
+        in_flight = self.worker_gone(why, self.worker.in_flight())
         if not self._ending:
             self._notify_death(in_flight)
 

@@ -6,14 +6,16 @@ Used by the controller's parts to look up devices and by the server's routes for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from ballast.cluster.combined_report import combined
-from ballast.cluster.device import DeviceObserver, RemoteDevice
+from ballast.cluster.device import RemoteDevice
 from ballast.cluster.pending_commands import changed, names_of
+from ballast.control.device_observer import DeviceObserver
+from ballast.control.routed_devices import RoutedDevices
 from ballast.core.capability import Capability
 from ballast.core.command import Add, DeviceCommand, Remove
 from ballast.core.model import ModelSpec
@@ -25,14 +27,14 @@ from ballast.policy.presets import preset_of
 DECISIONS_KEPT = 2000
 
 
-class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
+class DeviceSet(RoutedDevices[RemoteDevice], DeviceObserver[RemoteDevice]):
     """The devices by name, in the fleet's order, and the fleet that they serve."""
 
     fleet: FleetSettings
     """Settings of all models and devices; set by the controller's `start`."""
 
     def __init__(self) -> None:
-        self._devices: dict[str, RemoteDevice] = {}
+        super().__init__()
         self._reports: list[DeviceReport] = []
         self._combined: DeviceReport | None = None
         """The sum of `_reports`."""
@@ -42,19 +44,6 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
         self.decisions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=DECISIONS_KEPT)
         """Recent policy decisions of all devices, oldest first, each with its time on the event
         loop's clock."""
-
-    def __getitem__(self, name: str) -> RemoteDevice:
-        return self._devices[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._devices)
-
-    def __len__(self) -> int:
-        return len(self._devices)
-
-    def add(self, device: RemoteDevice) -> None:
-        """Append a device."""
-        self._devices[device.name] = device
 
     # -- what they have in all --------------------------------------------------------------------
 
@@ -91,7 +80,7 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
         return self._combined
 
     @cached_property
-    def fleet_policy(self) -> FleetPolicy:
+    def fleet_policy(self) -> FleetPolicy:  # type: ignore[override]
         """The fleet part of the preset, which never changes while a server runs."""
         return preset_of(self.fleet).fleet
 
@@ -136,32 +125,15 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
         """Whether a worker is about to take the place of one that died."""
         return any(d.down is not None and d.lost is None for d in self._devices.values())
 
-    def full(self, base: ModelSpec) -> bool:
-        """Return whether all devices of a model would refuse another request, by their reports."""
-        return all(device.full(base) for device in self.serving(base.name))
-
     # -- where models are -------------------------------------------------------------------------
 
     def homes(self, model: str) -> list[str]:
         """Return the names of a model's assigned devices, without those that it is leaving."""
         return [d.name for d in self.assigned(model) if model not in d.leaving]
 
-    def serving(self, model: str) -> list[RemoteDevice]:
-        """Return the devices that accept requests of a model or adapter; else those that serve it;
-        else all devices, which report why they do not."""
-        devices = list(self._devices.values())
-        if len(devices) == 1:
-            return devices
-        here = [d for d in devices if d.serves(model)]
-        return [d for d in here if d.takes(model)] or here or devices
-
     def assigned(self, model: str) -> list[RemoteDevice]:
         """Return the devices whose settings include a model, whether or not they could load it."""
         return [d for d in self._devices.values() if any(m.name == model for m in d.fleet.models)]
-
-    def others(self, device: RemoteDevice, model: str) -> list[RemoteDevice]:
-        """Return the other devices to which requests of a model can be sent now."""
-        return [d for d in self.serving(model) if d is not device and d.down is None]
 
     # -- changes of the fleet ---------------------------------------------------------------------
 

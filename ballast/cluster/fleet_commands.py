@@ -11,13 +11,14 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from ballast.cluster.awaited_moves import Moves, move_requests
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.lending.lending_pairs import LendingPairs
+from ballast.cluster.output_stream import OutputStream
 from ballast.cluster.pending_commands import names_of, refusal, undoing
 from ballast.cluster.placing import named, placed
-from ballast.cluster.request_migrations import RequestMigrations
-from ballast.cluster.request_router import RequestRouter
+from ballast.control.request_router import RequestRouter
 from ballast.core.actions import Evict, Lend, Recall
 from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
 from ballast.core.errors import ConfigError, Unavailable
@@ -44,8 +45,8 @@ class FleetCommands:
     def __init__(
         self,
         devices: DeviceSet,
-        router: RequestRouter,
-        migrations: RequestMigrations,
+        router: RequestRouter[RemoteDevice, OutputStream],
+        migrations: Moves,
         lending_pairs: LendingPairs,
     ) -> None:
         self._devices = devices
@@ -228,7 +229,7 @@ class FleetCommands:
         """Take a model from a device that is not its only one."""
         device.leaving.add(model)
         try:
-            await self._migrations.move_requests(device, model)
+            await move_requests(self._migrations, device, model)
             outcome = await device.command(Remove(model, patience))
         except BaseException:
             device.leaving.discard(model)
@@ -276,7 +277,7 @@ class FleetCommands:
     async def _empty(self, device: RemoteDevice) -> None:
         """Move all open requests of a device to others."""
         bases: list[ModelSpec] = list(device.specs.values())
-        moves = (self._migrations.move_requests(device, base.name, bring=True) for base in bases)
+        moves = (move_requests(self._migrations, device, base.name, bring=True) for base in bases)
         moved = sum(await asyncio.gather(*moves))
         anew = self._router.hand_over(device)
         text = "%s is drained: %d requests go on elsewhere, %d with their KV"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from ballast.cluster.awaited_moves import Moves, move_requests
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.fleet_book import FleetBook
 from ballast.cluster.fleet_commands import FleetCommands
 from ballast.cluster.placing import need_of
-from ballast.cluster.request_migrations import RequestMigrations
 from ballast.core.actions import Activate
 from ballast.core.command import Remove
 from ballast.core.errors import Unavailable
@@ -40,7 +40,7 @@ class FleetPolicyRunner:
         self,
         devices: DeviceSet,
         commands: FleetCommands,
-        migrations: RequestMigrations,
+        migrations: Moves,
         policy: FleetPolicy,
     ) -> None:
         rooms = [Room(d.name, d.fleet.device.budget_bytes) for d in devices.values()]
@@ -122,7 +122,7 @@ class FleetPolicyRunner:
                     if not any(d.takes(model) and d.lost is None for d in others):
                         device.leaving.discard(model)  # no other device can serve it by now
                         continue
-                    await self._migrations.move_requests(device, model)
+                    await move_requests(self._migrations, device, model)
                     here = device.specs.get(model)
                     if here and device.down is None and not device.requests.count(here):
                         await self._remove(device, model)

@@ -1,7 +1,22 @@
-"""Decide between devices: pure state machines that the server and the simulator both run.
+"""Decide between devices: the controller's state, without sockets, processes, tasks or clocks.
 
-`handle(now, event)` returns instructions. What surrounds a machine (sockets and processes, or a
-heap of virtual time) turns messages into events and instructions into messages; it decides nothing.
+Messages of workers go in, messages to them come out; time and timers are passed in. So the server
+runs it in real time, and tests run it in virtual time with every fault at every moment. The
+simulator runs `migrations` too. Imports `transport`'s messages, `policy` and `core`.
 
+- `activation_admission`: Holds back requests for absent models until their keys' turns.
+- `activation_turns`: Turns and budgets of API keys for having models activated.
+- `device_observer`: What parts of the controller hear of workers.
+- `device_record`: The controller's state of one device, for routing.
+- `fairness`: Fair order of requests between API keys.
+- `migration_events`: Events, instructions and readings of `migrations`.
 - `migrations`: Move running requests with their KV, and hand them from prefill to decode devices.
+- `open_request`: One open request: what its client has.
+- `open_requests`: Open requests of one device: queued, sent, answered.
+- `request_migrations`: Migrations between the devices of a server: the driver of `migrations`.
+- `request_router`: Choice of the device of a request, and retry when a worker dies.
+- `routed_devices`: The devices of a fleet, and which of them take requests of a model.
+- `routed_prefixes`: Prefixes that a device is believed to have cached, for routing.
+- `suspicion`: Requests suspected of killing workers, which run alone.
+- `timers`: The time and timers of the machines, in real or virtual time.
 """

@@ -6,18 +6,24 @@ message to the worker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 
 from ballast.control.open_requests import OpenRequests
 from ballast.control.routed_prefixes import RoutedPrefixes
 from ballast.control.suspicion import Suspicions
 from ballast.control.timers import Timers
 from ballast.core.capability import GpuReach
+from ballast.core.command import DeviceCommand
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.request import Request, Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.view import Residency
+from ballast.transport.worker_messages.codec import ToWorker
+from ballast.transport.worker_messages.lifecycle_messages import ReadyMsg
+
+log = logging.getLogger(__name__)
 
 
 class DeviceRecord:
@@ -54,8 +60,50 @@ class DeviceRecord:
         self.lost: str | None = None
         """Why requests fail instead of waiting for the next worker; None if they wait."""
 
+    def tell(self, message: ToWorker) -> None:
+        """Send a message to the present worker."""
+        raise NotImplementedError
+
+    def order(self, command: DeviceCommand, refused: Callable[[], object]) -> None:
+        """Have the worker carry out a command; `refused` is called if it refuses."""
+        raise NotImplementedError
+
     def _began(self, request_id: str) -> None:
         """Called when a request has its first token."""
+
+    # -- its workers ------------------------------------------------------------------------------
+
+    def worker_serves(self, ready: ReadyMsg) -> None:
+        """A worker serves now: it gets the open requests that it can continue."""
+        before = self.specs
+        self.specs, self.failed, self.report = ready.specs, ready.failed, ready.report
+        for spec in before.values():
+            self._end_streams(spec, ready)
+        self.reach, self.pages = ready.reach, ready.pages
+        self.down = self.lost = None
+        self.requests.worker_ready(self.tell)
+
+    def worker_gone(self, why: str, recorded: Collection[str]) -> list[str]:
+        """The worker has died: its requests wait for the next one. `recorded`, and what is
+        returned: as of `OpenRequests.worker_died`."""
+        self.down = why
+        self._prefixes.clear()
+        return self.requests.worker_died(recorded)
+
+    def _end_streams(self, before: ModelSpec, ready: ReadyMsg) -> None:
+        """End the requests of a model that the new worker cannot continue: it does not serve it, or
+        serves other weights than those that clients have tokens of."""
+        now = ready.specs.get(before.name)
+        if now is None:
+            why = ready.failed.get(before.name, "it is not served any more")
+            reason = f"the worker died, and {before.name!r} could not be loaded again: {why}"
+            self.requests.fail_model(before, "model_failed", reason)
+        elif now.fingerprint != before.fingerprint:
+            reason = f"the worker died, and {before.name!r} is another model now: its files changed"
+            log.error("%s: %s; its streams end", self.name, reason)
+            self.requests.fail_model(before, "model_changed", reason, begun=True)
+
+    # -- its models -------------------------------------------------------------------------------
 
     def base_of(self, name: str) -> ModelSpec | None:
         """Return the model that runs requests for `name`, a model or adapter; None: unknown."""

@@ -20,11 +20,26 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
+from ballast.control.migration_events import (
+    ActivationRefusedEvent,
+    AnsweredEvent,
+    BatchEnded,
+    BlockFilledEvent,
+    ContinueRequest,
+    DeviceLostEvent,
+    Devices,
+    Event,
+    Instruction,
+    LookEvent,
+    MarkDeparting,
+    MigrateEvent,
+    OrderActivation,
+    SendStep,
+)
 from ballast.core.migration import (
     AT_ONCE,
     DepartedAnswer,
@@ -36,10 +51,8 @@ from ballast.core.migration import (
     KvImportedAnswer,
     KvTailEvent,
     MigrationAnswer,
-    MigrationStep,
     wanted,
 )
-from ballast.core.request import Submission
 
 ANSWER_SECONDS = 10.0
 """Time for a device to answer a step: it may be in a long job, or have a GiB of KV to read."""
@@ -47,165 +60,6 @@ ACTIVATION_SECONDS = 30.0
 """Time for weights to arrive at a device before requests of their model migrate there."""
 REFUSED_SECONDS = 2.0
 """The same where the activation was refused, as it is while the weights are loading already."""
-
-
-@dataclass(frozen=True, slots=True)
-class MigrateEvent:
-    """Migrate all running requests of a model off a device; `BatchEnded` follows.
-
-    Each goes to a device that has the model's weights; where none has, it stays.
-    """
-
-    batch: int
-    """Number of the order, unique; `BatchEnded` has it too."""
-    source: str
-    model: str
-    bring: bool = False
-    """Whether to activate the model elsewhere first, unless another device has its weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockFilledEvent:
-    """A request has its first token and a full block of KV on a device that only prefills."""
-
-    source: str
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class AnsweredEvent:
-    """A device has answered a step of a migration."""
-
-    device: str
-    answer: MigrationAnswer
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationRefusedEvent:
-    """A device has refused an `OrderActivation`."""
-
-    device: str
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceLostEvent:
-    """A device's worker has died, with all that it had."""
-
-    device: str
-
-
-@dataclass(frozen=True, slots=True)
-class LookEvent:
-    """Devices have reported, or time has passed `Migrations.due`."""
-
-
-Event = (
-    MigrateEvent
-    | BlockFilledEvent
-    | AnsweredEvent
-    | ActivationRefusedEvent
-    | DeviceLostEvent
-    | LookEvent
-)
-
-
-@dataclass(frozen=True, slots=True)
-class SendStep:
-    """Send a step of a migration to a device."""
-
-    device: str
-    step: MigrationStep
-
-
-@dataclass(frozen=True, slots=True)
-class OrderActivation:
-    """Order a device to activate a model; a refusal comes back as `ActivationRefusedEvent`."""
-
-    device: str
-    model: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class MarkDeparting:
-    """From now on the end of a request at its source is not its end."""
-
-    source: str
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class WithdrawRequest:
-    """Withdraw a request from a device that does not answer; it goes on elsewhere."""
-
-    device: str
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class ContinueRequest:
-    """Submit a request that has departed, after the tokens that its client has."""
-
-    request_id: str
-    source: str
-    target: str
-    with_kv: bool
-    """Whether all of its KV is there."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchEnded:
-    """No request of a `MigrateEvent` will move any more."""
-
-    batch: int
-    left: int
-    """Requests that have left the source."""
-
-
-Instruction = (
-    SendStep | OrderActivation | MarkDeparting | WithdrawRequest | ContinueRequest | BatchEnded
-)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenAtSource:
-    """A request that is open at its source."""
-
-    submission: Submission
-    output: Sequence[int]
-    """Tokens that its client has."""
-
-
-class Devices(Protocol):
-    """What migrations read of the devices and their requests, as of now."""
-
-    def is_up(self, device: str) -> bool:
-        """Return whether a worker serves."""
-
-    def memory_of(self, device: str) -> str:
-        """Return the address at which a device exports its memory."""
-
-    def has_weights(self, device: str, model: str) -> bool:
-        """Return whether a model's weights are on a device, by its last report."""
-
-    def others(self, device: str, model: str) -> Sequence[str]:
-        """Return the other devices to which requests of a model can be sent."""
-
-    def running(self, device: str, model: str) -> Sequence[str]:
-        """Return the ids of a model's requests that a device runs."""
-
-    def open_at(self, device: str, request_id: str) -> OpenAtSource | None:
-        """Return a request; None: it has ended there."""
-
-    def base_of(self, device: str, name: str) -> str | None:
-        """Return the model that serves `name`, a model or adapter; None: unknown."""
-
-    def choose(self, submission: Submission, devices: Sequence[str]) -> str:
-        """Choose one of `devices` for a request, by the fleet policy."""
-
-    def choose_for_decode(self, submission: Submission, devices: Sequence[str]) -> str | None:
-        """Choose one of `devices` that decodes; None: none does."""
 
 
 class _Step(enum.Enum):
@@ -471,8 +325,6 @@ class Migrations:
         if self._devices.open_at(source, request_id) is None:
             self._fail(request_id, migration)  # it ended before it could depart
             return
-        if departed is None:
-            self._out.append(WithdrawRequest(source, request_id))
         up = self._devices.is_up(target)
         with_kv = up and not migration.kv_lost and departed is not None and departed.intact
         if with_kv:
@@ -482,7 +334,9 @@ class Migrations:
         elif up:
             self._out.append(SendStep(target, DropKvEvent(request_id)))
         goes_to = target if up else source
-        self._out.append(ContinueRequest(request_id, source, goes_to, with_kv))
+        self._out.append(
+            ContinueRequest(request_id, source, goes_to, with_kv, departed is not None)
+        )
         self._end(request_id, migration, left=up)
 
     def _fail(self, request_id: str, migration: _Migration) -> None:

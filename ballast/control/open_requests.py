@@ -56,6 +56,9 @@ class OpenRequests:
             timers, self._base_of, residency_of, self.reported
         )
         self._open: dict[str, OpenRequest] = {}
+        self._withdrawn: set[str] = set()
+        """Ids of requests that the worker was told to end, and whose end it has not sent: until
+        then its outputs for them are not for those of this id that may come back meanwhile."""
         self._silent: Counter[str] = Counter()
         """Number of requests without a token yet, by model."""
         self._alone: str | None = None
@@ -118,6 +121,8 @@ class OpenRequests:
         for request in gone:
             request.cancel_expiry()
             self._silent[request.submission.model] -= not request.output_tokens
+        self._changed = True
+        self.dispatch()  # others may have waited until one of them had run alone
         return gone
 
     def hand_over(self, base: ModelSpec) -> list[OpenRequest]:
@@ -131,11 +136,20 @@ class OpenRequests:
         ]
         sent = tuple(i for i in ids if self._open[i].sent)
         gone = self.remove(ids)
-        if sent and self._send is not None:
-            self._send(WithdrawMsg(sent))
-        self._changed = True
-        self.dispatch()
+        self._end_at_worker(sent)
         return gone
+
+    def take_back(self, request_id: str) -> OpenRequest:
+        """Remove a request that the worker has, for another device to add."""
+        (gone,) = self.remove([request_id])
+        self._end_at_worker((request_id,))
+        return gone
+
+    def _end_at_worker(self, sent: tuple[str, ...]) -> None:
+        """Have the worker end requests that are not open here any more."""
+        if sent and self._send is not None:
+            self._withdrawn.update(sent)
+            self._send(WithdrawMsg(sent))
 
     def running(self, base: ModelSpec) -> list[str]:
         """Return the ids of a model's requests that the worker may be running, except suspects."""
@@ -162,9 +176,7 @@ class OpenRequests:
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """End requests whose client has left; further outputs of them are dropped."""
         ended = [self._close(i) for i in request_ids if i in self._open]
-        sent = tuple(r.submission.id for r in ended if r.sent)
-        if sent and self._send is not None:
-            self._send(WithdrawMsg(sent))
+        self._end_at_worker(tuple(r.submission.id for r in ended if r.sent))
         self.dispatch()
 
     def set_paused(self, request_ids: Iterable[str], paused: bool) -> None:
@@ -214,6 +226,7 @@ class OpenRequests:
         as in flight. Returns the ids in flight. A suspect that ran alone fails.
         """
         self._send = None
+        self._withdrawn.clear()
         self._activations.worker_died()
         in_flight = [i for i in (list(recorded) or self.sent) if i in self._open]
         for request in self._open.values():
@@ -243,7 +256,8 @@ class OpenRequests:
             return
         self._changed = False
         resuming = [r for r in self._open.values() if r.resuming]
-        waiting = [r for r in self._open.values() if not r.sent and not r.paused]
+        idle = (r for r in self._open.values() if not r.sent and not r.paused)
+        waiting = [r for r in idle if r.submission.id not in self._withdrawn]
         suspects = []
         if self._suspicions.has_any:
             suspects = [r for r in waiting if self._suspicions.suspect(r.submission.id)]
@@ -266,6 +280,11 @@ class OpenRequests:
 
     def deliver(self, output: Output) -> None:
         """Put a worker's output into its client's stream, unless the client has it already."""
+        if output.request_id in self._withdrawn:
+            if isinstance(output, FinishedOutput | FailedOutput | CancelledOutput):
+                self._withdrawn.discard(output.request_id)
+                self._changed = True
+            return
         request = self._open.get(output.request_id)
         if request is None or (request.departing and isinstance(output, CancelledOutput)):
             return  # withdrawn meanwhile, or about to move to another device
@@ -290,8 +309,8 @@ class OpenRequests:
     def _has_block(self, request: OpenRequest) -> bool:
         """Return whether the KV of all tokens but the last fills a block."""
         queue = self._queue_of(request.submission.model)
-        tokens = len(request.submission.prompt) + len(request.output_tokens) - 1
-        return queue is None or tokens >= queue[1].block_tokens
+        n = len(request.submission.prompt) + len(request.output_tokens) - 1
+        return queue is None or n >= queue[1].block_tokens
 
     def _active_models(self) -> set[str]:
         names = {r.submission.model for r in self._open.values() if r.is_active}

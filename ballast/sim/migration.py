@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ballast.control.migrations import (
+from ballast.control.migration_events import (
     ActivationRefusedEvent,
     AnsweredEvent,
     BatchEnded,
@@ -22,12 +22,11 @@ from ballast.control.migrations import (
     LookEvent,
     MarkDeparting,
     MigrateEvent,
-    Migrations,
     OpenAtSource,
     OrderActivation,
     SendStep,
-    WithdrawRequest,
 )
+from ballast.control.migrations import Migrations
 from ballast.core.actions import Activate
 from ballast.core.event import ArrivalEvent, CancelEvent, Output, TokenOutput
 from ballast.core.link import Direction
@@ -195,8 +194,6 @@ class SimMigrations:
                 )
             case MarkDeparting(source, request_id):
                 self._departing[request_id] = self._devices[source].state.requests[request_id]
-            case WithdrawRequest(device, request_id):
-                self._devices[device].receive(at, CancelEvent(request_id))
             case ContinueRequest():
                 self._continue(at, instruction)
             case BatchEnded(batch):
@@ -216,6 +213,8 @@ class SimMigrations:
 
     def _continue(self, at: float, order: ContinueRequest) -> None:
         request = self._departing[order.request_id]
+        if not order.departed:
+            self._devices[order.source].receive(at, CancelEvent(order.request_id))
         self.moved += order.with_kv
         first, arrival = request.first_token_at, request.submission.arrival
         coming = replace(

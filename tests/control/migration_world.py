@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ballast.control.migrations import (
+from ballast.control.migration_events import (
     ActivationRefusedEvent,
     AnsweredEvent,
     BatchEnded,
@@ -20,12 +20,11 @@ from ballast.control.migrations import (
     Event,
     LookEvent,
     MarkDeparting,
-    Migrations,
     OpenAtSource,
     OrderActivation,
     SendStep,
-    WithdrawRequest,
 )
+from ballast.control.migrations import Migrations
 from ballast.core.migration import (
     DepartedAnswer,
     DepartEvent,
@@ -38,6 +37,7 @@ from ballast.core.migration import (
     MigrationAnswer,
 )
 from ballast.core.request import Submission
+from ballast.transport.worker_messages.request_messages import WithdrawMsg
 
 BLOCK = 2
 """Tokens of a block."""
@@ -48,7 +48,7 @@ ToDevice = (
     | KvTailEvent
     | DropKvEvent
     | OrderActivation
-    | WithdrawRequest
+    | WithdrawMsg
     | ContinueRequest
 )
 
@@ -144,12 +144,14 @@ class World:
             match told:
                 case SendStep(device, step):
                     self._send(device, step)
-                case OrderActivation(device, _, _) | WithdrawRequest(device, _):
+                case OrderActivation(device, _, _):
                     self._send(device, told)
                 case MarkDeparting(source, request_id):
                     assert self.requests[request_id].device == source
                     self.requests[request_id].departing = True
-                case ContinueRequest(request_id, source, target, _):
+                case ContinueRequest(request_id, source, target, _, departed):
+                    if not departed:
+                        self._send(source, WithdrawMsg((request_id,)))
                     request = self.requests[request_id]
                     assert request.device == source, f"{request_id} was not at {source}"
                     assert not request.ended, f"{request_id} goes on after its end"
@@ -191,10 +193,10 @@ class World:
                     self._answer(device, ActivationRefusedEvent(device, "m"))
                 else:
                     worker.weights.add("m")
-            case WithdrawRequest(_, i):
+            case WithdrawMsg((i,)):
                 worker.runs.pop(i, None)
                 worker.departing.pop(i, None)
-            case ContinueRequest(i, _, _, with_kv):
+            case ContinueRequest(i, _, _, with_kv, _):
                 request = self.requests[i]
                 tokens = len(request.submission.prompt) + len(request.output)
                 worker.runs[i] = tokens
@@ -265,7 +267,7 @@ class World:
         self.down.discard(device)
         for i, request in self.requests.items():
             if request.device == device and not request.ended:
-                self._send(device, ContinueRequest(i, device, device, False))
+                self._send(device, ContinueRequest(i, device, device, False, True))
 
     def settle(self) -> None:
         """Deliver everything, and let time pass until no migration is open."""

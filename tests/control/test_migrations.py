@@ -6,14 +6,8 @@ import random
 
 import pytest
 
-from ballast.control.migrations import (
-    ACTIVATION_SECONDS,
-    ANSWER_SECONDS,
-    REFUSED_SECONDS,
-    ActivationRefusedEvent,
-    BlockFilledEvent,
-    MigrateEvent,
-)
+from ballast.control.migration_events import ActivationRefusedEvent, BlockFilledEvent, MigrateEvent
+from ballast.control.migrations import ACTIVATION_SECONDS, ANSWER_SECONDS, REFUSED_SECONDS
 from tests.control.migration_world import BLOCK, Worker, World
 
 

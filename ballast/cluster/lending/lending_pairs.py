@@ -19,8 +19,9 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ballast.cluster.device import DeviceObserver, RemoteDevice
+from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
+from ballast.control.device_observer import DeviceObserver
 from ballast.core.lease import PagesReturnedEvent
 from ballast.transport.worker_messages.lending_messages import (
     LeaseMsg,
@@ -42,7 +43,7 @@ class _Pair:
     met: set[str] = field(default_factory=set)
 
 
-class LendingPairs(DeviceObserver):
+class LendingPairs(DeviceObserver[RemoteDevice]):
     """Tracks the lending pairs among one server's devices. All calls on its event loop."""
 
     def __init__(self, devices: DeviceSet) -> None:

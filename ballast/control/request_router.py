@@ -7,31 +7,43 @@ chooses, by load, cached prefixes and residency of weights; the router keeps no 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Generic, TypeVar
 
-from ballast.cluster.device import DeviceObserver, RemoteDevice
-from ballast.cluster.device_set import DeviceSet
-from ballast.cluster.output_stream import OutputStream
-from ballast.control.open_request import OpenRequest
+from ballast.control.device_observer import DeviceObserver
+from ballast.control.device_record import DeviceRecord
+from ballast.control.open_request import OpenRequest, Outputs
+from ballast.control.routed_devices import D, RoutedDevices
 from ballast.core.errors import Unavailable
 from ballast.core.request import Submission
 from ballast.policy.fleet.replica_choice import Replica, for_decode, for_prefill
 
 log = logging.getLogger(__name__)
 
+S = TypeVar("S", bound=Outputs)
+Withdraw = Callable[[Sequence[str]], None]
+"""Ends requests, by id."""
+Pace = Callable[[Sequence[str], bool], None]
+"""Pauses requests (True) or resumes them."""
 
-class RequestRouter(DeviceObserver):
+
+class RequestRouter(DeviceObserver[D], Generic[D, S]):
     """Routes new requests to devices, and moves open ones from devices that die or are drained."""
 
-    def __init__(self, devices: DeviceSet) -> None:
-        self._devices = devices
+    def __init__(
+        self,
+        devices: RoutedDevices[D],
+        make_stream: Callable[[Sequence[str], Withdraw, Pace], S],
+    ) -> None:
+        """`make_stream`: makes the stream of some requests' outputs, by their ids."""
+        self._devices, self._make_stream = devices, make_stream
 
     def submit(
         self,
         submissions: Sequence[Submission],
         key: str = "",
         activations_per_minute: int | None = None,
-    ) -> OutputStream:
+    ) -> S:
         """Route requests, whose ids must be new, to devices that serve their models; return the
         stream of their outputs. They wait while no worker serves.
 
@@ -40,7 +52,7 @@ class RequestRouter(DeviceObserver):
         Raises Unavailable where all devices of a model are lost.
         """
         homes = [self._route(submission) for submission in submissions]
-        stream = OutputStream((s.id for s in submissions), self.withdraw, self.pace)
+        stream = self._make_stream([s.id for s in submissions], self.withdraw, self.pace)
         for device in dict.fromkeys(homes):
             device.requests.add(
                 OpenRequest(s, stream, key, activations_per_minute)
@@ -68,7 +80,7 @@ class RequestRouter(DeviceObserver):
         for device in self._devices.values():
             device.requests.fail_all(code, reason)
 
-    def _route(self, submission: Submission) -> RemoteDevice:
+    def _route(self, submission: Submission) -> D:
         homes = self._devices.serving(submission.model)
         if len(homes) == 1 and homes[0].lost is None:
             return homes[0]
@@ -77,22 +89,20 @@ class RequestRouter(DeviceObserver):
             raise Unavailable(f"{homes[0].lost}")
         return self.choose(submission, [d for d in alive if not d.requests.holding] or alive)
 
-    def choose(self, submission: Submission, devices: Sequence[RemoteDevice]) -> RemoteDevice:
+    def choose(self, submission: Submission, devices: Sequence[D]) -> D:
         """Choose the device of a request among several that accept it; note its prompt there."""
         replicas = for_prefill([_replica(d, submission) for d in devices])
         chosen = self._devices[self._devices.fleet_policy.route(replicas)]
         chosen.remember(submission)
         return chosen
 
-    def choose_for_decode(
-        self, submission: Submission, devices: Sequence[RemoteDevice]
-    ) -> RemoteDevice | None:
+    def choose_for_decode(self, submission: Submission, devices: Sequence[D]) -> D | None:
         """Choose the device that decodes a request after its first token, among `devices` of its
         model; None: none of them decodes."""
         replicas = for_decode([_replica(d, submission) for d in devices])
         return self._devices[self._devices.fleet_policy.decodes(replicas)] if replicas else None
 
-    def hand_over(self, device: RemoteDevice) -> int:
+    def hand_over(self, device: D) -> int:
         """Move the open requests of a device to others that serve its models, without their KV,
         which is recomputed (`Migrations` moves requests with it); return how many moved."""
         moved = 0
@@ -104,7 +114,7 @@ class RequestRouter(DeviceObserver):
                 moved += 1
         return moved
 
-    def worker_died(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
+    def worker_died(self, device: D, in_flight: Collection[str]) -> None:
         """Move the requests of a dead worker to other devices that serve their models, except those
         that may have caused its death."""
         moved = 0
@@ -120,7 +130,7 @@ class RequestRouter(DeviceObserver):
             log.warning("%d requests of %s go on elsewhere", moved, device.name)
 
 
-def _replica(d: RemoteDevice, submission: Submission) -> Replica:
+def _replica(d: DeviceRecord, submission: Submission) -> Replica:
     """Return the state of a device that the fleet policy sees for a request."""
     held, resident = d.held_tokens(submission), d.has_weights(submission.model)
     prompt = len(submission.prompt)

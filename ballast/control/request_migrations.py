@@ -1,20 +1,20 @@
 """Migrate running requests between the devices of a server: the driver of `control.migrations`.
 
-Turns workers' messages into events of the state machine, and its instructions into messages. Used
-by `FleetCommands` and `FleetPolicyRunner`; runs on the server's event loop.
+Turns workers' messages into events of the state machine, and its instructions into messages and
+changes of the devices' records. Used by the parts of `ballast.cluster` that change the fleet.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from math import inf
+from typing import Generic
 
-from ballast.cluster.device import DeviceObserver, RemoteDevice
-from ballast.cluster.device_set import DeviceSet
-from ballast.cluster.request_router import RequestRouter
-from ballast.control.migrations import (
+from ballast.control.device_observer import DeviceObserver
+from ballast.control.device_record import DeviceRecord
+from ballast.control.migration_events import (
     ActivationRefusedEvent,
     AnsweredEvent,
     BatchEnded,
@@ -26,68 +26,74 @@ from ballast.control.migrations import (
     LookEvent,
     MarkDeparting,
     MigrateEvent,
-    Migrations,
     OpenAtSource,
     OrderActivation,
     SendStep,
-    WithdrawRequest,
 )
+from ballast.control.migrations import Migrations
+from ballast.control.request_router import RequestRouter, S
+from ballast.control.routed_devices import D, RoutedDevices
+from ballast.control.timers import Timer, Timers
 from ballast.core.actions import Activate
-from ballast.core.errors import Unavailable
 from ballast.core.migration import MigrationAnswer
 from ballast.core.request import Submission
 from ballast.core.settings import Role
 from ballast.transport.worker_messages.migration_messages import MigrationOrderMsg
-from ballast.transport.worker_messages.request_messages import WithdrawMsg
 
 
-class RequestMigrations(DeviceObserver):
+class RequestMigrations(DeviceObserver[D], Generic[D, S]):
     """Migrates running requests with their KV, also from prefill to decode devices.
 
     Implements `control.migrations.Devices`.
     """
 
-    def __init__(self, devices: DeviceSet, router: RequestRouter) -> None:
-        self._devices = devices
-        self._router = router
+    def __init__(
+        self, devices: RoutedDevices[D], router: RequestRouter[D, S], timers: Timers
+    ) -> None:
+        self._devices, self._router, self._timers = devices, router, timers
         self._machine = Migrations(self)
         self._numbers = itertools.count(1)
-        self._batches: dict[int, asyncio.Future[int]] = {}
-        self._orders: set[asyncio.Future[None]] = set()
-        """Activations that have not been answered."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._ended: dict[int, Callable[[int], object]] = {}
+        """By batch, what to call when it has ended."""
+        self._timer: Timer | None = None
 
-    async def move_requests(self, device: RemoteDevice, model: str, *, bring: bool = False) -> int:
-        """Migrate a model's running requests to other devices that have its weights; return how
-        many have left. `bring`: as of `MigrateEvent`."""
+    @property
+    def busy(self) -> bool:
+        """Whether any request may yet move."""
+        return self._machine.busy
+
+    def move_requests(
+        self,
+        device: DeviceRecord,
+        model: str,
+        ended: Callable[[int], object],
+        *,
+        bring: bool = False,
+    ) -> None:
+        """Migrate a model's running requests to other devices that have its weights; `ended` is
+        called with the number of those that have left. `bring`: as of `MigrateEvent`."""
         number = next(self._numbers)
-        batch: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._batches[number] = batch
+        self._ended[number] = ended
         self._handle(MigrateEvent(number, device.name, model, bring))
-        return await batch
 
     def close(self) -> None:
-        """Order and await nothing any more."""
+        """Await nothing any more."""
         if self._timer is not None:
             self._timer.cancel()
-        for order in self._orders:
-            order.cancel()
-        for batch in self._batches.values():
-            batch.cancel()
 
     # -- messages of workers ----------------------------------------------------------------------
 
-    def first_token(self, device: RemoteDevice, request_id: str) -> None:
+    def first_token(self, device: D, request_id: str) -> None:
         if device.fleet.device.role is Role.PREFILL:
             self._handle(BlockFilledEvent(device.name, request_id))
 
-    def migration_message(self, device: RemoteDevice, word: MigrationAnswer) -> None:
+    def migration_message(self, device: D, word: MigrationAnswer) -> None:
         self._handle(AnsweredEvent(device.name, word))
 
-    def worker_died(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
+    def worker_died(self, device: D, in_flight: Collection[str]) -> None:
         self._handle(DeviceLostEvent(device.name))
 
-    def reported(self, device: RemoteDevice) -> None:
+    def reported(self, device: D) -> None:
         if self._machine.awaits_weights:
             self._handle(LookEvent())
 
@@ -128,41 +134,31 @@ class RequestMigrations(DeviceObserver):
     # -- instructions -----------------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
-        loop = asyncio.get_running_loop()
-        for instruction in self._machine.handle(loop.time(), event):
+        now = self._timers.now()
+        for instruction in self._machine.handle(now, event):
             self._do(instruction)
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
-        if self._machine.busy:
-            self._timer = loop.call_at(self._machine.due, self._handle, LookEvent())
+        if self._machine.due < inf:
+            look = partial(self._handle, LookEvent())
+            self._timer = self._timers.call_later(self._machine.due - now, look)
 
     def _do(self, instruction: Instruction) -> None:
         match instruction:
             case SendStep(device, step):
                 self._devices[device].tell(MigrationOrderMsg.of(step))
-            case OrderActivation():
-                order = asyncio.ensure_future(self._activate(instruction))
-                self._orders.add(order)
-                order.add_done_callback(self._orders.discard)
+            case OrderActivation(device, model, why):
+                refused = partial(self._handle, ActivationRefusedEvent(device, model))
+                self._devices[device].order(Activate(model, why), refused)
             case MarkDeparting(source, request_id):
                 request = self._devices[source].requests.get(request_id)
                 assert request is not None, "it is open"
                 request.departing = True
-            case WithdrawRequest(device, request_id):
-                self._devices[device].tell(WithdrawMsg((request_id,)))
-            case ContinueRequest(request_id, source, target, with_kv):
-                gone = self._devices[source].requests.remove([request_id])
+            case ContinueRequest(request_id, source, target, with_kv, departed):
+                here = self._devices[source].requests
+                gone = here.remove([request_id]) if departed else [here.take_back(request_id)]
                 self._devices[target].moved_in += with_kv
                 self._devices[target].requests.add(gone)
             case BatchEnded(batch, left):
-                future = self._batches.pop(batch)
-                if not future.done():
-                    future.set_result(left)
-
-    async def _activate(self, order: OrderActivation) -> None:
-        with suppress(Unavailable):
-            device = self._devices[order.device]
-            outcome = await device.command(Activate(order.model, order.why))
-            if outcome.code is not None:
-                self._handle(ActivationRefusedEvent(order.device, order.model))
+                self._ended.pop(batch)(left)

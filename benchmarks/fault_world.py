@@ -1,0 +1,590 @@
+"""A fleet in virtual time whose workers, messages and clients misbehave by a seed.
+
+The controller is the real one (`ballast.control`). Workers are small: they keep requests and KV as
+the engine does, and a token is a digest of the KV before it, so KV that is lost, repeated or put in
+a wrong place changes the answer. A connection keeps the order of its messages; each takes a random
+time; a worker that dies takes its messages in both directions with it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import msgspec
+
+from ballast.control.device_record import DeviceRecord
+from ballast.control.request_migrations import RequestMigrations
+from ballast.control.request_router import Pace, RequestRouter, Withdraw
+from ballast.control.routed_devices import RoutedDevices
+from ballast.control.suspicion import Suspicions
+from ballast.core.actions import Activate
+from ballast.core.command import DeviceCommand
+from ballast.core.errors import Unavailable
+from ballast.core.event import (
+    CancelledOutput,
+    FailedOutput,
+    FinishedOutput,
+    Output,
+    TokenOutput,
+)
+from ballast.core.migration import (
+    DepartedAnswer,
+    DepartEvent,
+    DropKvEvent,
+    ExportKvEvent,
+    ImportKvEvent,
+    KvExportedAnswer,
+    KvImportedAnswer,
+    KvTailEvent,
+    MigrationAnswer,
+    MigrationStep,
+)
+from ballast.core.model import ModelSpec
+from ballast.core.report import DeviceReport, ModelReport
+from ballast.core.request import Submission
+from ballast.core.settings import DeviceSettings, FleetSettings, Role
+from ballast.core.view import Residency
+from ballast.policy.fleet.fixed_placement import FixedPlacement
+from ballast.transport.worker_messages.codec import ToWorker
+from ballast.transport.worker_messages.lifecycle_messages import ReadyMsg
+from ballast.transport.worker_messages.migration_messages import MigrationOrderMsg
+from ballast.transport.worker_messages.request_messages import (
+    FlowControlMsg,
+    SubmitMsg,
+    WithdrawMsg,
+)
+
+VOCAB = 1000
+BLOCK = 4
+"""Tokens of a block of KV."""
+REPORT_SECONDS = 0.1
+HORIZON = 120.0
+"""Virtual seconds after which a request that is still open counts as lost."""
+
+
+def next_token(model: str, tokens: Sequence[int]) -> int:
+    """Return the token that a model gives after `tokens`."""
+    return zlib.crc32(f"{model}{list(tokens)}".encode()) % VOCAB
+
+
+def undisturbed(submission: Submission) -> list[int]:
+    """Return the answer of a worker that nothing happens to."""
+    tokens = list(submission.prompt)
+    for _ in range(submission.max_tokens):
+        tokens.append(next_token(submission.model, tokens))
+    return tokens[len(submission.prompt) :]
+
+
+class VirtualTimers:
+    """Implements `ballast.control.timers.Timers`; also the agenda of all that happens."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, _Call]] = []
+        self._sequence = itertools.count()
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def call_later(self, seconds: float, call: Callable[[], object]) -> _Call:
+        return self.call_at(self._now + max(0.0, seconds), call)
+
+    def call_at(self, at: float, call: Callable[[], object]) -> _Call:
+        """Call `call` at `at`; of equal times the one that was scheduled first comes first."""
+        entry = _Call(call)
+        heapq.heappush(self._heap, (at, next(self._sequence), entry))
+        return entry
+
+    def step(self) -> bool:
+        """Make the next call; return False if there is none."""
+        while self._heap:
+            self._now, _, entry = heapq.heappop(self._heap)
+            if entry.call is not None:
+                entry.call()
+                return True
+        return False
+
+
+@dataclass(slots=True)
+class _Call:
+    call: Callable[[], object] | None
+
+    def cancel(self) -> None:
+        self.call = None
+
+
+@dataclass
+class Client:
+    """Implements `Outputs` for one request; keeps what was delivered."""
+
+    submission: Submission
+    withdraw: Withdraw
+    pace: Pace
+    open: set[str] = field(default_factory=set)
+    paused: bool = False
+    tokens: list[int] = field(default_factory=list)
+    ends: list[Output] = field(default_factory=list)
+    gaps: int = 0
+    """Tokens that did not come in their order, or after the end."""
+    left: bool = False
+
+    def put(self, output: Output) -> None:
+        if isinstance(output, TokenOutput):
+            self.gaps += output.index != len(self.tokens) or bool(self.ends)
+            self.tokens.append(output.token)
+        else:
+            self.ends.append(output)
+
+
+@dataclass
+class Running:
+    """A request at a worker. `kv`: the token that each position's KV was computed from."""
+
+    submission: Submission
+    tokens: list[int]
+    kv: list[int]
+    paused: bool = False
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.submission.prompt)
+
+
+@dataclass
+class Worker:
+    """The process of one device: what it holds dies with it."""
+
+    resident: set[str]
+    requests: dict[str, Running] = field(default_factory=dict)
+    exported: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By request: (tokens, attempt)."""
+    departing: dict[str, int] = field(default_factory=dict)
+    imported: dict[str, tuple[list[int], int]] = field(default_factory=dict)
+    """By request: (KV, attempt)."""
+    alive: bool = True
+
+
+class FaultDevice(DeviceRecord):
+    """The controller's record of a device, joined to the world's present worker of it."""
+
+    def __init__(self, world: FaultWorld, name: str, role: Role, specs: dict[str, ModelSpec]):
+        super().__init__(name, world.suspicions, world.timers)
+        settings = DeviceSettings(name=name, budget_bytes=1 << 30, role=role)
+        self.fleet = FleetSettings(models=(), device=settings)
+        self.world, self.of_worker = world, specs
+        self.process = Worker(set())
+        self.died_at = -1.0
+
+    def tell(self, message: ToWorker) -> None:
+        self.world.to_worker(self, partial(self.world.handle, self, message))
+
+    def order(self, command: DeviceCommand, refused: Callable[[], object]) -> None:
+        assert isinstance(command, Activate)
+        self.world.to_worker(self, partial(self.world.activate, self, command.model, refused))
+
+    def _began(self, request_id: str) -> None:
+        self.world.migrations.first_token(self, request_id)
+
+
+class FaultWorld:
+    """A controller, its devices, and clients, of which a seed decides what happens."""
+
+    def __init__(self, seed: int, n_devices: int, n_requests: int) -> None:
+        self.random = rng = random.Random(seed)
+        self.timers, self.suspicions = VirtualTimers(), Suspicions()
+        self.devices: RoutedDevices[FaultDevice] = RoutedDevices()
+        self.devices.fleet_policy = FixedPlacement()
+        self.router: RequestRouter[FaultDevice, Client] = RequestRouter(
+            self.devices, self._make_client
+        )
+        self.migrations = RequestMigrations(self.devices, self.router, self.timers)
+        self._coming: list[Submission] = []
+        self.clients: list[Client] = []
+        self._last: dict[tuple[str, bool], float] = {}
+        """When the last message of each connection arrives."""
+        self.deaths = 0
+        self.orders = self.orders_ended = 0
+        self.refused = 0
+        """Requests that the controller did not take: no device was left."""
+        split = rng.random() < 0.4
+        models = [f"m{i}" for i in range(rng.randrange(1, 4))]
+        for i in range(n_devices):
+            role = Role.BOTH
+            if split:
+                role = Role.PREFILL if i == 0 else rng.choice([Role.DECODE, Role.BOTH])
+            served = [m for m in models if i == 0 or rng.random() < 0.8]
+            device = FaultDevice(self, f"d{i}", role, {m: _spec(m) for m in served})
+            self.devices.add(device)
+            self._start(device)
+        for i in range(n_requests):
+            self.timers.call_later(rng.uniform(0, 4), partial(self._arrive, i, rng.choice(models)))
+        for _ in range(rng.randrange(0, 6)):
+            self.timers.call_later(rng.uniform(0, 6), self._die)
+        for _ in range(rng.randrange(0, 5)):
+            self.timers.call_later(rng.uniform(0, 6), self._migrate)
+        for _ in range(rng.randrange(0, 3)):
+            self.timers.call_later(rng.uniform(0, 6), self._stall)
+
+    def run(self) -> None:
+        """Run until every request has ended, or HORIZON has passed."""
+        while self.timers.now() < HORIZON and self.timers.step():
+            self.validate()
+            over = self.timers.now() > 7 and all(c.ends or c.left for c in self.clients)
+            if over and not self.migrations.busy and all(d.down is None for d in self._all):
+                break
+        while self.timers.now() < HORIZON and self._holding and self.timers.step():
+            pass
+
+    def validate(self) -> None:
+        """Assert that no request is open at two devices."""
+        seen: set[str] = set()
+        for device in self._all:
+            ids = set(device.requests)
+            assert seen.isdisjoint(ids), f"{seen & ids} are open at two devices"
+            seen |= ids
+
+    # -- what came of it --------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> int:
+        """Accepted requests without an end."""
+        return sum(not c.ends and not c.left for c in self.clients)
+
+    @property
+    def repeated(self) -> int:
+        """Tokens out of order or after an end, and further ends."""
+        return sum(c.gaps + max(0, len(c.ends) - 1) for c in self.clients)
+
+    @property
+    def changed(self) -> int:
+        """Answers that differ from an undisturbed run's, as far as they go; and failures that no
+        worker's death accounts for."""
+        wrong = 0
+        for c in self.clients:
+            expected = undisturbed(c.submission)
+            done = any(isinstance(end, FinishedOutput) for end in c.ends)
+            wrong += c.tokens != (expected if done else expected[: len(c.tokens)])
+            for end in c.ends:
+                poison = isinstance(end, FailedOutput) and end.code == "poison"
+                wrong += not done and not (poison and self.deaths >= 3)
+        return wrong
+
+    @property
+    def leaked(self) -> int:
+        """Requests and imported KV that live workers keep though the controller knows of none."""
+        return sum(
+            len(d.process.imported)
+            + len(d.process.departing)
+            + sum(i not in d.requests for i in d.process.requests)
+            for d in self._all
+        ) + (self.orders - self.orders_ended)
+
+    @property
+    def _all(self) -> list[FaultDevice]:
+        return list(self.devices.values())
+
+    @property
+    def _holding(self) -> bool:
+        """Whether messages that would end something may still be on their way."""
+        return self.leaked > 0
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def to_worker(self, device: FaultDevice, deliver: Callable[[], None]) -> None:
+        self._send(device, deliver, up=False)
+
+    def _send(self, device: FaultDevice, deliver: Callable[[], None], *, up: bool) -> None:
+        """Deliver a message after a random time, in the order of its connection, unless the worker
+        has died meanwhile."""
+        process = device.process
+        slow = 2.0 if self.random.random() < 0.01 else 0.02
+        key = device.name, up
+        soon = self.timers.now() + self.random.uniform(0, slow)
+        at = max(self._last.get(key, 0.0), soon)
+        self._last[key] = at
+
+        def arrive() -> None:
+            if process is device.process and process.alive:
+                deliver()
+
+        self.timers.call_at(at, arrive)
+
+    # -- clients ----------------------------------------------------------------------------------
+
+    def _make_client(self, ids: Sequence[str], withdraw: Withdraw, pace: Pace) -> Client:
+        (submission,) = self._coming
+        return Client(submission, withdraw, pace, set(ids))
+
+    def _arrive(self, i: int, model: str) -> None:
+        rng = self.random
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12)))
+        submission = Submission(
+            id=f"r{i}", model=model, prompt=prompt, max_tokens=rng.randrange(1, 25)
+        )
+        self._coming = [submission]
+        try:
+            client = self.router.submit([submission])
+        except Unavailable:
+            self.refused += 1
+            return
+        self.clients.append(client)
+        if rng.random() < 0.1:
+            self.timers.call_later(rng.uniform(0, 2), partial(self._leave, client))
+        if rng.random() < 0.1:
+            begins = rng.uniform(0, 2)
+            self.timers.call_later(begins, partial(self._pace, client, True))
+            self.timers.call_later(begins + rng.uniform(0, 1), partial(self._pace, client, False))
+
+    @staticmethod
+    def _leave(client: Client) -> None:
+        if not client.ends:
+            client.left = True
+            client.withdraw([client.submission.id])
+
+    @staticmethod
+    def _pace(client: Client, paused: bool) -> None:
+        client.paused = paused
+        client.pace([client.submission.id], paused)
+
+    # -- what goes wrong, and what operators order ------------------------------------------------
+
+    def _die(self) -> None:
+        device = self.random.choice(self._all)
+        process = device.process
+        if not process.alive or device.down is not None:
+            return
+        process.alive = False
+        self.deaths += 1
+        recorded = list(process.requests) if self.random.random() < 0.5 else []
+        noticed = partial(self._notice, device, recorded)
+        self.timers.call_later(self.random.uniform(0, 0.2), noticed)
+
+    def _notice(self, device: FaultDevice, recorded: Collection[str]) -> None:
+        in_flight = device.worker_gone("killed", recorded)
+        self.migrations.worker_died(device, in_flight)
+        self.router.worker_died(device, in_flight)
+        self.timers.call_later(self.random.uniform(0.05, 2.0), partial(self._start, device))
+
+    def _start(self, device: FaultDevice) -> None:
+        device.process = Worker({m for m in device.of_worker if self.random.random() < 0.5})
+        device.worker_serves(ReadyMsg(dict(device.of_worker), {}, self._report(device), "memory"))
+        self._report_later(device, device.process)
+        self._compute_later(device, device.process)
+
+    def _migrate(self) -> None:
+        device = self.random.choice(self._all)
+        self.orders += 1
+
+        def ended(left: int) -> None:
+            self.orders_ended += 1
+
+        model = self.random.choice(sorted(device.of_worker) or ["m0"])
+        self.migrations.move_requests(device, model, ended, bring=self.random.random() < 0.5)
+
+    def _stall(self) -> None:
+        """Let a connection stand still for longer than an answer is awaited."""
+        key = self.random.choice(self._all).name, self.random.random() < 0.5
+        until = self.timers.now() + self.random.uniform(5, 15)
+        self._last[key] = max(self._last.get(key, 0.0), until)
+
+    # -- the worker -------------------------------------------------------------------------------
+
+    def _report(self, device: FaultDevice) -> DeviceReport:
+        process = device.process
+        models = tuple(
+            _model_report(name, resident=name in process.resident) for name in device.of_worker
+        )
+        return DeviceReport(
+            device=device.name,
+            now=self.timers.now(),
+            page_bytes=1,
+            total=1,
+            free=1,
+            reclaiming=0,
+            owners={},
+            models=models,
+            jobs=0,
+            draining=False,
+        )
+
+    def _report_later(self, device: FaultDevice, process: Worker) -> None:
+        def report() -> None:
+            if process.alive and process is device.process:
+                self._send(device, partial(self._reported, device, self._report(device)), up=True)
+                self.timers.call_later(REPORT_SECONDS, report)
+
+        self.timers.call_later(REPORT_SECONDS, report)
+
+    def _reported(self, device: FaultDevice, report: DeviceReport) -> None:
+        device.report = report
+        device.requests.reported()
+        self.migrations.reported(device)
+
+    def activate(self, device: FaultDevice, model: str, refused: Callable[[], object]) -> None:
+        if self.random.random() < 0.3 or model not in device.of_worker:
+            self._send(device, lambda: refused() and None, up=True)
+            return
+
+        process = device.process
+        seconds = self.random.uniform(0, 1)
+        self.timers.call_later(seconds, lambda: process.resident.add(model))
+
+    def handle(self, device: FaultDevice, message: ToWorker) -> None:
+        """Let a worker handle a message of the controller."""
+        process = device.process
+        match message:
+            case SubmitMsg():
+                for submission in message.unwrap():
+                    self._admit(process, submission)
+            case WithdrawMsg():
+                for i in message.request_ids:
+                    if process.requests.pop(i, None) is not None:
+                        self._tell(device, [CancelledOutput(i)])
+                        if i in process.departing:
+                            self._depart(device, i, None)
+            case FlowControlMsg():
+                for i in (*message.paused, *message.resumed):
+                    if i in process.requests:
+                        process.requests[i].paused = i in message.paused
+            case MigrationOrderMsg():
+                self._migration_step(device, message.order)
+
+    def _admit(self, process: Worker, submission: Submission) -> None:
+        tokens = [*submission.prompt, *(submission.resumed or ())]
+        kv: list[int] = []
+        imported = process.imported.pop(submission.id, None)
+        if imported is not None and len(imported[0]) <= len(tokens):
+            kv = imported[0]  # what is wrong in it shows in the answer
+        process.resident.add(submission.model)
+        process.requests[submission.id] = Running(submission, tokens, kv)
+
+    def _compute_later(self, device: FaultDevice, process: Worker) -> None:
+        def compute() -> None:
+            if process.alive and process is device.process:
+                self._compute(device)
+                self.timers.call_later(self.random.uniform(0.01, 0.1), compute)
+
+        self.timers.call_later(self.random.uniform(0.01, 0.1), compute)
+
+    def _compute(self, device: FaultDevice) -> None:
+        """Run a step: one token for each request, and departures of those that can leave."""
+        process = device.process
+        outputs: list[Output] = []
+        for i, r in list(process.requests.items()):
+            if i in process.departing and len(r.kv) % BLOCK == 0:
+                del process.requests[i]
+                outputs.append(CancelledOutput(i))
+                self._tell(device, outputs)
+                outputs = []
+                self._depart(device, i, r)
+                continue
+            if r.paused:
+                continue
+            done = r.generated >= r.submission.max_tokens
+            if not done:
+                r.kv += r.tokens[len(r.kv) :]
+                r.tokens.append(next_token(r.submission.model, r.kv))
+                outputs.append(TokenOutput(i, r.tokens[-1], r.generated - 1))
+                done = r.generated >= r.submission.max_tokens
+            if done:
+                del process.requests[i]
+                outputs.append(FinishedOutput(i, "length", 0, 0, 0, 0))
+                if i in process.departing:
+                    self._tell(device, outputs)
+                    outputs = []
+                    self._depart(device, i, None)
+        self._tell(device, outputs)
+
+    def _tell(self, device: FaultDevice, outputs: Sequence[Output]) -> None:
+        def deliver() -> None:
+            for output in outputs:
+                device.requests.deliver(output)
+            device.requests.dispatch()
+
+        if outputs:
+            self._send(device, deliver, up=True)
+
+    def _answer(self, device: FaultDevice, answer: MigrationAnswer) -> None:
+        self._send(device, lambda: self.migrations.migration_message(device, answer), up=True)
+
+    def _depart(self, device: FaultDevice, i: str, request: Running | None) -> None:
+        process = device.process
+        attempt = process.departing.pop(i)
+        tokens, exported = process.exported.pop(i, (0, -1))
+        intact = request is not None and exported == attempt
+        tail = request.kv[tokens:] if request is not None and intact else []
+        data = msgspec.msgpack.encode(tail)
+        self._answer(device, DepartedAnswer(i, intact, len(tail), data, attempt))
+
+    def _migration_step(self, device: FaultDevice, step: MigrationStep) -> None:
+        process = device.process
+        match step:
+            case ExportKvEvent(i, attempt):
+                r = process.requests.get(i)
+                tokens = 0 if r is None or r.paused else len(r.kv) // BLOCK * BLOCK
+                process.exported[i] = tokens, attempt
+                self._answer(device, KvExportedAnswer(i, tokens, "form", ((0, 1),), attempt))
+            case ImportKvEvent(prefix, attempt=attempt):
+                fits = prefix.model in process.resident and self.random.random() < 0.9
+                if fits:
+                    process.imported[prefix.id] = list(prefix.prompt), attempt
+                n = len(prefix.prompt) if fits else 0
+                self._answer(device, KvImportedAnswer(prefix.id, n, attempt))
+            case DepartEvent(i, attempt):
+                process.departing[i] = attempt
+                if i not in process.requests:
+                    self._depart(device, i, None)
+            case KvTailEvent(i, _, data, attempt):
+                held = process.imported.get(i)
+                if held is not None and held[1] == attempt:
+                    held[0].extend(msgspec.msgpack.decode(data, type=list[int]))
+            case DropKvEvent(i):
+                process.imported.pop(i, None)
+
+
+def _spec(name: str) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        n_layers=1,
+        n_heads=1,
+        kv_heads=1,
+        head_dim=8,
+        hidden=8,
+        intermediate=8,
+        vocab=VOCAB,
+        dtype="float32",
+        max_model_len=256,
+        block_tokens=BLOCK,
+        segment_bytes=(8,),
+        fingerprint="0123456789abcdef",
+    )
+
+
+_REPORT = ModelReport(
+    name="",
+    residency="absent",
+    weight_pages=0,
+    kv_pages=1,
+    cached_pages=0,
+    waiting=0,
+    running=0,
+    late=0,
+    lane_seconds=0.0,
+    activations=0,
+    evictions=0,
+    preemptions=0,
+    prompt_tokens=0,
+    cached_tokens=0,
+    output_tokens=0,
+)
+
+
+def _model_report(name: str, *, resident: bool) -> ModelReport:
+    state = Residency.RESIDENT if resident else Residency.ABSENT
+    return replace(_REPORT, name=name, residency=state.value)
