@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 
 class LoopTimers:
-    """Implements `control.timers.Timers`; the event loop must be running."""
+    """Implements `control.timers.Timers`; calls need a running event loop."""
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return time.monotonic()  # the clock of event loops
 
     def call_later(self, seconds: float, call: Callable[[], object]) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(seconds, call)

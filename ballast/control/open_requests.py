@@ -93,8 +93,7 @@ class OpenRequests:
 
     def count(self, base: ModelSpec) -> int:
         """Count the requests of a model and its adapters."""
-        names = {s.name for s in base.served}
-        return sum(r.submission.model in names for r in self._open.values())
+        return len(self._of(base))
 
     def count_silent(self, base: ModelSpec) -> int:
         """Count the requests of a model and its adapters without a token yet."""
@@ -128,12 +127,8 @@ class OpenRequests:
     def hand_over(self, base: ModelSpec) -> list[OpenRequest]:
         """Remove a model's requests, except suspects, for another device to add. The worker ends
         those that it has; further outputs of them are dropped."""
-        names = {s.name for s in base.served}
-        ids = [
-            i
-            for i, r in self._open.items()
-            if r.submission.model in names and not self._suspicions.suspect(i)
-        ]
+        ids = [r.submission.id for r in self._of(base)]
+        ids = [i for i in ids if not self._suspicions.suspect(i)]
         sent = tuple(i for i in ids if self._open[i].sent)
         gone = self.remove(ids)
         self._end_at_worker(sent)
@@ -153,15 +148,8 @@ class OpenRequests:
 
     def running(self, base: ModelSpec) -> list[str]:
         """Return the ids of a model's requests that the worker may be running, except suspects."""
-        names = {s.name for s in base.served}
-        return [
-            i
-            for i, r in self._open.items()
-            if r.submission.model in names
-            and r.sent
-            and not r.paused
-            and not self._suspicions.suspect(i)
-        ]
+        ids = [r.submission.id for r in self._of(base) if r.sent and not r.paused]
+        return [i for i in ids if not self._suspicions.suspect(i)]
 
     def movable(self, in_flight: Iterable[str]) -> list[OpenRequest]:
         """Return the requests that may move to another device: not sent, not suspect, and not
@@ -207,10 +195,9 @@ class OpenRequests:
     def fail_model(self, base: ModelSpec, code: str, reason: str, *, begun: bool = False) -> None:
         """End the requests of a model and its adapters that no worker has with an error; `begun`:
         only those whose clients have a part of the answer."""
-        names = {s.name for s in base.served}
-        for request in list(self._open.values()):
+        for request in self._of(base):
             has_part = bool(request.output_tokens or request.scored)
-            if request.submission.model in names and not request.sent and (has_part or not begun):
+            if not request.sent and (has_part or not begun):
                 self._fail(request, code, reason)
 
     def worker_ready(self, send: Callable[[ToWorker], None]) -> None:
@@ -340,6 +327,11 @@ class OpenRequests:
                 at_worker = self._at_worker(bases[name])
                 found += chosen(requests, at_worker, bases[name].max_running)
         return found
+
+    def _of(self, base: ModelSpec) -> list[OpenRequest]:
+        """Return the requests of a model and its adapters."""
+        names = {s.name for s in base.served}
+        return [r for r in self._open.values() if r.submission.model in names]
 
     def _base_of(self, model: str) -> str:
         """Return the name of the base of a model or adapter; empty if it is unknown."""

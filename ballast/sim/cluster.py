@@ -183,9 +183,7 @@ class Cluster:
             specs,
             lambda device, spec: sites[device].kind.costs(spec),
             on_move,
-            lambda homes: (
-                migrations_of(placed, homes, policy) if policy.moves or prefilling else []
-            ),
+            functools.partial(migrations_of, placed if policy.moves or prefilling else {}, policy),
         )
 
     def _on_prefill_output(self, device: str, at: float, output: Output) -> None:

@@ -102,8 +102,7 @@ class SimDevice:
         self._overhead = profile.overhead
         self._runner = self._make_runner(settings, profile, calls)
         self.story = Story(sink=sink, overhead=profile.overhead)
-        self._client = send
-        self._answer = profile.answer
+        self._client, self._answer = send, profile.answer
         self._leaps, self._steps, self._observe = leaps, steps, observe
         self.unsaid: Container[str] = ()
         """Requests whose end here is not sent to clients: they continue on another device."""
@@ -112,7 +111,6 @@ class SimDevice:
         self._leaving: dict[str, ModelState] = {}
         """By the id of the operation."""
         self._on_refusal: dict[str, Callable[[], None]] = {}
-        """By the id of an ordered operation."""
         self._left: Counter[str] = Counter()
         self._loop = Loop(
             self.state,

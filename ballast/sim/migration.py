@@ -245,7 +245,7 @@ def _streams(
 
 
 def migrations_of(
-    devices: Mapping[str, tuple[SimDevice, HostPlace]], homes: Homes, policy: FleetPolicy
+    devices: Mapping[str, tuple[SimDevice, HostPlace]], policy: FleetPolicy, homes: Homes
 ) -> list[SimMigrations]:
     """Build the migrations of each host whose devices reach each other."""
     hosts = dict.fromkeys(place.host for _, place in devices.values())

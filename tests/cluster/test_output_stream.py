@@ -11,10 +11,10 @@ from ballast.cluster.output_stream import (
     MOST_UNREAD,
     MOST_UNREAD_EACH,
     UNITS_PER_TAKE,
-    OpenRequest,
     OutputStream,
     size,
 )
+from ballast.control.open_request import OpenRequest
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import (
     EmbeddingOutput,
@@ -54,9 +54,9 @@ def test_a_gap_is_a_broken_promise(request_: OpenRequest) -> None:
 
 
 def test_the_next_worker_goes_on_after_what_was_told(request_: OpenRequest) -> None:
-    assert request_.next_submission() == request_.submission
+    assert request_.next_submission(0.0) == request_.submission
     request_.undelivered_part(TokenOutput("r", 11, 0), 0.0)
-    again = request_.next_submission()
+    again = request_.next_submission(0.0)
     assert again.resumed == (11,)
 
 

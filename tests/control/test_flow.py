@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ballast.cluster.loop_timers import LoopTimers
 from ballast.cluster.output_stream import OutputStream, size
 from ballast.control.open_request import OpenRequest
 from ballast.control.open_requests import OpenRequests
@@ -23,6 +22,7 @@ from ballast.transport.worker_messages.request_messages import (
     SubmitMsg,
     WithdrawMsg,
 )
+from benchmarks.fault_world import VirtualTimers
 
 picks = st.integers(0, 1000)
 TOP = tuple((k, -1.0) for k in range(20))
@@ -60,7 +60,7 @@ class FlowControl(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.suspicions = Suspicions()
-        self.requests = OpenRequests(self.suspicions, LoopTimers(), lambda model: None)
+        self.requests = OpenRequests(self.suspicions, VirtualTimers(), lambda model: None)
         self.worker: Worker | None = None
         self.streams: dict[str, OutputStream] = {}
         """By id, of those whose clients have not left."""
