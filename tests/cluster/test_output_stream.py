@@ -29,7 +29,8 @@ from ballast.core.request import Submission
 @pytest.fixture
 def request_() -> OpenRequest:
     submission = Submission(id="r", model="m", prompt=(1, 2, 3, 4, 5, 6), max_tokens=4)
-    return OpenRequest(submission, OutputStream(["r"], lambda ids: None, lambda ids, paused: None))
+    stream = OutputStream(["r"], lambda ids: None, lambda ids, paused: None)
+    return OpenRequest(submission, stream, arrived=0.0)
 
 
 def scores(start: int, *logprobs: float) -> PromptScoresOutput:
