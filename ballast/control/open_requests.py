@@ -52,9 +52,7 @@ class OpenRequests:
         self._suspicions, self._timers = suspicions, timers
         self._queue_of = queue_of
         self._began = began
-        self._activations = ActivationAdmission(
-            timers, self._base_of, residency_of, self.reported
-        )
+        self._activations = ActivationAdmission(timers, self._base_of, residency_of, self.reported)
         self._open: dict[str, OpenRequest] = {}
         self._withdrawn: set[str] = set()
         """Ids of requests that the worker was told to end, and whose end it has not sent: until
