@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ballast.bench.inprocess import InProcess
+from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import GiB, KiB
@@ -83,7 +83,7 @@ def crowd(source: Path, scratch: Path, rounds: int) -> dict[str, Any]:
         copy_changed(source, target, i)
         paths[f"copy{i}"] = Path(gguf_directory(target, "path", target.name))
     asked = requests_of(list(paths), rounds)
-    expected = {}
+    expected: dict[str, Answer] = {}
     pages, room = 0, 0
     for name, path in paths.items():
         with InProcess(settings_of({name: path}, 2 * GiB)) as server:
