@@ -1,0 +1,80 @@
+"""Requests that leave a worker and come back to it, and those that wait behind them."""
+
+from __future__ import annotations
+
+from ballast.control.open_request import OpenRequest
+from ballast.control.open_requests import OpenRequests
+from ballast.control.suspicion import Suspicions
+from ballast.core.event import CancelledOutput, Output, TokenOutput
+from ballast.core.request import Submission
+from ballast.transport.worker_messages.codec import ToWorker
+from ballast.transport.worker_messages.request_messages import SubmitMsg, WithdrawMsg
+from benchmarks.fault_world import Client, VirtualTimers
+
+
+class Book:
+    """Open requests of one device, and what its worker was sent."""
+
+    def __init__(self) -> None:
+        self.suspicions = Suspicions()
+        self.requests = OpenRequests(self.suspicions, VirtualTimers(), lambda name: None)
+        self.sent: list[str] = []
+        self.withdrawn: list[str] = []
+        self.requests.worker_ready(self._send)
+
+    def _send(self, message: ToWorker) -> None:
+        if isinstance(message, SubmitMsg):
+            self.sent += [s.id for s in message.unwrap()]
+        elif isinstance(message, WithdrawMsg):
+            self.withdrawn += message.request_ids
+
+    def add(self, id: str) -> Client:
+        submission = Submission(id=id, model="m", prompt=(1,), max_tokens=9)
+        requests = self.requests
+        client = Client(submission, requests.withdraw, requests.set_paused, {id})
+        requests.add([OpenRequest(submission, client)])
+        return client
+
+    def deliver(self, *outputs: Output) -> None:
+        for output in outputs:
+            self.requests.deliver(output)
+        self.requests.dispatch()
+
+
+def test_what_a_worker_sends_of_an_earlier_stay_is_not_for_the_next_one() -> None:
+    book = Book()
+    client = book.add("r")
+    book.deliver(TokenOutput("r", 5, 0))
+    gone = book.requests.take_back("r")
+    assert book.withdrawn == ["r"]
+    book.requests.add([gone])
+    assert book.sent == ["r"], "the worker has it still"
+    book.deliver(TokenOutput("r", 6, 1), TokenOutput("r", 7, 2))
+    assert client.tokens == [5]
+    book.deliver(CancelledOutput("r"))
+    assert book.sent == ["r", "r"]
+    assert not client.ends
+    book.deliver(TokenOutput("r", 6, 1))
+    assert client.tokens == [5, 6]
+
+
+def test_a_worker_that_dies_sends_nothing_more_of_what_was_withdrawn() -> None:
+    book = Book()
+    book.add("r")
+    gone = book.requests.take_back("r")
+    book.requests.worker_died(())
+    book.requests.add([gone])
+    book.requests.worker_ready(book._send)
+    assert book.sent == ["r", "r"]
+
+
+def test_those_that_wait_are_sent_when_the_suspect_before_them_has_gone_elsewhere() -> None:
+    book = Book()
+    book.add("culprit")
+    for _ in range(2):
+        book.requests.worker_died(["culprit"])
+        book.requests.worker_ready(book._send)
+    book.add("waits")
+    assert "waits" not in book.sent
+    book.requests.remove(["culprit"])
+    assert book.sent[-1] == "waits"
