@@ -9,7 +9,7 @@ that of the key with the fewest requests at the worker.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from ballast.core.request import Submission
@@ -20,7 +20,7 @@ at once when one ends, and few, since a new request of another key waits for all
 
 
 class Keyed(Protocol):
-    """A request and its API key; `ballast.cluster.output_stream.OpenRequest` is one."""
+    """A request and its API key; `control.open_request.OpenRequest` is one."""
 
     @property
     def key(self) -> str: ...
@@ -28,8 +28,32 @@ class Keyed(Protocol):
     @property
     def submission(self) -> Submission: ...
 
+    @property
+    def sent(self) -> bool:
+        """Whether the worker has it."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether it is paused because its client does not read."""
+
 
 R = TypeVar("R", bound=Keyed)
+
+
+def counted(requests: Iterable[Keyed], most_running: int) -> Counter[str]:
+    """Count, by key, the requests of one model that count against the key's share of the worker.
+
+    The first `most_running` paused requests of a key do not count. Further ones do: they could all
+    resume at once, ahead of other keys' requests.
+    """
+    active: Counter[str] = Counter()
+    paused: Counter[str] = Counter()
+    for request in requests:
+        if request.sent:
+            (paused if request.paused else active)[request.key] += 1
+    for key, n in paused.items():
+        active[key] += max(0, n - most_running)
+    return active
 
 
 def chosen(waiting: Sequence[R], at_worker: Counter[str], most_running: int) -> list[R]:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 from ballast.control.activation_admission import ActivationAdmission
-from ballast.control.fairness import chosen
+from ballast.control.fairness import chosen, counted
 from ballast.control.open_request import OpenRequest
 from ballast.control.suspicion import Suspicions
-from ballast.control.timers import Timers
+from ballast.control.timers import Timer, Timers
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import CancelledOutput, FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.model import ModelSpec
@@ -30,6 +30,9 @@ from ballast.transport.worker_messages.request_messages import (
 
 log = logging.getLogger(__name__)
 
+MOST_AT_ONCE = 64
+"""Requests that are sent in one turn of the caller's loop: thousands take it, and the worker's loop
+after it, a tenth of a second and more."""
 POISON = "poison"
 """Code of `FailedOutput` for a request that killed workers, the last one while it ran alone."""
 
@@ -63,6 +66,8 @@ class OpenRequests:
         """Id of the suspect that runs alone at the worker."""
         self._send: Callable[[ToWorker], None] | None = None
         """Sends a message to the worker; None while no worker serves."""
+        self._next_slice: Timer | None = None
+        """Sends the requests that exceeded MOST_AT_ONCE."""
         self._paused = False
         self._changed = False
         """Whether a request may have become sendable since the last `dispatch`."""
@@ -235,7 +240,7 @@ class OpenRequests:
     def dispatch(self) -> None:
         """Send the requests that may be sent: the latest suspect alone, else those within their
         keys' fair shares."""
-        if self._send is None or self._paused or not self._changed:
+        if self._send is None or self._paused or not self._changed or self._next_slice:
             return
         if self._alone is not None and self._alone in self._open:
             return
@@ -259,9 +264,16 @@ class OpenRequests:
             for request in resuming:
                 request.resuming = False
             self._send(FlowControlMsg(resumed=tuple(r.submission.id for r in resuming)))
+        if len(waiting) > MOST_AT_ONCE:
+            waiting, self._changed = waiting[:MOST_AT_ONCE], True
+            self._next_slice = self._timers.call_later(0.0, self._send_next_slice)
         if waiting:
             now = self._timers.now()
             self._send(SubmitMsg.of(r.next_submission(now) for r in waiting))
+
+    def _send_next_slice(self) -> None:
+        self._next_slice = None
+        self.dispatch()
 
     def deliver(self, output: Output) -> None:
         """Put a worker's output into its client's stream, unless the client has it already."""
@@ -322,8 +334,9 @@ class OpenRequests:
                 request.expiry = self._timers.call_later(spec.queue_seconds, expire)
         for name, requests in by_base.items():
             if name not in held:
-                at_worker = self._at_worker(bases[name])
-                found += chosen(requests, at_worker, bases[name].max_running)
+                base = bases[name]
+                at_worker = counted(self._of(base), base.max_running)
+                found += chosen(requests, at_worker, base.max_running)
         return found
 
     def _of(self, base: ModelSpec) -> list[OpenRequest]:
@@ -335,22 +348,6 @@ class OpenRequests:
         """Return the name of the base of a model or adapter; empty if it is unknown."""
         queue = self._queue_of(model)
         return "" if queue is None else queue[1].name
-
-    def _at_worker(self, base: ModelSpec) -> Counter[str]:
-        """Count, by key, the requests of a model that count against the key's share of the worker.
-
-        The first `max_running` paused requests of a key do not count. Further ones do: they could
-        all resume at once, ahead of other keys' requests.
-        """
-        served = {s.name for s in base.served}
-        active: Counter[str] = Counter()
-        paused: Counter[str] = Counter()
-        for request in self._open.values():
-            if request.sent and request.submission.model in served:
-                (paused if request.paused else active)[request.key] += 1
-        for key, n in paused.items():
-            active[key] += max(0, n - base.max_running)
-        return active
 
     def _expire(self, request_id: str) -> None:
         """Fail a request that has waited here for its model's `queue_seconds`."""

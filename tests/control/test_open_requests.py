@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ballast.control.open_request import OpenRequest
-from ballast.control.open_requests import OpenRequests
+from ballast.control.open_requests import MOST_AT_ONCE, OpenRequests
 from ballast.control.suspicion import Suspicions
 from ballast.core.event import CancelledOutput, Output, TokenOutput
 from ballast.core.request import Submission
@@ -17,7 +17,8 @@ class Book:
 
     def __init__(self) -> None:
         self.suspicions = Suspicions()
-        self.requests = OpenRequests(self.suspicions, VirtualTimers(), lambda name: None)
+        self.timers = VirtualTimers()
+        self.requests = OpenRequests(self.suspicions, self.timers, lambda name: None)
         self.sent: list[str] = []
         self.withdrawn: list[str] = []
         self.requests.worker_ready(self._send)
@@ -78,3 +79,20 @@ def test_those_that_wait_are_sent_when_the_suspect_before_them_has_gone_elsewher
     assert "waits" not in book.sent
     book.requests.remove(["culprit"])
     assert book.sent[-1] == "waits"
+
+
+def test_many_requests_are_sent_in_turns_of_the_loop() -> None:
+    book = Book()
+    ids = [f"r{i}" for i in range(3 * MOST_AT_ONCE + 1)]
+    requests = book.requests
+    submissions = [Submission(id=i, model="m", prompt=(1,), max_tokens=9) for i in ids]
+    client = Client(submissions[0], requests.withdraw, requests.set_paused, set(ids))
+    requests.add([OpenRequest(s, client) for s in submissions])
+    assert book.sent == ids[:MOST_AT_ONCE]
+    book.requests.dispatch()
+    assert book.sent == ids[:MOST_AT_ONCE], "not in the same turn"
+    turns = 0
+    while book.timers.step():
+        turns += 1
+    assert turns == 3
+    assert book.sent == ids
