@@ -14,6 +14,8 @@ from ballast.fleet.gguf_header import TYPES, read_gguf
 from ballast.weights.assemble import Recipe, Sources
 from ballast.weights.gguf_blocks import dequantise
 from ballast.weights.stored import find_tensors
+from benchmarks import gguf_files
+from benchmarks.gguf_files import TINY
 from benchmarks.fine_tunes import (
     KINDS,
     encoded,
@@ -21,7 +23,6 @@ from benchmarks.fine_tunes import (
     write_checkpoint,
     write_fine_tune,
 )
-from tests.weights import gguf_writer
 
 STEP = {"BF16": 2**-8, "F16": 2**-11, "Q4_1": 0.1}
 """Error of rounding, of elements of about 1 in size."""
@@ -30,7 +31,7 @@ STEP = {"BF16": 2**-8, "F16": 2**-11, "Q4_1": 0.1}
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     path = tmp_path / "base.gguf"
-    gguf_writer.write(path, gguf_writer.values(), gguf_writer.tensors("Q4_1"))
+    gguf_files.write(path, gguf_files.values(), gguf_files.tensors("Q4_1"))
     return path
 
 
@@ -105,6 +106,6 @@ def test_a_checkpoint_has_the_tensors_of_its_file(
 
 
 def test_kv_of_a_token() -> None:
-    narrow = gguf_writer.HIDDEN // gguf_writer.HEADS * gguf_writer.KV_HEADS
-    wanted = 2 * gguf_writer.LAYERS * narrow * np.dtype(np.float16).itemsize
-    assert kv_bytes_per_token(gguf_writer.values()) == wanted
+    narrow = TINY.hidden // TINY.heads * TINY.kv_heads
+    wanted = 2 * TINY.layers * narrow * np.dtype(np.float16).itemsize
+    assert kv_bytes_per_token(gguf_files.values()) == wanted

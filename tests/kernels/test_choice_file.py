@@ -56,7 +56,7 @@ def test_other_threads_cpus_and_libraries_have_their_own(
     assert [m.choices["a"] for m in here] == [SOME, NEVER]
     assert here[1].threads == 77
     for owner, name, value in (
-        (choice_file, "_cpu", lambda: ("another", "avx2")),
+        (choice_file, "cpu_facts", lambda: ("another", "avx2")),
         (torch, "__version__", "9.9"),
         (choice_file, "KERNELS", 10**6),
         (choice_file, "LANES", 4),
