@@ -15,7 +15,6 @@ from ballast.weights.assemble import Recipe, Sources
 from ballast.weights.gguf_blocks import dequantise
 from ballast.weights.stored import find_tensors
 from benchmarks import gguf_files
-from benchmarks.gguf_files import TINY
 from benchmarks.fine_tunes import (
     KINDS,
     encoded,
@@ -23,6 +22,7 @@ from benchmarks.fine_tunes import (
     write_checkpoint,
     write_fine_tune,
 )
+from benchmarks.gguf_files import TINY
 
 STEP = {"BF16": 2**-8, "F16": 2**-11, "Q4_1": 0.1}
 """Error of rounding, of elements of about 1 in size."""

@@ -13,6 +13,7 @@ from ballast.core.actions import Lend, Recall
 from ballast.core.errors import BrokenPromise, ConfigError
 from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.link import LinkRates
+from ballast.kv.layout import fitted
 from ballast.policy.presets import resolve
 from ballast.sim.device import SimDevice
 from ballast.sim.lending import WAY, Lenders
@@ -39,6 +40,7 @@ class Pair:
         self.entries: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
         self.seen: Counter[str] = Counter()
         fleet, specs, requests = conversations(seed, "swap")
+        specs = [fitted(s, None, fleet.device.page_bytes) for s in specs]
         profile = MachineProfile(costs={s.name: COSTS for s in specs}, link=LINK, overhead=3e-4)
         at = places(joints, [(LINK, 1)] * 2)
         self.devices: dict[str, SimDevice] = {}

@@ -14,6 +14,7 @@ from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.link import LinkRates
 from ballast.engine.state import DeviceState
 from ballast.engine.story_file import StoryFile
+from ballast.kv.layout import fitted
 from ballast.policy.presets import resolve
 from ballast.sim.device import SimDevice
 from ballast.sim.machine_profile import MachineProfile
@@ -33,6 +34,7 @@ class Pair(Neighbours):
     def __init__(self, seed: int, preset: str, path: Path) -> None:
         self.random = random.Random(seed)
         fleet, specs, requests = conversations(seed, preset)
+        specs = [fitted(s, None, fleet.device.page_bytes) for s in specs]
         self.ends: Counter[str] = Counter()
         self.asked = 0
         self.files: list[StoryFile] = []
@@ -54,7 +56,7 @@ class Pair(Neighbours):
                 self._observe,
                 leaps=False,
             )
-            again = [replace(r, id=f"{r.id}-{i}") for i in range(4) for r in requests]
+            again = [replace(r, id=f"{r.id}-{i}") for i in range(10) for r in requests]
             mine = again if times == 1 else requests[:4]
             self.asked += len(mine)
             for r in mine:
@@ -125,5 +127,7 @@ def test_books_agree_and_stories_replay(preset: str, tmp_path: Path) -> None:
                 seen["preempted"] += entry.get("by") == "lender"
     messages = {"PagesLentEvent", "PagesReturnedEvent", "PeerReleasedReport"}
     wanted = {*messages, "used", "home", "dropped", "preempted"}
+    if preset == "swap":  # its one resident model has room to bring all of its KV home
+        wanted.discard("preempted")
     assert {name for name in wanted if not seen[name]} == set(), seen
     assert not seen["late"]
