@@ -7,6 +7,7 @@ message to the worker.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 
 from ballast.control.open_requests import OpenRequests
@@ -26,7 +27,7 @@ from ballast.transport.worker_messages.lifecycle_messages import ReadyMsg
 log = logging.getLogger(__name__)
 
 
-class DeviceRecord:
+class DeviceRecord(ABC):
     """One device's open requests, models, last report, and whether it serves."""
 
     fleet: FleetSettings
@@ -60,14 +61,15 @@ class DeviceRecord:
         self.lost: str | None = None
         """Why requests fail instead of waiting for the next worker; None if they wait."""
 
+    @abstractmethod
     def tell(self, message: ToWorker) -> None:
         """Send a message to the present worker."""
-        raise NotImplementedError
 
+    @abstractmethod
     def order(self, command: DeviceCommand, refused: Callable[[], object]) -> None:
         """Have the worker carry out a command; `refused` is called if it refuses."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _began(self, request_id: str) -> None:
         """Called when a request has its first token."""
 

@@ -1,6 +1,6 @@
 """Migrate running requests with their KV between devices; a pure state machine.
 
-Run by the server (`cluster.request_migrations`) and by the simulator (`sim.migration`).
+Run by the server (`control.request_migrations`) and by the simulator (`sim.migration`).
 
 ::
 

@@ -20,6 +20,7 @@ import pytest
 from openai import BadRequestError, pydantic_function_tool
 from pydantic import BaseModel
 
+from tests.server.client_environments import python_with
 from tests.server.process import DEADLINE, ServerProcess
 
 MODEL = "wren-mini"
@@ -55,19 +56,7 @@ def printed(
 @pytest.fixture(scope="module")
 def litellm_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The interpreter of an environment with LiteLLM, and what it needs, alone."""
-    venv = tmp_path_factory.mktemp("litellm")
-    subprocess.run((sys.executable, "-m", "venv", venv), check=True)
-    python = str(venv / "bin" / "python")
-    installing = subprocess.run(
-        (python, "-m", "pip", "install", "--quiet", "litellm[mcp]>=1.110,<2"),
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-    )
-    if "No matching distribution" in installing.stderr:
-        pytest.skip("no package index can be reached")
-    assert installing.returncode == 0, installing.stderr
-    return python
+    return python_with("litellm[mcp]>=1.110,<2", tmp_path_factory)
 
 
 @pytest.mark.slow

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from ballast.server.openai.records import Usage
 from ballast.server.openai.request import ChatRequest, CompletionRequest
 from ballast.server.text.pieces import OutputPiece
 from ballast.server.tools.delta import Arguments, Began, Content
+from tests.server.client_environments import python_with
 from tests.server.process import ServerProcess
 
 MODEL = "atlas-chat"
@@ -161,19 +160,7 @@ def test_errors_are_in_ollamas_envelope(
 @pytest.fixture(scope="module")
 def ollama_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The interpreter of an environment with Ollama's client alone."""
-    venv = tmp_path_factory.mktemp("ollama")
-    subprocess.run((sys.executable, "-m", "venv", venv), check=True)
-    python = str(venv / "bin" / "python")
-    installing = subprocess.run(
-        (python, "-m", "pip", "install", "--quiet", "ollama>=0.6"),
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-    )
-    if "No matching distribution" in installing.stderr:
-        pytest.skip("no package index can be reached")
-    assert installing.returncode == 0, installing.stderr
-    return python
+    return python_with("ollama>=0.6", tmp_path_factory)
 
 
 @pytest.mark.slow
