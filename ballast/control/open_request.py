@@ -9,6 +9,7 @@ from typing import Protocol
 from ballast.control.timers import Timer
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import EmbeddingOutput, Output, PromptScoresOutput, TokenOutput
+from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 
 
@@ -51,6 +52,8 @@ class OpenRequest:
     its model activated."""
     fresh: bool = True
     """Whether it has never been sent to a worker."""
+    kv_waits: bool = False
+    """Whether KV has been imported for it at its device, which has not got it yet."""
     accepted: bool = False
     """Whether it has been accepted: no queue limit may refuse it any more."""
     arrived: float | None = None
@@ -72,6 +75,10 @@ class OpenRequest:
         """Whether the worker has it and has not paused it."""
         return self.sent and not (self.paused or self.resuming)
 
+    def has_block(self, base: ModelSpec) -> bool:
+        """Return whether the KV of all tokens but the last fills a block."""
+        return len(self.submission.prompt) + len(self.output_tokens) > base.block_tokens
+
     def cancel_expiry(self) -> None:
         """Cancel the timer that fails the request for waiting too long."""
         if self.expiry is not None:
@@ -90,7 +97,7 @@ class OpenRequest:
                 age=now - self.arrived,
                 first_token_age=None if self.first_token is None else now - self.first_token,
             )
-        self.sent, self.fresh, self.accepted = True, False, True
+        self.sent, self.fresh, self.accepted, self.kv_waits = True, False, True, False
         self.cancel_expiry()
         return submission
 

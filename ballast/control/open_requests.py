@@ -19,9 +19,11 @@ from ballast.control.suspicion import Suspicions
 from ballast.control.timers import Timer, Timers
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import CancelledOutput, FailedOutput, FinishedOutput, Output, TokenOutput
+from ballast.core.migration import DropKvEvent
 from ballast.core.model import ModelSpec
 from ballast.core.view import Residency
 from ballast.transport.worker_messages.codec import ToWorker
+from ballast.transport.worker_messages.migration_messages import MigrationOrderMsg
 from ballast.transport.worker_messages.request_messages import (
     FlowControlMsg,
     SubmitMsg,
@@ -122,6 +124,7 @@ class OpenRequests:
         gone = [self._open.pop(i) for i in request_ids]
         for request in gone:
             request.cancel_expiry()
+            self._drop_kv(request)
             self._silent[request.submission.model] -= not request.output_tokens
         self._changed = True
         self.dispatch()  # others may have waited until one of them had run alone
@@ -142,6 +145,12 @@ class OpenRequests:
         (gone,) = self.remove([request_id])
         self._end_at_worker((request_id,))
         return gone
+
+    def _drop_kv(self, request: OpenRequest) -> None:
+        """Have the worker drop KV that it has imported for a request that it will not get."""
+        if request.kv_waits and self._send is not None:
+            self._send(MigrationOrderMsg.of(DropKvEvent(request.submission.id)))
+        request.kv_waits = False
 
     def _end_at_worker(self, sent: tuple[str, ...]) -> None:
         """Have the worker end requests that are not open here any more."""
@@ -221,6 +230,7 @@ class OpenRequests:
         in_flight = [i for i in (list(recorded) or self.sent) if i in self._open]
         for request in self._open.values():
             request.sent = request.begun = request.departing = request.resuming = False
+            request.kv_waits = False
         self._judge(in_flight)
         for id, request in self._open.items():  # the set of suspects may have changed
             request.paused = request.stream.paused and not self._suspicions.suspect(id)
@@ -299,15 +309,11 @@ class OpenRequests:
         if isinstance(output, FinishedOutput | FailedOutput | CancelledOutput):
             self._close(output.request_id)
         request.stream.put(undelivered)
-        if not request.begun and isinstance(undelivered, TokenOutput) and self._has_block(request):
-            request.begun = True
-            self._began(output.request_id)
-
-    def _has_block(self, request: OpenRequest) -> bool:
-        """Return whether the KV of all tokens but the last fills a block."""
-        queue = self._queue_of(request.submission.model)
-        n = len(request.submission.prompt) + len(request.output_tokens) - 1
-        return queue is None or n >= queue[1].block_tokens
+        if not request.begun and isinstance(undelivered, TokenOutput):
+            queue = self._queue_of(request.submission.model)
+            request.begun = queue is None or request.has_block(queue[1])
+            if request.begun:
+                self._began(output.request_id)
 
     def _active_models(self) -> set[str]:
         names = {r.submission.model for r in self._open.values() if r.is_active}
@@ -385,6 +391,7 @@ class OpenRequests:
         request = self._open.pop(request_id)
         self._changed = True
         request.cancel_expiry()
+        self._drop_kv(request)
         if not request.output_tokens:
             self._silent[request.submission.model] -= 1
         request.stream.open.discard(request_id)

@@ -158,6 +158,8 @@ class RequestMigrations(DeviceObserver[D], Generic[D, S]):
             case ContinueRequest(request_id, source, target, with_kv, departed):
                 here = self._devices[source].requests
                 gone = here.remove([request_id]) if departed else [here.take_back(request_id)]
+                for request in gone:
+                    request.kv_waits = with_kv
                 self._devices[target].moved_in += with_kv
                 self._devices[target].requests.add(gone)
             case BatchEnded(batch, left):

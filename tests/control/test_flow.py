@@ -60,7 +60,8 @@ class FlowControl(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.suspicions = Suspicions()
-        self.requests = OpenRequests(self.suspicions, VirtualTimers(), lambda model: None)
+        self.timers = VirtualTimers()
+        self.requests = OpenRequests(self.suspicions, self.timers, lambda model: None)
         self.worker: Worker | None = None
         self.streams: dict[str, OutputStream] = {}
         """By id, of those whose clients have not left."""
@@ -133,8 +134,14 @@ class FlowControl(RuleBasedStateMachine):
 
     # -- what must hold ---------------------------------------------------------------------------
 
+    def turn(self) -> None:
+        """Let the loop turn until all slices of many requests have been sent."""
+        while self.timers.step():
+            pass
+
     @invariant()
     def both_sides_agree(self) -> None:
+        self.turn()
         present = self.requests._open
         if self.worker is not None:
             assert {*self.worker.open} == {id for id, r in present.items() if r.sent}
@@ -155,6 +162,7 @@ class FlowControl(RuleBasedStateMachine):
             self.start()
         assert self.worker is not None
         while self.worker.open or any(o.unread for o in self.streams.values()):
+            self.turn()
             for stream in [*self.streams.values()]:
                 self.drain(stream)
             for id in self.running:

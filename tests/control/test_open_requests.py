@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from ballast.control.open_request import OpenRequest
 from ballast.control.open_requests import MOST_AT_ONCE, OpenRequests
 from ballast.control.suspicion import Suspicions
 from ballast.core.event import CancelledOutput, Output, TokenOutput
+from ballast.core.migration import DropKvEvent
 from ballast.core.request import Submission
 from ballast.transport.worker_messages.codec import ToWorker
+from ballast.transport.worker_messages.migration_messages import MigrationOrderMsg
 from ballast.transport.worker_messages.request_messages import SubmitMsg, WithdrawMsg
 from benchmarks.fault_world import Client, VirtualTimers
 
@@ -21,6 +27,7 @@ class Book:
         self.requests = OpenRequests(self.suspicions, self.timers, lambda name: None)
         self.sent: list[str] = []
         self.withdrawn: list[str] = []
+        self.dropped: list[str] = []
         self.requests.worker_ready(self._send)
 
     def _send(self, message: ToWorker) -> None:
@@ -28,6 +35,9 @@ class Book:
             self.sent += [s.id for s in message.unwrap()]
         elif isinstance(message, WithdrawMsg):
             self.withdrawn += message.request_ids
+        elif isinstance(message, MigrationOrderMsg):
+            assert isinstance(message.order, DropKvEvent)
+            self.dropped.append(message.order.request_id)
 
     def add(self, id: str) -> Client:
         submission = Submission(id=id, model="m", prompt=(1,), max_tokens=9)
@@ -96,3 +106,28 @@ def test_many_requests_are_sent_in_turns_of_the_loop() -> None:
         turns += 1
     assert turns == 3
     assert book.sent == ids
+
+
+@pytest.mark.parametrize("how", ["left", "moved"])
+def test_kv_that_was_imported_for_a_request_that_does_not_come_is_dropped(how: str) -> None:
+    book = Book()
+    submission = Submission(id="r", model="m", prompt=(1,), max_tokens=9)
+    client = Client(submission, book.requests.withdraw, book.requests.set_paused, {"r"}, True)
+    request = OpenRequest(submission, client, paused=True, kv_waits=True)
+    book.requests.add([request])
+    assert book.sent == book.dropped == []
+    if how == "left":
+        book.requests.withdraw(["r"])
+    else:
+        book.requests.remove(["r"])
+    assert book.dropped == ["r"]
+
+
+def test_kv_that_was_imported_is_the_workers_once_it_has_the_request() -> None:
+    book = Book()
+    client = book.add("other")
+    request = OpenRequest(replace(client.submission, id="r"), client, kv_waits=True)
+    book.requests.add([request])
+    book.requests.withdraw(["r"])
+    assert book.withdrawn == ["r"]
+    assert book.dropped == []
