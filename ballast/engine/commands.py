@@ -262,8 +262,8 @@ class CommandHandler:
                     outputs.append(state.fail(request, "unavailable", REMOVED))
         if m.running or m.waiting or m.paused or m.job is not None:
             return False
-        if m.residency is Residency.ACTIVATING:
-            return False
+        if m.residency in (Residency.ACTIVATING, Residency.EVICTING):
+            return False  # bytes may still be on their way into its pages
         if m.weights.may_be_loading:
             if m.residency is Residency.RESIDENT:
                 layer_remap.drive_out(state, m)

@@ -85,3 +85,32 @@ def test_a_load_is_kept_if_somebody_waits_for_it_when_it_lands(again: bool) -> N
     assert m.residency is (Residency.RESIDENT if again else Residency.ABSENT)
     assert m.evictions == (not again)
     assert any(isinstance(o, FinishedOutput) for o in result) == again
+
+
+def test_a_model_leaves_while_its_load_is_being_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [spec("m"), spec("n")]
+    profile = MachineProfile(
+        costs=dict.fromkeys(("m", "n"), COSTS), link=LinkRates.even(1e6), overhead=0.0
+    )
+    result: list[Output] = []
+    device = SimDevice(
+        fleet("balloon", models, 60).device,
+        models,
+        resolve("balloon"),
+        profile,
+        lambda _, output: result.append(output),
+    )
+    stop, stopped = device.link.stop, list[int]()
+    monkeypatch.setattr(device.link, "stop", stopped.append)
+    device.submit(asked("gone", "m", 0.0))
+    device._heap.schedule(0.5, CancelEvent("gone"))
+    device.submit(asked("other", "n", 0.6))
+    device.advance(0.61)
+    assert device.state.models["m"].residency is Residency.EVICTING
+    device.leave(0.61, "m")
+    assert "m" in device.state.models, "a piece of its load is in flight"
+    stop(*stopped)
+    device.finish(9.0)
+    assert isinstance(result[-1], FinishedOutput)
+    assert list(device.state.models) == ["n"]
+    device.state.validate()
