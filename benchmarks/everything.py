@@ -106,6 +106,7 @@ RUNS = (
     Run("sim_costs", timed=False),
     Run("sim_speed"),
     Run("crash"),
+    Run("fleet_faults"),
     Run("overload"),
     Run("robustness"),
 )
