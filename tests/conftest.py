@@ -12,6 +12,7 @@ the tests' own process goes as much slower. `scripts/test_everywhere` uses it.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,7 +40,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 # The same kernels on every machine, whatever else it does; and no file of the user's.
 os.environ["BALLAST_CHOICES"] = ""
-os.environ["BALLAST_FINDINGS"] = ""
+_FINDINGS = tempfile.TemporaryDirectory(prefix="ballast-findings-")
+os.environ["BALLAST_FINDINGS"] = _FINDINGS.name
 
 _NEVER = 1e9
 """Seconds; beyond ten times as many a wait cannot last."""

@@ -98,7 +98,8 @@ class Findings:
 class RememberingIsolation:
     """Isolation that calls a function only where its result for the same files is not kept.
 
-    The argument has the directory of the files as its `settings.path`, or is it.
+    The argument has the directory of the files as its `settings.path` or `directory`, or is it; the
+    results of others are not kept.
     """
 
     def __init__(self, isolation: Isolation, findings: Findings) -> None:
@@ -123,14 +124,20 @@ class _Found(msgspec.Struct, Generic[R]):
 
 def _key(function: Callable[[A], R], argument: A) -> str | None:
     """Return what decides the result, hashed; None: it cannot be told."""
-    settings = getattr(argument, "settings", None)
-    directory = Path(argument if settings is None else settings.path)  # type: ignore[arg-type]
-    files = list(_files(directory))
+    directory = _directory_of(argument)
+    files = [] if directory is None else list(_files(directory))
     if not files or len(files) > _MOST_LISTED:
         return None
     called = f"{function.__module__}.{function.__qualname__}"
     facts = repr((called, argument, files, _surroundings()))
     return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def _directory_of(argument: object) -> Path | None:
+    """Return the directory that an argument is or names; None: it names none."""
+    settings = getattr(argument, "settings", None)
+    named = getattr(settings, "path", None) or getattr(argument, "directory", argument)
+    return Path(named) if isinstance(named, str | os.PathLike) else None
 
 
 def _files(directory: Path) -> Iterator[tuple[object, ...]]:

@@ -15,8 +15,12 @@ from ballast.core.settings import ModelSettings
 from ballast.fleet.make import make_fleet
 from ballast.isolation.calls import Here
 from ballast.weights import findings
+from ballast.weights.adapter import AdapterSource, Pair, read_pairs
 from ballast.weights.findings import Findings, RememberingIsolation
 from ballast.weights.manifest import Manifest, ManifestRequest, read_manifest
+from ballast.weights.meta_module import linear_modules
+from benchmarks.adapters import random_adapter
+from tests.models.tiny import llama
 
 
 class Counting(Here):
@@ -108,3 +112,32 @@ def test_nothing_is_kept_where_there_is_no_place(tmp_path: Path) -> None:
     kept = Findings(tmp_path / "file" / "below")
     kept.keep("key", 1)
     assert kept.find("key", int) is None
+
+
+def test_pairs_of_an_adapter_are_read_once_for_the_same_files_and_modules(
+    tmp_path: Path, remembering: tuple[RememberingIsolation, Counting]
+) -> None:
+    isolation, counting = remembering
+    model = llama(tmp_path / "base", num_hidden_layers=1)
+    random_adapter(model, tmp_path / "lora", seed=1, only=("q_proj",))
+    modules = linear_modules(model.config)
+    wanted = AdapterSource(tmp_path / "lora", modules)
+    first = isolation.call(read_pairs, wanted, tuple[Pair, ...])
+    assert [pair.module for pair in first] == ["model.layers.0.self_attn.q_proj"]
+    assert isolation.call(read_pairs, wanted, tuple[Pair, ...]) == first
+    assert counting.calls == 1
+    assert (
+        isolation.call(
+            read_pairs, AdapterSource(tmp_path / "lora", modules | {"x": (1, 1)}), tuple[Pair, ...]
+        )
+        == first
+    )
+    assert counting.calls == 2
+
+
+def test_what_names_no_files_is_found_out_each_time(
+    remembering: tuple[RememberingIsolation, Counting],
+) -> None:
+    isolation, counting = remembering
+    assert [isolation.call(abs, -3, int) for _ in range(2)] == [3, 3]
+    assert counting.calls == 2
