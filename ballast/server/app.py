@@ -28,6 +28,7 @@ from ballast.server.routes.generate import add_generating_routes
 from ballast.server.routes.health import add_health
 from ballast.server.routes.ollama import add_ollama_routes
 from ballast.server.routes.openapi_document import ERRORS, document, responses_of
+from ballast.server.routes.page import add_page
 from ballast.server.routes.state import add_observe_routes
 from ballast.server.routes.texts import add_text_routes
 from ballast.server.service import Service
@@ -57,6 +58,7 @@ def create_app(service: Service, admin: AdminService) -> Gate:
     add_generating_routes(app, service)
     add_text_routes(app, service)
     add_ollama_routes(app, service)
+    add_page(app)
     gate.routes = app.routes
     return gate
 

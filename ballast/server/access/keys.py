@@ -19,8 +19,8 @@ from ballast.server.http.route_match import pattern_of
 
 log = logging.getLogger(__name__)
 
-FREE = ("/live", "/health")
-"""Paths that need no key: probes have none."""
+FREE = ("/live", "/health", "/", "/page/{name}")
+"""Routes that need no key: probes have none, nor has a browser that opens the page."""
 _OF_ALL = ("/metrics", "/admin/state")
 """Paths that report on all models: closed to keys that are limited to some models."""
 _READING = ("GET", "HEAD")

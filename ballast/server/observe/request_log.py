@@ -10,13 +10,14 @@ from ballast.server.http.request_context import RequestContext
 
 log = logging.getLogger("ballast.request")
 
-_QUIET = (*FREE, "/metrics")
-"""Paths that machines poll every few seconds: logged only when debugging."""
+_QUIET = (*FREE, "/metrics", "/admin/state")
+"""Routes that machines and the page poll every few seconds: logged only when debugging."""
 
 
 def log_request(context: RequestContext) -> None:
     """Log a finished request, in a line that never holds a prompt, an output or a key."""
-    level = logging.DEBUG if context.path in _QUIET and context.status < 500 else logging.INFO
+    quiet = (context.route or context.path) in _QUIET and context.status < 500
+    level = logging.DEBUG if quiet else logging.INFO
     if log.isEnabledFor(level):
         fields = _fields(context)
         log.log(level, "%s", _text(fields), extra={"fields": fields})

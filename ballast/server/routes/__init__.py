@@ -9,6 +9,7 @@
 - `health`: Routes for liveness and readiness probes.
 - `ollama`: Routes of Ollama's API.
 - `openapi_document`: Adds schemas of responses to `/openapi.json`.
+- `page`: The page at `/`.
 - `state`: Read-only routes: `/metrics` and `/admin/state`.
 - `texts`: Routes for tokenizing and embeddings.
 """

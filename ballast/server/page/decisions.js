@@ -1,0 +1,21 @@
+// The last decisions of the fleet's policies and operators, newest first, with their reasons.
+
+import { arrange, byId, element } from "./dom.js";
+import { span } from "./format.js";
+
+const MOST = 30;
+
+export function showDecisions(readings) {
+  const state = readings.state;
+  const shown = (state?.decisions ?? []).slice(-MOST).reverse();
+  arrange(byId("decisions").tBodies[0], shown.map((decision) => {
+    const refused = decision.refused ? [element("span", { class: "failed", text: ` refused: ${decision.refused}` })] : [];
+    const where = state.devices.length > 1 && decision.device ? ` on ${decision.device}` : "";
+    const what = `${decision.action ?? ""} ${decision.model ?? decision.to ?? ""}${where}`;
+    const pages = typeof decision.pages === "number" ? ` (${decision.pages} pages)` : "";
+    return element("tr", {},
+      element("td", { text: `${span(state.time - decision.time)} ago` }),
+      element("td", { class: "word name", text: what, title: what }),
+      element("td", { class: "word why" }, `${decision.why ?? ""}${pages}`, ...refused));
+  }));
+}
