@@ -268,9 +268,10 @@ def in_time_alone(requests: Sequence[WorkloadRequest], question: Question) -> fl
     """Share of `requests` whose prefill, and whose mean decode step, keep their service level on an
     idle device that has the weights. No number of devices attains more."""
     costs: dict[str, StepCosts] = {}
+    alone = question.kind.largest
     slos: Mapping[str, Slo] = slos_of(question.fleet)
     for spec in question.specs:
-        costs |= dict.fromkeys((s.name for s in spec.served), question.kind.costs(spec))
+        costs |= dict.fromkeys((s.name for s in spec.served), alone.costs(spec))
 
     def in_time(r: WorkloadRequest) -> bool:
         slo, cost = slos[r.model], costs[r.model]

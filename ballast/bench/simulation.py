@@ -98,8 +98,10 @@ def _kind_json(kind: Kind) -> dict[str, Any]:
         "number": kind.number,
         "lanes": kind.lanes,
     }
-    parts = {"ranks": kind.ranks, "slices": kind.slices}
-    described |= {name: n for name, n in parts.items() if n > 1}
+    if kind.ranks > 1:
+        described["ranks"] = kind.ranks
+    if kind.slices:
+        described["slices"] = [part.name for part in kind.slices]
     if kind.modelled != replace(ALL, seed=kind.modelled.seed):
         described["modelled"] = asdict(kind.modelled)
     return described

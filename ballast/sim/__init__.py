@@ -38,6 +38,7 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `roofline`: Job costs from hardware peaks, derated.
 - `runner`: The runner in virtual time: durations from cost formulas.
 - `simulate`: Serve a workload on simulated devices.
+- `slices`: MIG slices of devices, equal or not.
 - `stand_in_tokens`: Generate token ids for the block digests of a story.
 - `steps_ahead`: Simulate an engine that schedules steps ahead of the device.
 - `story_costs`: Costs of jobs and of the loop, derived from a story.

@@ -36,6 +36,7 @@ from ballast.sim.migration import migrations_of
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.roles import check_roles
 from ballast.sim.simulate import simulate_devices
+from ballast.sim.slices import MigSlice, equal_slices, named_slices, slice_costs
 from ballast.sim.topology import ClusterLinks, HostPlace, PeerLinks, places
 
 USABLE = 0.9
@@ -60,9 +61,10 @@ class Kind:
     lanes: int = 1
     ranks: int = 1
     """Devices of each tensor-parallel group, which is one scheduling unit."""
-    slices: int = 1
-    """Equal parts of each device: each has its part of the memory and of the multiprocessors; all
-    share the link."""
+    slices: tuple[MigSlice, ...] = ()
+    """MIG slices into which each device is divided; empty: it is whole. All share the link."""
+    part: MigSlice | None = None
+    """The slice that this is; None: a whole device, divided or not."""
     modelled: CostSwitches = ALL
     """Costs of the profile that count."""
     role: Role = Role.BOTH
@@ -70,7 +72,21 @@ class Kind:
     def costs(self, spec: ModelSpec) -> StepCosts:
         """Return the job costs on a device of this kind. Raises ConfigError for a model without
         costs."""
-        return self.profile.costs(spec, self.ranks, 100 // self.slices)
+        if self.part is not None:
+            return slice_costs(self.profile, self.part, spec)
+        return self.profile.costs(spec, self.ranks)
+
+    @property
+    def units(self) -> list[Kind]:
+        """What of one device serves models: the device, or each of its slices, equal ones as one
+        object."""
+        kinds = {part: replace(self, part=part) for part in dict.fromkeys(self.slices)}
+        return [kinds[part] for part in self.slices] or [self]
+
+    @property
+    def largest(self) -> Kind:
+        """The one of `units` with the most multiprocessors."""
+        return max(self.units, key=lambda unit: unit.part.multiprocessors if unit.part else 0)
 
     @property
     def link(self) -> LinkRates:
@@ -81,7 +97,7 @@ class Kind:
         """Return the machine profile of one device of this kind that serves `specs`."""
         costs = {spec.name: self.costs(spec) for spec in specs}
         on_parts: OnParts = functools.partial(self.profile.on_parts, tp=self.ranks)
-        if self.slices > 1:  # nobody measured parts of a slice
+        if self.part is not None:  # nobody measured parts of a slice
             on_parts = unmeasured
         profile = self.profile.of(())
         profile = replace(profile, costs=costs, link=self.link, on_parts=on_parts)
@@ -96,31 +112,38 @@ def parse_kinds(
     count as `modelled`.
 
     `2xH100-80G:tp4` are two tensor-parallel groups of four, `2xA100-80G:slices2` two devices cut
-    into two slices each, `1xH100-80G:prefill` one that only computes prompts, `:decode` one that
-    continues them. Raises ConfigError, which lists the known names.
+    into two equal MIG slices each, `H200:3g+2g+2g` one cut into unequal ones; `1xH100-80G:prefill`
+    only computes prompts, `:decode` continues them. Raises ConfigError, which lists known names.
     """
     kinds = []
     for part in text.split(","):
         found = re.fullmatch(
-            r"\s*(?:(\d+)\s*x\s*)?(\S+?)(?::(?:tp([1-9]\d*)|slices([1-9]\d?)))?"
-            r"(?::(prefill|decode))?\s*",
+            r"\s*(?:(\d+)\s*x\s*)?(\S+?)"
+            r"(?::(?:tp([1-9]\d*)|slices([1-9]\d?)|(\d+g[\w.+]*)))?(?::(prefill|decode))?\s*",
             part,
         )
         if found is None or (found[1] is not None and int(found[1]) < 1):
             raise ConfigError("devices", text, "write NUMBERxDEVICE, as in 4xH100-80G,2xA100-80G")
-        number, name, ranks, slices, role = found.groups(default="")
+        number, name, ranks, equal, layout, role = found.groups(default="")
         profile = device_profile(name, engine)
+        slices = _slices(profile.device, equal, layout)
         kind = Kind(
             int(number or 1),
             profile,
             lanes,
             int(ranks or 1),
-            int(slices or 1),
-            modelled,
-            Role(role or Role.BOTH),
+            slices,
+            modelled=modelled,
+            role=Role(role or Role.BOTH),
         )
         kinds.append(kind)
     return kinds
+
+
+def _slices(device: str, equal: str, layout: str) -> tuple[MigSlice, ...]:
+    if layout:
+        return named_slices(device, layout)
+    return equal_slices(device, int(equal)) if equal else ()
 
 
 class Cluster:
@@ -151,7 +174,7 @@ class Cluster:
         """
         policy = preset.fleet if files.homes is None else files.homes
         sites = _sites(kinds, served, files.joints)
-        rooms, needs = _rooms_and_needs(kinds, sites, specs, traffic, busiest)
+        rooms, needs = _rooms_and_needs(sites, specs, traffic, busiest)
         homes = _homes(policy, rooms, needs, sites, files)
         prefilling = any(kind.role is Role.PREFILL for kind in kinds)
         self.devices: dict[str, SimDevice] = {}
@@ -221,14 +244,13 @@ def _sites(kinds: Sequence[Kind], served: DeviceSettings, joints: ClusterLinks) 
     for kind in kinds:
         for _ in range(kind.number):
             place = next(free)
-            for _ in range(kind.slices):
+            for unit in kind.units:
                 name = f"{kind.profile.device}:{len(sites)}"
-                sites[name] = _Site(kind, place, _settings(kind, served, name))
+                sites[name] = _Site(unit, place, _settings(unit, served, name))
     return sites
 
 
 def _rooms_and_needs(
-    kinds: Sequence[Kind],
     sites: Mapping[str, _Site],
     specs: Sequence[ModelSpec],
     traffic: Mapping[str, Traffic] | None,
@@ -236,6 +258,7 @@ def _rooms_and_needs(
 ) -> tuple[list[Room], list[Need]]:
     """Return the inputs of fleet policies: the room of each device, the needs of each model."""
     # Not by name: measured profiles may have the same name and not be equally fast.
+    kinds = list({id(site.kind): site.kind for site in sites.values()}.values())
     numbers = {id(kind): str(i) for i, kind in enumerate(kinds)}
     rooms = [
         Room(name, site.settings.budget_bytes, numbers[id(site.kind)])
@@ -293,7 +316,7 @@ def _settings(kind: Kind, served: DeviceSettings, name: str) -> DeviceSettings:
     """
     profile = kind.profile
     if profile.served is not None:
-        if kind.ranks > 1 or kind.slices > 1:
+        if kind.ranks > 1 or kind.part is not None:
             allowed = "whole devices: its profile was measured on one"
             raise ConfigError("devices", profile.device, allowed)
         own = profile.served.model_dump()
@@ -303,7 +326,8 @@ def _settings(kind: Kind, served: DeviceSettings, name: str) -> DeviceSettings:
             "devices", profile.device, "its profile has neither `hardware` nor `served`: no memory"
         )
     page = served.page_bytes
-    pages = int(USABLE * profile.hardware.memory_bytes) // kind.slices // page
+    hardware = profile.hardware if kind.part is None else kind.part.of(profile.hardware)
+    pages = int(USABLE * hardware.memory_bytes) // page
     page *= kind.ranks
     budget = pages * page
     parts = PARTS_PER_LANE * kind.lanes if kind.lanes > 1 else None

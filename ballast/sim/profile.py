@@ -150,7 +150,7 @@ class DeviceProfile(Keys):
             return self._complete(min(chosen, key=lambda row: row.model.lower() != name.lower()))
         groups = {group.tp: group for group in self.all_reduce}
         if sm_percent == 100 and (tp == 1 or tp in groups):
-            return self._roofline(model, groups.get(tp))
+            return self.roofline(model, groups.get(tp))
         have = [f"tp {row.tp}, {row.sm_percent} %" for row in rows] or ["nothing of this model"]
         have += [f"all-reduces among {tp}" for tp in groups]
         raise ConfigError(
@@ -219,12 +219,20 @@ class DeviceProfile(Keys):
         """Its costs; a prefill that was not measured is the roofline's."""
         values = row.costs.model_dump()
         if row.costs.per_token is None or row.costs.per_pair is None:
-            other = self._roofline(row.model)
+            other = self.roofline(row.model)
             values |= {"per_token": other.per_token, "per_pair": other.per_pair}
             values |= {"floor": other.floor, "hidden": min(other.hidden, row.costs.base)}
         return StepCosts(**values)
 
-    def _roofline(self, model: str | ModelSpec, group: AllReduce | None = None) -> StepCosts:
+    def on(self, hardware: Hardware) -> DeviceProfile:
+        """Return the profile with other peaks: those of a part of the device."""
+        return self.model_copy(update={"hardware": hardware})
+
+    def roofline(self, model: str | ModelSpec, group: AllReduce | None = None) -> StepCosts:
+        """Return what a model's costs would be by peaks and derate alone.
+
+        Raises ConfigError where the profile has none of them.
+        """
         engine, hardware, reach = self.serving, self.hardware, self.reach
         apart = engine.host is not None and reach is not None
         if hardware is None or not (apart or engine.derate):

@@ -53,8 +53,8 @@ def test_kinds_of_devices_are_named() -> None:
 
 def test_groups_and_slices_are_named() -> None:
     kinds = parse_kinds("2xH100-80G:tp4,A100-80G:slices2,L4")
-    named = [(k.number, k.profile.device, k.ranks, k.slices) for k in kinds]
-    assert named == [(2, "H100-80G", 4, 1), (1, "A100-80G", 1, 2), (1, "L4", 1, 1)]
+    named = [(k.number, k.profile.device, k.ranks, len(k.slices)) for k in kinds]
+    assert named == [(2, "H100-80G", 4, 0), (1, "A100-80G", 1, 2), (1, "L4", 1, 0)]
     group, whole = kinds[0], parse_kinds("H100-80G")[0]
     assert group.link.to_device == 4 * whole.link.to_device
     large = spec("large", "Llama-2-70b")
@@ -177,8 +177,6 @@ def test_slices_are_parts_of_a_device_that_share_its_link() -> None:
     assert alone < first, "alone only the mapping of its pages slows it"
     assert later == pytest.approx(alone)
     assert second == pytest.approx(first)
-    with pytest.raises(ConfigError, match="measured here"):
-        served("H100-80G:slices2", specs)
 
 
 def test_devices_of_a_host_bring_their_models_more_slowly() -> None:
