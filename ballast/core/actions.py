@@ -25,10 +25,15 @@ class Short:
 
 @dataclass(frozen=True, slots=True)
 class Activate:
-    """Bring a model's weights onto the device."""
+    """Bring a model's weights onto the device, or have its passes read them in host memory.
+
+    Segments that are on the device already stay there.
+    """
 
     model: str
     why: str = ""
+    in_place: bool = field(default=False, metadata=OMITTED)
+    """Whether absent segments are read in place: no page and no copy is needed."""
 
 
 @dataclass(frozen=True, slots=True)

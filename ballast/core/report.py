@@ -68,6 +68,8 @@ class ModelReport:
     """Layers that share slots (MIRAGE, 5.4)."""
     absent_layers: int = 0
     """Layers that are not on the device now: the rotating ones that the slots cannot hold."""
+    in_place_layers: int = 0
+    """Layers that passes read in host memory (C2CServe, 5)."""
     lent_pages: int = 0
     """Pages that its rotating layers have freed for other use."""
     loads: int = 0

@@ -158,6 +158,10 @@ class ModelView:
     parts: tuple[int, ...] | None = None
     """Pages of its own segments on the device, in the order in which it gives them up part by part;
     None: all if it is on the device, and otherwise none, in one piece."""
+    in_place_pages: int = 0
+    """Part of `own_pages` that is read in host memory, and takes none on the device."""
+    in_place: int = 0
+    """Segments that are read in host memory, shared ones included."""
     _derived: dict[Callable[[ModelView], Any], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -203,13 +207,13 @@ class ModelView:
         if self.parts is not None:
             return sum(self.parts)
         away = self.residency in (Residency.ABSENT, Residency.FAILED)
-        return 0 if away else self.own_pages - self.freed_pages
+        return 0 if away else self.own_pages - self.freed_pages - self.in_place_pages
 
     @property
     def missing_pages(self) -> int:
         """Pages that an absent model's activation needs now, without segments that are on the
         device."""
-        missing = self.own_pages - self.present_pages
+        missing = self.own_pages - self.present_pages - self.in_place_pages
         return missing + sum(s.pages for s in self.shared if not s.holders)
 
     @property
@@ -273,6 +277,10 @@ class DeviceView:
     none has ended."""
     lenders: tuple[tuple[str, int], ...] = ()
     """(device, pages) of `borrowed`, by lending device; devices without any are absent."""
+    reads_host: bool = False
+    """Whether passes can read weights in host memory (`Activate.in_place`)."""
+    weights_in_place: bool = False
+    """Whether the policy leaves all weights in host memory, and so all pages to KV."""
 
     def borrowable(self, m: ModelView) -> int:
         """Return the pages in `borrowed` that a model's KV can use: none if its slabs have several

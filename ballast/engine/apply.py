@@ -57,14 +57,17 @@ def _activate(state: DeviceState, a: Activate) -> Refusal:
     m = state.models[a.model]
     if m.residency is not Residency.ABSENT:
         return f"{a.model} is {m.residency.value}"
+    if a.in_place and not state.pool.vm.maps_host:
+        return "this device does not read weights in host memory"
+    in_place = range(len(m.weights.segments)) if a.in_place else ()
     transfer = state.next_transfer()
-    short = m.weights.activate(transfer, bytes_ahead(state, m))
+    short = m.weights.activate(transfer, bytes_ahead(state, m), in_place)
     if short is not None:
         return f"short of {short.pages} pages"
     m.activations += 1
     m.for_requests = bool(m.waiting)
     if m.weights.filled:
-        # Other models have brought all of it.
+        # Other models have brought all of it, or it is read in place.
         m.life.find(state.now)
     else:
         m.life.activate(transfer)

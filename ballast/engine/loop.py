@@ -50,6 +50,7 @@ class Loop:
     ) -> None:
         """`outbox` receives outputs for clients; `command_ended` the result of each command."""
         self.state = state
+        state.weights_in_place = preset.requires.in_place
         self.inbox = inbox
         self.clock = clock
         self.outbox = outbox
@@ -72,6 +73,7 @@ class Loop:
     def use_preset(self, preset: Preset) -> None:
         """Replace the policies from the next turn on; they start with their predecessors' memos."""
         self.decider.preset = preset
+        self.state.weights_in_place = preset.requires.in_place
 
     def run(self) -> None:
         """Run turns until the device has drained or is stopped; all accepted requests have ended

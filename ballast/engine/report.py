@@ -52,6 +52,7 @@ def _model(m: ModelState, now: float) -> ModelReport:
     plan = m.weights.plan
     held = (s for s in m.weights.shared if m.spec.name in s.holders)
     absent = sum(1 + layer in plan.absent for layer in range(layers))
+    in_place = sum(1 + layer in plan.in_place for layer in range(layers))
     here = m.residency is not Residency.ACTIVATING
     rotating = len(rotation.layers)
     loads = Loads() if m.weights.stream is None else m.weights.stream.loads
@@ -76,7 +77,8 @@ def _model(m: ModelState, now: float) -> ModelReport:
         output_tokens=m.output_tokens,
         borrowed_pages=m.kv.borrowed_pages,
         layers=layers,
-        resident_layers=layers - rotating - absent if here else 0,
+        resident_layers=layers - rotating - absent - in_place if here else 0,
+        in_place_layers=in_place,
         rotating_layers=rotating,
         absent_layers=rotation.n_freed + absent if here else layers,
         lent_pages=rotated_pages,

@@ -93,6 +93,8 @@ class DeviceState:
         self.grammars: GrammarStore | None = None
         """Compiles grammars; None: grammars have no effect, since no tokens are sampled, as in
         virtual time."""
+        self.weights_in_place = False
+        """Whether the preset leaves all weights in host memory, and so all pages to KV."""
         self.link_bytes_per_second = link.bytes_per_second
         self.activation_rate = ActivationRate()
         self.arena, self.graphs = arena, graphs
@@ -153,7 +155,8 @@ class DeviceState:
         """Return the pages of KV that one request of `m` could have alone on the device.
 
         Lent pages count: they are recalled where requests lack pages."""
-        there = [o.spec for o in self.models.values() if o.spec.pinned or o is m]
+        here = () if self.weights_in_place else self.models.values()
+        there = [o.spec for o in here if o.spec.pinned or o is m]
         pages = self.pool.total - self.set_aside
         return kv_room(pages, there, self.settings.page_bytes, m.kv.limit)
 

@@ -46,6 +46,8 @@ def device_view(state: DeviceState) -> DeviceView:
         recalled=state.lending.recalled,
         activation_bytes_per_second=state.activation_rate.bytes_per_second,
         lenders=state.lending.borrower.unused_of(),
+        reads_host=state.pool.vm.maps_host,
+        weights_in_place=state.weights_in_place,
     )
 
 
@@ -90,6 +92,8 @@ def made_anew(m: ModelState) -> ModelView:
         given_up=m.given_up,
         traffic=m.traffic,
         parts=m.weights.plan.parts,
+        in_place_pages=m.weights.plan.in_place_pages,
+        in_place=len(m.weights.plan.in_place),
     )
 
 

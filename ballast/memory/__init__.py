@@ -3,6 +3,7 @@
 `kernels` and everything above may import it. It imports `core` only, and cannot see `policy`: it
 carries out and chooses nothing.
 
+- `address_space`: Reserved addresses, and second mappings of shared memory.
 - `arena`: Pages set aside for activations, so that these count against the budget.
 - `copies`: Copies between addresses, at once or in batches for a link.
 - `cuda`: Package: memory of GPUs through the CUDA driver.

@@ -12,6 +12,8 @@ from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.memory.vm import Range, window_pages
 
 UNBACKED = -1
+HOST = -2
+"""Index at which host memory is mapped, and no page."""
 _UNKNOWN = -1
 
 
@@ -122,7 +124,7 @@ class MappingTable:
     def check_unmap(self, range: Range, at: int, n: int) -> array[int]:
         """Return the pages mapped at these indices. Raises BrokenPromise if one is unmapped."""
         pages = self._within(range, at, n)
-        if UNBACKED in pages:
+        if pages and min(pages) < 0:
             raise BrokenPromise(f"unmapped what is not mapped within {at} .. {at + n}")
         return pages
 
@@ -132,6 +134,25 @@ class MappingTable:
         for page in slots[at : at + n]:
             self._uses[page] -= 1
         slots[at : at + n] = array("i", [UNBACKED]) * n
+
+    def check_map_host(self, range: Range, at: int, n: int) -> None:
+        """Raises BrokenPromise if any of these indices is backed."""
+        slots = self._within(range, at, n)
+        if slots.count(UNBACKED) != n:
+            raise BrokenPromise(f"mapped host memory over backed pages at {at} .. {at + n}")
+
+    def map_host(self, range: Range, at: int, n: int) -> None:
+        """Record host memory that `check_map_host` has allowed."""
+        self._slots[range.base][1][at : at + n] = array("i", [HOST]) * n
+
+    def check_unmap_host(self, range: Range, at: int, n: int) -> None:
+        """Raises BrokenPromise unless host memory is mapped at all of these indices."""
+        if self._within(range, at, n).count(HOST) != n:
+            raise BrokenPromise(f"unmapped host memory that is not mapped at {at} .. {at + n}")
+
+    def unmap_host(self, range: Range, at: int, n: int) -> None:
+        """Record an unmapping that `check_unmap_host` has allowed."""
+        self._slots[range.base][1][at : at + n] = array("i", [UNBACKED]) * n
 
     def check_pages(self, pages: Sequence[int], *, attached: bool = False) -> None:
         """Raises BrokenPromise unless all pages lie on the device, or, if `attached`, on attached
@@ -168,7 +189,7 @@ class MappingTable:
 
     def pages(self, range: Range) -> dict[int, int]:
         """Return the backed indices of a range with their pages."""
-        return {at: page for at, page in enumerate(self._of(range)) if page != UNBACKED}
+        return {at: page for at, page in enumerate(self._of(range)) if page >= 0}
 
     def ranges(self) -> list[Range]:
         return [range for range, _ in self._slots.values()]
@@ -180,7 +201,7 @@ class MappingTable:
         for _, slots in self._slots.values():
             before = None
             for page in slots:
-                follows = page == before if page == UNBACKED else page - 1 == before
+                follows = page == before if page < 0 else page - 1 == before
                 total += not follows
                 before = page
         return total

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
-from ballast.core.units import MiB
+from ballast.core.units import MiB, ceil_div
 from ballast.memory.pool import Pool
 from ballast.memory.vm import Fence, Range, Vm
 
@@ -20,6 +20,8 @@ _EMPTY = -1
 _LEAVING = -2
 """Index that is still mapped while its page is reclaiming: new work must not use it, and it cannot
 be backed again yet."""
+_HOST = -3
+"""Index at which host memory is mapped."""
 
 
 _PREFAULT_BYTES = 4 * MiB
@@ -40,6 +42,8 @@ class BackedRange:
         self.backed = 0
         self.aliased = 0
         self.leaving = 0
+        self.on_host = 0
+        """Indices at which host memory is mapped, and no page."""
         self._pool, self._vm = pool, vm
         self._range = vm.reserve(n_bytes)
         self._slots = array("i", [_EMPTY]) * self._range.n_pages
@@ -149,6 +153,27 @@ class BackedRange:
         self._slots[at : at + n] = array("i", [_EMPTY]) * n
         self.aliased -= n
 
+    def map_host(self, at: int, source: int, n_bytes: int) -> None:
+        """Map host memory at indices `at ..`, read only: no page is used (`Vm.map_host`).
+
+        Raises BrokenPromise if part of that is backed; a failing map (DeviceError) changes nothing.
+        """
+        n = ceil_div(n_bytes, self.page_bytes)
+        if self._check_empty(((at, n),)):
+            raise BrokenPromise(f"{self.owner}: pages at {at} .. are still leaving")
+        self._vm.map_host(self._range, at, source, n_bytes)
+        self._slots[at : at + n] = array("i", [_HOST]) * n
+        self.on_host += n
+
+    def unmap_host(self, at: int, source: int, n_bytes: int) -> None:
+        """Unmap host memory that was mapped with these arguments. Nothing in flight may read it."""
+        n = ceil_div(n_bytes, self.page_bytes)
+        if self._within(at, n).count(_HOST) != n:
+            raise BrokenPromise(f"{self.owner}: no host memory at {at} .. {at + n}")
+        self._vm.unmap_host(self._range, at, source, n_bytes)
+        self._slots[at : at + n] = array("i", [_EMPTY]) * n
+        self.on_host -= n
+
     def hand_to(self, at: int, n: int, target: BackedRange, to: int) -> None:
         """Move the pages at `at ..` to another range and its owner; contents are kept.
 
@@ -212,8 +237,9 @@ class BackedRange:
         """Raises BrokenPromise unless every page here is the owner's or lent to it, as counted."""
         here = [page for page in self._slots if page >= 0]
         others = [page for page in here if self._pool.ledger.owner_of(page) != self.owner]
-        counts = (len(here) - len(others), len(others), self._slots.count(_LEAVING))
-        if counts != (self.backed, self.aliased, self.leaving):
+        marked = (self._slots.count(_LEAVING), self._slots.count(_HOST))
+        counts = (len(here) - len(others), len(others), *marked)
+        if counts != (self.backed, self.aliased, self.leaving, self.on_host):
             raise BrokenPromise(f"{self.owner}: slots say {counts}")
         for page in others:
             if self.owner not in self._pool.ledger.holders_of(page):

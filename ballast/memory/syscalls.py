@@ -79,6 +79,14 @@ def madvise(address: int, n_bytes: int, advice: int) -> None:
         raise _error()
 
 
+def map_again(source: int, target: int, n_bytes: int) -> None:
+    """Map at `target` as well what one shared mapping has at `source`, with its protection. What
+    was mapped at `target` is replaced. Raises OSError: EINVAL for private memory."""
+    found = _mremap(source, 0, n_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, target)
+    if found is None or found == _FAILED:
+        raise _error()
+
+
 def move_page_tables(source: int, target: int, n_bytes: int) -> None:
     """Map at `target` what one mapping has at `source`, and take its page tables along.
 

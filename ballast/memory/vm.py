@@ -6,7 +6,8 @@ Used by the pool, ranges, lending and machines. Implemented by `vm_memfd` (CPU),
 ::
 
     virtual   range A  [ 7 ][ 8 ][ - ][ 2 ]      reserved once, addresses never move
-              range B  [ - ][ 5 ][ 6 ][ - ]      - : backed by nothing, touching it is a fault
+              range B  [ h ][ h ][ 6 ][ - ]      - : backed by nothing, touching it is a fault
+                                                 h : host memory, read only, and no page
               window   [ 0 ][ 1 ][ 2 ][ 3 ] ...  every page once, at its own number
     physical  pages    0 1 2 3 4 5 6 7 8 ...     a page is in one range, or in several as an alias
 
@@ -122,6 +123,18 @@ class Latch:
         return self._set
 
 
+class WithoutHost:
+    """Base of each `Vm` whose device cannot read host memory in place."""
+
+    maps_host = False
+
+    def map_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
+        raise DeviceError("host memory", "this device does not read it in place")
+
+    def unmap_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
+        raise DeviceError("host memory", "this device does not read it in place")
+
+
 class Vm(Protocol):
     """Physical pages `0 .. n_pages` of `page_bytes` each, and ranges they are mapped into.
 
@@ -175,6 +188,19 @@ class Vm(Protocol):
 
     def unmap(self, range: Range, at: int, n: int) -> None:
         """Unmap the pages of `n` indices. They keep their contents."""
+
+    maps_host: bool
+    """Whether host memory can be mapped into ranges; if not, `map_host` raises DeviceError."""
+
+    def map_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
+        """Map host memory beneath range indices `at ..`, read only, in place of pages.
+
+        `source`: its address in this process, where it is sealed shared memory (the host tier),
+        and stays mapped. What is left of the last index stays unbacked.
+        """
+
+    def unmap_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
+        """Unmap host memory that `map_host` has mapped with these arguments."""
 
     def populate(self, pages: Sequence[int]) -> Short | None:
         """Give pages physical memory ahead of their first use; contents are kept.

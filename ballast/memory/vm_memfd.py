@@ -18,6 +18,7 @@ from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import KiB, MiB, ceil_div
 from ballast.memory import huge_pages
 from ballast.memory import syscalls as sys
+from ballast.memory.address_space import end_share, reserve_aligned, share, unback
 from ballast.memory.mapping_table import MappingTable
 from ballast.memory.memfd import DeviceFile, mapped_pages
 from ballast.memory.runs import runs_of
@@ -89,7 +90,7 @@ class MemfdVm:
         self._huge = fits if huge is None else huge
         self._populate_step = huge_pages.huge_page_bytes() if self._huge else _POPULATE_STEP
         most = window_pages(n_pages)
-        base = _call("mmap", lambda: _reserve_aligned(most * page_bytes, self._alignment))
+        base = _call("mmap", lambda: reserve_aligned(most * page_bytes, self._alignment))
         self.window = Range(base, most, page_bytes)
         _call("mmap", lambda: self._map_window(0, n_pages))
 
@@ -128,7 +129,7 @@ class MemfdVm:
             raise BrokenPromise(f"reserved {n_bytes} bytes")
         n_pages = ceil_div(n_bytes, self.page_bytes)
         self._guard(2)
-        base = _call("mmap", lambda: _reserve_aligned(n_pages * self.page_bytes, self._alignment))
+        base = _call("mmap", lambda: reserve_aligned(n_pages * self.page_bytes, self._alignment))
         range = Range(base, n_pages, self.page_bytes)
         self._mappings.open(range)
         return range
@@ -158,7 +159,7 @@ class MemfdVm:
         except OSError as error:
             with contextlib.suppress(OSError):
                 # All of it: a fixed map that fails may have removed what was there before.
-                _unback(range.address(at), len(pages) * self.page_bytes)
+                unback(range.address(at), len(pages) * self.page_bytes)
             raise DeviceError("mmap", _reason(error)) from error
         self._mappings.map(range, at, pages)
 
@@ -169,8 +170,32 @@ class MemfdVm:
         self._bound += 2
         if self._moves:
             self._put_into_window(range, at, pages)
-        _call("mmap", lambda: _unback(range.address(at), n * self.page_bytes))
+        _call("mmap", lambda: unback(range.address(at), n * self.page_bytes))
         self._mappings.unmap(range, at, n)
+
+    maps_host = True
+
+    def map_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
+        n = ceil_div(n_bytes, self.page_bytes)
+        self._mappings.check_map_host(range, at, n)
+        self._guard(4)
+        address = range.address(at)
+        try:
+            share(source, address, n_bytes, moves=self._moves)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unback(address, n * self.page_bytes)
+            raise DeviceError("mremap", _reason(error)) from error
+        self._mappings.map_host(range, at, n)
+
+    def unmap_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
+        n = ceil_div(n_bytes, self.page_bytes)
+        self._mappings.check_unmap_host(range, at, n)
+        address = range.address(at)
+        self._bound += 2
+        _call("mremap", lambda: end_share(source, address, n_bytes, moves=self._moves))
+        _call("mmap", lambda: unback(address, n * self.page_bytes))
+        self._mappings.unmap_host(range, at, n)
 
     def populate(self, pages: Sequence[int]) -> Short | None:
         self._mappings.check_pages(pages)
@@ -261,7 +286,7 @@ class MemfdVm:
 
     def _clear_window(self, pages: Sequence[int]) -> None:
         for first, n in runs_of(pages):
-            _unback(self.window.address(first), n * self.page_bytes)
+            unback(self.window.address(first), n * self.page_bytes)
 
     def _map_run(self, address: int, first: int, n: int, prefault: bool) -> None:
         """Map adjacent pages by `mmap`. Raises OSError."""
@@ -354,24 +379,6 @@ class MemfdVm:
                 f"{self._bound} mappings would pass half of vm.max_map_count; raise it "
                 f"(sysctl -w vm.max_map_count={8 * self._limit}) or use larger pages",
             )
-
-
-def _reserve_aligned(n_bytes: int, alignment: int) -> int:
-    flags = sys.MAP_PRIVATE | sys.MAP_ANONYMOUS | sys.MAP_NORESERVE
-    found = sys.mmap(0, n_bytes + alignment, sys.PROT_NONE, flags)
-    base = ceil_div(found, alignment) * alignment
-    if base > found:
-        sys.munmap(found, base - found)
-    if tail := found + alignment - base:
-        sys.munmap(base + n_bytes, tail)
-    return base
-
-
-def _unback(address: int, n_bytes: int) -> None:
-    """Replace mappings by reserved addresses in one step, so that the addresses are never free."""
-    if n_bytes:
-        flags = sys.MAP_PRIVATE | sys.MAP_ANONYMOUS | sys.MAP_NORESERVE | sys.MAP_FIXED
-        sys.mmap(address, n_bytes, sys.PROT_NONE, flags)
 
 
 def _call(name: str, call: Callable[[], _T]) -> _T:

@@ -73,6 +73,18 @@ class NullVm:
         self._mappings.check_unmap(range, at, n)
         self._mappings.unmap(range, at, n)
 
+    maps_host = True
+
+    def map_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
+        n = ceil_div(n_bytes, self.page_bytes)
+        self._mappings.check_map_host(range, at, n)
+        self._mappings.map_host(range, at, n)
+
+    def unmap_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
+        n = ceil_div(n_bytes, self.page_bytes)
+        self._mappings.check_unmap_host(range, at, n)
+        self._mappings.unmap_host(range, at, n)
+
     def populate(self, pages: Sequence[int]) -> Short | None:
         self._mappings.check_pages(pages)
         return None

@@ -23,6 +23,7 @@ from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.fleet.migrate import LeastPressure
 from ballast.policy.fleet.replicate import ReplicateUnderLoad
 from ballast.policy.memory.balloon import Balloon
+from ballast.policy.memory.host_direct import HostDirect
 from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.memory.lru import LeastRecentlyUsed
 from ballast.policy.memory.mirage import Mirage
@@ -121,6 +122,7 @@ _KINDS = {
     "kvswap": _Kind(KvSwap),
     "muxserve": _Kind(Quotas, "adbs"),
     "prism": _Kind(Balloon, "deadline", "kvpr", Slack),
+    "c2cserve": _Kind(HostDirect, "deadline"),
 }
 PRESETS = tuple(_KINDS)
 

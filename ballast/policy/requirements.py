@@ -27,6 +27,8 @@ class Requirements:
     dirty: bool = False
     """Only what a step has written of a swapped layer is copied back to the host; else all of
     it."""
+    in_place: bool = False
+    """Passes read all weights in host memory: models take pages for KV alone."""
     following: bool = False
     """Models can be activated on and removed from the device as the load changes."""
 
@@ -40,6 +42,8 @@ class Requirements:
             return "its layers of weights must rotate, which those spread over ranks cannot so far"
         if self.kv_swapping and device.tensor_parallel > 1:
             return "KV must be swapped layer by layer, which devices of one rank can so far"
+        if self.in_place and (device.gpu is not None or device.tensor_parallel > 1):
+            return "weights must be read in host memory, which CPU devices of one rank can so far"
         if self.following and device.tensor_parallel > 1:
             return "models cannot follow the load to devices that share them over ranks"
         return None

@@ -33,7 +33,7 @@ class Site(enum.Enum):
     SLOT = "slot"
     """Pages that it shares with other layers, which take turns there."""
     HOST = "host"
-    """None: it is absent from the device."""
+    """None: its bytes are in host memory alone."""
 
 
 class UnitPlace(NamedTuple):
@@ -50,6 +50,8 @@ class Access(enum.Enum):
     RESIDENT = "resident"
     STREAMED = "streamed"
     """It is brought before its layer runs."""
+    IN_PLACE = "in place"
+    """It is read in host memory, over the link, by the addresses that it has on the device."""
     NONE = "none"
     """No pass can: the model does not run."""
 
@@ -63,11 +65,15 @@ class ResidencyPlan:
     rotation: Rotation = WHOLE
     """Layers in slots."""
     absent: frozenset[int] = frozenset()
-    """Units that are on the host alone. While there are any, no layer is in a slot."""
+    """Units that are on the host alone, and not read. While there are any, no layer is in a
+    slot."""
+    in_place: frozenset[int] = frozenset()
+    """Units that passes read in host memory (C2CServe, 5). While there are any, no layer is in a
+    slot."""
 
     def place(self, unit: int) -> UnitPlace:
         """Return the place of a unit."""
-        if unit in self.absent:
+        if unit in self.absent or unit in self.in_place:
             return UnitPlace(Site.HOST)
         slot = self.rotation.slot_of.get(unit - 1)
         return UnitPlace(Site.DEVICE) if slot is None else UnitPlace(Site.SLOT, slot)
@@ -76,6 +82,8 @@ class ResidencyPlan:
         """Return how passes read a unit. A layer that is alone in its slot stays there."""
         if self.absent:
             return Access.NONE
+        if unit in self.in_place:
+            return Access.IN_PLACE
         following = self.rotation.next_of.get(unit - 1, unit - 1)
         return Access.RESIDENT if following == unit - 1 else Access.STREAMED
 
@@ -107,17 +115,24 @@ class ResidencyPlan:
         """Pages of the model's own units that are absent."""
         return sum(u.pages for i, u in enumerate(self.units) if i in self.absent and not u.shared)
 
-    @property
+    @cached_property
     def bytes_per_pass(self) -> int:
-        """Bytes that each pass brings over the link."""
-        streamed = (i for i in range(len(self.units)) if self.access(i) is Access.STREAMED)
-        return sum(self.units[i].n_bytes for i in streamed)
+        """Bytes that each pass reads over the link: of a dense model; of a layer with experts, at
+        most."""
+        over_link = (Access.STREAMED, Access.IN_PLACE)
+        return sum(u.n_bytes for i, u in enumerate(self.units) if self.access(i) in over_link)
+
+    @property
+    def in_place_pages(self) -> int:
+        """Pages that the model's own units read in place would take on the device."""
+        return sum(self.units[i].pages for i in self.in_place if not self.units[i].shared)
 
     def bytes_from(self, now: ResidencyPlan) -> int:
         """Return the bytes to bring in order to get here from the plan `now`: of units that get
         pages of their own, and of one layer for each slot."""
         brought = (i for i in range(len(self.units)) if self._is_own(i) and not now.has_own(i))
-        shared = (i for i in now.absent - self.absent if self.units[i].shared)
+        away, was_away = self.absent | self.in_place, now.absent | now.in_place
+        shared = (i for i in was_away - away if self.units[i].shared)
         anew = [] if self.rotation == now.rotation else [1 + i for i in self.rotation.first]
         return sum(self.units[i].n_bytes for i in (*brought, *shared, *anew))
 
@@ -143,7 +158,8 @@ class ResidencyPlan:
         """Return the plan in which parts of at least so many pages are given up, in the order of
         `parts`; None: everything is. Everything includes shared units."""
         if pages is None:
-            return replace(self, rotation=WHOLE, absent=frozenset(range(len(self.units))))
+            everything = frozenset(range(len(self.units)))
+            return replace(self, rotation=WHOLE, absent=everything, in_place=frozenset())
         gone, freed = set(self.absent), 0
         if self.rotation != WHOLE and pages > 0:
             gone.update(1 + layer for layer in self.rotation.layers)
@@ -158,7 +174,12 @@ class ResidencyPlan:
 
     def whole(self) -> ResidencyPlan:
         """Return the plan in which each unit has pages of its own."""
-        return replace(self, rotation=WHOLE, absent=frozenset())
+        return replace(self, rotation=WHOLE, absent=frozenset(), in_place=frozenset())
+
+    def reading(self, units: frozenset[int]) -> ResidencyPlan:
+        """Return the plan in which passes read `units` in place, and no others."""
+        rotation = WHOLE if units else self.rotation
+        return replace(self, rotation=rotation, absent=self.absent - units, in_place=units)
 
     def has_own(self, unit: int) -> bool:
         """Whether the unit has pages of its own, or those of a shared segment."""

@@ -163,7 +163,7 @@ class SimDevice:
         profile: MachineProfile,
         calls: LoopTime,
     ) -> SimRunner:
-        return SimRunner(
+        runner = SimRunner(
             self._heap,
             self.clock,
             self._specs,
@@ -175,6 +175,13 @@ class SimDevice:
             calls,
             JobFactors(profile.spread, settings.name),
         )
+        runner.read_seconds = self._read_seconds
+        return runner
+
+    def _read_seconds(self, model: str) -> float:
+        """Return the seconds in which the link carries what a pass of a model reads in place."""
+        plan = self.state.models[model].weights.plan
+        return plan.bytes_per_pass / self.link.bytes_per_second if plan.in_place else 0.0
 
     @property
     def over(self) -> bool:

@@ -73,6 +73,8 @@ class SimRunner:
         self.borrowed: Callable[[str], LayerSource] | None = None
         """Source, by model, of KV on borrowed pages; None where such KV does not move."""
         self._borrowed: dict[str, LayerSource] = {}
+        self.read_seconds: Callable[[str], float] = lambda model: 0.0
+        """Returns the least seconds of a model's pass: the link carries what it reads in place."""
         self._began = self._free = 0.0
         """Times at which the last job began and ends, the latter if known."""
         self._ahead: tuple[str, float, Alone] | None = None
@@ -196,7 +198,8 @@ class SimRunner:
         """Return the seconds of a decode step by context, and the engine's own seconds, for
         consecutive steps while they are `even`; each begins when the one before has ended for the
         loop."""
-        return self._costs[model].decoding(sequences), self._overhead
+        seconds, least = self._costs[model].decoding(sequences), self.read_seconds(model)
+        return (lambda context: max(seconds(context), least)) if least else seconds, self._overhead
 
     def decoded(self, began: float, end: float) -> None:
         """Record that a consecutive step is in flight, with its begin and its end for the loop."""
@@ -248,7 +251,8 @@ class SimRunner:
             seconds += self._switch
         if not self._prefills and self._since_prefill < len(self._settling):
             seconds += self._settling[self._since_prefill]
-        return (seconds + self._slowed) * self._factor(now, model)
+        seconds = (seconds + self._slowed) * self._factor(now, model)
+        return max(seconds, self.read_seconds(model))
 
     def _switch_to(self, model: str, now: float) -> float:
         """Return the further seconds of a job that begins now after another model's, if it does."""
@@ -281,7 +285,8 @@ class SimRunner:
         else:
             seconds = measured_seconds([*seen, (1.0, self._costs[model])], load, share)
             part = measured(share, seconds, memory, self._profile.reach)
-        return Part(*(factor * seconds for seconds in part))
+        alone, reading, memory = (factor * seconds for seconds in part)
+        return Part(max(alone, self.read_seconds(model)), reading, memory)
 
     def _begin(self, model: str, seconds: float, read: int, written: int) -> Alone:
         now = self._clock.now()

@@ -40,6 +40,7 @@ cannot see `kv`.
 - `sealed_model`: Find a loaded model again by its sealed segments, without its files.
 - `segment_exchange`: The protocol by which processes share segments and models.
 - `segment`: Segments: tensors of one layer, packed one after the other.
+- `segment_mapping`: What is mapped beneath a model's segments: pages, or host memory.
 - `segment_table`: Places of a model's segments in its range of device addresses.
 - `sharding`: Division of each tensor over tensor-parallel ranks.
 - `shared`: Segments that several models contain, on the device once.

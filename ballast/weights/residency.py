@@ -10,13 +10,13 @@ exists; only the pages beneath are mapped and unmapped. Weights are read only: e
 nothing. A model can give up part of its segments, the last layers first; an activation brings those
 that are missing. Pages of a segment that several models contain are owned by the segment
 (`weights/shared.py`) and aliased here, as are those of the slots that rotating layers share
-(`weights/slots.py`).
+(`weights/slots.py`). A segment that is read *in place* has no pages: the host tier's sealed memory
+is mapped beneath its addresses, read only (C2CServe, 5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ballast.core.actions import Short
@@ -31,14 +31,16 @@ from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
 from ballast.residency.plan import ResidencyPlan, Unit
 from ballast.weights.load_order import load_order
-from ballast.weights.segment_table import PlacedSegment, own_stretches, place_segments
+from ballast.weights.segment_mapping import SegmentMapping
+from ballast.weights.segment_table import PlacedSegment, place_segments
 from ballast.weights.shared import SharedSegment
 from ballast.weights.slots import LayerPages, Slots
 from ballast.weights.weight_stream import WeightStream
 
 
 class WeightsOnDevice:
-    """All segments of a model, each present or absent; layers can rotate while all are present.
+    """All segments of a model, each present, read in place or absent; layers can rotate while all
+    are present.
 
     Owners in the ledger: ``weights:NAME`` and, while layers rotate, ``slots:NAME``.
     """
@@ -62,7 +64,9 @@ class WeightsOnDevice:
             raise BrokenPromise(f"{spec.name}: {len(host_addresses)} host addresses of segments")
         self.spec = spec
         self._absent = frozenset(range(len(spec.segment_bytes)))
-        """Segments without pages."""
+        """Segments that are on the host alone, and not read there."""
+        self._in_place: frozenset[int] = frozenset()
+        """Segments that passes read in host memory."""
         self._unfilled: frozenset[int] = frozenset()
         """Own segments with pages whose bytes are to come."""
         self._going: frozenset[int] | None = None
@@ -75,6 +79,7 @@ class WeightsOnDevice:
         self._pool = pool
         n_pages = sum(ceil_div(n, vm.page_bytes) for n in spec.segment_bytes)
         self._range = BackedRange(pool, vm, f"weights:{spec.name}", n_pages * vm.page_bytes)
+        self._mapping = SegmentMapping(pool, self._range)
         self.slots = Slots(spec.name, pool, self._range)
         self.stream = stream
         self._tabulate(place_segments(spec, self._range, host_addresses, shared or {}))
@@ -95,7 +100,8 @@ class WeightsOnDevice:
 
     @property
     def backed(self) -> bool:
-        """Whether all segments have pages; their contents are valid once `filled`."""
+        """Whether all segments have pages, or are read in place; the contents of pages are valid
+        once `filled`."""
         return not self._absent
 
     @property
@@ -103,24 +109,27 @@ class WeightsOnDevice:
         """Where each segment is."""
         if self._plan is None:
             units = (Unit(s.n_pages, s.n_bytes, s.shared is not None) for s in self.segments)
-            rotation = self.slots.rotation
-            self._plan = ResidencyPlan(tuple(units), self.spec.n_layers, rotation, self._absent)
+            places = (self.slots.rotation, self._absent, self._in_place)
+            self._plan = ResidencyPlan(tuple(units), self.spec.n_layers, *places)
         return self._plan
 
     @property
     def filled(self) -> bool:
         """Whether all bytes are present."""
-        return not (self._absent or self._unfilled) and all(s.filled for s in self.shared)
+        return not (self._absent or self._unfilled) and all(s.filled for s in self._held)
 
     def segment_address(self, i: int) -> int:
         """Device address of segment `i`; never changes."""
         return self.segments[i].address
 
-    def activate(self, transfer_id: int, ahead: int = 0) -> Short | None:
+    def activate(
+        self, transfer_id: int, ahead: int = 0, in_place: Collection[int] = ()
+    ) -> Short | None:
         """Map pages for all absent segments and start the transfer that fills them; or do nothing.
 
         `ahead`: most bytes that may still be in flight when the first job begins
         (`FirstJobReadyEvent`), if its stream can make jobs wait for the layers in these bytes.
+        `in_place`: absent segments that are read in place instead, without pages or copies.
 
         Segments that another model has loaded are mapped, not copied; if all are, `filled` holds at
         once and no transfer starts. `Short.pages`: pages that the pool lacks. If a mapping or the
@@ -129,33 +138,22 @@ class WeightsOnDevice:
         absent = self._absent
         if not absent:
             raise BrokenPromise(f"{self.spec.name}: its weights are on the device already")
-        missing = [s for s in self.shared if not s.pages]
-        wanted = self.plan.missing_pages + sum(s.n_pages for s in missing)
-        short = wanted - self._pool.available(self.owner)
-        if short > 0:
-            return Short(short)
-        with ExitStack() as undo:
-            for segment in missing:
-                lacking = segment.allocate(self.owner)
-                if lacking is not None:
-                    return lacking
-                undo.callback(segment.free)
-            stretches = own_stretches(self.segments, absent)
-            lacking = self._range.back_many(stretches)
-            if lacking is not None:
-                return lacking
-            undo.callback(self._release, stretches)
-            for i in sorted(absent):
-                s = self.segments[i]
-                if s.shared is not None:
-                    self._range.alias(s.at, s.shared.pages, s.shared.owner)
-                    undo.callback(self._range.unalias, s.at, s.n_pages, s.shared.owner)
-            self._unfilled = frozenset(i for i in absent if self.segments[i].shared is None)
-            self._set_absent(frozenset())
-            undo.callback(self._set_absent, absent)
+        direct = absent.intersection(in_place)
+        paged = absent - direct
+        lacking = self._mapping.map(self.segments, paged, direct)
+        if lacking is not None:
+            return lacking
+        before = self._in_place
+        self._unfilled = frozenset(i for i in paged if self.segments[i].shared is None)
+        self._set_places(frozenset(), before | direct)
+        try:
             if not self.filled:
                 self.fill(transfer_id, ahead)
-            undo.pop_all()
+        except BaseException:
+            self._set_places(absent, before)
+            self._mapping.unmap(self.segments, paged, direct)
+            self._free_unused()
+            raise
         return None
 
     def fill(self, transfer_id: int, ahead: int = 0) -> None:
@@ -169,7 +167,7 @@ class WeightsOnDevice:
         wanted: list[int] = []
         brought: list[SharedSegment] = []
         for i, s in enumerate(self.segments):
-            if s.shared is None:
+            if s.shared is None or i in self._in_place:
                 here = i not in self._unfilled
             else:
                 here = s.shared.filled or s.shared.filler is not None or s.shared in brought
@@ -191,7 +189,7 @@ class WeightsOnDevice:
         No shared segment may be in flight from another model: only that model's transfer shows when
         it has landed.
         """
-        here = all(s.filled or s in brought for s in self.shared)
+        here = all(s.filled or s in brought for s in self._held)
         if self.stream is None or ahead <= 0 or self.may_be_loading or not here:
             return False
         order, arrivals = load_order(self.segments, self.spec.n_layers, wanted, ahead)
@@ -234,7 +232,7 @@ class WeightsOnDevice:
         No job of the model is in flight, and its stream is settled. Raises BrokenPromise for layers
         that cannot rotate (`Slots.refusal`).
         """
-        if self.stream is None or self._absent:
+        if self.stream is None or self._absent or self._in_place:
             raise BrokenPromise(f"{self.spec.name}: its layers cannot rotate now")
         contents = self.slots.remap(wanted, self.stream.held)
         if isinstance(contents, Short):
@@ -274,18 +272,13 @@ class WeightsOnDevice:
             raise BrokenPromise(f"{self.spec.name}: its weights are not on the device")
         everything = self.plan.without(None).absent - self._absent
         going = everything if self._going is None else self._going
-        for i in sorted(going):
-            s = self.segments[i]
-            if s.shared is not None:
-                self._range.unalias(s.at, s.n_pages, s.shared.owner)
         rotating = frozenset(1 + layer for layer in self.slots.rotation.layers)
         if rotating:
             self.slots.dissolve()
-        self._release(own_stretches(self.segments, going - rotating))
-        self._set_absent(self._absent | going | rotating)
-        for segment in self.shared:
-            if segment.pages and not segment.holders:
-                segment.free()
+        direct = going & self._in_place
+        self._mapping.unmap(self.segments, going - rotating - direct, direct)
+        self._set_places(self._absent | going | rotating, self._in_place - direct)
+        self._free_unused()
         if self.may_be_loading and self.stream is not None:
             self.stream.forget()
         self.may_be_loading = False
@@ -310,7 +303,7 @@ class WeightsOnDevice:
             whose = shared.get(digest)
             if whose is None or s.shared is not None:
                 continue
-            if i not in self._absent:
+            if i not in self._without_pages:
                 whose.pages = self._range.cede(s.at, s.n_pages, whose.owner)
                 whose.add_holder(self.spec.name)
                 if self._going is not None and self.leaves_whole:
@@ -343,13 +336,8 @@ class WeightsOnDevice:
         for segment in self.shared:
             if (self.spec.name in segment.holders) != self._uses(segment):
                 raise BrokenPromise(f"{self.owner}: holds {segment.owner} against its word")
-            if self not in segment.parts_of:
-                raise BrokenPromise(f"{segment.owner}: is no part of {self.owner}")
-            segment.validate()
-        for i, s in enumerate(self.segments):
-            here = () if i in self._absent else self._range.pages(s.at, s.n_pages)
-            if s.shared is not None and here != (() if i in self._absent else s.shared.pages):
-                raise BrokenPromise(f"{self.owner}: other pages than {s.shared.owner}'s")
+            segment.validate(self)
+        self._mapping.validate(self.segments, self._absent, self._in_place)
 
     def _tabulate(self, table: Sequence[PlacedSegment]) -> None:
         self.segments = tuple(table)
@@ -379,12 +367,22 @@ class WeightsOnDevice:
     def _uses(self, segment: SharedSegment) -> bool:
         """Whether a shared segment is mapped here."""
         parts = enumerate(self.segments)
-        return any(s.shared is segment for i, s in parts if i not in self._absent)
+        return any(s.shared is segment for i, s in parts if i not in self._without_pages)
 
-    def _set_absent(self, absent: frozenset[int]) -> None:
-        """Record which segments are absent, and so which shared ones this model uses; no eviction
-        is ordered any more."""
-        self._absent, self._going, self._plan = absent, None, None
+    @property
+    def _held(self) -> tuple[SharedSegment, ...]:
+        """Shared segments that are mapped here."""
+        return tuple(s for s in self.shared if self.spec.name in s.holders)
+
+    @property
+    def _without_pages(self) -> frozenset[int]:
+        return self._absent | self._in_place
+
+    def _set_places(self, absent: frozenset[int], in_place: frozenset[int]) -> None:
+        """Record which segments are absent or read in place, and so which shared ones this model
+        uses; no eviction is ordered any more."""
+        self._absent, self._in_place = absent, in_place
+        self._going, self._plan = None, None
         self._unfilled -= absent
         self.version.n += 1
         for segment in self.shared:
@@ -395,6 +393,8 @@ class WeightsOnDevice:
             elif self.spec.name not in segment.holders:
                 segment.add_holder(self.spec.name)
 
-    def _release(self, stretches: Iterable[tuple[int, int]]) -> None:
-        for at, n in stretches:
-            self._range.release(at, n)
+    def _free_unused(self) -> None:
+        """Free shared segments that no model uses any more."""
+        for segment in self.shared:
+            if segment.pages and not segment.holders:
+                segment.free()

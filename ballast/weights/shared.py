@@ -96,8 +96,11 @@ class SharedSegment:
         self._pool.give_back(self.owner, self.pages)
         self.pages, self.filled, self.filler = (), False, None
 
-    def validate(self) -> None:
-        """Raise BrokenPromise unless holders, pages and the pool's ledger agree."""
+    def validate(self, part_of: Container) -> None:
+        """Raise BrokenPromise unless holders, pages and the pool's ledger agree, and it knows the
+        weights `part_of`, which contain it."""
+        if part_of not in self.parts_of:
+            raise BrokenPromise(f"{self.owner}: is no part of weights that contain it")
         if bool(self.holders) != bool(self.pages):
             raise BrokenPromise(f"{self.owner}: {len(self.pages)} pages for nobody")
         if self._pool.ledger.owned(self.owner) != len(self.pages):

@@ -42,6 +42,5 @@ def holds(state: DeviceState, name: str, owner: str) -> bool:
     m = state.models[name]
     weights = m.weights
     parts = enumerate(weights.segments)
-    return any(
-        s.shared and s.shared.owner == owner for i, s in parts if i not in weights.plan.absent
-    )
+    away = weights.plan.absent | weights.plan.in_place
+    return any(s.shared and s.shared.owner == owner for i, s in parts if i not in away)

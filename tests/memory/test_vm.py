@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 from collections.abc import Callable
@@ -334,3 +335,91 @@ def test_null_addresses_are_no_ones_else() -> None:
     ranges = [a.reserve(PAGE), a.reserve(5 * PAGE), b.reserve(PAGE)]
     assert len({r.base for r in ranges}) == 3
     assert min(r.base for r in ranges) >= 1 << 60
+
+
+# -- host memory beneath a range -----------------------------------------------------------------
+
+
+def _sealed(n_bytes: int, value: int) -> tuple[int, int]:
+    """Descriptor and address of a sealed file, mapped read only, as the host tier has them."""
+    fd = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, bytes([value]) * n_bytes)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    flags = syscalls.MAP_SHARED | syscalls.MAP_POPULATE
+    return fd, syscalls.mmap(0, n_bytes, syscalls.PROT_READ, flags, fd)
+
+
+def _permissions(address: int) -> bytes:
+    for line in syscalls.maps().splitlines():
+        low, high = (int(end, 16) for end in line.split(None, 1)[0].split(b"-"))
+        if low <= address < high:
+            return line.split(None, 2)[1]
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_host_memory_lies_beneath_a_range_read_only_and_takes_no_page(moves: bool) -> None:
+    vm = MemfdVm(PAGE, 8, moves=moves)
+    size = 2 * PAGE + 8192  # ends within a page
+    fd, source = _sealed(size, 7)
+    a, b = vm.reserve(4 * PAGE), vm.reserve(4 * PAGE)
+    for r in (a, b):  # two models with one segment
+        vm.map_host(r, 1, source, size)
+        assert array_at(r.address(1), (size,), "uint8").tobytes() == b"\7" * size
+        assert _permissions(r.address(1)) == b"r--s"
+        assert _permissions(r.address(1) + size) == b"---p"
+        assert vm.os_mapped(r) == 0
+    vm.map(a, 0, [3])
+    with pytest.raises(OSError):
+        os.ftruncate(fd, PAGE)
+    for r in (a, b):
+        vm.unmap_host(r, 1, source, size)
+        assert _permissions(r.address(1)) == b"---p"
+        assert array_at(source, (size,), "uint8").tobytes() == b"\7" * size
+    vm.map(a, 1, [4])
+    syscalls.munmap(source, size)
+    os.close(fd)
+    vm.close()
+
+
+def test_only_shared_memory_can_lie_beneath_a_range() -> None:
+    vm = MemfdVm(PAGE, 8)
+    r = vm.reserve(2 * PAGE)
+    private = syscalls.MAP_PRIVATE | syscalls.MAP_ANONYMOUS
+    source = syscalls.mmap(0, PAGE, syscalls.PROT_READ | syscalls.PROT_WRITE, private)
+    with pytest.raises(DeviceError, match="mremap"):
+        vm.map_host(r, 0, source, PAGE)
+    assert _permissions(r.address(0)) == b"---p"
+    vm.map(r, 0, [1])
+    syscalls.munmap(source, PAGE)
+    vm.close()
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda vm, r: vm.map_host(r, 0, 4096, PAGE),
+        lambda vm, r: vm.map_host(r, 2, 4096, PAGE + 1),
+        lambda vm, r: vm.map_host(r, 3, 4096, 2 * PAGE),
+        lambda vm, r: vm.map(r, 1, [5]),
+        lambda vm, r: vm.unmap(r, 1, 1),
+        lambda vm, r: vm.unmap(r, 0, 2),
+        lambda vm, r: vm.unmap_host(r, 0, 4096, PAGE),
+        lambda vm, r: vm.unmap_host(r, 1, 4096, PAGE + 1),
+        lambda vm, r: vm.release(r),
+    ],
+)
+def test_host_memory_and_pages_exclude_each_other(
+    attempt: Callable[[Vm, Range], object],
+) -> None:
+    vm = NullVm(PAGE, 8)
+    r = vm.reserve(4 * PAGE)
+    vm.map(r, 0, [0])
+    vm.map_host(r, 1, 4096, PAGE)
+    vm.map(r, 3, [2])
+    with pytest.raises(BrokenPromise):
+        attempt(vm, r)
+    assert vm.os_pages(r) == {0: 0, 3: 2}
+    vm.unmap_host(r, 1, 4096, PAGE)
+    vm.map(r, 1, [5])

@@ -91,3 +91,24 @@ def test_no_more_parts_go_than_are_needed(units: list[tuple[int, bool]], pages: 
         assert freed - last < pages
     assert after.whole() == plan == after.whole().without(0)
     assert plan.rotation == WHOLE
+
+
+def test_units_read_in_place_take_no_page_and_are_read_by_each_pass() -> None:
+    direct = ABSENT.reading(frozenset(range(6)))
+    assert direct.runnable
+    assert (direct.device_pages, direct.missing_pages, direct.in_place_pages) == (0, 0, 15)
+    assert direct.bytes_per_pass == sum(u.n_bytes for u in UNITS)
+    assert (direct.bytes_from(ABSENT), direct.calls_from(ABSENT)) == (0, 0)
+    assert direct.place(2) == UnitPlace(Site.HOST)
+    assert {direct.access(i) for i in range(6)} == {Access.IN_PLACE}
+    assert direct.without(None) == ABSENT
+    mixed = RESIDENT.reading(frozenset({2, 4}))
+    assert [mixed.access(i) for i in (1, 2)] == [Access.RESIDENT, Access.IN_PLACE]
+    assert mixed.device_pages == 11
+    assert mixed.bytes_per_pass == 18 + 17
+    assert RESIDENT.bytes_from(mixed) == 18 + 17
+    assert mixed.parts == (2, 2, 4, 3)
+    assert mixed.without(2).in_place == mixed.in_place
+    assert not mixed.without(2).runnable
+    assert ROTATING.reading(frozenset({2})).rotation == WHOLE
+    assert mixed.whole() == RESIDENT

@@ -358,3 +358,17 @@ def test_a_device_of_several_ranks_is_refused() -> None:
     profile = MachineProfile(costs={"a": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     with pytest.raises(ConfigError, match="tensor_parallel"):
         simulate(several, [spec("a")], [], profile, print)
+
+
+def test_no_pass_over_weights_in_host_memory_is_shorter_than_reading_them() -> None:
+    specs = [spec("m", weight_pages=20)]
+    arrivals = [Submission(id="r", model="m", prompt=tuple(range(8)), max_tokens=5, arrival=0.0)]
+    for preset, seconds in (("recompute", 1e-3), ("c2cserve", sum(specs[0].segment_bytes) / 1e8)):
+        costs = {"m": StepCosts(1e-3, 0.0, 0.0, 0.0, 0.0)}
+        profile = MachineProfile(costs=costs, link=LinkRates.even(1e8), overhead=0.0)
+        result = simulate(
+            fleet(preset, specs, 60), specs, arrivals, profile, OutputLog(), observe=watch
+        )
+        (m,) = result.state.models.values()
+        assert m.weights.present_pages == (0 if preset == "c2cserve" else 20)
+        assert m.lane_seconds == pytest.approx(5 * max(1e-3, seconds))

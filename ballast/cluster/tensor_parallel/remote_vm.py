@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import ceil_div
-from ballast.memory.vm import Exported, Latch, Range, window_pages
+from ballast.memory.vm import Exported, Latch, Range, WithoutHost, window_pages
 from ballast.transport.tensor_parallel.rank_connections import RankConnection
 from ballast.transport.tensor_parallel.rank_messages import (
     DiscardPagesMsg,
@@ -27,7 +27,7 @@ from ballast.transport.tensor_parallel.rank_messages import (
 )
 
 
-class RemoteVm:
+class RemoteVm(WithoutHost):
     """Implements `Vm` for a further rank, by messages; a rank lends no pages and borrows none."""
 
     def __init__(self, memory: RankConnection, page_bytes: int, n_pages: int) -> None:

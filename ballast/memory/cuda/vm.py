@@ -20,10 +20,10 @@ from ballast.memory.cuda.fences import EventFence, EventPool
 from ballast.memory.cuda.pages import CudaImport, CudaPages
 from ballast.memory.mapping_table import MappingTable
 from ballast.memory.runs import runs_of
-from ballast.memory.vm import Exported, Range, check_attach, window_pages
+from ballast.memory.vm import Exported, Range, WithoutHost, check_attach, window_pages
 
 
-class CudaVm:
+class CudaVm(WithoutHost):
     """Implements `Vm`; one thread may populate, and any may `export` and `open`, beside the one
     that calls all else.
 

@@ -20,12 +20,12 @@ from contextlib import ExitStack
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
-from ballast.memory.vm import Exported, Fence, Range, Vm
+from ballast.memory.vm import Exported, Fence, Range, Vm, WithoutHost
 
 _EMPTY = -1
 
 
-class GroupVm:
+class GroupVm(WithoutHost):
     """Implements `Vm` over the vms of all ranks, which must not be used otherwise.
 
     Ranges are the first rank's. Pages are neither exported nor attached.

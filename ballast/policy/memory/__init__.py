@@ -5,6 +5,7 @@ A device's engine loop calls one of these policies. They import `core`, `policy.
 
 - `balloon`: Preset `balloon`: one elastic pool; idle weights and cached prefixes make way.
 - `defaults`: Decisions that all memory policies share, unless a policy overrides them.
+- `host_direct`: Preset `c2cserve`: weights stay in host memory, the device holds KV (C2CServe).
 - `kvswap`: Preset `kvswap`: KV swapped layer by layer instead of preemption (Pie).
 - `layer_offers`: Layers as a source of pages: offers of remapping weights to KV (MIRAGE, 5.2, 5.3).
 - `layer_reversion`: Claims by which models take back the layers that they gave up.

@@ -157,5 +157,6 @@ def pages_alone(m: ModelView, r: RequestView) -> int:
 
 def _room_alone(view: DeviceView, m: ModelView) -> int:
     """Pages of KV cache that one request of `m` has with the device to itself."""
-    there = [o.spec for o in view.models if o.spec.pinned or o is m]
+    here = () if view.weights_in_place else view.models
+    there = [o.spec for o in here if o.spec.pinned or o is m]
     return kv_room(view.total - view.arena, there, view.page_bytes, m.limit)

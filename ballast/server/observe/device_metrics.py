@@ -193,6 +193,7 @@ _MODEL_GAUGES = (
     ("ballast_cached_pages", "Pages that hold cached prefixes only", "cached_pages"),
     ("ballast_layers", "Decoder layers", "layers"),
     ("ballast_resident_layers", "Layers on the device in memory of their own", "resident_layers"),
+    ("ballast_in_place_layers", "Layers that are read in host memory", "in_place_layers"),
     ("ballast_rotating_layers", "Layers that share slots", "rotating_layers"),
     ("ballast_absent_layers", "Layers that are not on the device now", "absent_layers"),
 )

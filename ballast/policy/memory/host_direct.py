@@ -1,0 +1,62 @@
+"""Leave all weights in host memory, where passes read them; the device holds KV (C2CServe, 4).
+
+The memory policy of preset `c2cserve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ballast.core.actions import Action, Activate, Decision
+from ballast.core.view import DeviceView, Residency
+from ballast.policy.base import PlacedModels
+from ballast.policy.market.claims import kv_claims
+from ballast.policy.market.cover import cover
+from ballast.policy.market.offers import (
+    cached_prefixes,
+    lent_pages,
+    loose_blocks,
+    own_prefix,
+    younger_requests,
+)
+from ballast.policy.memory.defaults import last_resort, unservable
+from ballast.policy.requirements import Requirements
+
+_SOURCES = (cached_prefixes, loose_blocks, lent_pages, younger_requests, own_prefix)
+_AT_ONCE = -1.0
+"""Patience that makes every claim overdue at once, whatever the model's service level."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostDirect(PlacedModels):
+    """Read every model's weights in place; share all pages of the device among the models' KV.
+
+    A model is mapped when it is first asked for, and stays: it takes no pages while it is idle but
+    those of cached prefixes, which make way for others' KV. For requests that cannot go on, or have
+    waited for `patience` of their TTFT service level, younger requests are preempted.
+    """
+
+    patience: float = 0.5
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(in_place=True)
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        actions: list[Action] = [
+            Activate(m.name, "it is asked for", in_place=True)
+            for m in view.models
+            if m.residency is Residency.ABSENT and m.waiting
+        ]
+        claims, wake = kv_claims(view, waiting=True, patience=self.patience)
+        covered = cover(view, claims, _SOURCES)
+        return Decision((*actions, *covered.actions), None, wake, covered.promises)
+
+    def when_stuck(self, view: DeviceView) -> Sequence[Action]:
+        """Undo younger work at once, of any model; use the common last resort if there is none, or
+        if the device could not serve some request alone."""
+        if unservable(view) is not None:
+            return last_resort(view)
+        claims, _ = kv_claims(view, waiting=True, patience=_AT_ONCE)
+        return cover(view, claims, _SOURCES).actions or last_resort(view)

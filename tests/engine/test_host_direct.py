@@ -1,0 +1,128 @@
+"""Weights that passes read in host memory: no token changes, and no page is used for them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.inprocess import InProcess
+from ballast.core.actions import Action, Activate, Decision, Evict
+from ballast.core.view import DeviceView, Residency
+from ballast.policy.base import MemoryPolicy
+from ballast.policy.market.claims import earliest
+from ballast.policy.presets import Preset
+from ballast.sim.replay import replay
+from ballast.sim.story_reader import read_device_stories
+from tests.engine.checkpoints import make_base_and_tuned, make_llama
+from tests.engine.fresh import check_views
+from tests.engine.test_partial_residency import evict, rounds
+from tests.engine.test_rotating import with_path
+from tests.live.test_live_device import NAMES, asked, fleet, need
+
+
+@dataclass
+class RandomPlaces(MemoryPolicy):
+    """Asks `policy`; half of the models that it activates are read in place, and every few
+    milliseconds some go, wholly or in part, whatever requests they run.
+
+    Not pure: it draws from its own generator.
+    """
+
+    policy: MemoryPolicy
+    every: float = 0.02
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    due: float = 0.0
+    places: Counter[bool] = field(default_factory=Counter)
+    gone: int = 0
+    """Models that were read in place when they were evicted."""
+    left: int = 12
+    """Evictions to come."""
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        decision = self.policy(view, memo)
+        actions: list[Action] = [self._placed(a) for a in decision.actions]
+        if view.now >= self.due and self.left:
+            self.due = view.now + self.every * self.rng.uniform(0.2, 2.0)
+            asked_for = {getattr(a, "model", "") for a in actions}
+            here = [m for m in view.models if m.residency is Residency.RESIDENT]
+            wanted = [m for m in here if bool(m.in_place) == self.left % 2]
+            m = self.rng.choice(wanted or here or view.models)
+            if m in here and m.name not in asked_for:
+                part = m.idle and m.present_pages and self.rng.random() < 0.5
+                pages = self.rng.randint(1, m.present_pages) if part else None
+                self.gone += m.in_place > 0
+                self.left -= 1
+                actions.append(Evict(m.name, "", pages))
+        wake = self.due if self.left else None
+        return replace(decision, actions=tuple(actions), wake_at=earliest(decision.wake_at, wake))
+
+    def _placed(self, action: Action) -> Action:
+        if not isinstance(action, Activate):
+            return action
+        in_place = self.places[True] <= self.places[False]
+        self.places[in_place] += 1
+        return replace(action, in_place=in_place)
+
+
+def check(server: InProcess) -> None:
+    """Validate the state once all requests have ended."""
+    server.drain()
+    state = server.device.state
+    state.validate()
+    check_views(state)
+    for m in state.models.values():
+        assert m.weights.range.os_backed() == m.weights.range.backed + m.weights.range.aliased
+
+
+def test_no_token_changes(tmp_path: Path) -> None:
+    base, tuned = make_base_and_tuned(tmp_path)
+    other = make_llama(tmp_path / "other", 7, num_hidden_layers=5)
+    paths = dict(zip(NAMES, (base, tuned, other), strict=True))
+    settings = with_path(fleet(paths), "fused", "packed")
+    waves = rounds(4)
+    with InProcess(settings) as server:
+        alone = {id: a for wave in waves for id, a in server.generate(wave).items()}
+    settings = with_path(fleet(paths, need(paths)), "fused", "packed")
+    with InProcess(settings) as server:
+        loop = server.device.loop
+        policy = RandomPlaces(loop.preset.memory)
+        loop.use_preset(Preset("random", policy, loop.preset.compute, loop.preset.order))
+        answers = {id: a for wave in waves for id, a in server.generate(wave).items()}
+        policy.left = 0
+        check(server)
+    assert min(policy.places[False], policy.places[True], policy.gone) > 0
+    for id, answer in answers.items():
+        assert answer.tokens == alone[id].tokens, id
+        assert answer.logprobs == pytest.approx(alone[id].logprobs, abs=1e-4)
+
+
+def test_models_that_do_not_fit_are_served_together_from_host_memory(tmp_path: Path) -> None:
+    paths = {n: make_llama(tmp_path / n, i, num_hidden_layers=4) for i, n in enumerate(NAMES)}
+    requests = asked(2)
+    with InProcess(fleet(paths)) as server:
+        alone = server.generate(requests)
+        weights = min(m.weights.pages for m in server.device.state.models.values())
+    story = tmp_path / "story.jsonl"
+    settings = fleet(paths, pages=weights + 4, preset="c2cserve")
+    settings = with_path(settings, "generic", "plain")
+    with InProcess(replace(settings, story_path=str(story))) as server:
+        answers = server.generate(requests)
+        state = server.device.state
+        for m in state.models.values():
+            assert (m.residency, m.activations) == (Residency.RESIDENT, 1)
+            assert state.pool.ledger.owned(m.weights.owner) == m.weights.present_pages == 0
+        report = server.device.snapshot()
+        assert {m.in_place_layers for m in report.models} == {4}
+        assert {m.weight_pages for m in report.models} == {0}
+        evict(server)
+        again = server.generate([replace(r, id=f"{r.id}+") for r in requests])
+        check(server)
+    for id, answer in alone.items():
+        assert answers[id].tokens == again[f"{id}+"].tokens == answer.tokens, id
+    (life,) = read_device_stories(story)
+    found = replay(life)
+    assert (found.difference, found.stray) == (None, None)
