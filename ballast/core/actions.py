@@ -152,6 +152,19 @@ class SwapKv:
     why: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Have `blocks` of the KV blocks that a model's running requests use on the host.
+
+    They are copied beside the next job, those of younger requests first, and read through slots
+    from then on: each job brings them layer by layer. Fewer than now: some come home.
+    """
+
+    model: str
+    blocks: int
+    why: str = ""
+
+
 RECALL_SECONDS = 30.0
 """Default time for a borrower to return recalled pages."""
 
@@ -189,6 +202,7 @@ ModelAction = (
     | Refuse
     | Remap
     | SwapKv
+    | Stage
 )
 Action = ModelAction | Recall | GiveBack
 

@@ -213,6 +213,9 @@ class Request:
     """First prompt position whose score is requested and not reported yet; the number of prompt
     tokens if there is none."""
     admitted_at: float | None = None
+    streams: bool = False
+    """Whether its full blocks are staged on the host: they are more than the device has room
+    for."""
 
     @staticmethod
     def salt_of(submission: Submission, spec: ModelSpec, adapter: int | None) -> str:

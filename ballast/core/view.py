@@ -63,6 +63,8 @@ class RequestView(NamedTuple):
     """Time of its last token; before the first: its arrival."""
     place: int = 0
     """Place in its model's queue (`ballast.core.actions.Reorder`)."""
+    streams: bool = False
+    """Whether its full blocks are staged on the host: it needs pages for a chunk alone."""
 
     @property
     def left(self) -> int:

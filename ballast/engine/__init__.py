@@ -35,6 +35,7 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `report`: The `DeviceReport` of a device, read without stopping it.
 - `return_borrowed`: Move KV out of borrowed pages that are recalled.
 - `sizing`: Memory set aside for jobs, and the check that models fit beside it.
+- `staging`: Blocks of KV that jobs copy to the host, read from there, and bring home.
 - `state`: `DeviceState`: all facts of one device.
 - `story_file`: A story as JSON lines in files of bounded size.
 - `story_snapshot`: The first entry of a story: the state that its turns depend on.

@@ -14,23 +14,28 @@ from ballast.core.view import Residency
 from ballast.engine.model import ModelState
 
 
-def fitted(s: Submission, m: ModelState, room: int) -> Submission:
+def fitted(s: Submission, m: ModelState, room: int, longest: int = 0) -> Submission:
     """Return a submission with `max_tokens` bounded: for an open-ended request by the KV that
-    `room` pages hold, for an embedding by 0."""
+    `room` pages hold, or, where its prompt is longer, by the `longest` staged context; for an
+    embedding by 0."""
     if s.embed:
         return replace(s, max_tokens=0)
     if not s.open_ended:
         return s
     layout = m.kv.layout
     blocks = room // layout.whole_pages * layout.blocks_per_slab
-    most = blocks * m.spec.block_tokens + 1 - len(s.prompt)
+    tokens = blocks * m.spec.block_tokens
+    most = (tokens if len(s.prompt) <= tokens else longest) + 1 - len(s.prompt)
     return replace(s, max_tokens=max(1, min(s.max_tokens, most)))
 
 
-def refusal(s: Submission, m: ModelState, adapter: int | None, room: int) -> tuple[str, str] | None:
+def refusal(
+    s: Submission, m: ModelState, adapter: int | None, room: int, longest: int = 0
+) -> tuple[str, str] | None:
     """Return (code, reason) if a request must be refused; None: it is accepted.
 
-    `room`: pages of KV that one request could have alone on the device.
+    `room`: pages of KV that one request could have alone on the device; `longest`: tokens of the
+    longest context that could be staged there.
     """
     if m.residency is Residency.FAILED:
         return "model_failed", f"the weights of {s.model!r} could not be brought in"
@@ -61,7 +66,7 @@ def refusal(s: Submission, m: ModelState, adapter: int | None, room: int) -> tup
                 return "queue_full", f"{most} requests of {s.model!r} wait already"
     tokens = len(s.prompt) + max(0, s.max_tokens - 1)
     pages = m.kv.most_pages(ceil_div(tokens, m.spec.block_tokens))
-    if pages > room:
+    if pages > room and tokens > longest:
         page = m.kv.layout.page_bytes
         left = f"at most {format_bytes(room * page)}" if room > 0 else "none"
         return (

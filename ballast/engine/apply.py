@@ -23,12 +23,13 @@ from ballast.core.actions import (
     Refuse,
     Remap,
     Reorder,
+    Stage,
     SwapKv,
 )
 from ballast.core.event import Output
 from ballast.core.request import RequestState
 from ballast.core.view import Residency
-from ballast.engine import kv_swap, layer_remap
+from ballast.engine import kv_swap, layer_remap, staging
 from ballast.engine.head_start import bytes_ahead
 from ballast.engine.state import DeviceState
 
@@ -116,7 +117,7 @@ def _compact(state: DeviceState, a: Compact) -> Refusal:
     m = state.models[a.model]
     coming = state.migration.tables(m)
     fixed = {b for r in m.running if r.in_flight for b in r.blocks}
-    fixed.update(block for table in coming for block in table)
+    fixed.update(block for table in (*coming, m.kv.moves.coming) for block in table)
     tables = [*(r.blocks for r in m.running), *coming]
     freed = m.kv.compact(tables, a.pages, fixed=fixed)
     return None if freed else "its blocks are already together"
@@ -172,6 +173,14 @@ def _swap_kv(state: DeviceState, a: SwapKv) -> Refusal:
     return refused
 
 
+def _stage(state: DeviceState, a: Stage) -> Refusal:
+    m = state.models[a.model]
+    refused = staging.refusal(m, a.blocks)
+    if refused is None:
+        m.stage_to = a.blocks
+    return refused
+
+
 def _refuse(state: DeviceState, a: Refuse, outputs: list[Output]) -> Refusal:
     request = state.requests.get(a.request_id)
     if request is None or request.state is not RequestState.WAITING:
@@ -191,4 +200,5 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], Refusal]] = {
     Reorder: _reorder,
     Remap: _remap,
     SwapKv: _swap_kv,
+    Stage: _stage,
 }

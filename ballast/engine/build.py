@@ -21,7 +21,7 @@ from ballast.engine.model import ModelState
 from ballast.engine.sizing import largest_jobs
 from ballast.engine.state import DeviceState
 from ballast.kv.blocks import KvCache
-from ballast.kv.kv_stream import KvStream
+from ballast.kv.kv_stream import BlockStream, KvStream
 from ballast.memory.arena import Arena
 from ballast.memory.copies import copy_now
 from ballast.memory.lending.borrower import Borrower
@@ -35,6 +35,8 @@ ARENA = "arena:lanes"
 """Owner of the pages that account for activations."""
 GRAPHS = "arena:graphs"
 """Owner of the pages that account for CUDA graphs."""
+HOST_POOLS = 4
+"""Most KV of a model on the host, as a multiple of the device's memory."""
 CopyNow = Callable[[int, int, int], None]
 """Synchronous copy: (destination address, source address, bytes)."""
 
@@ -58,14 +60,16 @@ def build_state(
     make_stream: MakeStream | None = None,
     swaps_kv: bool = False,
     refuse: Callable[[str, Exception], object] | None = None,
+    stages_kv: bool = False,
 ) -> DeviceState:
     """Build the state of a device on which no model is resident yet.
 
     The lanes' activation arena, sized by the largest jobs of the models, is allocated first.
     `make_stream`: makes what streams a model's layers; None: none can stream. `swaps_kv`: KV
-    streams, and weights do not. `refuse` is called with the name of a model that cannot be placed
-    and the exception; the other models are placed. Raises ConfigError if the budget cannot hold the
-    arena, and, without `refuse`, the exception of a model that cannot be placed.
+    streams, and weights do not; `stages_kv`: blocks of KV can be staged, beside weights. `refuse`
+    is called with the name of a model that cannot be placed and the exception; the other models are
+    placed. Raises ConfigError if the budget cannot hold the arena, and, without `refuse`, the
+    exception of a model that cannot be placed.
     """
     pool = Pool(vm, settings.budget_bytes // settings.page_bytes)
     lending = Lending(pool, Borrower(pool, vm, settings.name), settings.name)
@@ -85,6 +89,7 @@ def build_state(
                 costs.get(h.spec.name),
                 make_stream,
                 swaps_kv,
+                stages_kv,
             )
         except Exception as error:
             if refuse is None:
@@ -92,9 +97,8 @@ def build_state(
             refuse(h.spec.name, error)
         else:
             models.append(m)
-    return DeviceState(
-        settings, models, pool, arena, graphs, link, clock, lending, make_stream, swaps_kv
-    )
+    streaming = (make_stream, swaps_kv, stages_kv)
+    return DeviceState(settings, models, pool, arena, graphs, link, clock, lending, *streaming)
 
 
 def _reserve_arenas(
@@ -131,6 +135,7 @@ def build_model(
     costs: StepCosts | None = None,
     make_stream: MakeStream | None = None,
     swaps_kv: bool = False,
+    stages_kv: bool = False,
 ) -> ModelState:
     """Build the state of a model that is not resident. `shared`: segments that other models have
     too, by digest. Without `costs`, costs are learned from the model's jobs."""
@@ -142,17 +147,23 @@ def build_model(
         prefix=settings.prefix_cache,
         borrower=None if layered else borrower,
         layered=layered,
+        host_blocks=_host_blocks(hosted.spec, pool) if stages_kv else 0,
     )
     stream = None if make_stream is None else make_stream(hosted.spec)
     kv_stream = stream if swaps_kv else None
     if kv_stream is not None:
         kv_stream.add_kv(kv)
+    kv_staging = stream if kv.staged.most and isinstance(stream, BlockStream) else None
+    if kv_staging is not None:
+        kv_staging.add_staging(kv)
     kv.move = _layered_mover(kv, kv_stream, copy) if layered else _mover(kv, copy)
     weight_stream = None if swaps_kv else stream
     weights = WeightsOnDevice(
         hosted.spec, pool, pool.vm, link, hosted.addresses, shared, weight_stream
     )
-    m = ModelState(hosted.spec, weights, kv, costs or UNMEASURED, kv_stream=kv_stream)
+    m = ModelState(
+        hosted.spec, weights, kv, costs or UNMEASURED, kv_stream=kv_stream, kv_staging=kv_staging
+    )
     if costs is None:
         m.estimator = CostEstimator(UNMEASURED)
     return m
@@ -185,8 +196,14 @@ def build_newcomer(
         costs,
         state.make_stream,
         state.swaps_kv,
+        state.stages_kv,
     )
     return m, new
+
+
+def _host_blocks(spec: ModelSpec, pool: Pool) -> int:
+    """Return the most blocks of a model that are staged: as many as `HOST_POOLS` pools hold."""
+    return HOST_POOLS * pool.total * pool.vm.page_bytes // spec.block_bytes
 
 
 def _mover(kv: KvCache, copy: CopyNow) -> Callable[[int, int], None]:

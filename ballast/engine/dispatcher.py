@@ -14,6 +14,7 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.event import Output
 from ballast.core.job import Job, SequenceWork
 from ballast.core.story import Story
+from ballast.engine import staging
 from ballast.engine.compute_view import Looked, compute_view, could_run, runnable
 from ballast.engine.decider import MemoryDecider
 from ballast.engine.life_rules import Landing
@@ -109,10 +110,10 @@ class Dispatcher:
             if self._rounds == 0 or all(s in known for s in m.shortages):
                 if self._decider.while_short and any(s not in m.shortages for s in known):
                     state.news.n += 1
-                return work
+                return work or staging.idle_work(m)
             self.choice = None  # pages are short, or were
             if not self._decider.decide(outputs):
-                return work
+                return work or staging.idle_work(m)
             self._rounds -= 1
             if not could_run(state, m):
                 return []
@@ -126,6 +127,7 @@ class Dispatcher:
     ) -> None:
         """Start a model's next job, on at most `most` parts of the device's compute; `others` other
         models could have a job as well."""
+        staging.begin(m, work)
         job = self.make_job(m.spec.name, work, others, most)
         self.record(m, job, self._state.now)
         self._runner.start(job)

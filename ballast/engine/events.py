@@ -45,7 +45,8 @@ from ballast.core.migration import (
     KvTailEvent,
 )
 from ballast.core.request import Request, RequestState, WaitsFor
-from ballast.engine import jobs, layer_remap, pausing
+from ballast.core.units import ceil_div
+from ballast.engine import jobs, layer_remap, pausing, staging
 from ballast.engine.admission import finish_reason, fitted, refusal
 from ballast.engine.lending import Heard
 from ballast.engine.state import DeviceState
@@ -73,8 +74,9 @@ def _arrives(state: DeviceState, event: ArrivalEvent) -> list[Output]:
     if s.id in state.requests:
         return [FailedOutput(s.id, "invalid_request", f"a request {s.id!r} is already open")]
     room = state.room(m)
-    s = fitted(s, m, room)
-    refused = refusal(s, m, adapter, room)
+    longest = staging.longest(m, room, state.settings.step_tokens)
+    s = fitted(s, m, room, longest)
+    refused = refusal(s, m, adapter, room, longest)
     if refused is not None:
         return [FailedOutput(s.id, *refused)]
     # The worker that died may have generated all of it.
@@ -83,6 +85,7 @@ def _arrives(state: DeviceState, event: ArrivalEvent) -> list[Output]:
         return [FinishedOutput(s.id, reason, len(s.prompt), len(s.resumed), 0, 0)]
     state._sequence += 1
     request = Request.of(s, state._sequence, m.spec, adapter)
+    request.streams = m.kv.most_pages(ceil_div(request.most_tokens, m.spec.block_tokens)) > room
     state.requests[s.id] = request
     state.migration.adopt(m, request)
     m.waiting.add(request)

@@ -18,7 +18,7 @@ from ballast.core.event import (
 )
 from ballast.core.job import Job, SampledToken
 from ballast.core.request import Request, RequestState
-from ballast.engine import kv_swap, layer_remap, pausing
+from ballast.engine import kv_swap, layer_remap, pausing, staging
 from ballast.engine.admission import finish_reason
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -26,10 +26,10 @@ from ballast.engine.state import DeviceState
 
 def done(state: DeviceState, event: JobDoneEvent) -> list[Output]:
     """Handle a job that has ended successfully; return outputs for clients."""
-    m = _close(state, event.job)
+    m = _close(state, event.job, done=True)
     now = m.last_run = state.now
     m.lane_seconds += event.seconds * state.lanes.share(event.job)
-    if not m.life.moving:
+    if not m.life.moving and any(work.tokens for work in event.job.work):
         load = event.job.load
         # One that ran beside the copies it waited for says little of those to come.
         seconds = None if m.life.early else event.seconds - event.stall
@@ -82,13 +82,15 @@ def failed(state: DeviceState, event: JobFailedEvent) -> list[Output]:
     and the others continue with the same tokens. If requests fail only together, each round of
     single jobs still advances each of them by a step.
     """
-    m = _close(state, event.job)
+    m = _close(state, event.job, done=False)
     outputs: list[Output] = []
     requests = [state.requests[work.request_id] for work in event.job.work]
     if m.life.moving:
         _kv_is_lost(state, m, requests, event.reason)
     elif m.life.load_failed is not None:
         pass  # no request is at fault: all of the model fail with its load (`_settle`)
+    elif not any(work.tokens for work in event.job.work):
+        pass  # it moved KV, all of which is where it was
     elif len(requests) > 1:
         for request in requests:
             request.isolated = True
@@ -148,8 +150,9 @@ def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) 
     return state.end(request, RequestState.FINISHED, output)
 
 
-def _close(state: DeviceState, job: Job) -> ModelState:
+def _close(state: DeviceState, job: Job, *, done: bool) -> ModelState:
     m = state.models[job.model]
+    staging.end(m, [*(r.blocks for r in m.running), *state.migration.tables(m)], done=done)
     m.life.end_job()
     state.lanes.end(job)
     m.last_used = state.now

@@ -149,6 +149,8 @@ class Migration:
             return False
         assert self.bytes is not None, "it could not have been exported"
         rest = request.blocks[was.n : request.computed // m.spec.block_tokens]
+        if any(block < 0 for block in rest):
+            rest = []  # staged since; computed again there
         places = extents.extents(m.kv, rest)
         if sum(n for _, n in places) > MOST_TAIL_BYTES:
             rest, places = [], []

@@ -25,7 +25,7 @@ from ballast.engine.life import Life
 from ballast.engine.quarantine import Quarantine
 from ballast.engine.waiting import Waiting
 from ballast.kv.blocks import KvCache
-from ballast.kv.kv_stream import KvStream
+from ballast.kv.kv_stream import BlockStream, KvStream
 from ballast.weights.residency import WeightsOnDevice
 
 UNSEEN = frozenset(
@@ -93,6 +93,10 @@ class ModelState:
     preemptions: int = 0
     kv_stream: KvStream | None = None
     """What streams its KV; None: its KV cannot be swapped."""
+    kv_staging: BlockStream | None = None
+    """What streams its staged blocks; None: none can be staged."""
+    stage_to: int | None = None
+    """Number of its blocks to be staged, once the next job has ended; None: no order."""
     estimator: CostEstimator | None = None
     """Learns `costs` from jobs that end; None: costs are given and stay."""
     decode_seconds: float | None = None

@@ -16,6 +16,7 @@ from ballast.core.job import Scoring, SequenceWork
 from ballast.core.request import Request, RequestState
 from ballast.core.settings import DeviceSettings
 from ballast.core.view import Shortage
+from ballast.engine import staging
 from ballast.engine.model import ModelState
 
 
@@ -50,6 +51,7 @@ class _Plan:
         if not r.scored:
             # The logits of position p - 1 score position p.
             end = min(end, r.unscored - 1 + self.logits)
+        end = staging.chunk_end(m, r, end)
         if end > len(r.blocks) * m.spec.block_tokens:
             short = m.kv.grow(r.blocks, end)
             if short is not None:
@@ -158,7 +160,7 @@ def plan(
 
 def _admit(m: ModelState, r: Request, now: float) -> Short | None:
     """Admit a waiting request to the batch, with its longest cached prefix."""
-    found = m.kv.admit(len(r.tokens), *r.prefix)
+    found = m.kv.admit(0 if r.streams else len(r.tokens), *r.prefix)
     if isinstance(found, Short):
         return found
     blocks, cached = found

@@ -28,7 +28,7 @@ def return_borrowed(state: DeviceState, story: Story, policy: MemoryPolicy) -> N
             continue  # it went with a request that has just been preempted
         used = set(m.kv.used_with(page))
         users = [r for r in m.running if not used.isdisjoint(r.blocks)]
-        if any(r.in_flight for r in users):
+        if any(r.in_flight for r in users) or not used.isdisjoint(m.kv.moves.coming):
             continue
         if m.kv.forsake(page):
             dropped += 1

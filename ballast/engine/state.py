@@ -62,6 +62,7 @@ class DeviceState:
         lending: Lending,
         make_stream: MakeStream | None = None,
         swaps_kv: bool = False,
+        stages_kv: bool = False,
     ) -> None:
         self.settings = settings
         self.models: dict[str, ModelState] = {}
@@ -86,8 +87,9 @@ class DeviceState:
         lending.news = self.news
         self.migration = Migration()
         self.link = link
-        self.make_stream, self.swaps_kv = make_stream, swaps_kv
-        """What makes streams of models that join, and whether KV streams in place of weights."""
+        self.make_stream, self.swaps_kv, self.stages_kv = make_stream, swaps_kv, stages_kv
+        """What makes streams of models that join, whether KV streams in place of weights, and
+        whether blocks of KV can be staged."""
         self.activating: Callable[[str], object] = lambda model: None
         """Called with a model's name when the transfer of its weights has begun."""
         self.grammars: GrammarStore | None = None

@@ -55,7 +55,7 @@ def made_anew(m: ModelState) -> ModelView:
     """Return a new snapshot of one model."""
     first = 0
     if m.waiting:
-        tokens = len(m.waiting.first.tokens)
+        tokens = m.spec.block_tokens if m.waiting.first.streams else len(m.waiting.first.tokens)
         first = m.kv.pages_for(ceil_div(tokens, m.spec.block_tokens))
     return ModelView(
         spec=m.spec,
@@ -149,4 +149,5 @@ def _running(m: ModelState) -> Iterator[RequestView]:
             slo.tpot,
             r.first_token_at,
             arrival if last is None else last,
+            streams=r.streams,
         )

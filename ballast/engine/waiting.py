@@ -104,6 +104,7 @@ def _view(r: Request, spec: ModelSpec) -> RequestView:
         blocks=0,
         generated=r.generated,
         max_tokens=r.submission.max_tokens,
+        streams=r.streams,
         due=r.submission.arrival + slo.ttft,
         pace=slo.tpot,
         first=r.first_token_at,

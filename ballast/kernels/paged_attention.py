@@ -70,6 +70,33 @@ class KvArray:
         return 2 * self.block_tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPlaces:
+    """Places of blocks that lie elsewhere in each layer than whole blocks do (`kv/staged.py`)."""
+
+    blocks: tuple[int, ...]
+    """Their numbers in block tables, all below zero."""
+    offsets: Array
+    """Bytes from block 0 to each layer's K of each, int64 (layers, blocks)."""
+    unit: int
+    """Bytes that divide all offsets, the stride of blocks and that of layers."""
+
+    def tables(self, kv: KvArray, tables: Array) -> Array:
+        """Return the block tables of each layer, in units from block 0: int32 (layers, entries)."""
+        stride = kv.block_stride * kv.dtype.itemsize
+        if self.unit % kv.dtype.itemsize or (stride | kv.layer_stride) % self.unit:
+            raise BrokenPromise(f"blocks of {stride} bytes are not in units of {self.unit}")
+        layers = np.arange(kv.n_layers, dtype=np.int64)[:, None] * (kv.layer_stride // self.unit)
+        found = tables.astype(np.int64) * (stride // self.unit) + layers
+        away = np.flatnonzero(tables < 0)
+        order = np.argsort(self.blocks)
+        which = order[np.searchsorted(np.asarray(self.blocks)[order], tables[away])]
+        found[:, away] = (self.offsets // self.unit)[:, which]
+        if found.size and found.max() >= 1 << 31:
+            raise BrokenPromise(f"{found.max()} units of {self.unit} bytes exceed a block table")
+        return found.astype(np.int32)
+
+
 class PagedBatch:
     """The sequences of one job: `counts[i]` new tokens of sequence i, from position `starts[i]`.
 
@@ -85,12 +112,17 @@ class PagedBatch:
         starts: Sequence[int],
         counts: Sequence[int],
         tables: Sequence[Sequence[int]],
+        places: LayerPlaces | None = None,
     ) -> None:
+        """`places`: of blocks with numbers below zero, which only earlier positions have."""
         self.kv = kv
         self.heads = heads
         self.n_tokens = sum(counts)
         group = heads // kv.kv_heads
         self.tables = np.concatenate([np.asarray(t, np.int32) for t in tables])
+        self._layer_tables = None if places is None else places.tables(kv, self.tables)
+        """Tables to attend with, in units of `_unit` elements from block 0; None: `tables`."""
+        self._unit = kv.block_stride if places is None else places.unit // kv.dtype.itemsize
         sizes = [len(t) for t in tables]
         for start, count, size in zip(starts, counts, sizes, strict=True):
             if count < 1 or start < 0 or start + count > size * kv.block_tokens:
@@ -152,7 +184,11 @@ class PagedBatch:
             raise BrokenPromise("attention's output is not like its query, and contiguous")
         table = self._attend
         table[fields.NEXT] = table[fields.WORKERS] = 0
-        table[fields.KV] = self.kv.base + layer * self.kv.layer_stride
+        if self._layer_tables is None:
+            table[fields.KV] = self.kv.base + layer * self.kv.layer_stride
+        else:
+            table[fields.KV], table[fields.BLOCK_STRIDE] = self.kv.base, self._unit
+            table[fields.TABLES] = self._layer_tables[layer].ctypes.data
         table[fields.SOURCE] = query.data_ptr()
         table[fields.SOURCE_TOKEN], table[fields.SOURCE_HEAD] = query.stride()[:2]
         table[fields.TARGET] = out.data_ptr()
@@ -189,7 +225,12 @@ class PagedBatch:
         tables = np.empty((kv.n_layers, fields.N_FIELDS), np.int64)
         tables[:] = self._attend
         tables[:, fields.NEXT] = tables[:, fields.WORKERS] = 0
-        tables[:, fields.KV] = kv.base + np.arange(kv.n_layers) * kv.layer_stride
+        if self._layer_tables is None:
+            tables[:, fields.KV] = kv.base + np.arange(kv.n_layers) * kv.layer_stride
+        else:
+            row = self._layer_tables.strides[0]
+            tables[:, fields.KV], tables[:, fields.BLOCK_STRIDE] = kv.base, self._unit
+            tables[:, fields.TABLES] = self._layer_tables.ctypes.data + np.arange(kv.n_layers) * row
         tables[:, fields.SOURCE] = query
         tables[:, fields.SOURCE_TOKEN], tables[:, fields.SOURCE_HEAD] = strides
         tables[:, fields.TARGET] = out

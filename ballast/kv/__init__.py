@@ -8,6 +8,7 @@ The unit is the block, of `block_tokens` tokens; blocks lie in slabs of whole pa
 - `books`: Counts of used, cached and free blocks, and of the pages they take.
 - `compaction`: Plan of block moves that empty whole slabs; pure.
 - `extents`: Addresses and pages of some blocks' bytes.
+- `host_blocks`: Host memory of staged blocks, and the copies of a pass.
 - `kv_stream`: How KV of rotating layers streams during jobs.
 - `layered`: Layer-major KV, so that layers can share pages.
 - `layout`: Block-major KV: strides and slabs.
@@ -15,5 +16,8 @@ The unit is the block, of `block_tokens` tokens; blocks lie in slabs of whole pa
 - `prefix`: The prefix cache's index: hash chains of blocks.
 - `slabs`: State of each slab's blocks, and the order in which blocks are allocated.
 - `spilled`: The host copy of layer-major KV, and the pieces that a pass copies.
+- `staged`: Numbers of staged blocks, and the slots that passes read them in.
+- `staging`: Moves of used blocks between the device and the host, beside jobs.
+- `stream_caches`: Sizes of SwiftCache's layer stream cache and regular cache.
 - `tables`: Block tables of sequences: match prefixes, grow, free.
 """

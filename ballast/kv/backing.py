@@ -37,6 +37,9 @@ class Backing(ABC):
         """Pages of the pool that back slabs now."""
         self.abroad: set[int] = set()
         """Slabs backed by borrowed pages."""
+        self.slots: list[int] = []
+        """Pages of the pool, counted in `pages`, that back no slab but the slots of staged
+        blocks."""
         self.limit: int | None = None
         self.bound: int | None = None
         """Upper bounds on pages of the pool: `limit` set by the policy, `bound` by construction
@@ -63,6 +66,28 @@ class Backing(ABC):
     @abstractmethod
     def back_at_home(self) -> int | None:
         """Back a slab with pages of the pool, and return its index; otherwise as `back`."""
+
+    def set_slots(self, n: int) -> bool:
+        """Have `n` pages of the pool for slots, more or fewer than now; False, without a change:
+        the pool or the limit is short."""
+        more = n - len(self.slots)
+        if more > self._room:
+            return False
+        if more > 0:
+            pages = self._pool.allocate(self.owner, more)
+            if isinstance(pages, Short):
+                return False
+            self.slots += pages
+        elif more < 0:
+            self._pool.give_back(self.owner, self.slots[n:])
+            del self.slots[n:]
+        self.pages += more
+        return True
+
+    @property
+    def slot_room(self) -> int:
+        """Most pages that `set_slots` could have for slots now."""
+        return self._room + len(self.slots)
 
     @abstractmethod
     def release(self, indices: Iterable[int]) -> int:
@@ -164,13 +189,14 @@ class PageBacking(Backing):
 
     def validate(self, backed: Set[int]) -> None:
         ledger = self._pool.ledger
-        if self.pages != len(backed - self.abroad) or self.pages != ledger.owned(self.owner):
+        pages = len(backed - self.abroad) + len(self.slots)
+        if self.pages != pages or self.pages != ledger.owned(self.owner):
             raise BrokenPromise(
                 f"{self.owner}: {self.pages} pages, the pool counts {ledger.owned(self.owner)}"
             )
         if not self.abroad <= backed or len(self.abroad) != ledger.held(self.owner):
             raise BrokenPromise(f"{self.owner}: {len(self.abroad)} pages are borrowed")
-        for page in backed:
+        for page in (*backed, *self.slots):
             abroad = page in self.abroad
             if (self.owner in ledger.holders_of(page)) != abroad or (
                 not abroad and ledger.owner_of(page) != self.owner

@@ -18,10 +18,10 @@ from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
 from ballast.kv import compaction
 from ballast.kv.slabs import Slab
-from ballast.kv.tables import BlockTables
+from ballast.kv.staging import BlockStaging
 
 
-class KvCache(BlockTables):
+class KvCache(BlockStaging):
     """KV cache of one model. It owns its pages in the pool as ``kv:NAME``.
 
     Callers must not free, drop, compact or clear blocks that a job in flight uses.

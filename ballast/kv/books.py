@@ -20,6 +20,7 @@ from ballast.kv.layered import LayeredBacking, LayeredLayout
 from ballast.kv.layout import Layout
 from ballast.kv.prefix import PrefixIndex
 from ballast.kv.slabs import Slabs
+from ballast.kv.staged import BlockMoves, StagedBlocks
 from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.vm import Range, Vm
@@ -39,12 +40,14 @@ class BlockBooks:
         capacity_blocks: int | None = None,
         borrower: Borrower | None = None,
         layered: bool = False,
+        host_blocks: int = 0,
     ) -> None:
         """`prefix`: whether prefixes are cached. `move(source, target)` copies one block's bytes;
         None in virtual time, where there are none. `capacity_blocks` is a permanent bound, in
         whole slabs; None: the cache may take all pages of the pool. `borrower` holds pages of
         other devices, which back slabs of one page where the pool is short. `layered`:
-        layer-major, so that layers can share pages (`turn`); such a cache has no capacity."""
+        layer-major, so that layers can share pages (`turn`); such a cache has no capacity.
+        `host_blocks`: most blocks that can be staged, in host memory."""
         self.spec = spec
         self.move = move
         self.version = ChangeCounter()
@@ -65,6 +68,10 @@ class BlockBooks:
         self._backing = self._layered or _block_major(spec, pool, vm, capacity_blocks, borrower)
         self._size = self.layout.blocks_per_slab
         self._slabs = Slabs(self._size)
+        self.staged = StagedBlocks(self.layout, host_blocks, self.addresses.n_bytes)
+        """Used blocks that lie on the host: their numbers are below zero."""
+        self.moves = BlockMoves()
+        """Blocks that the job in flight moves."""
         self._refs: dict[int, int] = {}
         """References of each used block, at least 1."""
         self._shared = 0
@@ -193,12 +200,13 @@ class BlockBooks:
 
     @property
     def used_blocks(self) -> int:
-        return len(self._refs)
+        """Used blocks on the device."""
+        return len(self._refs) - len(self.staged) + len(self.moves.stores)
 
     @property
     def cached_blocks(self) -> int:
         """Number of blocks that hold a cached prefix and are in no table."""
-        return len(self._slabs.of) * self._size - self._slabs.free - len(self._refs)
+        return len(self._slabs.of) * self._size - self._slabs.free - self.used_blocks
 
     def block_address(self, block: int) -> int:
         return self.base + block * self.layout.stride_bytes
@@ -222,6 +230,8 @@ class BlockBooks:
         The pages are not in `cached_pages`: freeing both frees the sum. The blocks are those in
         slabs that stay backed, for this cache's own use, and those on borrowed pages.
         """
+        if self.staged.blocks:
+            blocks = [b for b in blocks if b >= 0]
         if self._shared:
             refs = self._refs
             blocks = [b for b in blocks if refs[b] == 1]
@@ -258,7 +268,8 @@ class BlockBooks:
 
         `tables`: all tables that hold references.
         """
-        if Counter(block for table in tables for block in table) != self._refs:
+        held = (*tables, self.moves.coming)
+        if Counter(block for table in held for block in table) != self._refs:
             raise BrokenPromise(f"{self.owner}: references are not those of the tables")
         if self._shared != sum(n > 1 for n in self._refs.values()):
             raise BrokenPromise(f"{self.owner}: {self._shared} blocks shared is a miscount")
@@ -271,6 +282,10 @@ class BlockBooks:
         if not dormant.isdisjoint(self._refs):
             raise BrokenPromise(f"{self.owner}: a used block is also cached or free")
         self._validate_names({block for slab in slabs.of.values() for block in slab.cached})
+        leaving = {staged for _, staged in self.moves.stores}
+        if {block for block in self._refs if block < 0} != self.staged.blocks - leaving:
+            raise BrokenPromise(f"{self.owner}: {len(self.staged)} blocks are staged")
+        self.staged.validate(self._backing.slots)
         self._backing.validate(slabs.of.keys())
 
     def _validate_names(self, cached: set[int]) -> None:

@@ -33,11 +33,12 @@ def extents(kv: KvCache, blocks: Sequence[int]) -> list[tuple[int, int]]:
 def pieces(kv: KvCache, blocks: Sequence[int]) -> tuple[int, tuple[Piece, ...]]:
     """Return (number of blocks, pieces): the blocks' data as offsets in the device's own memory.
 
-    Stops before the first block on borrowed pages; the number counts the blocks covered."""
+    Stops before the first staged block, or one on borrowed pages; the number counts the blocks
+    covered."""
     size = kv.layout.page_bytes
     found: list[Piece] = []
     for n, block in enumerate(blocks):
-        if kv.lies_abroad([block]):
+        if block < 0 or kv.lies_abroad([block]):
             return n, joined(found)
         for at, n_bytes in _of(kv, block):
             for i in range(at // size, ceil_div(at + n_bytes, size)):

@@ -1,4 +1,4 @@
-"""Define how KV of rotating layers streams between device and host during jobs.
+"""Define how KV streams between device and host during jobs: rotating layers, or staged blocks.
 
 Implemented by the drivers of layer streams: on CPUs, GPUs and in virtual time; tensor-parallel
 groups stream no KV. The engine calls it between jobs only; copies are made within jobs.
@@ -7,11 +7,12 @@ groups stream no KV. The engine calls it between jobs only; copies are made with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ballast.core.link import Direction
 from ballast.core.rotation import Rotation
 from ballast.kv.blocks import KvCache
+from ballast.kv.staged import BlockMoves
 
 
 class KvStream(Protocol):
@@ -34,3 +35,15 @@ class KvStream(Protocol):
 
     def turn_kv(self, rotation: Rotation) -> None:
         """Put `rotation` in force from the next job on."""
+
+
+@runtime_checkable
+class BlockStream(Protocol):
+    """Streams one model's staged blocks: each job reads them layer by layer through slots."""
+
+    def add_staging(self, kv: KvCache) -> None:
+        """Stream the staged blocks of this cache. Called once, first, in place of `add_kv`."""
+
+    def carry_blocks(self, moves: BlockMoves) -> None:
+        """Set what the next job copies beside its work; called before each job of a cache that may
+        have staged blocks."""

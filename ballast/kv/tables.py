@@ -142,6 +142,10 @@ class BlockTables(BlockBooks):
             if n > 1:
                 refs[block] = n - 1
                 self._shared -= n == 2
+            elif n == 1 and block < 0:
+                del refs[block]
+                self._forget((block,))
+                self.staged.free((block,))
             elif n == 1:
                 del refs[block]
                 group = lost.pop(block // size, None) or []
@@ -158,6 +162,15 @@ class BlockTables(BlockBooks):
             if not slab.occupied:
                 emptied.append(slab)
         self._give_back(emptied)
+        if self._backing.slots and not self.staged.blocks:
+            self._set_slots(0)  # whatever job is in flight, it reads none
+
+    def _set_slots(self, pages: int) -> bool:
+        """Have `pages` for slots; False, without a change: they are short."""
+        self.freed.n += pages < len(self._backing.slots)
+        done = self._backing.set_slots(pages)
+        self.staged.pages = tuple(self._backing.slots)
+        return done
 
     def _back(self, n: int) -> bool:
         """Back `n` more slabs with pages, or none; return whether it succeeded."""

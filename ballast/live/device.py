@@ -157,6 +157,7 @@ class LiveDevice:
             make_stream,
             needs.kv_swapping,
             self.models.refuse,
+            needs.kv_staging,
         )
         self._reserve = PopulatedReserve(self.state.pool)
         self._reserve.start()
@@ -340,7 +341,7 @@ class LiveDevice:
         made = self.machine.executors(host, segments, m.kv, self.workspaces)
         for executor in made:
             executor.grammars = made[0].grammars  # requests may run on any lane
-            stream = m.weights.stream or m.kv_stream
+            stream = m.weights.stream or m.kv_stream or m.kv_staging
             if isinstance(stream, HostStream | EventStream):
                 executor.barriers = stream
         self._grammar_compiler.serve(host.spec.name, made[0].grammars)

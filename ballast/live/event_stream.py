@@ -16,6 +16,7 @@ from ballast.core.errors import DeviceError
 from ballast.core.job import SequenceWork
 from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
+from ballast.kernels.paged_attention import LayerPlaces
 from ballast.kv.blocks import KvCache
 from ballast.kv.pinned_spill import PinnedSpill
 from ballast.memory.copies import Copy
@@ -209,6 +210,10 @@ class EventStream:
         self._timed.close()
 
     # -- a lane's thread --------------------------------------------------------------------------
+
+    def places(self, work: Sequence[SequenceWork]) -> LayerPlaces | None:
+        """Return None: no block of a GPU is staged."""
+        return None
 
     def begin_pass(self, work: Sequence[SequenceWork] = ()) -> Sequence[int]:
         """As `Barriers.begin_pass`; if the last pass broke off, all work that it launched has

@@ -15,9 +15,12 @@ from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDoneEvent
 from ballast.core.job import SequenceWork
 from ballast.core.link import Direction
-from ballast.core.rotation import Rotation
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.kernels.paged_attention import LayerPlaces
 from ballast.kv.blocks import KvCache
+from ballast.kv.host_blocks import HostBlocks
 from ballast.kv.spilled import Spilled
+from ballast.kv.staged import BlockMoves
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
 from ballast.residency.arrival import Arrival, ArrivalPlan
@@ -102,6 +105,7 @@ class HostStream:
         self._kv = self._stream.add(f"KV of {model}", written=True)
         self._weight_copies = WeightCopies(())
         self._spilled: Spilled | None = None
+        self._blocks: HostBlocks | None = None
         self._moving: tuple[Sequence[int], Direction] = ((), Direction.TO_HOST)
         """Layers, and the direction, of the next `move`."""
         self._settling = False
@@ -119,6 +123,12 @@ class HostStream:
         self.kv_host = self._spilled.host
         self._engines[self._kv] = HostCopies(
             self._link, f"kv:{self._model}", self._spilled.copies_of, self._ended
+        )
+
+    def add_staging(self, kv: KvCache) -> None:
+        self._blocks, self._cache = HostBlocks(kv), kv
+        self._engines[self._kv] = HostCopies(
+            self._link, f"kv:{self._model}", self._blocks.copies_of, self._ended
         )
 
     # -- the loop's thread, between jobs ----------------------------------------------------------
@@ -162,6 +172,15 @@ class HostStream:
             raise
         return True
 
+    def carry_blocks(self, moves: BlockMoves) -> None:
+        assert self._blocks is not None, "it has staged blocks"
+        self._blocks.carry(moves)
+        staged = self._cache.staged
+        wanted = staged.rotation if moves or staged.blocks else WHOLE
+        if wanted != self._kv.rotation:
+            with self._change:
+                self._stream.change(self._kv, wanted)
+
     def carry_kv(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
         assert self._spilled is not None, "it has KV"
         self._spilled.carry(slabs)
@@ -176,12 +195,16 @@ class HostStream:
 
     # -- a lane's thread --------------------------------------------------------------------------
 
+    def places(self, work: Sequence[SequenceWork]) -> LayerPlaces | None:
+        return None if self._blocks is None else self._blocks.places(work)
+
     def begin_pass(self, work: Sequence[SequenceWork] = ()) -> Sequence[int]:
         if not self._stream.waits:
             return ()
         with self._change:
-            if self._kv.slot_of and self._spilled is not None:
-                self._spilled.begin_pass(work)
+            streaming = self._spilled or self._blocks
+            if self._kv.slot_of and streaming is not None:
+                streaming.begin_pass(work)
             self._submit(self._stream.begin_pass())
             return self._stream.stops
 
@@ -207,6 +230,12 @@ class HostStream:
             self._submit(self._stream.used(layer))
 
     def move(self) -> None:
+        if self._blocks is not None:
+            for layer in self.begin_pass():
+                self.wait(layer)
+                self.used(layer)
+            self.finish()
+            return
         layers, direction = self._moving
         self._moving = (), direction
         with self._change:
@@ -215,7 +244,7 @@ class HostStream:
 
     def finish(self) -> None:
         """Wait until no KV is in flight. Raises DeviceError if some could not be moved."""
-        if self._spilled is None:
+        if self._spilled is None and self._blocks is None:
             return
         with self._change:
             began = self._clock.now()

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from ballast.core.job import SequenceWork
+from ballast.kernels.paged_attention import LayerPlaces
 
 
 class Barriers(Protocol):
@@ -18,6 +19,10 @@ class Barriers(Protocol):
 
     For each layer that `begin_pass` returns, `wait` is called before it runs, and `used` after.
     """
+
+    def places(self, work: Sequence[SequenceWork]) -> LayerPlaces | None:
+        """Return where the next pass, which computes `work`, finds staged blocks; None: it reads
+        none."""
 
     def begin_pass(self, work: Sequence[SequenceWork]) -> Collection[int]:
         """Begin a pass that computes `work`; returns the layers, ascending, at which it stops."""

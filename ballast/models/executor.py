@@ -19,7 +19,7 @@ from ballast.core.event import EmbeddingOutput, FailedOutput, JobResult, PromptS
 from ballast.core.job import SampledToken, SequenceWork
 from ballast.core.request import Sampling
 from ballast.kernels import sampling
-from ballast.kernels.paged_attention import KvArray, PagedBatch
+from ballast.kernels.paged_attention import KvArray, LayerPlaces, PagedBatch
 from ballast.kernels.sampling import NoToken
 from ballast.kv.layout import Layout
 from ballast.models.barriers import Barriers
@@ -204,7 +204,8 @@ class ModelExecutor(ABC):
     def rows(self, work: Sequence[SequenceWork]) -> Rows:
         """Return the rows of a job. Raises BrokenPromise as `check`."""
         self.check(work)
-        return Rows(self._kv, self.spec.n_heads, work)
+        places = None if self.barriers is None else self.barriers.places(work)
+        return Rows(self._kv, self.spec.n_heads, work, places)
 
     def check(self, work: Sequence[SequenceWork]) -> None:
         """Raise BrokenPromise if a sequence is longer than the model's context, or has a token
@@ -242,10 +243,16 @@ def wanted_rows(work: Sequence[SequenceWork]) -> list[int]:
 class Rows:
     """All T tokens of a job, one sequence after the other."""
 
-    def __init__(self, kv: KvArray, heads: int, work: Sequence[SequenceWork]) -> None:
+    def __init__(
+        self,
+        kv: KvArray,
+        heads: int,
+        work: Sequence[SequenceWork],
+        places: LayerPlaces | None = None,
+    ) -> None:
         counts = [len(w.tokens) for w in work]
         starts = [w.start for w in work]
-        self.paged = PagedBatch(kv, heads, starts, counts, [w.blocks for w in work])
+        self.paged = PagedBatch(kv, heads, starts, counts, [w.blocks for w in work], places)
         self.n = n = self.paged.n_tokens
         first = np.cumsum(counts) - counts
         self.wanted = np.array(wanted_rows(work), np.int64)

@@ -29,6 +29,8 @@ class Requirements:
     it."""
     in_place: bool = False
     """Passes read all weights in host memory: models take pages for KV alone."""
+    kv_staging: bool = False
+    """KV blocks of running requests can be staged on the host: passes bring them layer by layer."""
     following: bool = False
     """Models can be activated on and removed from the device as the load changes."""
 
@@ -44,6 +46,8 @@ class Requirements:
             return "KV must be swapped layer by layer, which devices of one rank can so far"
         if self.in_place and (device.gpu is not None or device.tensor_parallel > 1):
             return "weights must be read in host memory, which CPU devices of one rank can so far"
+        if self.kv_staging and (device.tensor_parallel > 1 or device.gpu is not None):
+            return "KV blocks must be staged on the host, which CPU devices of one rank can so far"
         if self.following and device.tensor_parallel > 1:
             return "models cannot follow the load to devices that share them over ranks"
         return None

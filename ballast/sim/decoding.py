@@ -174,6 +174,8 @@ def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> DecodeBatch | 
     """
     life = m.life
     stays = m.residency is Residency.RESIDENT and life.remap_to is None and life.swap_to is None
+    if m.kv.staged or m.stage_to is not None:
+        return None  # its jobs move blocks
     if m.frozen or m.running.leaving or not stays or not _admits_nobody(m, state, prompts):
         return None
     # What waits for the end of a job waits for the end of the one in flight. Whoever has all of

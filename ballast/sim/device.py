@@ -34,6 +34,7 @@ from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import Preset
+from ballast.policy.requirements import Requirements
 from ballast.sim.decoding import DecodeBatch, tokens_of
 from ballast.sim.job_spread import JobFactors
 from ballast.sim.layer_passes import LayerSource
@@ -96,7 +97,7 @@ class SimDevice:
         needs = preset.requires
         early, dirty = profile.early and not needs.kv_swapping, needs.dirty
         self._streams = SimStreams(self._heap, self.clock, self.link, early, dirty)
-        self.state = self._make_state(settings, specs, profile, calls, needs.kv_swapping)
+        self.state = self._make_state(settings, specs, profile, calls, needs)
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
         self._overhead = profile.overhead
@@ -139,7 +140,7 @@ class SimDevice:
         specs: Sequence[ModelSpec],
         profile: MachineProfile,
         calls: LoopTime,
-        swaps_kv: bool,
+        needs: Requirements,
     ) -> DeviceState:
         vm = _memory(settings, profile, calls)
         state = build_state(
@@ -151,7 +152,8 @@ class SimDevice:
             copy_nothing,
             profile.lane_costs,
             self._streams.make if settings.rotates or profile.early else None,
-            swaps_kv,
+            needs.kv_swapping,
+            stages_kv=needs.kv_staging,
         )
         if isinstance(vm, TimedVm):
             vm.owner_of = state.pool.ledger.owner_of

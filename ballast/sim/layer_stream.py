@@ -13,9 +13,10 @@ from ballast.core.clock import Clock
 from ballast.core.event import FirstJobReadyEvent, RotationSettledEvent
 from ballast.core.link import Direction
 from ballast.core.model import ModelSpec
-from ballast.core.rotation import Rotation
+from ballast.core.rotation import WHOLE, Rotation
 from ballast.kv.blocks import KvCache
 from ballast.kv.layered import LayeredLayout
+from ballast.kv.staged import BlockMoves
 from ballast.memory.copies import Copy
 from ballast.residency.arrival import Arrival, ArrivalPlan
 from ballast.residency.buffer import Buffer, LayerCopy
@@ -76,6 +77,9 @@ class SimStream:
         self._layer_bytes: Sequence[int] = ()
         self._token_bytes = spec.kv_bytes_per_token // spec.n_layers
         self._plane_bytes = 0
+        self._cache: KvCache | None = None
+        """The cache whose staged blocks stream."""
+        self._moves = BlockMoves()
         self._now = 0.0
         """Time of the change that is being made."""
         self._job: Pass | None = None
@@ -99,6 +103,10 @@ class SimStream:
     def add_kv(self, kv: KvCache) -> None:
         assert isinstance(kv.layout, LayeredLayout)
         self._plane_bytes = kv.layout.plane_bytes
+        self._add(self._kv, f"kv:{self._name}", self._kv_bytes)
+
+    def add_staging(self, kv: KvCache) -> None:
+        self._cache = kv
         self._add(self._kv, f"kv:{self._name}", self._kv_bytes)
 
     # -- between jobs -----------------------------------------------------------------------------
@@ -130,6 +138,14 @@ class SimStream:
         self._link.start(transfer_id, copies, watch=watch)
         return True
 
+    def carry_blocks(self, moves: BlockMoves) -> None:
+        assert self._cache is not None, "it has staged blocks"
+        self._moves, staged = moves, self._cache.staged
+        wanted = staged.rotation if moves or len(staged) else WHOLE
+        if wanted != self._kv.rotation:
+            self._begun(self)
+            self._stream.change(self._kv, wanted)
+
     def carry_kv(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
         self._begun(self)
         self._moving = layers, direction
@@ -138,6 +154,11 @@ class SimStream:
     def turn_kv(self, rotation: Rotation) -> None:
         self._begun(self)
         self._stream.change(self._kv, rotation)
+
+    @property
+    def stages(self) -> bool:
+        """Whether KV streams by block: a job that computes nothing is a pass then."""
+        return self._cache is not None
 
     def move(self, now: float, ended: Ended) -> None:
         """Begin the job that computes nothing and moves KV."""
@@ -160,8 +181,19 @@ class SimStream:
 
     def begin(self, now: float, job: Pass, read: int, written: int) -> None:
         self._job = job
+        if self._cache is not None:
+            self._begin_staged(now)
+            return
         self._loaded = read * self._token_bytes
         self._stored = (written if self._dirty else read + written) * self._token_bytes
+        self._submit(now, self._stream.begin_pass())
+
+    def _begin_staged(self, now: float) -> None:
+        """Begin a job that reads all staged blocks, in slots or where it brings them."""
+        assert self._cache is not None
+        size, staged = self._cache.layout.layer_bytes, self._cache.staged
+        stores = len(self._moves.stores)
+        self._loaded, self._stored = (len(staged) - stores) * size, stores * size
         self._submit(now, self._stream.begin_pass())
 
     def lacks(self, layer: int) -> bool:

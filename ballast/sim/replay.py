@@ -133,6 +133,7 @@ class _Replay:
             costs,
             StoryStream if snapshot.rotates or preset.requires.kv_swapping else None,
             preset.requires.kv_swapping,
+            stages_kv=preset.requires.kv_staging,
         )
         self._loop = Loop(
             state,

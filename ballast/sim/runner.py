@@ -101,7 +101,7 @@ class SimRunner:
         now = self._clock.now()
         read, written = sum(w.start for w in job.work), sum(len(w.tokens) for w in job.work)
         stream = self._streams.of(job.model)
-        if stream is not None and not written:
+        if stream is not None and not written and not stream.stages:
 
             def moved(at: float, seconds: float) -> None:
                 self._heap.schedule(
@@ -129,7 +129,7 @@ class SimRunner:
         if ahead is not None and ahead[:2] == (job.model, now):
             pace = ahead[2]
         else:
-            seconds = self._seconds(job.model, job.load)
+            seconds = self._seconds(job.model, job.load) if written else 0.0
             if not self._waits(job.model):
                 self._free = self._begins(now) + seconds + self._overhead
                 self._heap.schedule(self._free, JobDoneEvent(job, results, seconds))

@@ -30,6 +30,7 @@ from ballast.core.rotation import Rotation
 from ballast.engine.build import build_newcomer
 from ballast.engine.loop import Loop
 from ballast.kv.blocks import KvCache
+from ballast.kv.staged import BlockMoves
 from ballast.memory.copies import Copy
 from ballast.memory.vm import Exported
 from ballast.residency.arrival import ArrivalPlan
@@ -86,6 +87,12 @@ class StoryStream:
         """There are no bytes."""
 
     def add_kv(self, kv: KvCache) -> None:
+        """There are no bytes."""
+
+    def add_staging(self, kv: KvCache) -> None:
+        """There are no bytes."""
+
+    def carry_blocks(self, moves: BlockMoves) -> None:
         """There are no bytes."""
 
     def carry_kv(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:

@@ -152,6 +152,8 @@ def _by_order(view: DeviceView) -> list[tuple[ModelView, RequestView]]:
 
 def pages_alone(m: ModelView, r: RequestView) -> int:
     """Pages of KV cache that the request needs in order to go on."""
+    if r.streams:
+        return m.slab_pages
     return ceil_div(ceil_div(r.tokens, m.spec.block_tokens), m.slab_blocks) * m.slab_pages
 
 

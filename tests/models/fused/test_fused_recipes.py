@@ -118,6 +118,9 @@ class ComingAndGoing:
         for layer in layers:
             self.used(layer)
 
+    def places(self, work: object) -> None:
+        return None
+
     def begin_pass(self, work: Sequence[SequenceWork]) -> Collection[int]:
         return self._layers
 

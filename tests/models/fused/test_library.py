@@ -173,6 +173,9 @@ def test_the_layers_of_a_pass_are_waited_for(tmp_path: Path, serve: Any, calls: 
         def __init__(self) -> None:
             self.met: list[object] = []
 
+        def places(self, work: object) -> None:
+            return None
+
         def begin_pass(self, work: object) -> tuple[int, ...]:
             return 0, 2
 

@@ -538,6 +538,9 @@ class RecordedBarriers:
         self.cuts = cuts
         self.recorded: list[str] = []
 
+    def places(self, work: object) -> None:
+        return None
+
     def begin_pass(self, work: Sequence[SequenceWork]) -> list[int]:
         return self.cuts
 

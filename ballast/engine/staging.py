@@ -1,0 +1,98 @@
+"""Stage KV on the host beside a model's jobs, and bring it home: choose the blocks of each job.
+
+Used by the dispatcher, which begins jobs, and by `jobs`, which ends them. Blocks are copied layer
+by layer in the job itself, behind the use of each layer (SwiftCache, 3.3). There are two reasons:
+
+- an order of the policy (`Stage`), carried out with the next job, which need not compute anything;
+- a request that *streams*: its context is longer than the device's KV, so that of its full blocks
+  none stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ballast.core.job import SequenceWork
+from ballast.core.request import Request
+from ballast.core.units import ceil_div
+from ballast.engine.model import ModelState
+
+
+def refusal(m: ModelState, blocks: int) -> str | None:
+    """Return the reason why so many blocks cannot be staged now; None if they can."""
+    if m.kv_staging is None or m.kv.staged.most == 0:
+        return "its KV cannot be staged here"
+    if m.stage_to is not None:
+        return "its blocks are moving already"
+    if not m.running:
+        return "no request is running"
+    if blocks == len(m.kv.staged):
+        return "so many are staged already"
+    if blocks > m.kv.staged.most:
+        return f"the host has room for {m.kv.staged.most}"
+    return None
+
+
+def longest(m: ModelState, room: int, chunk: int) -> int:
+    """Return the tokens of the longest context whose blocks are staged, on `room` pages of the
+    device: slots for one layer of each block, beside the blocks of a chunk of tokens (SwiftCache,
+    equations 3 and 4); 0: none can be staged."""
+    kv, size = m.kv, m.spec.block_tokens
+    if m.kv_staging is None or kv.staged.most == 0:
+        return 0
+    left = room - kv.most_pages(1 + ceil_div(chunk, size))
+    return size * min(kv.staged.most, kv.staged.blocks_in(max(0, left)))
+
+
+def idle_work(m: ModelState) -> list[SequenceWork]:
+    """Return the work of a job that computes nothing and moves blocks; empty if none is ordered."""
+    if m.stage_to is None:
+        return []
+    return [SequenceWork(r.id, (), r.computed, r.blocks, None) for r in m.running]
+
+
+def begin(m: ModelState, work: Sequence[SequenceWork]) -> None:
+    """Choose the moves of a job that is about to begin."""
+    stream = m.kv_staging
+    if stream is None:
+        return
+    staged, size = m.kv.staged, m.spec.block_tokens
+    requests = {r.id: r for r in m.running}
+    here = sorted(((requests[w.request_id], w) for w in work), key=lambda pair: pair[0].order)
+    stores = _distinct(b for r, w in here if r.streams for b in w.blocks[: w.end // size] if b >= 0)
+    homes: list[int] = []
+    if m.stage_to is not None:
+        more = m.stage_to - len(staged) - len(stores)
+        if more > 0:
+            younger = (b for _, w in reversed(here) for b in w.blocks[: w.end // size] if b >= 0)
+            stores = _distinct((*stores, *younger))[: len(stores) + more]
+        elif more < 0:
+            homes = _distinct(b for r, w in here if not r.streams for b in w.blocks if b < 0)[
+                :-more
+            ]
+    stream.carry_blocks(m.kv.begin_moves(stores, homes))
+
+
+def end(m: ModelState, tables: Iterable[list[int]], *, done: bool) -> None:
+    """End the moves of a job, before anything else follows from its end."""
+    if m.kv_staging is None:
+        return
+    m.kv.end_moves(tables, done=done)
+    m.stage_to = None
+
+
+def chunk_end(m: ModelState, r: Request, end: int) -> int:
+    """Return up to where a streaming request's next chunk reaches, `end` at most: as far as pages
+    are free, at least to the end of its next block."""
+    size = m.spec.block_tokens
+    have = len(r.blocks)
+    if not r.streams or end <= have * size:
+        return end
+    blocks = ceil_div(end, size) - have
+    while blocks > 1 and m.kv.grow(r.blocks, (have + blocks) * size) is not None:
+        blocks = ceil_div(blocks, 2)
+    return min(end, (have + blocks) * size)
+
+
+def _distinct(blocks: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(blocks))
