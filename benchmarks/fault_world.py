@@ -18,13 +18,15 @@ from functools import partial
 
 import msgspec
 
+from ballast.control.device_leases import DeviceLeases
 from ballast.control.device_record import DeviceRecord
+from ballast.control.lease_events import OrderEnded
 from ballast.control.request_migrations import RequestMigrations
 from ballast.control.request_router import Pace, RequestRouter, Withdraw
 from ballast.control.routed_devices import RoutedDevices
 from ballast.control.suspicion import Suspicions
-from ballast.core.actions import Activate
-from ballast.core.command import DeviceCommand
+from ballast.core.actions import Activate, Lend, Recall
+from ballast.core.command import CommandOutcome, DeviceCommand
 from ballast.core.errors import Unavailable
 from ballast.core.event import (
     CancelledOutput,
@@ -33,6 +35,7 @@ from ballast.core.event import (
     Output,
     TokenOutput,
 )
+from ballast.core.lease import LendingMessage
 from ballast.core.migration import (
     DepartedAnswer,
     DepartEvent,
@@ -52,6 +55,12 @@ from ballast.core.settings import DeviceSettings, FleetSettings, Role
 from ballast.core.view import Residency
 from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.transport.worker_messages.codec import ToWorker
+from ballast.transport.worker_messages.lending_messages import (
+    LeaseMsg,
+    MeetPeerMsg,
+    PeerEndedMsg,
+    lending_message,
+)
 from ballast.transport.worker_messages.lifecycle_messages import ReadyMsg
 from ballast.transport.worker_messages.migration_messages import MigrationOrderMsg
 from ballast.transport.worker_messages.request_messages import (
@@ -59,6 +68,7 @@ from ballast.transport.worker_messages.request_messages import (
     SubmitMsg,
     WithdrawMsg,
 )
+from benchmarks.fault_lending import N_PAGES, WorkerMemory, check_pages, still_maps
 
 VOCAB = 1000
 BLOCK = 4
@@ -161,6 +171,7 @@ class Worker:
     """The process of one device: what it holds dies with it."""
 
     resident: set[str]
+    memory: WorkerMemory
     requests: dict[str, Running] = field(default_factory=dict)
     exported: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By request: (tokens, attempt)."""
@@ -178,15 +189,17 @@ class FaultDevice(DeviceRecord):
         settings = DeviceSettings(name=name, budget_bytes=1 << 30, role=role)
         self.fleet = FleetSettings(models=(), device=settings)
         self.world, self.of_worker = world, specs
-        self.process = Worker(set())
-        self.died_at = -1.0
+        self.process = world.new_worker(name, set())
 
     def tell(self, message: ToWorker) -> None:
         self.world.to_worker(self, partial(self.world.handle, self, message))
 
-    def order(self, command: DeviceCommand, refused: Callable[[], object]) -> None:
-        assert isinstance(command, Activate)
-        self.world.to_worker(self, partial(self.world.activate, self, command.model, refused))
+    def order(self, command: DeviceCommand, answered: Callable[[CommandOutcome], object]) -> None:
+        self.world.to_worker(self, partial(self.world.carry_out, self, command, answered))
+
+    def kill(self, why: str) -> None:
+        self.world.kills += 1
+        self.world.die(self)
 
     def _began(self, request_id: str) -> None:
         self.world.migrations.first_token(self, request_id)
@@ -204,6 +217,16 @@ class FaultWorld:
             self.devices, self._make_client
         )
         self.migrations = RequestMigrations(self.devices, self.router, self.timers)
+        lends = rng.random() < 0.7
+        self.leases: DeviceLeases[FaultDevice] = DeviceLeases(
+            self.devices, lambda a, b: None if lends else "it cannot", self.timers
+        )
+        self._memories: dict[str, WorkerMemory] = {}
+        self.kills = 0
+        """Workers that were killed for keeping pages."""
+        self.lent = 0
+        """Pages that were lent by orders."""
+        self.twice = self.overdue = 0
         self._coming: list[Submission] = []
         self.clients: list[Client] = []
         self._last: dict[tuple[str, bool], float] = {}
@@ -232,24 +255,35 @@ class FaultWorld:
             self.timers.call_later(rng.uniform(0, 6), self._migrate)
         for _ in range(rng.randrange(0, 3)):
             self.timers.call_later(rng.uniform(0, 6), self._stall)
+        for _ in range(rng.randrange(0, 12) if lends else 0):
+            self.timers.call_later(rng.uniform(0, 6), self._order_lending)
 
     def run(self) -> None:
         """Run until every request has ended, or HORIZON has passed."""
         while self.timers.now() < HORIZON and self.timers.step():
             self.validate()
             over = self.timers.now() > 7 and all(c.ends or c.left for c in self.clients)
-            if over and not self.migrations.busy and all(d.down is None for d in self._all):
+            quiet = self.orders == self.orders_ended and not self.migrations.busy
+            if over and quiet and all(d.down is None for d in self._all):
                 break
         while self.timers.now() < HORIZON and self._holding and self.timers.step():
             pass
 
     def validate(self) -> None:
-        """Assert that no request is open at two devices."""
+        """Assert that no request is open at two devices, and count pages that are not their
+        owner's alone."""
         seen: set[str] = set()
         for device in self._all:
             ids = set(device.requests)
             assert seen.isdisjoint(ids), f"{seen & ids} are open at two devices"
             seen |= ids
+        workers = self._workers
+        if any(worker.memory.changed for worker in workers.values()):
+            twice, _, late = check_pages(workers, self.timers.now())
+            self.twice += twice
+            self.overdue += late
+            for worker in workers.values():
+                worker.memory.changed = False
 
     # -- what came of it --------------------------------------------------------------------------
 
@@ -279,13 +313,23 @@ class FaultWorld:
 
     @property
     def leaked(self) -> int:
-        """Requests and imported KV that live workers keep though the controller knows of none."""
-        return sum(
-            len(d.process.imported)
-            + len(d.process.departing)
-            + sum(i not in d.requests for i in d.process.requests)
-            for d in self._all
-        ) + (self.orders - self.orders_ended)
+        """Requests and imported KV that live workers keep though the controller knows of none,
+        orders without an end, and pages that nobody has."""
+        _, without, _ = check_pages(self._workers, self.timers.now())
+        return (
+            without
+            + sum(
+                len(d.process.imported)
+                + len(d.process.departing)
+                + sum(i not in d.requests for i in d.process.requests)
+                for d in self._all
+            )
+            + (self.orders - self.orders_ended)
+        )
+
+    @property
+    def _workers(self) -> dict[str, Worker]:
+        return {name: device.process for name, device in self.devices.items()}
 
     @property
     def _all(self) -> list[FaultDevice]:
@@ -357,7 +401,10 @@ class FaultWorld:
     # -- what goes wrong, and what operators order ------------------------------------------------
 
     def _die(self) -> None:
-        device = self.random.choice(self._all)
+        self.die(self.random.choice(self._all))
+
+    def die(self, device: FaultDevice) -> None:
+        """Let the worker of a device die, unless it is dead."""
         process = device.process
         if not process.alive or device.down is not None:
             return
@@ -369,13 +416,31 @@ class FaultWorld:
 
     def _notice(self, device: FaultDevice, recorded: Collection[str]) -> None:
         in_flight = device.worker_gone("killed", recorded)
+        self.leases.worker_died(device, in_flight)
         self.migrations.worker_died(device, in_flight)
         self.router.worker_died(device, in_flight)
+        replaced = partial(self._replace, device, device.process.memory)
+        reaped = partial(self.leases.reaped, device, replaced)
+        self.timers.call_later(self.random.uniform(0.0, 0.1), reaped)
+
+    def _replace(self, device: FaultDevice, memory: WorkerMemory) -> None:
+        """Start a worker in place of one whose memory nobody maps any more."""
+        self.twice += still_maps(self._workers, memory)
         self.timers.call_later(self.random.uniform(0.05, 2.0), partial(self._start, device))
 
+    def new_worker(self, name: str, resident: set[str]) -> Worker:
+        """Return the process of a device's next worker."""
+        rng = random.Random(self.random.random())
+        stuck, address = rng.random() < 0.2, f"{name}-{len(self._memories)}"
+        return Worker(resident, WorkerMemory(name, address, rng, self._memories, stuck))
+
     def _start(self, device: FaultDevice) -> None:
-        device.process = Worker({m for m in device.of_worker if self.random.random() < 0.5})
-        device.worker_serves(ReadyMsg(dict(device.of_worker), {}, self._report(device), "memory"))
+        resident = {m for m in device.of_worker if self.random.random() < 0.5}
+        device.process = process = self.new_worker(device.name, resident)
+        process.memory.connect(partial(self._tell_of_lending, device))
+        address = process.memory.address
+        device.worker_serves(ReadyMsg(dict(device.of_worker), {}, self._report(device), address))
+        self.leases.worker_ready(device)
         self._report_later(device, device.process)
         self._compute_later(device, device.process)
 
@@ -388,6 +453,29 @@ class FaultWorld:
 
         model = self.random.choice(sorted(device.of_worker) or ["m0"])
         self.migrations.move_requests(device, model, ended, bring=self.random.random() < 0.5)
+
+    def _order_lending(self) -> None:
+        """Have a device lend to another, or recall what it has lent."""
+        rng = self.random
+        if len(self._all) < 2:
+            return
+        lender, borrower = rng.sample(self._all, 2)
+        command: Lend | Recall = Lend(borrower.name, rng.randrange(1, 12))
+        standing = [(v.lender, v.borrower) for v in self.leases.standing]
+        if standing and rng.random() < 0.5:
+            name, to = rng.choice(standing)
+            lender, command = self.devices[name], Recall(to, None, rng.uniform(0.0, 4.0))
+        self.orders += 1
+
+        def ended(order: OrderEnded) -> None:
+            self.orders_ended += 1
+            self.lent += isinstance(command, Lend) and order.refused is None and command.pages
+
+        self.leases.order(lender.name, command, ended, by_operator=rng.random() < 0.2)
+
+    def _tell_of_lending(self, device: FaultDevice, word: LendingMessage) -> None:
+        message = lending_message(word)
+        self._send(device, lambda: self.leases.lending_message(device, message), up=True)
 
     def _stall(self) -> None:
         """Let a connection stand still for longer than an answer is awaited."""
@@ -406,8 +494,8 @@ class FaultWorld:
             device=device.name,
             now=self.timers.now(),
             page_bytes=1,
-            total=1,
-            free=1,
+            total=N_PAGES,
+            free=process.memory.pool.free,
             reclaiming=0,
             owners={},
             models=models,
@@ -428,11 +516,26 @@ class FaultWorld:
         device.requests.reported()
         self.migrations.reported(device)
 
-    def activate(self, device: FaultDevice, model: str, refused: Callable[[], object]) -> None:
-        if self.random.random() < 0.3 or model not in device.of_worker:
-            self._send(device, refused, up=True)
-            return
+    def carry_out(
+        self,
+        device: FaultDevice,
+        command: DeviceCommand,
+        answered: Callable[[CommandOutcome], object],
+    ) -> None:
+        """Let a worker carry out an order."""
         process = device.process
+
+        def answer(outcome: CommandOutcome) -> None:
+            self._send(device, partial(answered, outcome), up=True)
+
+        if isinstance(command, Lend | Recall):
+            process.memory.order(command, self.timers.now(), answer)
+            return
+        assert isinstance(command, Activate)
+        model = command.model
+        if self.random.random() < 0.3 or model not in device.of_worker:
+            answer(CommandOutcome("refused", "by chance"))
+            return
         seconds = self.random.uniform(0, 1)
         self.timers.call_later(seconds, lambda: process.resident.add(model))
 
@@ -455,6 +558,8 @@ class FaultWorld:
                         process.requests[i].paused = i in message.paused
             case MigrationOrderMsg():
                 self._migration_step(device, message.order)
+            case MeetPeerMsg() | PeerEndedMsg() | LeaseMsg():
+                process.memory.handle(message)
 
     def _admit(self, process: Worker, submission: Submission) -> None:
         tokens = [*submission.prompt, *(submission.resumed or ())]
@@ -469,6 +574,7 @@ class FaultWorld:
         def compute() -> None:
             if process.alive and process is device.process:
                 self._compute(device)
+                process.memory.step(self.timers.now())
                 self.timers.call_later(self.random.uniform(0.01, self.step_seconds), compute)
 
         self.timers.call_later(self.random.uniform(0.01, self.step_seconds), compute)

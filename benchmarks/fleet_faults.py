@@ -1,14 +1,20 @@
 """Faults of a fleet in virtual time: every seed is a schedule that replays.
 
-Two to eight devices, clients that leave or stop reading, orders to migrate, prefill and decode
-apart; workers die at any moment, connections stand still for seconds, weights do not come. The
-controller is the server's (`ballast.control`), the workers are those of `benchmarks.fault_world`.
+Two to eight devices, clients that leave or stop reading, orders to migrate, to lend and to recall,
+prefill and decode apart; workers die at any moment, connections stand still for seconds, weights do
+not come, pages are not returned. The controller is the server's (`ballast.control`), the workers
+are those of `benchmarks.fault_world`, which lend by the engine's code.
 
 - `lost`: accepted requests without an end (goal 0).
 - `repeated`: tokens out of order or after an end, and second ends (goal 0).
 - `changed`: answers that differ from an undisturbed run's (goal 0).
-- `leaked`: requests and imported KV that workers keep for nothing, and orders without an end (0).
+- `leaked`: requests and imported KV that workers keep for nothing, orders without an end, pages
+  that are lent to nobody (0).
+- `twice`: lent pages that their lender had back while a borrower still mapped them, and pages of a
+  dead worker that are mapped when its successor starts (0).
+- `overdue`: pages that a borrower keeps, and lives, long after they were due (0).
 - `deaths`, `moved`: workers that died, and requests that migrated with their KV.
+- `lent`, `kills`: pages lent, and workers that were killed because they did not return them.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from benchmarks.common import finish, options
 from benchmarks.fault_world import FaultWorld
 
 SEEDS, QUICK_SEEDS = 10_000, 500
-WRONG = ("lost", "repeated", "changed", "leaked")
+WRONG = ("lost", "repeated", "changed", "leaked", "twice", "overdue")
 
 
 def world_of(seed: int) -> FaultWorld:
@@ -43,6 +49,8 @@ class Found:
     deaths: int
     requests: int
     moved: int
+    lent: int
+    kills: int
 
 
 def run(seed: int) -> Found:
@@ -52,7 +60,8 @@ def run(seed: int) -> Found:
     world.run()
     moved = sum(device.moved_in for device in world.devices.values())
     wrong = {key: getattr(world, key) for key in WRONG}
-    return Found(seed, wrong, world.deaths, len(world.clients), moved)
+    counts = len(world.clients), moved, world.lent, world.kills
+    return Found(seed, wrong, world.deaths, *counts)
 
 
 def main() -> int:
@@ -74,6 +83,8 @@ def main() -> int:
         "deaths": sum(f.deaths for f in found),
         "requests": sum(f.requests for f in found),
         "moved": sum(f.moved for f in found),
+        "lent": sum(f.lent for f in found),
+        "kills": sum(f.kills for f in found),
         "wrong_seeds": [f.seed for f in failed],
         "seconds": time.perf_counter() - began,
     }

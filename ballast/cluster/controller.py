@@ -15,7 +15,7 @@ from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.fleet_commands import FleetCommands
 from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
-from ballast.cluster.lending.lending_pairs import LendingPairs
+from ballast.cluster.lending.awaited_leases import AwaitedLeases
 from ballast.cluster.loop_timers import LoopTimers
 from ballast.cluster.output_stream import OutputStream
 from ballast.cluster.placing import Homes, homes_of, part_of
@@ -44,7 +44,7 @@ class _Forgetting(DeviceObserver[RemoteDevice]):
 
 
 class Controller:
-    """Composes one server's devices, request router, lending pairs, migrations and fleet commands.
+    """Composes one server's devices, request router, leases, migrations and fleet commands.
 
     These parts observe the devices directly (`DeviceObserver`); none calls back to the controller.
     """
@@ -60,13 +60,12 @@ class Controller:
         """The devices, their fleet, and what they report."""
         self.router = RequestRouter(self.devices, OutputStream)
         """Sends requests to devices."""
-        self._lending_pairs = LendingPairs(self.devices)
+        self.leases = AwaitedLeases(self.devices, self.devices.lending_objection, LoopTimers())
+        """Lends pages between devices."""
         self._leaving = _Forgetting(self.devices, broker)
         self.migrations = RequestMigrations(self.devices, self.router, LoopTimers())
         """Moves running requests between devices."""
-        self.commands = FleetCommands(
-            self.devices, self.router, self.migrations, self._lending_pairs
-        )
+        self.commands = FleetCommands(self.devices, self.router, self.migrations, self.leases)
         """Carries out operators' commands."""
         self._policy_task: asyncio.Task[None] | None = None
 
@@ -75,7 +74,7 @@ class Controller:
         self.devices.fleet = fleet
         # What a dead worker lent or borrowed is settled before its requests go on elsewhere.
         observers = (
-            self._lending_pairs,
+            self.leases,
             self.migrations,
             self.router,
             self.devices,
@@ -129,5 +128,6 @@ class Controller:
             self._policy_task.cancel()
             await asyncio.wait({self._policy_task})
         self.migrations.close()
+        self.leases.close()
         await asyncio.gather(*(d.close(patience) for d in self.devices.values()))
         await self._spare.close()

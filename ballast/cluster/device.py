@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 
 from ballast.cluster.loop_timers import LoopTimers
 from ballast.cluster.pending_commands import PendingCommands, changed, names_of
@@ -79,18 +78,19 @@ class RemoteDevice(DeviceRecord):
     def tell(self, message: ToWorker) -> None:
         self.worker.send(message)
 
-    def order(self, command: DeviceCommand, refused: Callable[[], object]) -> None:
+    def order(self, command: DeviceCommand, answered: Callable[[CommandOutcome], object]) -> None:
         async def carry_out() -> None:
-            with suppress(Unavailable):
-                if (await self.command(command)).code is not None:
-                    refused()
+            try:
+                outcome = await self.command(command)
+            except Unavailable as error:
+                outcome = CommandOutcome("unavailable", str(error))
+            answered(outcome)
 
         order = asyncio.ensure_future(carry_out())
         self._orders.add(order)
         order.add_done_callback(self._orders.discard)
 
     def kill(self, why: str) -> None:
-        """End the worker that serves; another takes its place."""
         self.worker.kill(why)
 
     async def command(self, command: DeviceCommand) -> CommandOutcome:

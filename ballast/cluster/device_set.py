@@ -91,6 +91,14 @@ class DeviceSet(RoutedDevices[RemoteDevice], DeviceObserver[RemoteDevice]):
         swapping = preset_of(self.fleet).requires.kv_swapping
         return self.fleet.lending({name: d.reach for name, d in self._devices.items()}, swapping)
 
+    def lending_objection(self, lender: str, borrower: str) -> str | None:
+        """Return why a device can never lend to another; None if it can."""
+        ways = {(c.lender, c.borrower): c for c in self.lending}
+        way = ways.get((lender, borrower))
+        if way is None:
+            return f"there is no lending from {lender!r} to {borrower!r}"
+        return None if way.means else f"{lender} cannot lend to {borrower}: {way.why}"
+
     @property
     def open_requests(self) -> int:
         """Number of requests that were submitted and have not ended."""

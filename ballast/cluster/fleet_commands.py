@@ -14,7 +14,7 @@ from contextlib import suppress
 from ballast.cluster.awaited_moves import Moves, move_requests
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
-from ballast.cluster.lending.lending_pairs import LendingPairs
+from ballast.cluster.lending.awaited_leases import AwaitedLeases
 from ballast.cluster.output_stream import OutputStream
 from ballast.cluster.pending_commands import names_of, refusal, undoing
 from ballast.cluster.placing import named, placed
@@ -23,6 +23,7 @@ from ballast.core.actions import Evict, Lend, Recall
 from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
 from ballast.core.errors import ConfigError, Unavailable
 from ballast.core.model import ModelSpec
+from ballast.core.report import DeviceReport
 from ballast.core.settings import ModelSettings
 
 log = logging.getLogger(__name__)
@@ -47,12 +48,12 @@ class FleetCommands:
         devices: DeviceSet,
         router: RequestRouter[RemoteDevice, OutputStream],
         migrations: Moves,
-        lending_pairs: LendingPairs,
+        leases: AwaitedLeases,
     ) -> None:
         self._devices = devices
         self._router = router
         self._migrations = migrations
-        self._lending_pairs = lending_pairs
+        self._leases = leases
         self.changing = asyncio.Lock()
         """Held while a model is added, removed or moved; the next change sees the result."""
 
@@ -140,37 +141,37 @@ class FleetCommands:
 
     async def lend(self, lender: str, borrower: str, n_bytes: int) -> CommandOutcome:
         """Have a device lend `n_bytes` of free pages, rounded down to whole pages."""
-        device = self._devices.get(lender)
-        pairs = self._devices.lending
-        way = next((c for c in pairs if (c.lender, c.borrower) == (lender, borrower)), None)
-        if device is None or way is None:
+        report = self._report(borrower)
+        if lender not in self._devices or report is None:
             return CommandOutcome("refused", f"there is no lending from {lender!r} to {borrower!r}")
-        if way.means is None:
-            return CommandOutcome("refused", f"{lender} cannot lend to {borrower}: {way.why}")
-        if not self._lending_pairs.can_lend(lender, borrower):
-            return CommandOutcome("refused", f"{lender} and {borrower} do not know each other yet")
-        report = self._devices[borrower].report
-        assert report is not None  # the borrower has reported before it can borrow
         pages = n_bytes // report.page_bytes
         if pages < 1:
             return CommandOutcome("invalid", f"{n_bytes} bytes are less than a page")
-        if sum(report.borrowed.values()) + pages > report.total:
-            return CommandOutcome(
-                "refused", f"{borrower} would have borrowed more than it has itself"
-            )
-        return await device.command(Lend(borrower, pages, "by an operator"))
+        return await self._order(lender, Lend(borrower, pages, "by an operator"))
 
     async def recall(
         self, lender: str, borrower: str, n_bytes: int | None, seconds: float
     ) -> CommandOutcome:
         """Have a device recall `n_bytes` of the pages that it has lent (None: all). Returns when
         they are back; a borrower that keeps them for longer than `seconds` is killed."""
-        device = self._devices.get(lender)
-        report = None if device is None else device.report
-        if device is None or report is None:
+        report = self._report(lender)
+        if report is None:
             return CommandOutcome("refused", f"there is no device {lender!r}")
         pages = None if n_bytes is None else max(1, n_bytes // report.page_bytes)
-        return await device.command(Recall(borrower, pages, seconds, "by an operator"))
+        return await self._order(lender, Recall(borrower, pages, seconds, "by an operator"))
+
+    def _report(self, device: str) -> DeviceReport | None:
+        found = self._devices.get(device)
+        return None if found is None else found.report
+
+    async def _order(self, lender: str, command: Lend | Recall) -> CommandOutcome:
+        """Order lending or a recall as an operator, and await the end. Raises Unavailable."""
+        order = await self._leases.carry_out(lender, command, by_operator=True)
+        if order.refused is None:
+            return CommandOutcome()
+        if order.lost:
+            raise Unavailable(order.refused)
+        return CommandOutcome("refused", order.refused)
 
     # -- steps of a command about a model ---------------------------------------------------------
 

@@ -2,13 +2,16 @@
 
 Messages of workers go in, messages to them come out; time and timers are passed in. So the server
 runs it in real time, and tests run it in virtual time with every fault at every moment. The
-simulator runs `migrations` too. Imports `transport`'s messages, `policy` and `core`.
+simulator runs `migrations` and `leases` too. Imports `transport`'s messages, `policy` and `core`.
 
 - `activation_admission`: Holds back requests for absent models until their keys' turns.
 - `activation_turns`: Turns and budgets of API keys for having models activated.
+- `device_leases`: Lending between the devices of a server: the driver of `leases`.
 - `device_observer`: What parts of the controller hear of workers.
 - `device_record`: The controller's state of one device, for routing.
 - `fairness`: Fair order of requests between API keys.
+- `lease_events`: Events, instructions and readings of `leases`.
+- `leases`: Who lends pages to whom, recalls, deadlines, deaths of either end.
 - `migration_events`: Events, instructions and readings of `migrations`.
 - `migrations`: Move running requests with their KV, and hand them from prefill to decode devices.
 - `open_request`: One open request: what its client has.

@@ -15,7 +15,7 @@ from ballast.control.routed_prefixes import RoutedPrefixes
 from ballast.control.suspicion import Suspicions
 from ballast.control.timers import Timers
 from ballast.core.capability import GpuReach
-from ballast.core.command import DeviceCommand
+from ballast.core.command import CommandOutcome, DeviceCommand
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.request import Request, Submission
@@ -66,8 +66,13 @@ class DeviceRecord(ABC):
         """Send a message to the present worker."""
 
     @abstractmethod
-    def order(self, command: DeviceCommand, refused: Callable[[], object]) -> None:
-        """Have the worker carry out a command; `refused` is called if it refuses."""
+    def order(self, command: DeviceCommand, answered: Callable[[CommandOutcome], object]) -> None:
+        """Have the worker carry out a command; `answered` is called with the outcome, which is
+        `unavailable`, or never comes, if the worker dies before."""
+
+    @abstractmethod
+    def kill(self, why: str) -> None:
+        """End the worker that serves; another takes its place."""
 
     @abstractmethod
     def _began(self, request_id: str) -> None:

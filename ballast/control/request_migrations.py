@@ -35,6 +35,7 @@ from ballast.control.request_router import RequestRouter, S
 from ballast.control.routed_devices import D, RoutedDevices
 from ballast.control.timers import Timer, Timers
 from ballast.core.actions import Activate
+from ballast.core.command import CommandOutcome
 from ballast.core.migration import MigrationAnswer
 from ballast.core.request import Submission
 from ballast.core.settings import Role
@@ -144,13 +145,17 @@ class RequestMigrations(DeviceObserver[D], Generic[D, S]):
             look = partial(self._handle, LookEvent())
             self._timer = self._timers.call_later(self._machine.due - now, look)
 
+    def _activated(self, device: str, model: str, outcome: CommandOutcome) -> None:
+        if outcome.code is not None:
+            self._handle(ActivationRefusedEvent(device, model))
+
     def _do(self, instruction: Instruction) -> None:
         match instruction:
             case SendStep(device, step):
                 self._devices[device].tell(MigrationOrderMsg.of(step))
             case OrderActivation(device, model, why):
-                refused = partial(self._handle, ActivationRefusedEvent(device, model))
-                self._devices[device].order(Activate(model, why), refused)
+                answered = partial(self._activated, device, model)
+                self._devices[device].order(Activate(model, why), answered)
             case MarkDeparting(source, request_id):
                 request = self._devices[source].requests.get(request_id)
                 assert request is not None, "it is open"

@@ -96,6 +96,17 @@ class DeviceLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseView:
+    """Pages that one device lends to another."""
+
+    lender: str
+    borrower: str
+    pages: int
+    recalled: int
+    """Part of `pages` that is to be returned."""
+
+
+@dataclass(frozen=True, slots=True)
 class FleetView:
     """All devices of a server as of `now`, and the needs of the models."""
 

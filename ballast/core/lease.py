@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class PagesRecalledEvent:
     """Lender to borrower: return these pages."""
 
     lease: Lease
+    seconds: float = inf
+    """Time in which they are to be returned; inf: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def apply(state: DeviceState, action: Action, outputs: list[Output]) -> Refusal:
     Outputs for clients that follow from it are appended to `outputs`.
     """
     if isinstance(action, Recall):
-        out = state.lending.recall(action.to, action.pages, state.now + action.seconds)
+        out = state.lending.recall(action.to, action.pages, state.now, action.seconds)
         return None if out else f"nothing is lent to {action.to}"
     if isinstance(action, GiveBack):
         returned = state.lending.give_back(action.to, action.pages)

@@ -100,7 +100,7 @@ class Lending:
             case PagesLentEvent(lease):
                 opened = self.opened.pop((lease.lender, lease.epoch, lease.id), ())
                 more = _log_refusal(self.borrower.accept(lease, opened))
-            case PagesRecalledEvent(lease):
+            case PagesRecalledEvent(lease, _):
                 self.borrower.recall(lease)
             case PagesReturnedEvent(lease):
                 self.offered.pop((lease.borrower, lease.epoch, lease.id), None)
@@ -122,18 +122,18 @@ class Lending:
         self.send(PagesLentEvent(lease))
         return lease
 
-    def recall(self, peer: str | None, pages: int | None, due: float) -> int:
-        """Recall `pages` (None: all) from `peer` (None: all peers) by time `due`; the latest leases
-        first. Returns the number of pages recalled.
+    def recall(self, peer: str | None, pages: int | None, now: float, seconds: float) -> int:
+        """Recall `pages` (None: all) from `peer` (None: all peers) within `seconds` from `now`; the
+        latest leases first. Returns the number of pages recalled.
         """
-        n_recalled = 0
+        due, n_recalled = now + seconds, 0
         for name in list(self.lent) if peer is None else [peer]:
             for lease in reversed(self._lender.leases(name)):
                 left = len(lease.pages) if pages is None else pages - n_recalled
                 part = self._lender.recall(lease.part(lease.pages[-left:] if left else ()), due)
                 if part is not None:
                     n_recalled += len(part.pages)
-                    self.send(PagesRecalledEvent(part))
+                    self.send(PagesRecalledEvent(part, seconds))
         if n_recalled:
             self.next = due if self.next is None else min(self.next, due)
         return n_recalled

@@ -1,12 +1,13 @@
 """Define the messages about pages that one worker lends to another.
 
 The server introduces two workers (`MeetPeerMsg`), forwards their messages about leases
-(`LeaseMsg`), and receives their reports on each other (`PeerReportMsg`). Used by `LendingPairs` in
-the server and `LendingPeers` in each worker.
+(`LeaseMsg`), and receives their reports on each other (`PeerReportMsg`). Used by
+`control.device_leases` in the server and `LendingPeers` in each worker.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 from ballast.core.lease import (
@@ -43,11 +44,14 @@ class LeaseMsg(WorkerMessage, frozen=True):
 
     kind: Literal["lent", "asked back", "returned"]
     lease: Lease
+    seconds: float = inf
+    """Time in which recalled pages are to be returned."""
 
     @classmethod
     def of(cls, event: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent) -> LeaseMsg:
         """Wrap a device's event about a lease."""
-        return cls(_LEASE_KINDS[type(event)], event.lease)
+        seconds = event.seconds if isinstance(event, PagesRecalledEvent) else inf
+        return cls(_LEASE_KINDS[type(event)], event.lease, seconds)
 
     @property
     def event(self) -> PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent:
@@ -56,7 +60,7 @@ class LeaseMsg(WorkerMessage, frozen=True):
             case "lent":
                 return PagesLentEvent(self.lease)
             case "asked back":
-                return PagesRecalledEvent(self.lease)
+                return PagesRecalledEvent(self.lease, self.seconds)
             case "returned":
                 return PagesReturnedEvent(self.lease)
 
@@ -81,6 +85,18 @@ class PeerReportMsg(WorkerMessage, frozen=True):
     kind: Literal["met", "overdue", "released"]
     peer: str
     epoch: int
+
+    @property
+    def report(self) -> PeerMetReport | PeerOverdueReport | PeerReleasedReport:
+        """The device's report."""
+        return _REPORTS[self.kind](self.peer, self.epoch)
+
+
+_REPORTS: dict[str, type[PeerMetReport | PeerOverdueReport | PeerReleasedReport]] = {
+    "met": PeerMetReport,
+    "overdue": PeerOverdueReport,
+    "released": PeerReleasedReport,
+}
 
 
 def lending_message(event: LendingMessage) -> LeaseMsg | PeerReportMsg:

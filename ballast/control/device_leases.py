@@ -1,0 +1,168 @@
+"""Lend pages between the devices of a server: the driver of `control.leases`.
+
+Turns workers' messages and operators' orders into events of the state machine, and its instructions
+into messages. The memory itself is mapped by workers (`cluster.lending.lending_peers`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection
+from functools import partial
+from math import inf
+from typing import Generic
+
+from ballast.control.device_observer import DeviceObserver
+from ballast.control.lease_events import (
+    AnnouncePeerEnd,
+    DeviceReapedEvent,
+    IntroducePeer,
+    KillWorker,
+    LeaseEvent,
+    LeaseInstruction,
+    LeaseMessageEvent,
+    LendOrder,
+    MemoryOpenedEvent,
+    OrderAnsweredEvent,
+    OrderDevice,
+    OrderEnded,
+    PassLeaseMessage,
+    PeerReportEvent,
+    RecallOrder,
+    ReplaceWorker,
+)
+from ballast.control.leases import Leases
+from ballast.control.migration_events import DeviceLostEvent, LookEvent
+from ballast.control.routed_devices import D, RoutedDevices
+from ballast.control.timers import Timer, Timers
+from ballast.core.actions import Lend, Recall
+from ballast.core.command import CommandOutcome
+from ballast.core.fleet import LeaseView
+from ballast.transport.worker_messages.lending_messages import (
+    LeaseMsg,
+    MeetPeerMsg,
+    PeerEndedMsg,
+    PeerReportMsg,
+)
+
+Objection = Callable[[str, str], str | None]
+"""Returns why one device can never lend to another; None: it can."""
+
+
+class DeviceLeases(DeviceObserver[D], Generic[D]):
+    """Lends pages between one server's devices. Implements `lease_events.LendingDevices`."""
+
+    def __init__(self, devices: RoutedDevices[D], objection: Objection, timers: Timers) -> None:
+        self._devices, self._objection, self._timers = devices, objection, timers
+        self._machine = Leases(self)
+        self._numbers = itertools.count(1)
+        self._ended: dict[int, Callable[[OrderEnded], object]] = {}
+        """By order, what to call when it has ended."""
+        self._replaced: dict[str, Callable[[], object]] = {}
+        """By device whose worker has been reaped, what starts its successor."""
+        self._timer: Timer | None = None
+
+    @property
+    def standing(self) -> tuple[LeaseView, ...]:
+        """All that is lent, by lender and borrower."""
+        return self._machine.standing
+
+    def can_lend(self, lender: str, borrower: str) -> bool:
+        """Return whether pages can be lent between two devices now."""
+        return self._machine.can_lend(lender, borrower)
+
+    def reserved(self, lender: str, borrower: str) -> bool:
+        """Return whether an operator has ordered what is lent, so that policies leave it alone."""
+        return self._machine.reserved(lender, borrower)
+
+    def order(
+        self,
+        lender: str,
+        command: Lend | Recall,
+        ended: Callable[[OrderEnded], object],
+        *,
+        by_operator: bool = False,
+    ) -> None:
+        """Have a device lend pages or recall them; `ended` is called when that has been done (a
+        recall: when the pages are back), or refused."""
+        number, borrower, why = next(self._numbers), command.to, command.why
+        self._ended[number] = ended
+        event: LendOrder | RecallOrder
+        if isinstance(command, Lend):
+            event = LendOrder(number, lender, borrower, command.pages, why, by_operator)
+        else:
+            pages, seconds = command.pages, command.seconds
+            event = RecallOrder(number, lender, borrower, pages, seconds, why, by_operator)
+        self._handle(event)
+
+    def close(self) -> None:
+        """Await nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # -- events of workers ------------------------------------------------------------------------
+
+    def worker_ready(self, device: D) -> None:
+        if device.pages:
+            self._handle(MemoryOpenedEvent(device.name, device.pages))
+
+    def lending_message(self, device: D, message: LeaseMsg | PeerReportMsg) -> None:
+        if isinstance(message, LeaseMsg):
+            self._handle(LeaseMessageEvent(device.name, message.event))
+        else:
+            self._handle(PeerReportEvent(device.name, message.report))
+
+    def worker_died(self, device: D, in_flight: Collection[str]) -> None:
+        self._handle(DeviceLostEvent(device.name))
+
+    def reaped(self, device: D, replace: Callable[[], object]) -> None:
+        """End the pairs of a worker that has been reaped; pages that it had borrowed are free.
+        `replace` is called when no other worker uses its memory any more."""
+        self._replaced[device.name] = replace
+        self._handle(DeviceReapedEvent(device.name))
+
+    # -- `LendingDevices` -------------------------------------------------------------------------
+
+    def is_up(self, device: str) -> bool:
+        return self._devices[device].down is None
+
+    def objection(self, lender: str, borrower: str) -> str | None:
+        return self._objection(lender, borrower)
+
+    def own_pages(self, device: str) -> int:
+        report = self._devices[device].report
+        return 0 if report is None else report.total
+
+    # -- instructions -----------------------------------------------------------------------------
+
+    def _handle(self, event: LeaseEvent) -> None:
+        now = self._timers.now()
+        for instruction in self._machine.handle(now, event):
+            self._do(instruction)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if self._machine.due < inf:
+            look = partial(self._handle, LookEvent())
+            self._timer = self._timers.call_later(self._machine.due - now, look)
+
+    def _do(self, instruction: LeaseInstruction) -> None:
+        match instruction:
+            case IntroducePeer(device, peer, epoch, address):
+                self._devices[device].tell(MeetPeerMsg(peer, epoch, address))
+            case PassLeaseMessage(device, message):
+                self._devices[device].tell(LeaseMsg.of(message))
+            case AnnouncePeerEnd(device, peer, epoch):
+                self._devices[device].tell(PeerEndedMsg(peer, epoch))
+            case KillWorker(device, why):
+                self._devices[device].kill(why)
+            case ReplaceWorker(device):
+                self._replaced.pop(device)()
+            case OrderDevice(number, device, command):
+                self._devices[device].order(command, partial(self._answered, number))
+            case OrderEnded(number):
+                self._ended.pop(number)(instruction)
+
+    def _answered(self, number: int, outcome: CommandOutcome) -> None:
+        refused = None if outcome.code is None else outcome.reason or outcome.code
+        self._handle(OrderAnsweredEvent(number, refused, outcome.code == "unavailable"))
