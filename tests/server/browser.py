@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -111,12 +112,20 @@ class Browser:
                 self.complaints.append(f"{entry['text']} {entry.get('url', '')}")
 
 
+def _high_pipe() -> tuple[int, int]:
+    """A pipe whose descriptors are none of those that Chromium expects."""
+    ends = os.pipe()
+    high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
+    for end in ends:
+        os.close(end)
+    return high[0], high[1]
+
+
 @contextmanager
 def browser() -> Iterator[Browser]:
     """A browser that is gone at the end, with a profile of its own."""
     assert CHROMIUM is not None
-    to_read, to_write = os.pipe()
-    from_read, from_write = os.pipe()
+    (to_read, to_write), (from_read, from_write) = _high_pipe(), _high_pipe()
     # Chromium reads commands from descriptor 3 and writes to 4.
     command = (
         f'exec "$0" "$@" 3<&{to_read} 4>&{from_write} {to_read}<&- {from_write}>&-',

@@ -14,7 +14,7 @@ export function showDecisions(readings) {
     const what = `${decision.action ?? ""} ${decision.model ?? decision.to ?? ""}${where}`;
     const pages = typeof decision.pages === "number" ? ` (${decision.pages} pages)` : "";
     return element("tr", {},
-      element("td", { text: `${span(state.time - decision.time)} ago` }),
+      element("td", { class: "word", text: `${span(state.time - decision.time)} ago` }),
       element("td", { class: "word name", text: what, title: what }),
       element("td", { class: "word why" }, `${decision.why ?? ""}${pages}`, ...refused));
   }));

@@ -70,13 +70,13 @@ class DevicePanel {
     const step = width / SHOWN_SECONDS;
     this._samples.forEach((sample, i) => {
       const next = this._samples[i + 1]?.time ?? sample.time + 1;
-      const left = x(sample.time) - step, right = Math.min(x(next) - step, left + 5 * step);
+      const left = Math.round(x(sample.time) - step), right = Math.round(Math.min(x(next) - step, left + 5 * step));
       if (right < 0 || !sample.total) return;
       const scale = height / sample.total;
       const strip = (part, top) => {
         pen.globalAlpha = part.alpha;
         pen.fillStyle = part.colour;
-        pen.fillRect(left, top, right - left + 0.5, part.pages * scale);
+        pen.fillRect(left, top, right - left, part.pages * scale);
       };
       let bottom = height, top = 0;
       for (const part of sample.floor) strip(part, (bottom -= part.pages * scale));

@@ -6,7 +6,7 @@ import { bytes, rate, seconds } from "./format.js";
 import { colourOf } from "./memory.js";
 
 const HEADS = [["model", "word"], ["state", "word"], ["running", ""], ["waiting", ""], ["tokens/s", ""], ["weights", ""],
-  ["KV", ""], ["TTFT p50", ""], ["p99", ""], ["TPOT p50", ""], ["p99", ""], ["", "word"]];
+  ["KV", ""], ["TTFT p50", ""], ["p99", ""], ["TPOT p50", ""], ["p99", ""]];
 
 class ModelRow {
   constructor(name, refused) {
@@ -18,6 +18,8 @@ class ModelRow {
     this._cells[0].className = "word name";
     this._cells[0].title = name;
     this._cells[0].append(this._swatch, label);
+    this._state = element("span");
+    this._cells[1].append(this._state);
     this._load = this._button("Load", () => (this._status === "evicted" ? "activate" : "evict"));
     this._pin = this._button("Pin", () => (this._pinned ? "unpin" : "pin"));
     this.root = element("tr", {}, ...this._cells);
@@ -26,7 +28,7 @@ class ModelRow {
   _button(text, verb) {
     const made = element("button", { text, hidden: true, onclick: () =>
       this._refused(order(`models/${encodeURIComponent(this._name)}/${verb()}`)) });
-    this._cells.at(-1).append(made);
+    this._cells[1].append(made);
     return made;
   }
 
@@ -47,7 +49,8 @@ class ModelRow {
       rate(readings.rates.get(named.name) ?? 0),
       own ? bytes(report.weight_pages * page) : "", own ? bytes(report.kv_pages * page) : "",
     ];
-    texts.forEach((text, i) => write(this._cells[i + 1], text));
+    write(this._state, texts.shift());
+    texts.forEach((text, i) => write(this._cells[i + 2], text));
     this._cells[1].classList.toggle("failed", Boolean(aside) || model.status === "failed");
     this._cells[1].title = aside ?? "";
     this._latency(7, named.ttft, named.slo?.ttft);
@@ -61,9 +64,9 @@ class ModelRow {
   describe(status, reason) {
     this._status = "";
     this._load.hidden = this._pin.hidden = true;
-    write(this._cells[1], reason ? `${status}: ${reason}` : status);
+    write(this._state, reason ? `${status}: ${reason}` : status);
     this._cells[1].classList.toggle("failed", status === "failed");
-    for (let i = 2; i < this._cells.length - 1; i++) write(this._cells[i], "");
+    for (const cell of this._cells.slice(2)) write(cell, "");
   }
 
   _latency(at, quantiles, level) {

@@ -31,7 +31,7 @@ function statusText() {
   if (readings.state === null) return `${readings.listed.length} models`;
   const { status, preset, device, uptime, version, open, reason } = readings.state;
   const state = status === "ok" ? "serving" : status;
-  return [`${state}${reason ? `: ${reason}` : ""}`, `preset ${preset}`, device, `${open} open requests`, `up ${span(uptime)}`, `v${version}`].join(" · ");
+  return [`${state}${reason ? `: ${reason}` : ""}`, `preset ${preset}`, device, `${open} open request${open === 1 ? "" : "s"}`, `up ${span(uptime)}`, `v${version}`].join(" · ");
 }
 
 const memory = new MemoryPanels(refused), models = new ModelTable(refused);
@@ -50,6 +50,6 @@ byId("keys-form").addEventListener("submit", (event) => {
   event.preventDefault();
   useKeys(byId("api-key").value.trim(), byId("admin-key").value.trim());
   byId("keys").open = false;
-  readings.now();
+  readings.withNewKey();
 });
 readings.now();

@@ -4,6 +4,7 @@ import { ApiError, read, readState } from "./api.js";
 
 const SECONDS = 1;
 const AGAIN_SECONDS = 2; // after a reading that failed
+const CLOSED_SECONDS = 30; // until `/admin/state` is tried again with a key that does not open it
 
 // What is known: `state` as `/admin/state` has it, or null where the key does not open it; then
 // `listed` are the models of `/v1/models`. `trouble` says why there is nothing newer.
@@ -15,6 +16,7 @@ export class Readings {
     this.wantsKey = false;
     this.rates = new Map(); // output tokens per second, by name
     this._before = null;
+    this._closedUntil = 0;
     this._listeners = [];
     this._timer = 0;
     this._reading = false;
@@ -32,6 +34,12 @@ export class Readings {
 
   statusOf(name) { return this.names.find((known) => known.name === name)?.status ?? ""; }
 
+  // Read at once with another key, and go on from there.
+  withNewKey() {
+    this._closedUntil = 0;
+    this.now();
+  }
+
   // Read at once, and go on from there.
   async now() {
     clearTimeout(this._timer);
@@ -45,14 +53,17 @@ export class Readings {
   }
 
   async _read() {
+    if (performance.now() < this._closedUntil) return this._list();
     try {
       const state = await readState();
       this._rate(state);
       Object.assign(this, { state, trouble: "", wantsKey: false });
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      if ([401, 403, 404].includes(error.status)) await this._list();
-      else this.trouble = error.message;
+      if ([401, 403, 404].includes(error.status)) {
+        this._closedUntil = performance.now() + CLOSED_SECONDS * 1000;
+        await this._list();
+      } else this.trouble = error.message;
     }
   }
 
