@@ -22,7 +22,7 @@ MOST_PARTS = 8192
 
 TEXT_KINDS = ("text", "input_text", "output_text")
 THOUGHT_KINDS = ("thinking", "redacted_thinking", "reasoning")
-"""Types of parts with the reasoning of an earlier answer: chat templates have no place for it."""
+"""Types of parts with the reasoning of an earlier answer."""
 
 
 class TextPart(BaseModel):
@@ -38,9 +38,11 @@ class RefusalPart(BaseModel):
 
 
 class ThoughtPart(BaseModel):
-    """Reasoning of an earlier answer, which is left out."""
+    """Reasoning of an earlier answer. Templates get it as `reasoning_content`, and use it if they
+    have a place for it."""
 
     type: Literal["thinking", "redacted_thinking", "reasoning"]
+    thinking: Text | None = None
 
 
 Part = Annotated[TextPart | RefusalPart | ThoughtPart, Field(discriminator="type")]
@@ -61,6 +63,12 @@ def text_of(parts: Iterable[TextPart | RefusalPart | ThoughtPart]) -> str:
     )
 
 
+def thoughts_of(parts: Iterable[object]) -> dict[str, str]:
+    """Return the reasoning of content in parts, as a field of its message; without any, none."""
+    thought = joined(p.thinking for p in parts if isinstance(p, ThoughtPart) and p.thinking)
+    return {"reasoning_content": thought} if thought else {}
+
+
 class Message(BaseModel):
     """One turn of a conversation; what the chat template may know beyond it is passed on."""
 
@@ -73,9 +81,10 @@ class Message(BaseModel):
         """Return the message for a chat template: content as one string, and neither nulls nor an
         empty list of calls, as small models' templates expect."""
         content = self.content
+        more: dict[str, Any] = {}
         if isinstance(content, list):
-            content = text_of(content)
-        more = {k: v for k, v in (self.model_extra or {}).items() if v is not None}
+            more, content = thoughts_of(content), text_of(content)
+        more |= {k: v for k, v in (self.model_extra or {}).items() if v is not None}
         if not more.get("tool_calls", True):
             del more["tool_calls"]
         return {**more, "role": self.role, "content": content or ""}
@@ -130,6 +139,8 @@ class Conversation(Body):
         Annotated[list[dict[str, Any]], Field(max_length=MOST_FUNCTIONS, fail_fast=True)] | None
     ) = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[Text, Field(max_length=32)] | None = None
+    """Asks the template to have the model reason, unless it is `none`."""
     add_generation_prompt: bool | None = None
     """Whether the prompt ends where the model's answer begins; default true."""
     continue_final_message: bool | None = None
@@ -139,6 +150,14 @@ class Conversation(Body):
     templates write special tokens themselves."""
 
     _left_out: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables that the chat template gets beside messages and tools."""
+        effort, named = self.reasoning_effort, self.chat_template_kwargs or {}
+        if effort is None:
+            return named
+        return {"enable_thinking": effort != "none", "reasoning_effort": effort, **named}
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:

@@ -125,7 +125,7 @@ class PromptEncoder:
                 tools=None if preface else tools,
                 answer=request.add_generation_prompt is not False,
                 continued=bool(request.continue_final_message),
-                more=request.chat_template_kwargs,
+                more=request.template_variables,
             )
 
         job = await off_loop(context.large_body, prepare)

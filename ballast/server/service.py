@@ -47,6 +47,8 @@ from ballast.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+PROMPT_END = 16
+"""Tokens at the end of a prompt that may open the reasoning of its answer."""
 _MOST_WARNED, _LONGEST_WARNED = 1000, 80
 """Most names of ignored fields that are remembered as logged, and most characters of each."""
 
@@ -137,7 +139,7 @@ class Service:
             )
             for submission in made:
                 choices[submission.id] = _choice(
-                    request, len(choices), p, len(prompt), echoes[p], tokenizer, stops, constraint
+                    request, len(choices), p, prompt, echoes[p], tokenizer, stops, constraint
                 )
             submissions += made
         meter, stream = self._submit(submissions, spec, context.caller, request.cache_salt)
@@ -289,7 +291,7 @@ def _choice(
     request: GenerateRequest,
     index: int,
     prompt_index: int,
-    prompt_tokens: int,
+    prompt: Sequence[int],
     echoed: EchoedPrompt | None,
     tokenizer: Tokenizer,
     stops: StopConditions,
@@ -299,12 +301,12 @@ def _choice(
     return Choice(
         index,
         prompt_index,
-        prompt_tokens,
+        len(prompt),
         tokenizer.detokenizer(
-            special=request.skip_special_tokens is False, markers=constraint.tools is not None
+            special=request.skip_special_tokens is False, shown=constraint.shown_tokens(tokenizer)
         ),
         stops,
-        calls=constraint.parser(),
+        parser=constraint.parser(lambda: tokenizer.decode(prompt[-PROMPT_END:])),
         echo=None if echoed is None else Echo(echoed, index),
         silent=request.most_tokens == 0,
     )

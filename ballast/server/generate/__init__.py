@@ -9,5 +9,6 @@
 - `embedding`: Collects the embeddings of one client's request.
 - `generation`: Collects all choices of one client's request.
 - `output_constraint`: Derives an output's constraint: tool calls, or a grammar.
+- `output_parser`: Divides an output into reasoning, content and tool calls.
 - `parameters`: Converts a request's fields to sampling parameters and stop conditions.
 """

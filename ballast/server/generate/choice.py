@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from ballast.core.event import FinishedOutput, PromptScoresOutput, TokenOutput
 from ballast.server.generate.echo import Echo
+from ballast.server.generate.output_parser import OutputParser
 from ballast.server.text.detokenize import Detokenizer
 from ballast.server.text.pieces import OutputPiece, Scored
 from ballast.server.text.stop_strings import StopScanner
 from ballast.server.tools.delta import Content
-from ballast.server.tools.parser import ToolParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +50,24 @@ class Choice:
         *,
         echo: Echo | None = None,
         silent: bool = False,
-        calls: ToolParser | None = None,
+        parser: OutputParser | None = None,
     ) -> None:
-        """`echo`: begin with the prompt. `silent`: add no other text (`max_tokens` is 0). `calls`:
-        parser that finds tool calls in the text."""
+        """`echo`: begin with the prompt. `silent`: add no other text (`max_tokens` is 0). `parser`:
+        finds reasoning and tool calls in the text; None: there can be none."""
         self.index = index
         self.prompt = prompt
         """Index of its prompt among those of the client's request."""
         self.prompt_tokens = prompt_tokens
         self.output_tokens = 0
         """Output tokens, up to and including the one that completed a stop string."""
+        self.reasoning_tokens = 0
+        """Output tokens from the end of the tag that opens reasoning to that of the one that closes
+        it."""
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.echo = echo
         self._silent = silent
-        self._calls = calls
+        self._parser = parser
         self._detokenizer = detokenizer
         self._stops = stops
         self._ends = frozenset((*stops.tokens, *stops.eos))
@@ -107,9 +110,11 @@ class Choice:
         if output.logprob is not None:
             scored = (Scored(output.token, offset, output.logprob, output.top),)
         self._said += len(text)
-        if self._scanner.matched is None:
-            return self._parted(OutputPiece(self.index, text, scored))
-        return self._stopped(OutputPiece(self.index, text, scored))
+        piece, reasoned = OutputPiece(self.index, text, scored), self._reasons
+        stopped = self._scanner.matched is not None
+        piece = self._stopped(piece) if stopped else self._parted(piece)
+        self.reasoning_tokens += reasoned or self._reasons
+        return piece
 
     def end(self, output: FinishedOutput) -> OutputPiece:
         """End the choice after the worker's last token, and return the text that was held back."""
@@ -123,24 +128,27 @@ class Choice:
         named = output.reason == "stop" and self._last in self._stops.tokens
         return self._last_of(piece, output.reason, self._last if named else None)
 
+    @property
+    def _reasons(self) -> bool:
+        return self._parser is not None and self._parser.reasons
+
     def _stopped(self, piece: OutputPiece) -> OutputPiece:
         """End the choice by a stop string."""
         return self._last_of(piece, "stop", self._scanner.matched)
 
     def _last_of(self, piece: OutputPiece, reason: str, by: int | str | None) -> OutputPiece:
         piece = self._parted(piece, last=True)
-        calls = self._calls
-        if reason == "stop" and calls is not None and calls.calls and not calls.cut:
+        if reason == "stop" and self._parser is not None and self._parser.called:
             reason = "tool_calls"  # a stop string may end the output within a call
         self.finish_reason = reason
         return replace(piece, finish_reason=reason, stop_reason=by)
 
     def _parted(self, piece: OutputPiece, *, last: bool = False) -> OutputPiece:
-        """Divide a piece into content and tool calls, where there can be calls."""
-        if self._calls is None:
+        """Divide a piece into reasoning, content and tool calls, where there can be any."""
+        if self._parser is None:
             return piece
-        deltas = self._calls.push(piece.text)
+        deltas = self._parser.push(piece.text)
         if last:
-            deltas += self._calls.flush()
+            deltas += self._parser.flush()
         content = "".join(d.text for d in deltas if isinstance(d, Content))
         return replace(piece, text=content, deltas=tuple(deltas))

@@ -84,6 +84,7 @@ class Generation(RequestAnswer):
             sum(c.prompt_tokens for c in prompts),
             sum(c.output_tokens for c in choices),
             sum(c.cached_tokens for c in prompts),
+            sum(c.reasoning_tokens for c in choices),
         )
 
     def _add_outputs(self, outputs: Iterable[Output], pieces: list[OutputPiece]) -> Fault | None:

@@ -1,18 +1,21 @@
-"""Derive from a request how its output is constrained: forced tool calls, a grammar, or nothing."""
+"""Derive from a request how its output is constrained (forced tool calls, a grammar, or nothing),
+and how it is parsed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ballast.core.errors import InvalidRequest
+from ballast.server.generate.output_parser import OutputParser
 from ballast.server.http.fair_turns import FairThread
 from ballast.server.http.off_loop import off_loop
 from ballast.server.http.request_context import RequestContext
 from ballast.server.openai.request import ChatRequest, GenerateRequest
 from ballast.server.structured.grammar import of_response_format, of_structured_outputs
+from ballast.server.text.reasoning import ReasoningTags
 from ballast.server.text.tokenizer import Tokenizer
 from ballast.server.tools.dialect import ToolDialect
-from ballast.server.tools.parser import ToolParser
 from ballast.server.tools.request import Tools
 
 MOST_CHECKS_EACH, MOST_CHECKS = 64, 512
@@ -29,12 +32,23 @@ class OutputConstraint:
     """Tools that can be called; None: none."""
     dialect: ToolDialect | None = None
     grammar: str = ""
+    reasoning: ReasoningTags | None = None
+    """Tags of the reasoning that may come before the answer; None: none comes, as where a grammar
+    begins with the first token."""
 
-    def parser(self) -> ToolParser | None:
-        """Create the tool-call parser of one output; None where no tool can be called."""
-        if self.tools is None or self.dialect is None:
-            return None
-        return self.dialect.parser(self.tools)
+    def shown_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Special tokens that the parser reads, which otherwise have no text."""
+        calls = () if self.tools is None else tokenizer.call_tokens
+        return frozenset(calls) | (tokenizer.reasoning_tokens if self.reasoning else frozenset())
+
+    def parser(self, prompt_end: Callable[[], str]) -> OutputParser | None:
+        """Create the parser of one output; None where it is text alone. `prompt_end` returns the
+        last of the prompt's text."""
+        calls = None
+        if self.tools is not None and self.dialect is not None:
+            calls = self.dialect.parser(self.tools)
+        reasoning = None if self.reasoning is None else self.reasoning.parser(prompt_end())
+        return None if calls is None and reasoning is None else OutputParser(reasoning, calls)
 
 
 def checks() -> FairThread:
@@ -72,6 +86,7 @@ async def constraint_of(
 
     free = request.response_format is None and request.structured_outputs is None
     if free and (tools is None or not tools.forced):
-        return OutputConstraint(tools, dialect)
+        reasoning = tokenizer.reasoning if isinstance(request, ChatRequest) else None
+        return OutputConstraint(tools, dialect, reasoning=reasoning)
     grammar = await checking.run(context.caller.name, compiled)
     return OutputConstraint(tools, dialect, grammar)

@@ -26,6 +26,8 @@ from ballast.server.messages_api.records import (
     StopReason,
     TextBlock,
     TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
     ToolUseBlock,
 )
 from ballast.server.messages_api.request import MessagesRequest
@@ -132,6 +134,8 @@ def _of_step(step: Step) -> Event | None:
     assert isinstance(step, Grown)
     if not step.fragment:
         return None
+    if block.thought:
+        return BlockDelta(index=block.index, delta=ThinkingDelta(thinking=step.fragment))
     if block.call is None:
         return BlockDelta(index=block.index, delta=TextDelta(text=step.fragment))
     return BlockDelta(index=block.index, delta=InputDelta(partial_json=step.fragment))
@@ -139,6 +143,8 @@ def _of_step(step: Step) -> Event | None:
 
 def _content(block: OutputBlock) -> ContentBlock:
     """Convert a block, as far as it has grown."""
+    if block.thought:
+        return ThinkingBlock(thinking=block.text)
     if block.call is None:
         return TextBlock(text=block.text)
     return ToolUseBlock(id=block.call.id, name=block.call.name, input=_input(block.text))

@@ -18,7 +18,13 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use
     input: dict[str, Any]
 
 
-ContentBlock = TextBlock | ToolUseBlock
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+    """Empty: reasoning that comes back is not checked."""
+
+
+ContentBlock = TextBlock | ToolUseBlock | ThinkingBlock
 
 
 class MessageUsage(msgspec.Struct):
@@ -42,7 +48,7 @@ class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     id: str
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock | ToolUseBlock]
+    content: list[ContentBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -63,11 +69,15 @@ class MessageStart(msgspec.Struct, kw_only=True, tag_field="type", tag="message_
 
 class BlockStart(msgspec.Struct, kw_only=True, tag_field="type", tag="content_block_start"):
     index: int
-    content_block: TextBlock | ToolUseBlock
+    content_block: ContentBlock
 
 
 class TextDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="text_delta"):
     text: str
+
+
+class ThinkingDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking_delta"):
+    thinking: str
 
 
 class InputDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="input_json_delta"):
@@ -76,7 +86,7 @@ class InputDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="input_json
 
 class BlockDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta | InputDelta
+    delta: TextDelta | ThinkingDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, kw_only=True, tag_field="type", tag="content_block_stop"):

@@ -16,6 +16,7 @@ from ballast.server.conversation import (
     Message,
     ThoughtPart,
     joined,
+    thoughts_of,
 )
 from ballast.server.http.faults import Fault
 from ballast.server.http.fields import Stop, Text
@@ -153,6 +154,7 @@ class Turn(BaseModel):
         own. Adds the names of blocks without a text to `left_out`. Raises InvalidRequest."""
         texts: list[str] = []
         calls: list[dict[str, Any]] = []
+        thoughts = thoughts_of(self.content) if self.role == "assistant" else {}
         results = 0
         for block in self.content:
             if isinstance(block, TextBlock | OtherBlock):
@@ -168,9 +170,9 @@ class Turn(BaseModel):
                 content = joined(_texts(block.content, left_out))
                 yield turn("tool", content, tool_call_id=block.tool_use_id, **more)
         if calls:
-            yield turn(self.role, joined(texts), tool_calls=calls)
+            yield turn(self.role, joined(texts), tool_calls=calls, **thoughts)
         elif texts or not results:
-            yield turn(self.role, joined(texts))
+            yield turn(self.role, joined(texts), **thoughts)
 
 
 def _texts(blocks: Iterable[TextBlock | OtherBlock], left_out: list[str]) -> Iterator[str]:
@@ -239,6 +241,7 @@ class CountRequest(Translated):
     ) = None
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
         return self._chat()
@@ -263,6 +266,9 @@ class CountRequest(Translated):
             response_format=self._format(),
             **fields,
         )
+        if self.thinking is not None:
+            wanted = {"enable_thinking": self.thinking.get("type") != "disabled"}
+            chat.chat_template_kwargs = wanted | (chat.chat_template_kwargs or {})
         chat.leave_out(left_out)
         return chat
 

@@ -50,14 +50,17 @@ class AnswerWriter:
         self._chats = chats
         self.clock, self.began = clock, began
 
-    def answer(self, text: str = "", calls: Iterable[OllamaCall] = (), **more: Any) -> Answer:
+    def answer(
+        self, text: str = "", calls: Iterable[OllamaCall] = (), thought: str = "", **more: Any
+    ) -> Answer:
         """Make an answer, or one part of it."""
         at = stamp(self._wall.now())
         more = {"done": False, **more}
         if self._chats:
-            message = OllamaMessage("assistant", text, list(calls))
+            message = OllamaMessage("assistant", text, list(calls), thought)
             return ChatAnswer(model=self._model, created_at=at, message=message, **more)
-        return GenerateAnswer(model=self._model, created_at=at, response=text, **more)
+        texts = {"response": text, "thinking": thought}
+        return GenerateAnswer(model=self._model, created_at=at, **texts, **more)
 
     def loaded(self, *, unload: bool) -> Answer:
         """Make the answer of a request that generates nothing. `unload`: it was to free memory,
@@ -89,7 +92,7 @@ class OllamaForm:
         return (self.events(pieces),)
 
     def closing(self, usage: Usage) -> bytes:
-        return line(self._last("", (), usage))
+        return line(self._last("", (), "", usage))
 
     def failed(self, fault: Fault) -> bytes:
         return line_failed(fault)
@@ -105,8 +108,9 @@ class OllamaForm:
     def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> Answer:
         self.add(pieces)
         blocks = self._blocks.blocks
-        text = "".join(b.text for b in blocks if b.call is None)
-        return self._last(text, [_call(b) for b in blocks if b.call is not None], usage)
+        text = "".join(b.text for b in blocks if b.says)
+        thought = "".join(b.text for b in blocks if b.thought)
+        return self._last(text, [_call(b) for b in blocks if b.call is not None], thought, usage)
 
     def _push(self, pieces: Iterable[OutputPiece]) -> Iterator[Step]:
         for piece in pieces:
@@ -119,12 +123,13 @@ class OllamaForm:
     def _of_step(self, step: Step) -> Answer | None:
         """Make the answer's part of a step: text as it grows, calls when they are complete."""
         if isinstance(step, Grown) and step.block.call is None and step.fragment:
-            return self._writer.answer(step.fragment)
+            thought = step.block.thought
+            return self._writer.answer(*(("", (), step.fragment) if thought else (step.fragment,)))
         if isinstance(step, Closed) and step.block.call is not None:
             return self._writer.answer(calls=[_call(step.block)])
         return None
 
-    def _last(self, text: str, calls: Iterable[OllamaCall], usage: Usage) -> Answer:
+    def _last(self, text: str, calls: Iterable[OllamaCall], thought: str, usage: Usage) -> Answer:
         now, began = self._writer.clock.now(), self._writer.began
         first = now if self._first is None else self._first
         spans = {
@@ -139,7 +144,7 @@ class OllamaForm:
             "eval_count": usage.completion_tokens,
         }
         return self._writer.answer(
-            text, calls, done=True, done_reason=self._reason, **counts, **durations
+            text, calls, thought, done=True, done_reason=self._reason, **counts, **durations
         )
 
 

@@ -20,6 +20,7 @@ class OllamaMessage(msgspec.Struct, omit_defaults=True):
     role: str
     content: str
     tool_calls: list[OllamaCall] = []
+    thinking: str = ""
 
 
 class OllamaTimings(msgspec.Struct, omit_defaults=True):
@@ -51,6 +52,7 @@ class GenerateAnswer(OllamaTimings, kw_only=True, omit_defaults=True):
     model: str
     created_at: str
     response: str | None = None
+    thinking: str = ""
     done: bool | None = None
     done_reason: str | None = None
 

@@ -107,8 +107,10 @@ class Asking(Body, Renaming):
 
     @property
     def _template(self) -> dict[str, Any]:
-        think = None if self.think is None else {"enable_thinking": bool(self.think)}
-        return {"chat_template_kwargs": think}
+        if self.think is None:
+            return {}
+        effort = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
+        return {"chat_template_kwargs": {"enable_thinking": bool(self.think), **effort}}
 
 
 class OllamaTurn(BaseModel):

@@ -22,7 +22,7 @@ class CollectedChoice:
         self.scores = tuple(JsonList() for _ in range(lists))
         self.finish_reason: str | None = None
         self.stop_reason: StopReason = UNSET
-        self._text = io.StringIO()
+        self._text, self._thought = io.StringIO(), io.StringIO()
         self._calls: list[tuple[Began, list[str]]] = []
         self._held = 0
 
@@ -34,7 +34,9 @@ class CollectedChoice:
     def add(self, piece: OutputPiece) -> None:
         """Add all of a piece but its scores."""
         self._text.write(piece.text)
-        self._held += len(piece.text)
+        thought = piece.thought
+        self._thought.write(thought)
+        self._held += len(piece.text) + len(thought)
         for call in piece.calls:
             if isinstance(call, Began):
                 self._calls.append((call, []))
@@ -50,6 +52,11 @@ class CollectedChoice:
     @property
     def text(self) -> str:
         return self._text.getvalue()
+
+    @property
+    def thought(self) -> str:
+        """Reasoning."""
+        return self._thought.getvalue()
 
     @property
     def calls(self) -> list[ToolCall]:

@@ -163,7 +163,8 @@ class _Chunks:
 
     def _encoded(self, piece: OutputPiece) -> bytes:
         """Encode the chunk of a piece as JSON. Most chunks differ by their text alone."""
-        if piece.finish_reason is not None or piece.calls or self._alternatives is not None:
+        plain = piece.finish_reason is None and self._alternatives is None
+        if not plain or piece.calls or piece.thought:
             return encode(self.chunk(piece))
         around = self._around.get(piece.choice)
         if around is None:
@@ -187,8 +188,12 @@ class ChatForm(_Chunks):
         return b"".join(event(encode(chunk)) for chunk in chunks)
 
     def chunk(self, piece: OutputPiece) -> Chunk:
-        says = bool(piece.text) or (piece.finish_reason is None and not piece.calls)
-        delta = Delta(content=piece.text if says else None, tool_calls=_call_deltas(piece) or None)
+        more = piece.finish_reason is not None or piece.calls or piece.thought
+        delta = Delta(
+            content=piece.text if piece.text or not more else None,
+            tool_calls=_call_deltas(piece) or None,
+            reasoning_content=piece.thought or None,
+        )
         logprobs = self._logprobs([piece])
         choice = ChunkChoice(
             piece.choice, delta, piece.finish_reason, logprobs, _stop_reason(piece)
@@ -338,10 +343,10 @@ def _call_deltas(piece: OutputPiece) -> list[ToolCallDelta]:
 
 
 def _message(choice: CollectedChoice) -> ChatMessage:
-    calls = choice.calls
+    calls, thought = choice.calls, choice.thought or UNSET
     if not calls:
-        return ChatMessage(choice.text)
-    return ChatMessage(choice.text or None, tool_calls=calls)
+        return ChatMessage(choice.text, reasoning_content=thought)
+    return ChatMessage(choice.text or None, tool_calls=calls, reasoning_content=thought)
 
 
 def _finite(logprob: float | None) -> float:

@@ -17,6 +17,10 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Token counts. A prompt with several choices counts once."""
 
@@ -24,10 +28,12 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
     @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        return cls(prompt, completion, prompt + completion, PromptDetails(cached))
+    def of(cls, prompt: int, completion: int, cached: int, reasoning: int = 0) -> Usage:
+        details = PromptDetails(cached), CompletionDetails(reasoning)
+        return cls(prompt, completion, prompt + completion, *details)
 
 
 # -- completions --------------------------------------------------------------------------------
@@ -108,6 +114,7 @@ class ChatMessage(msgspec.Struct):
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     tool_calls: list[ToolCall] | msgspec.UnsetType = UNSET
+    reasoning_content: str | msgspec.UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -134,6 +141,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
+    reasoning_content: str | None = None
 
 
 class ChunkChoice(msgspec.Struct):

@@ -25,9 +25,15 @@ from ballast.server.responses_api.records import (
     IncompleteDetails,
     ItemEvent,
     ItemStatus,
+    OutputItem,
     OutputMessage,
     OutputText,
     PartEvent,
+    ReasoningDelta,
+    ReasoningDone,
+    ReasoningItem,
+    ReasoningText,
+    ReasoningTokens,
     ResponseError,
     ResponseEvent,
     ResponseRecord,
@@ -116,6 +122,7 @@ class ResponseForm:
             input_tokens=usage.prompt_tokens,
             input_tokens_details=CachedTokens(usage.prompt_tokens_details.cached_tokens),
             output_tokens=usage.completion_tokens,
+            output_tokens_details=ReasoningTokens(usage.completion_tokens_details.reasoning_tokens),
             total_tokens=usage.total_tokens,
         )
         if self._cut:
@@ -143,35 +150,31 @@ class ResponseForm:
 
     # -- items ------------------------------------------------------------------------------------
 
-    def _item(self, block: OutputBlock, *, last: bool, whole: bool) -> OutputMessage | FunctionCall:
+    def _item(self, block: OutputBlock, *, last: bool, whole: bool) -> OutputItem:
         """Convert a block that grows no more; only the last one of an output can be incomplete."""
-        status: ItemStatus = "completed" if whole or not last else "incomplete"
+        return self._made(block, "completed" if whole or not last else "incomplete")
+
+    def _made(self, block: OutputBlock, status: ItemStatus) -> OutputItem:
+        """Convert a block; one that has just been opened (`in_progress`) has nothing yet."""
+        item_id, begun = self._id(block), status == "in_progress"
+        if block.thought:
+            thoughts = [] if begun else [ReasoningText(text=block.text)]
+            return ReasoningItem(id=item_id, status=status, content=thoughts)
         if block.call is None:
-            return OutputMessage(id=self._id(block), status=status, content=[self._part(block)])
+            content = [] if begun else [self._part(block)]
+            return OutputMessage(id=item_id, status=status, content=content)
         return FunctionCall(
-            id=self._id(block),
+            id=item_id,
             status=status,
             call_id=block.call.id,
             name=block.call.name,
-            arguments=block.text,
-        )
-
-    def _begun(self, block: OutputBlock) -> OutputMessage | FunctionCall:
-        """Convert a block that has just been opened."""
-        item_id = self._id(block)
-        if block.call is None:
-            return OutputMessage(id=item_id, status="in_progress", content=[])
-        return FunctionCall(
-            id=item_id,
-            status="in_progress",
-            call_id=block.call.id,
-            name=block.call.name,
-            arguments="",
+            arguments="" if begun else block.text,
         )
 
     def _id(self, block: OutputBlock) -> str:
         if block.index == len(self._ids):
-            self._ids.append(f"{'msg' if block.call is None else 'fc'}_{secrets.token_hex(12)}")
+            kind = "rs" if block.thought else "msg" if block.call is None else "fc"
+            self._ids.append(f"{kind}_{secrets.token_hex(12)}")
         return self._ids[block.index]
 
     def _part(self, block: OutputBlock) -> OutputText:
@@ -191,14 +194,16 @@ class ResponseForm:
     def _of_step(self, step: Step) -> Iterator[bytes]:
         block = step.block
         where = {"item_id": self._id(block), "output_index": block.index}
-        text = block.call is None
         if isinstance(step, Opened):
-            item = self._begun(block)
+            item = self._made(block, "in_progress")
             yield self._event("response.output_item.added", ItemEvent, block.index, item)
-            if text:
-                part = OutputText(text="")
+            if block.call is None:
+                part = ReasoningText(text="") if block.thought else OutputText(text="")
                 yield self._event("response.content_part.added", PartEvent, part=part, **where)
-        elif isinstance(step, Grown) and text:
+        elif isinstance(step, Grown) and block.thought:
+            name = "response.reasoning_text.delta"
+            yield self._event(name, ReasoningDelta, delta=step.fragment, **where)
+        elif isinstance(step, Grown) and block.says:
             name, grown = "response.output_text.delta", step.fragment
             scores = self._add_scores(step)
             yield self._event(name, TextDelta, delta=grown, logprobs=scores, **where)
@@ -211,7 +216,12 @@ class ResponseForm:
             yield self._event("response.output_item.done", ItemEvent, block.index, item)
 
     def _closed(self, block: OutputBlock, where: dict[str, Any]) -> Iterator[bytes]:
-        if block.call is None:
+        if block.thought:
+            thought = ReasoningText(text=block.text)
+            name = "response.reasoning_text.done"
+            yield self._event(name, ReasoningDone, text=block.text, **where)
+            yield self._event("response.content_part.done", PartEvent, part=thought, **where)
+        elif block.call is None:
             part = self._part(block)
             name, scores = "response.output_text.done", part.logprobs
             yield self._event(name, TextDone, text=part.text, logprobs=scores, **where)

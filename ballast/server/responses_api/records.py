@@ -25,6 +25,17 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
     content: list[OutputText]
 
 
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    id: str
+    status: ItemStatus
+    summary: list[Any] = []
+    content: list[ReasoningText]
+
+
 class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
     id: str
     status: ItemStatus
@@ -32,6 +43,9 @@ class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function
     name: str
     arguments: str
     """JSON text."""
+
+
+OutputItem = OutputMessage | FunctionCall | ReasoningItem
 
 
 class CachedTokens(msgspec.Struct):
@@ -65,9 +79,7 @@ class TextFormat(msgspec.Struct):
 
 
 class Reasoning(msgspec.Struct):
-    """Models are not asked to reason in a part of their own."""
-
-    effort: None = None
+    effort: str | None = None
     summary: None = None
 
 
@@ -84,7 +96,7 @@ class ResponseRecord(msgspec.Struct, kw_only=True):
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     model: str
-    output: list[OutputMessage | FunctionCall]
+    output: list[OutputItem]
     usage: ResponseUsage | None = None
     instructions: str | None
     max_output_tokens: int | None
@@ -137,7 +149,7 @@ class ItemEvent(msgspec.Struct):
     type: str
     sequence_number: int
     output_index: int
-    item: OutputMessage | FunctionCall
+    item: OutputItem
 
 
 class PartEvent(msgspec.Struct):
@@ -147,7 +159,7 @@ class PartEvent(msgspec.Struct):
     sequence_number: int
     item_id: str
     output_index: int
-    part: OutputText
+    part: OutputText | ReasoningText
     content_index: int = 0
 
 
@@ -172,6 +184,28 @@ class TextDone(msgspec.Struct):
     output_index: int
     text: str
     logprobs: list[TokenLogprob]
+    content_index: int = 0
+
+
+class ReasoningDelta(msgspec.Struct):
+    """`response.reasoning_text.delta`."""
+
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+    content_index: int = 0
+
+
+class ReasoningDone(msgspec.Struct):
+    """`response.reasoning_text.done`."""
+
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    text: str
     content_index: int = 0
 
 

@@ -33,7 +33,7 @@ from ballast.server.openai.translation import (
     tool_call,
     turn,
 )
-from ballast.server.responses_api.records import TextFormat
+from ballast.server.responses_api.records import Reasoning, TextFormat
 from ballast.server.tools.request import MOST_FUNCTIONS, runs_elsewhere
 
 LOGPROBS = "message.output_text.logprobs"
@@ -208,6 +208,10 @@ class TextSettings(BaseModel):
     format: dict[str, Any] | None = None
 
 
+class ReasoningSettings(BaseModel):
+    effort: Annotated[Text, Field(max_length=32)] | None = None
+
+
 class ResponsesRequest(Translated):
     """`POST /v1/responses`."""
 
@@ -235,6 +239,7 @@ class ResponsesRequest(Translated):
     include: Annotated[list[Text], at_most(64)] | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_TOP)] | None = None
     metadata: Annotated[dict[Text, Text], at_most(MOST_METADATA)] | None = None
+    reasoning: ReasoningSettings | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     background: bool | None = None
@@ -245,6 +250,10 @@ class ResponsesRequest(Translated):
     @property
     def logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
+
+    @property
+    def _effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
     @property
     def format(self) -> dict[str, Any]:
@@ -269,6 +278,7 @@ class ResponsesRequest(Translated):
             response_format=self._response_format(),
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs if self.logprobs else None,
+            reasoning_effort=self._effort,
         )
         others = (item.type for item in self.input if isinstance(item, OtherItem))
         chat.leave_out(f"item {kind}" for kind in others if kind != "reasoning")
@@ -314,6 +324,7 @@ class ResponsesRequest(Translated):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "metadata": self.metadata or {},
             "user": self.user,
+            "reasoning": Reasoning(self._effort),
         }
 
     def _check_state(self) -> None:

@@ -6,8 +6,9 @@ written anything.
 - `chat_template_child`: The process whose children render chat templates.
 - `chat_template`: Renders chat templates in processes that can be killed.
 - `detokenize`: Incremental detokenization, never within a character.
-- `output_blocks`: Groups one choice's output into runs of text and tool calls.
+- `output_blocks`: Groups one choice's output into runs of text, reasoning and tool calls.
 - `pieces`: Pieces of output: text, tokens with log-probabilities, ends.
+- `reasoning`: Divides output into reasoning and answer.
 - `stop_strings`: Stop strings in streamed text.
 - `template_traits`: Finds out which forms of conversation a chat template takes.
 - `template_check`: Check at the start that tokenizer and chat template fit the model.

@@ -1,4 +1,4 @@
-"""Group the pieces of one choice into blocks: runs of text, and tool calls.
+"""Group the pieces of one choice into blocks: runs of text or of reasoning, and tool calls.
 
 Chat completions have one text and a list of calls; the Messages and Responses APIs, whose forms use
 this, have a list of blocks in the order of the output, each opened, grown and closed in turn.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ballast.server.text.pieces import OutputPiece, Scored
-from ballast.server.tools.delta import Arguments, Began, Content
+from ballast.server.tools.delta import Arguments, Began, Content, Thought
 
 FRAGMENT_BYTES = 60
 """Memory of a fragment beside its characters."""
@@ -18,18 +18,25 @@ FRAGMENT_BYTES = 60
 
 @dataclass(slots=True, eq=False)
 class OutputBlock:
-    """A run of text, or one call."""
+    """A run of text or of reasoning, or one call."""
 
     index: int
     """Index among the blocks of its output, from 0."""
     call: Began | None
-    """The tool call; None for text."""
+    """The tool call; None for text and reasoning."""
+    thought: bool = False
+    """Whether it is reasoning."""
     fragments: list[str] = field(default_factory=list)
     """Fragments of the text, or of the call's arguments (JSON)."""
 
     @property
     def text(self) -> str:
         return "".join(self.fragments)
+
+    @property
+    def says(self) -> bool:
+        """Whether it is text of the answer."""
+        return self.call is None and not self.thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +79,10 @@ class OutputBlocks:
         piece with a `finish_reason` closes all blocks; there is at least one then."""
         self._scored += piece.scored
         for part in piece.parts:
-            if isinstance(part, Content):
-                if self._open is None or self._open.call is not None:
-                    yield from self._next(None)
+            if isinstance(part, Content | Thought):
+                thought = isinstance(part, Thought)
+                if self._open is None or self._open.call or self._open.thought is not thought:
+                    yield from self._next(None, thought=thought)
                 yield from self._grow(part.text)
             elif isinstance(part, Began):
                 yield from self._next(part)
@@ -84,14 +92,14 @@ class OutputBlocks:
             return
         if not self.blocks:
             yield from self._next(None)
-        if self._scored and self._open is not None and self._open.call is None:
+        if self._scored and self._open is not None and self._open.says:
             yield from self._grow("")
         self.ended = True
         yield from self._close(last=True)
 
-    def _next(self, call: Began | None) -> Iterator[Step]:
+    def _next(self, call: Began | None, *, thought: bool = False) -> Iterator[Step]:
         yield from self._close(last=False)
-        self._open = OutputBlock(len(self.blocks), call)
+        self._open = OutputBlock(len(self.blocks), call, thought)
         self.blocks.append(self._open)
         yield Opened(self._open)
 
@@ -100,7 +108,7 @@ class OutputBlocks:
         assert block is not None  # arguments follow the beginning of their call
         scored = tuple(self._scored)
         self._scored.clear()
-        if block.call is not None:
+        if not block.says:
             scored = ()  # only text has log-probabilities
         block.fragments.append(fragment)
         self.held += FRAGMENT_BYTES + len(fragment)

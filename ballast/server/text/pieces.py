@@ -1,4 +1,4 @@
-"""Define the pieces of an answer: text, tool-call deltas, scored tokens and finish reasons.
+"""Define the pieces of an answer: text, reasoning, calls of tools, scored tokens, finish reasons.
 
 `Choice` and `Echo` make them; the forms of all APIs write them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ballast.server.tools.delta import Arguments, Began, Content, Delta
+from ballast.server.tools.delta import Arguments, Began, Content, Delta, Thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class OutputPiece:
     scored: tuple[Scored, ...] = ()
     """Scored tokens; empty where no log-probabilities are requested."""
     deltas: tuple[Delta, ...] = ()
-    """Text and tool calls in the order of the output; empty where no tool can be called."""
+    """Text, reasoning and tool calls in the order of the output; empty where there is text
+    alone."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """The stop string or token that the client named, if one ended the output."""
@@ -42,11 +43,16 @@ class OutputPiece:
     @property
     def calls(self) -> tuple[Began | Arguments, ...]:
         """Tool-call deltas: calls that begin, or that get more arguments."""
-        return tuple(d for d in self.deltas if not isinstance(d, Content))
+        return tuple(d for d in self.deltas if isinstance(d, Began | Arguments))
+
+    @property
+    def thought(self) -> str:
+        """Reasoning."""
+        return "".join(d.text for d in self.deltas if isinstance(d, Thought))
 
     @property
     def parts(self) -> tuple[Delta, ...]:
-        """Text and tool calls in order, whether or not tools can be called."""
+        """Text, reasoning and tool calls in order, whether or not there is more than text."""
         return self.deltas or ((Content(self.text),) if self.text else ())
 
     def ended_by(self, end: OutputPiece) -> OutputPiece:

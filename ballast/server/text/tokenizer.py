@@ -9,6 +9,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ from ballast.server.text.chat_template import (
 from ballast.server.text.detokenize import (
     ByteDetokenizer,
     Detokenizer,
+    TokenBytes,
     WindowDetokenizer,
     token_bytes_of,
 )
+from ballast.server.text.reasoning import ReasoningTags
 from ballast.server.text.template_traits import TemplateTraits, probed
 from ballast.server.text.text_bound import text_bound
 from ballast.server.tools.dialect import ToolDialect
@@ -79,25 +82,38 @@ class Tokenizer:
         self.template_fault = ""
         """Reason why the chat template is not used; empty where it is."""
         special = {int(i) for i in tokenizer.all_special_ids}
-        self._token_bytes = self._all_bytes = self._marked_bytes = None
+        self._token_bytes: TokenBytes | None = None
+        self._bytes_by_hidden: dict[frozenset[int], TokenBytes | None] = {}
+        """Bytes of tokens, by the special tokens that have none."""
         self.dialect = ToolDialect.of(self._tools_template, tool_parser, self.token_id)
         """Syntax of the model's tool calls; None if it has none."""
-        markers = self.dialect.marker_tokens.values() if self.dialect is not None else ()
-        self._hidden = special.difference(markers)
-        """Special tokens except the markers of tool calls."""
+        self.reasoning = ReasoningTags.of(
+            self.template, getattr(tokenizer, "response_template", None)
+        )
+        """Tags around the model's reasoning; None if it writes none."""
         if self._backend is not None:
             added = self._backend.get_added_tokens_decoder()
             special.update(i for i, token in added.items() if token.special)
             self._backend.no_truncation()
             self._backend.no_padding()
-            self._token_bytes = token_bytes_of(self._backend, special)
-            self._marked_bytes = token_bytes_of(self._backend, self._hidden)
-            self._all_bytes = token_bytes_of(self._backend, ())
             self._bound = text_bound(self._backend)
         self.special_ids = frozenset(special)
+        self._token_bytes = self._bytes_without(self.special_ids)
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         """Names that variables of a template cannot have: they are parameters of
         `apply_chat_template`."""
+
+    @property
+    def call_tokens(self) -> frozenset[int]:
+        """Markers of tool calls that are single tokens."""
+        return frozenset(() if self.dialect is None else self.dialect.marker_tokens.values())
+
+    @cached_property
+    def reasoning_tokens(self) -> frozenset[int]:
+        """Special tokens within the tags of reasoning."""
+        markers = () if self.reasoning is None else self.reasoning.markers
+        found = (self.special_token(marker) for marker in markers)
+        return frozenset(token for token in found if token is not None)
 
     @staticmethod
     def prepare() -> None:
@@ -245,15 +261,23 @@ class Tokenizer:
             renderer.traits[key] = found
         return found
 
-    def detokenizer(self, *, special: bool = False, markers: bool = False) -> Detokenizer:
-        """Create the detokenizer of one output; `special`: special tokens have text, too;
-        `markers`: markers of tool calls have."""
-        shown = self._marked_bytes if markers else self._token_bytes
-        token_bytes = self._all_bytes if special else shown
+    def detokenizer(self, *, special: bool = False, shown: Collection[int] = ()) -> Detokenizer:
+        """Create the detokenizer of one output; `special`: special tokens have text, too; `shown`:
+        special tokens that have it anyway."""
+        hidden = frozenset() if special else self.special_ids.difference(shown)
+        token_bytes = self._bytes_without(hidden)
         if token_bytes is not None:
             return ByteDetokenizer(token_bytes)
-        hidden = self._hidden if markers and not special else ()
-        return WindowDetokenizer(lambda tokens: self._decode(tokens, special or markers, hidden))
+        some = special or bool(shown)
+        return WindowDetokenizer(lambda tokens: self._decode(tokens, some, hidden if some else ()))
+
+    def _bytes_without(self, hidden: frozenset[int]) -> TokenBytes | None:
+        """Bytes of tokens, none for those `hidden`; None if tokens are not spelled in bytes."""
+        if self._backend is None:
+            return None
+        if hidden not in self._bytes_by_hidden:
+            self._bytes_by_hidden[hidden] = token_bytes_of(self._backend, hidden)
+        return self._bytes_by_hidden[hidden]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens, special ones included."""

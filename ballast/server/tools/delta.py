@@ -1,5 +1,5 @@
-"""Define what parsed output consists of: text content, and beginnings and arguments of tool
-calls."""
+"""Define what parsed output consists of: text content, reasoning, and beginnings and arguments of
+tool calls."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Content:
     """Text of the answer, outside of tool calls."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Text of the reasoning before the answer."""
 
     text: str
 
@@ -30,7 +37,7 @@ class Arguments:
     fragment: str
 
 
-Delta = Content | Began | Arguments
+Delta = Content | Thought | Began | Arguments
 
 
 class Sink:
