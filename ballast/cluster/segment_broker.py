@@ -29,6 +29,7 @@ import msgspec
 
 from ballast.cluster.kept_models import KeptModels
 from ballast.memory.share import receive
+from ballast.memory.shared_pace import HostLinkMemory
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class SegmentBroker:
         self._digests: dict[str, str] = {}
         """Digest of each held segment, by origin."""
         self._models = KeptModels()
+        self.link = HostLinkMemory()
+        """Paces the link that this host's devices share, if they share one."""
 
     def __len__(self) -> int:
         """Return the number of distinct segments, and of records of models, that are held."""

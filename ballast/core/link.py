@@ -60,3 +60,24 @@ class LinkRates:
     @property
     def positive(self) -> bool:
         return min(self.to_device, self.to_host, self.to_device_mixed, self.to_host_mixed) > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """Bandwidth of the link between host tier and device. Unpaced (None) by default on CPU."""
+
+    device: str = "cpu:0"
+    bytes_per_second: float | None = None
+    """Rate of either direction while the other is idle; None: not paced."""
+    mixed_bytes_per_second: float | None = None
+    """Sum of both directions' rates while both have traffic; None: as of one direction alone."""
+    shared: bool = False
+    """Whether it is one link with those of other devices of the host that are shared."""
+    memory: str = ""
+    """Path of the memory by which their processes pace it together; set by the server."""
+
+    @property
+    def pace(self) -> LinkRates | None:
+        if self.bytes_per_second is None:
+            return None
+        return LinkRates.even(self.bytes_per_second, self.mixed_bytes_per_second)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from ballast.core.capability import CPU, CUDA, GROUP, Capability, GpuReach, Lendable, capabilities
 from ballast.core.errors import ConfigError
-from ballast.core.link import LinkRates
+from ballast.core.link import LinkSettings as LinkSettings
 from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.units import KiB, MiB, format_bytes
 
@@ -208,23 +208,6 @@ class DeviceSettings:
     def parts(self) -> int:
         """Number of equal parts of its compute, which jobs on several lanes divide."""
         return self.lanes if self.threads is None else self.threads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSettings:
-    """Bandwidth of the link between host tier and device. Unpaced (None) by default on CPU."""
-
-    device: str = "cpu:0"
-    bytes_per_second: float | None = None
-    """Rate of either direction while the other is idle; None: not paced."""
-    mixed_bytes_per_second: float | None = None
-    """Sum of both directions' rates while both have traffic; None: as of one direction alone."""
-
-    @property
-    def pace(self) -> LinkRates | None:
-        if self.bytes_per_second is None:
-            return None
-        return LinkRates.even(self.bytes_per_second, self.mixed_bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

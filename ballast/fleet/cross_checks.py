@@ -90,6 +90,9 @@ def _check_links(keys: FleetKeys, devices: Collection[str]) -> None:
             raise ConfigError(at, link.device, unknown(link.device, devices))
         if link.mixed is not None and link.bandwidth is None:
             raise ConfigError(f"links[{i}].mixed", link.mixed, "bandwidth must be given, too")
+        if link.shared and (link.bandwidth is None or link.device is not None):
+            allowed = "only a link of a bandwidth, and of no device in particular, is shared"
+            raise ConfigError(f"links[{i}].shared", link.shared, allowed)
         linked[link.device] = i
 
 

@@ -253,6 +253,8 @@ class LinkKeys(Keys):
     """Bytes per second; None: unpaced."""
     mixed: Bandwidth | None = None
     """Bytes a second of both directions together; None: as one direction alone."""
+    shared: bool = False
+    """Whether its devices have this bandwidth together, not each."""
 
 
 class ApiKeyKeys(Keys):

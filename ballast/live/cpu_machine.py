@@ -29,6 +29,7 @@ from ballast.memory import syscalls
 from ballast.memory.arena import AllocatorCap
 from ballast.memory.copies import copy_now
 from ballast.memory.cuda.calls import WhenLost
+from ballast.memory.shared_pace import SharedPace
 from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.models.executor import ModelExecutor
@@ -81,7 +82,10 @@ class CpuMachine(OnCpu):
             allowed = "this command takes devices of one rank"
             raise ConfigError("tensor_parallel", device.tensor_parallel, allowed)
         self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
-        self.link = HostLink(clock, post, fleet.link.pace, copy_bytes=stream_copier())
+        shared = SharedPace(fleet.link.memory) if fleet.link.memory else None
+        self.link = HostLink(
+            clock, post, fleet.link.pace, copy_bytes=stream_copier(), shared=shared
+        )
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
         host = load_host_model(settings, tier, threads)

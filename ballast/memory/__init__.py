@@ -21,6 +21,7 @@ carries out and chooses nothing.
 - `reserve`: A background thread that populates free pages ahead of need.
 - `runs`: A set of page numbers kept as runs of neighbours.
 - `share`: Send pages to another process, as file descriptors.
+- `shared_pace`: One paced host link of several processes.
 - `syscalls`: Linux memory system calls by ctypes.
 - `tensor`: Tensors and arrays over raw addresses, without a copy.
 - `transfer`: The link protocol, and `HostLink`: paced background copies on CPU.

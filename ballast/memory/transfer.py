@@ -23,6 +23,7 @@ from ballast.core.units import MiB
 from ballast.memory import syscalls
 from ballast.memory.copies import Copy, CopyBytes, batches, copy_checked
 from ballast.memory.fair_queueing import StartTimeFairQueues
+from ballast.memory.shared_pace import SharedPace
 
 PRIOR_BYTES_PER_SECOND = 4e9
 """Assumed bandwidth of an unpaced link until it has copied something."""
@@ -154,8 +155,11 @@ class HostLink:
         threads: int | None = None,
         chunk_bytes: int = 4 * MiB,
         copy_bytes: CopyBytes = ctypes.memmove,
+        shared: SharedPace | None = None,
     ) -> None:
-        """`threads`: threads that copy the chunks of a batch, the link's own among them; None: one
+        """`shared`: paces it together with other processes' links, which are one; closed with it.
+
+        `threads`: threads that copy the chunks of a batch, the link's own among them; None: one
         for a paced link, which has nothing to gain from more, else `copy_threads`."""
         if threads is None:
             threads = copy_threads(syscalls.usable_cpus()) if pace is None else 1
@@ -164,6 +168,7 @@ class HostLink:
         self._clock, self._on_done = clock, on_done
         self._pace, self._chunk_bytes, self._threads = pace, chunk_bytes, threads
         self._copy_bytes = copy_bytes
+        self._shared = shared
         self._measured = PRIOR_BYTES_PER_SECOND
         self._due = 0.0
         """Time by which a paced link should have carried all batches so far."""
@@ -241,6 +246,9 @@ class HostLink:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            if self._shared is not None:
+                self._shared.close()
+                self._shared = None
         if self._helpers is not None:
             self._helpers.shutdown()
         atexit.unregister(self.close)
@@ -248,6 +256,8 @@ class HostLink:
     def _run(self) -> None:
         while True:
             with self._wake:
+                if not self._sides and self._shared is not None:
+                    self._shared.rest()
                 while not self._sides and not self._closing.is_set():
                     self._wake.wait()
                 if not self._sides:
@@ -279,7 +289,11 @@ class HostLink:
         self._sides.charge(direction, n_bytes / pace.of(direction, mixed=True))
         if self._pace is not None:
             mixed = len(self._sides) > 1
-            self._due += n_bytes / (pace.mixed if mixed else pace.of(direction, mixed=False))
+            seconds = n_bytes / (pace.mixed if mixed else pace.of(direction, mixed=False))
+            if self._shared is None:
+                self._due += seconds
+            else:
+                self._due = self._shared.charge(seconds, self._clock.now())
 
     def _carry(self, transfer: Transfer, batch: Sequence[Copy]) -> tuple[bool, str | None]:
         """Copy a batch at the link's pace; returns whether it slept, and the error, if any."""
