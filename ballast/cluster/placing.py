@@ -102,9 +102,10 @@ def need_of(
     devices: Iterable[DeviceSettings],
     work: Mapping[str, float],
     peak: Mapping[str, float] | None = None,
+    in_place: bool = False,
 ) -> Need:
-    """Return the memory that a model needs of a device: weights, activations, and KV for one
-    request of `step_tokens`; the maximum over `devices`.
+    """Return the memory that a model needs of a device: weights (not if they are read `in_place`),
+    activations, and KV for one request of `step_tokens`; the maximum over `devices`.
 
     `work`, `peak`: as in `Need`; `peak=None`: only the mean is known.
     """
@@ -114,7 +115,8 @@ def need_of(
         weights = max(weights, weight_pages([spec], page) * page)
         kv = ceil_div(served.step_tokens * spec.kv_bytes_per_token, page) * page
         arena = set_aside([spec], served)
-        most = max(most, weight_pages([spec], page) * page + kv + arena + page)
+        here = 0 if in_place else weight_pages([spec], page) * page
+        most = max(most, here + kv + arena + page)
     kv, tpot = spec.kv_bytes_per_token, spec.slo.tpot
     return Need(spec.name, most, weights, work, spec.pinned, peak or {}, kv, tpot)
 

@@ -20,10 +20,12 @@ clock.
 - `job`: Jobs: prefill chunks and decode steps of one model, and their results.
 - `kv_swap`: Which layers' KV is swapped, and what that adds to a forward pass (MIRAGE, 3.2, 7.4).
 - `lease`: Leases of pages that one device lends to another, and their messages.
+- `link_budget`: Reservations of a host link by models that read weights over it (C2CServe, 6.2).
 - `link`: Directions and rates of the link between host and device.
 - `migration`: Commands and results of moving a running request with its KV to another device.
 - `model`: `ModelSpec`: the sizes of a model that scheduling and memory need.
 - `omitted`: Mark fields that stories omit while they have their default.
+- `pass_traffic`: Bytes of a pass that reads its weights in host memory (C2CServe, 5).
 - `report`: `DeviceReport`: what a device reports for routing, metrics and display.
 - `request`: Sampling parameters, submissions, and the life of a request inside an engine.
 - `rotation`: Which layers of a model share slots, so that the others' memory is free (MIRAGE, 5.4).

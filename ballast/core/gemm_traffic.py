@@ -74,10 +74,13 @@ def output_stationary_columns(n: int, os_share: float, tile_columns: int) -> int
     return min(n, round(os_share * n / tile_columns) * tile_columns)
 
 
-def output_stationary(shape: GemmShape, tile: GemmTile, programs: int) -> GemmTraffic:
-    """Traffic of an output-stationary GEMM of which `programs` tiles run at the same time."""
+def output_stationary(
+    shape: GemmShape, tile: GemmTile, programs: int, together: int = 1
+) -> GemmTraffic:
+    """Traffic of an output-stationary GEMM of which `programs` tiles run at the same time, in an
+    order in which these lie in at least `together` columns of tiles."""
     row_tiles, column_tiles = ceil_div(shape.m, tile.rows), ceil_div(shape.n, tile.columns)
-    passes = min(column_tiles, max(1.0, row_tiles * column_tiles / programs))
+    passes = max(1.0, min(column_tiles / together, row_tiles * column_tiles / programs))
     activations = shape.m * shape.k * shape.item * passes
     return GemmTraffic(
         link=row_tiles * shape.weight_bytes,
@@ -98,14 +101,25 @@ def weight_stationary(shape: GemmShape, tile: GemmTile, programs: int) -> GemmTr
 
 
 def hybrid(
-    shape: GemmShape, os_tile: GemmTile, ws_tile: GemmTile, os_share: float, programs: int
+    shape: GemmShape,
+    os_tile: GemmTile,
+    ws_tile: GemmTile,
+    os_share: float,
+    programs: int,
+    together: int = 1,
 ) -> GemmTraffic:
-    """Traffic of a HybridGEMM whose two parts divide `programs` as they divide the columns."""
+    """Traffic of a HybridGEMM whose two parts divide `programs` as they divide the columns;
+    `together`: as of `output_stationary`."""
     total = GemmTraffic(0, 0)
     first = output_stationary_columns(shape.n, os_share, os_tile.columns)
-    parts = ((output_stationary, os_tile, first), (weight_stationary, ws_tile, shape.n - first))
-    for traffic, tile, columns in parts:
-        if columns:
-            part = GemmShape(shape.m, columns, shape.k, shape.item)
-            total += traffic(part, tile, max(1, round(programs * columns / shape.n)))
+    parts = ((True, os_tile, first), (False, ws_tile, shape.n - first))
+    for stationary_output, tile, columns in parts:
+        if not columns:
+            continue
+        part = GemmShape(shape.m, columns, shape.k, shape.item)
+        running = max(1, round(programs * columns / shape.n))
+        if stationary_output:
+            total += output_stationary(part, tile, running, together)
+        else:
+            total += weight_stationary(part, tile, running)
     return total

@@ -6,6 +6,7 @@ cannot touch the memory that it decides about.
 
 - `admission`: The order in which waiting requests are admitted.
 - `base`: The protocols of memory, admission, compute and fleet policies, and their defaults.
+- `c2cserve_knob`: Feedback on the dataflow of GEMMs that read host memory (C2CServe, 7.3).
 - `compute`: Which model's job runs next on an idle lane.
 - `fleet`: Which devices serve which models, and which replica gets a request.
 - `market`: Claims for pages covered by offers of pages, in order of precedence or by price.

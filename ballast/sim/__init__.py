@@ -16,6 +16,7 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `fitting`: Robust fits of the cost formulas to measurements.
 - `fluid`: Max-min fair flows over a graph of links.
 - `frozen_heap`: Keep full garbage collections out of live measurements.
+- `in_place`: Passes that read weights in host memory, over the shared link.
 - `job_spread`: Random variation of job durations.
 - `lanes`: Jobs of several lanes that share compute and memory bandwidth.
 - `layer_passes`: Forward passes that wait for layers in transfer.

@@ -77,6 +77,14 @@ class Kind:
         return self.profile.costs(spec, self.ranks)
 
     @property
+    def _there(self) -> DeviceProfile:
+        """The profile with the slice's own peaks, if it is one."""
+        whole = self.profile.hardware
+        if self.part is None or whole is None:
+            return self.profile
+        return self.profile.on(self.part.of(whole))
+
+    @property
     def units(self) -> list[Kind]:
         """What of one device serves models: the device, or each of its slices, equal ones as one
         object."""
@@ -99,8 +107,10 @@ class Kind:
         on_parts: OnParts = functools.partial(self.profile.on_parts, tp=self.ranks)
         if self.part is not None:  # nobody measured parts of a slice
             on_parts = unmeasured
+        in_place = None if self.ranks > 1 else self._there.in_place
         profile = self.profile.of(())
-        profile = replace(profile, costs=costs, link=self.link, on_parts=on_parts)
+        changed = {"costs": costs, "link": self.link, "on_parts": on_parts, "in_place": in_place}
+        profile = replace(profile, **changed)
         return self.modelled.of(profile)
 
 
@@ -174,7 +184,7 @@ class Cluster:
         """
         policy = preset.fleet if files.homes is None else files.homes
         sites = _sites(kinds, served, files.joints)
-        rooms, needs = _rooms_and_needs(sites, specs, traffic, busiest)
+        rooms, needs = _rooms_and_needs(sites, specs, preset, traffic, busiest)
         homes = _homes(policy, rooms, needs, sites, files)
         prefilling = any(kind.role is Role.PREFILL for kind in kinds)
         self.devices: dict[str, SimDevice] = {}
@@ -253,6 +263,7 @@ def _sites(kinds: Sequence[Kind], served: DeviceSettings, joints: ClusterLinks) 
 def _rooms_and_needs(
     sites: Mapping[str, _Site],
     specs: Sequence[ModelSpec],
+    preset: Preset,
     traffic: Mapping[str, Traffic] | None,
     busiest: Mapping[str, Traffic] | None,
 ) -> tuple[list[Room], list[Need]]:
@@ -273,6 +284,7 @@ def _rooms_and_needs(
             spec,
             settings,
             *(_work(spec, by_number, expected or {}) for expected in (traffic, busiest)),
+            in_place=preset.requires.in_place,
         )
         for spec in specs
     ]

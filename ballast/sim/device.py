@@ -36,6 +36,7 @@ from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import Preset
 from ballast.policy.requirements import Requirements
 from ballast.sim.decoding import DecodeBatch, tokens_of
+from ballast.sim.in_place import InPlaceReads, KnobSetting
 from ballast.sim.job_spread import JobFactors
 from ballast.sim.layer_passes import LayerSource
 from ballast.sim.layer_stream import SimStreams
@@ -92,15 +93,15 @@ class SimDevice:
         self._world = World() if world is None else world
         self.clock = VirtualClock()
         self._heap = StepsAheadHeap(self.clock, profile.ahead, self._world.agenda)
-        calls = LoopTime(self.clock)
+        calls, needs = LoopTime(self.clock), preset.requires
         self.link = self._make_link(settings, profile, path, calls)
-        needs = preset.requires
-        early, dirty = profile.early and not needs.kv_swapping, needs.dirty
-        self._streams = SimStreams(self._heap, self.clock, self.link, early, dirty)
+        early = profile.early and not needs.kv_swapping
+        self._streams = SimStreams(self._heap, self.clock, self.link, early, needs.dirty)
         self.state = self._make_state(settings, specs, profile, calls, needs)
+        self._machine, self._knob = profile.in_place, KnobSetting.of(preset.values)
+        self.in_place = {s.name: self._reads(s, profile.costs[s.name]) for s in specs}
         self._specs = {s.name: s for s in specs}
-        self._costs = dict(profile.costs)
-        self._overhead = profile.overhead
+        self._costs, self._overhead = dict(profile.costs), profile.overhead
         self._runner = self._make_runner(settings, profile, calls)
         self.story = Story(sink=sink, overhead=profile.overhead)
         self._client, self._answer = send, profile.answer
@@ -143,6 +144,7 @@ class SimDevice:
         needs: Requirements,
     ) -> DeviceState:
         vm = _memory(settings, profile, calls)
+        known = profile.reading_in_place(specs) if needs.in_place else profile.lane_costs
         state = build_state(
             settings,
             [hosted_nowhere(spec) for spec in specs],
@@ -150,7 +152,7 @@ class SimDevice:
             self.link,
             self.clock,
             copy_nothing,
-            profile.lane_costs,
+            known,
             self._streams.make if settings.rotates or profile.early else None,
             needs.kv_swapping,
             stages_kv=needs.kv_staging,
@@ -177,13 +179,12 @@ class SimDevice:
             calls,
             JobFactors(profile.spread, settings.name),
         )
-        runner.read_seconds = self._read_seconds
+        runner.in_place = self.in_place
         return runner
 
-    def _read_seconds(self, model: str) -> float:
-        """Return the seconds in which the link carries what a pass of a model reads in place."""
-        plan = self.state.models[model].weights.plan
-        return plan.bytes_per_pass / self.link.bytes_per_second if plan.in_place else 0.0
+    def _reads(self, spec: ModelSpec, resident: StepCosts) -> InPlaceReads:
+        plan = lambda: self.state.models[spec.name].weights.plan  # noqa: E731
+        return InPlaceReads(spec, resident, self._machine, self.link, plan, self._knob)
 
     @property
     def over(self) -> bool:
@@ -225,6 +226,7 @@ class SimDevice:
         m, shared = build_newcomer(self.state, hosted_nowhere(spec), copy_nothing, known)
         self._loop.commands.ready[spec.name] = m, shared
         self._specs[spec.name], self._costs[spec.name] = spec, costs
+        self.in_place[spec.name] = self._reads(spec, costs)
         refused = self._operate(now, Join(spec.name))
         if refused is not None:
             m.kv.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ballast.core.cost import StepCosts
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
+from ballast.sim.in_place import InPlaceMachine
 from ballast.sim.job_spread import NONE, JobSpread
 from ballast.sim.page_costs import PageCosts
 
@@ -62,6 +63,15 @@ class MachineProfile:
     spread: JobSpread = NONE
     early: bool = False
     """Whether a model's first job begins while its last layers arrive (`engine.head_start`)."""
+    in_place: InPlaceMachine | None = field(default=None, compare=False)
+    """How passes read weights in host memory; None: host memory is the device's memory."""
+
+    def reading_in_place(self, specs: Iterable[ModelSpec]) -> dict[str, StepCosts]:
+        """Return `lane_costs` of models whose weights are all in host memory."""
+        if self.in_place is None:
+            return self.lane_costs
+        link = self.link.to_device
+        return {s.name: self.in_place.costs(s, link).after(self.overhead) for s in specs}
 
     @property
     def lane_costs(self) -> dict[str, StepCosts]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -25,6 +25,7 @@ from ballast.core.settings import DeviceSettings
 from ballast.fleet.faults import unknown
 from ballast.fleet.field_types import Name, Positive
 from ballast.fleet.schema import Keys
+from ballast.sim.in_place import InPlaceMachine
 from ballast.sim.job_spread import JobSpread
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.model_catalogue import catalogue, facts, shape_of
@@ -190,6 +191,7 @@ class DeviceProfile(Keys):
             copies_slow=self.copies_slow,
             spread=JobSpread(quantiles=tuple(engine.spread)),
             early=self.early_jobs,
+            in_place=self.in_place,
         )
 
     @property
@@ -228,10 +230,26 @@ class DeviceProfile(Keys):
         """Return the profile with other peaks: those of a part of the device."""
         return self.model_copy(update={"hardware": hardware})
 
-    def roofline(self, model: str | ModelSpec, group: AllReduce | None = None) -> StepCosts:
-        """Return what a model's costs would be by peaks and derate alone.
+    @property
+    def in_place(self) -> InPlaceMachine | None:
+        """How passes read weights in host memory; None: host memory is the device's memory."""
+        if self.hardware is None:
+            return None
+        reach, derate = self.reach, self.serving.derate
+        reading = derate.weights if derate else reach.reading if reach else 1.0
+        return InPlaceMachine(
+            memory_bandwidth=self.hardware.memory_bandwidth / reading,
+            multiprocessors=self.hardware.multiprocessors,
+            without_reading=lambda spec: self.roofline(spec, reads=False),
+        )
 
-        Raises ConfigError where the profile has none of them.
+    def roofline(
+        self, model: str | ModelSpec, group: AllReduce | None = None, reads: bool = True
+    ) -> StepCosts:
+        """Return what a model's costs would be by peaks and derate alone; `reads`: whether passes
+        read weights in device memory.
+
+        Raises ConfigError where the profile has neither.
         """
         engine, hardware, reach = self.serving, self.hardware, self.reach
         apart = engine.host is not None and reach is not None
@@ -243,6 +261,8 @@ class DeviceProfile(Keys):
         sizes = (
             Sizes.of_spec(model) if isinstance(model, ModelSpec) else Sizes.of_facts(facts(model))
         )
+        if not reads:
+            sizes = replace(sizes, pass_bytes=0)
         if engine.derate is not None:
             return roofline(sizes, hardware, engine.derate, group)
         assert reach is not None

@@ -17,6 +17,7 @@ from ballast.core.event import EmbeddingOutput, JobDoneEvent, JobResult, PromptS
 from ballast.core.job import Job, JobLoad, SampledToken
 from ballast.core.model import ModelSpec
 from ballast.sim.event_heap import EventHeap
+from ballast.sim.in_place import InPlaceReads
 from ballast.sim.job_spread import JobFactors
 from ballast.sim.lanes import Part, SimLanes, guessed, measured, measured_seconds
 from ballast.sim.layer_passes import Alone, LayerSource, Pace, Pass
@@ -73,8 +74,8 @@ class SimRunner:
         self.borrowed: Callable[[str], LayerSource] | None = None
         """Source, by model, of KV on borrowed pages; None where such KV does not move."""
         self._borrowed: dict[str, LayerSource] = {}
-        self.read_seconds: Callable[[str], float] = lambda model: 0.0
-        """Returns the least seconds of a model's pass: the link carries what it reads in place."""
+        self.in_place: Mapping[str, InPlaceReads] = {}
+        """By model, what its passes read in host memory, as long as any of it is there."""
         self._began = self._free = 0.0
         """Times at which the last job began and ends, the latter if known."""
         self._ahead: tuple[str, float, Alone] | None = None
@@ -198,8 +199,7 @@ class SimRunner:
         """Return the seconds of a decode step by context, and the engine's own seconds, for
         consecutive steps while they are `even`; each begins when the one before has ended for the
         loop."""
-        seconds, least = self._costs[model].decoding(sequences), self.read_seconds(model)
-        return (lambda context: max(seconds(context), least)) if least else seconds, self._overhead
+        return self._costs[model].decoding(sequences), self._overhead
 
     def decoded(self, began: float, end: float) -> None:
         """Record that a consecutive step is in flight, with its begin and its end for the loop."""
@@ -244,15 +244,19 @@ class SimRunner:
             self._slowed, self._turns = turns * self._profile.turn, 0
             self._began, self._model = now, model
         self._prefills = load.prefill_chunks > 0
-        seconds = self._costs[model].of(load)
+        seconds = self._device_seconds(model, load)
         if self._after_pause:
             seconds += self._profile.wake
         else:
             seconds += self._switch
         if not self._prefills and self._since_prefill < len(self._settling):
             seconds += self._settling[self._since_prefill]
-        seconds = (seconds + self._slowed) * self._factor(now, model)
-        return max(seconds, self.read_seconds(model))
+        return (seconds + self._slowed) * self._factor(now, model)
+
+    def _device_seconds(self, model: str, load: JobLoad) -> float:
+        """Return the seconds of a job, without what it waits for."""
+        reads = self.in_place.get(model)
+        return reads.seconds(load) if reads and reads.waits else self._costs[model].of(load)
 
     def _switch_to(self, model: str, now: float) -> float:
         """Return the further seconds of a job that begins now after another model's, if it does."""
@@ -280,13 +284,15 @@ class SimRunner:
         if model not in self._measured:
             self._measured[model] = self._profile.on_parts(self._specs[model])
         seen, (compute, memory) = self._measured[model], self._costs[model].split(load)
-        if not seen:
+        reads = self.in_place.get(model)
+        if reads is not None and reads.waits:
+            part = guessed(share, reads.seconds(load), 0.0, self._profile.reach)
+        elif not seen:
             part = guessed(share, compute, memory, self._profile.reach)
         else:
             seconds = measured_seconds([*seen, (1.0, self._costs[model])], load, share)
             part = measured(share, seconds, memory, self._profile.reach)
-        alone, reading, memory = (factor * seconds for seconds in part)
-        return Part(max(alone, self.read_seconds(model)), reading, memory)
+        return Part(*(factor * seconds for seconds in part))
 
     def _begin(self, model: str, seconds: float, read: int, written: int) -> Alone:
         now = self._clock.now()
@@ -310,13 +316,14 @@ class SimRunner:
             borrowed = self._borrowed.get(model)
             if borrowed is None:
                 borrowed = self._borrowed[model] = self.borrowed(model)
-        found = (stream, borrowed)
+        found = (stream, borrowed, self.in_place.get(model))
         return [source for source in found if source is not None and source.waits]
 
     def _waits(self, model: str) -> bool:
         """Whether a job of the model that begins now may have to wait for transfers."""
         stream = self._streams.of(model)
-        if stream is not None and stream.waits:
+        reads = self.in_place.get(model)
+        if any(source is not None and source.waits for source in (stream, reads)):
             return True
         return self.borrowed is not None and bool(self._sources(model))
 

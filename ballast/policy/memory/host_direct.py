@@ -38,6 +38,10 @@ class HostDirect(PlacedModels):
     """
 
     patience: float = 0.5
+    knob: float = 1
+    """0: `os_share` stays as it is. On CPU neither means anything."""
+    os_share: float = 0
+    """Share of output-stationary columns at the start (C2CServe, 6.4)."""
 
     @property
     def requires(self) -> Requirements:

@@ -1,0 +1,109 @@
+"""Model the bytes of one pass of a model whose weights are read in host memory (C2CServe, 5, 6.3).
+
+A pass multiplies its rows by each layer's matrices, and the sampled ones by the head's. Of a layer
+with experts only those are read that a row has chosen: as many as rows that choose evenly and
+independently are expected to. Used by the simulator and by policies' estimates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ballast.core.gemm_traffic import GemmShape, GemmTile, GemmTraffic, hybrid
+from ballast.core.model import ModelSpec
+
+OS_TILE = GemmTile(128, 128, 64)
+"""Tile of the output-stationary part."""
+WS_TILE = GemmTile(128, 128, 512)
+"""Tile of the weight-stationary part; its depth is what shared memory holds of the weights."""
+
+TOGETHER = 4
+"""Columns of tiles that run together, so that they share activations: an assumption, by which the
+GEMM of the paper's figure 4b moves 1.43 GB in device memory (there: 1.23)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassSizes:
+    """Sizes of a model's matrices. Each pair: output columns, and elements of K."""
+
+    layers: int
+    item: int
+    """Bytes of an element."""
+    dense: tuple[tuple[int, int], ...]
+    """Matrices of a layer by which every row is multiplied."""
+    expert: tuple[tuple[int, int], ...]
+    """Matrices of one expert."""
+    experts: int
+    """Experts of a layer; 0: the model has none."""
+    chosen: int
+    """Experts that a row goes through."""
+    head: tuple[int, int]
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> PassSizes:
+        """Return the sizes of a spec; the number of experts follows from a layer's bytes."""
+        hidden, inner = spec.hidden, spec.intermediate
+        queries, keys = spec.n_heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        dense = [(queries + 2 * keys, hidden), (hidden, queries)]
+        if inner:
+            dense += [(2 * inner, hidden), (hidden, inner)]
+        experts, expert = 0, []
+        if spec.experts_per_token:
+            each = spec.expert_intermediate
+            expert = [(2 * each, hidden), (hidden, each)]
+            others = sum(n * k for n, k in dense)
+            left = spec.segment_bytes[1] // spec.dtype_bytes - others
+            experts = max(spec.experts_per_token, left // sum(n * k for n, k in expert))
+        return cls(
+            layers=spec.n_layers,
+            item=spec.dtype_bytes,
+            dense=tuple(dense),
+            expert=tuple(expert),
+            experts=experts,
+            chosen=spec.experts_per_token,
+            head=(spec.vocab, hidden),
+        )
+
+    def read_experts(self, rows: int) -> float:
+        """Return the expected number of a layer's experts that a pass of `rows` rows reads."""
+        if not self.experts:
+            return 0.0
+        return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** rows)
+
+
+def pass_traffic(
+    sizes: PassSizes, rows: int, samples: int, os_share: float, multiprocessors: int
+) -> GemmTraffic:
+    """Return the traffic of a pass with all weights in host memory.
+
+    `rows`: tokens of the pass; `samples`: tokens that go through the head; `os_share`: share of
+    output columns computed output-stationary (`core.gemm_traffic`).
+    """
+    return _layers(sizes, rows, os_share, multiprocessors) + _gemm(
+        sizes.head, max(1, samples), sizes.item, os_share, multiprocessors
+    )
+
+
+@lru_cache(maxsize=4096)
+def _layers(sizes: PassSizes, rows: int, os_share: float, programs: int) -> GemmTraffic:
+    layer = GemmTraffic(0, 0)
+    for matrix in sizes.dense:
+        layer += _gemm(matrix, rows, sizes.item, os_share, programs)
+    read = sizes.read_experts(rows)
+    if read:
+        each = max(1, round(rows * sizes.chosen / read))
+        for matrix in sizes.expert:
+            layer += _times(_gemm(matrix, each, sizes.item, os_share, programs), read)
+    return _times(layer, sizes.layers)
+
+
+def _gemm(
+    matrix: tuple[int, int], rows: int, item: int, os_share: float, programs: int
+) -> GemmTraffic:
+    n, k = matrix
+    return hybrid(GemmShape(rows, n, k, item), OS_TILE, WS_TILE, os_share, programs, TOGETHER)
+
+
+def _times(traffic: GemmTraffic, n: float) -> GemmTraffic:
+    return GemmTraffic(n * traffic.link, n * traffic.device)

@@ -1,0 +1,185 @@
+"""Simulate passes that read weights in host memory, over the link that others use too (C2CServe).
+
+A pass computes and reads at the same time: it ends when it has done its work on the device and when
+the link has carried what it reads. The link's part is a flow beside all others of the host, so that
+passes of other slices, and copies, slow it. What it reads, and what it moves in device memory
+instead, follows from the model's matrices and from the knob (`core.pass_traffic`). Used by
+`sim.runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ballast.core.cost import StepCosts
+from ballast.core.gemm_traffic import GemmTraffic
+from ballast.core.job import JobLoad
+from ballast.core.link import Direction
+from ballast.core.model import ModelSpec
+from ballast.core.pass_traffic import OS_TILE, PassSizes, pass_traffic
+from ballast.policy.c2cserve_knob import Knob, KnobRule, PassMeasurement
+from ballast.residency.plan import ResidencyPlan
+from ballast.sim.layer_passes import Pass
+from ballast.sim.link import SimLink
+
+_MANY = 512
+"""Rows of a pass that reads about all experts of each layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceMachine:
+    """A machine on which passes can read weights over a link."""
+
+    memory_bandwidth: float
+    """Bytes per second of device memory that kernels reach."""
+    multiprocessors: int
+    without_reading: Callable[[ModelSpec], StepCosts] = field(compare=False)
+    """Returns a model's job costs as if its weights were read in no time."""
+
+    def costs(self, spec: ModelSpec, link: float) -> StepCosts:
+        """Return the costs that policies expect of a model whose weights are all in host memory,
+        with the link (bytes per second) to itself and the knob at 0."""
+        sizes, work = PassSizes.of(spec), self.without_reading(spec)
+
+        def traffic(rows: int) -> GemmTraffic:
+            return pass_traffic(sizes, rows, 1, 0.0, self.multiprocessors)
+
+        base = max(work.base, traffic(1).link / link)
+        row = (traffic(2 * _MANY).device - traffic(_MANY).device) / _MANY
+        return replace(
+            work,
+            base=base,
+            floor=max(work.floor, traffic(_MANY).link / link),
+            hidden=base - work.base + work.hidden,
+            per_token=max(work.per_token, row / self.memory_bandwidth),
+        )
+
+
+class KnobSetting(NamedTuple):
+    """How `os_share` is chosen."""
+
+    rule: KnobRule | None = KnobRule()
+    """None: it stays."""
+    start: float = 0.0
+
+    @classmethod
+    def of(cls, options: Mapping[str, float]) -> KnobSetting:
+        """Return the setting of a preset with these options: `knob`, `os_share`."""
+        rule = KnobRule() if options.get("knob", 1) else None
+        return cls(rule, options.get("os_share", 0.0))
+
+
+class InPlaceReads:
+    """What passes of one model read over the link. Implements `sim.layer_passes.LayerSource`."""
+
+    stops: Sequence[int] = ()
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        resident: StepCosts,
+        machine: InPlaceMachine | None,
+        link: SimLink,
+        plan: Callable[[], ResidencyPlan],
+        knob: KnobSetting,
+    ) -> None:
+        """`resident`: job costs with weights in device memory; `machine`: None where host memory is
+        the device's memory, so that a pass costs no more there; `plan`: as it is now."""
+        self._spec, self._sizes, self._machine = spec, PassSizes.of(spec), machine
+        self._resident, self._plan, self._rule = resident, plan, knob.rule
+        self._work = resident if machine is None else machine.without_reading(spec)
+        self._stream = link.stream(f"in place:{spec.name}", Direction.TO_DEVICE)
+        self.knob = Knob(os_share=knob.start)
+        self._job: Pass | None = None
+        self._moving = 0
+        self._device = 0.0
+        """Seconds of the pass that began last without the link, and parts of these."""
+        self._memory = 0.0
+        self._load = JobLoad(0, 0, 0, 0, 0)
+        self.link_bytes = 0
+        """Bytes that passes have read over the link so far."""
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._plan().in_place)
+
+    @property
+    def open(self) -> bool:
+        return self._moving > 0
+
+    def seconds(self, load: JobLoad) -> float:
+        """Return the seconds of a job on the device, and remember it as the one that begins."""
+        self._load, self._device = load, self._resident.of(load)
+        if self._machine is None:
+            return self._device
+        away = self._share_away()
+        traffic = self._traffic(load.prefill_tokens + load.decode_sequences)
+        here = (1.0 - away) * self._plan_bytes()
+        moved = (away * traffic.device + here) / self._machine.memory_bandwidth
+        self._memory = moved + load.decode_context * self._work.per_context
+        self._device = max(self._work.of(load), self._memory)
+        return self._device
+
+    def begin(self, now: float, job: Pass, read: int, written: int) -> None:
+        self._job = job
+        if self._machine is None:
+            n_bytes = self._plan().bytes_per_pass
+        else:
+            n_bytes = max(1, round(self._share_away() * self._traffic(max(1, written)).link))
+        self.link_bytes += n_bytes
+        self._moving += 1
+        self._stream.carry(now, n_bytes, self._ended)
+
+    def lacks(self, layer: int) -> bool:
+        return False
+
+    def used(self, now: float, layer: int) -> None:
+        """Do nothing: no room is made at a layer."""
+
+    def stalls(self, layer: int) -> None:
+        """Do nothing: it never lacks a layer."""
+
+    def waited(self, seconds: float) -> None:
+        """Do nothing: the wait is in the job's `stall`."""
+
+    def _ended(self, now: float, seconds: float) -> None:
+        self._moving -= 1
+        if self._rule is not None:
+            self._measure(seconds, self._rule)
+        assert self._job is not None
+        if not self._moving:
+            self._job.closed(now)
+
+    def _measure(self, on_link: float, rule: KnobRule) -> None:
+        """Update the knob. Passes of one tile of rows read weights once whatever it is."""
+        load = self._load
+        if load.prefill_tokens + load.decode_sequences <= OS_TILE.rows:
+            return
+        slo = self._spec.slo
+        seconds = max(on_link, self._device, 1e-9)
+        seen = PassMeasurement(
+            seconds=seconds,
+            budget=slo.tpot if load.decode_sequences else slo.ttft,
+            link=on_link / seconds,
+            device=self._memory / seconds,
+        )
+        self.knob = self.knob.after(seen, rule)
+
+    def _traffic(self, rows: int) -> GemmTraffic:
+        programs = 1 if self._machine is None else self._machine.multiprocessors
+        return pass_traffic(self._sizes, rows, 1, self.knob.os_share, programs)
+
+    def _plan_bytes(self) -> int:
+        return sum(unit.n_bytes for unit in self._plan().units[1:])
+
+    def _share_away(self) -> float:
+        """Part of the weights that passes read over the link; embeddings count where they are the
+        head as well."""
+        plan = self._plan()
+        tied = len(plan.units) <= plan.n_layers + 1
+        first = 0 if tied else 1
+        whole = sum(unit.n_bytes for unit in plan.units[first:])
+        away = sum(plan.units[i].n_bytes for i in plan.in_place if i >= first)
+        return away / whole
