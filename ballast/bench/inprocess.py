@@ -27,6 +27,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.isolation.calls import Isolation
 from ballast.live.device import LiveDevice
+from ballast.live.kv_tiers import KvConnection
 from ballast.live.machine import MakeMachine
 
 
@@ -53,8 +54,8 @@ class Answer:
 class InProcess:
     """Context manager: builds the device, runs its loop, drains on exit.
 
-    `listen(now, output)` is called on the loop's thread for every output. `isolation`: as of
-    `LiveDevice`.
+    `listen(now, output)` is called on the loop's thread for every output. `isolation` and
+    `kv_store`: as of `LiveDevice`.
     """
 
     def __init__(
@@ -64,13 +65,19 @@ class InProcess:
         costs: Mapping[str, StepCosts] | None = None,
         make_machine: MakeMachine = machine_of,
         isolation: Isolation | None = None,
+        kv_store: KvConnection | None = None,
     ) -> None:
         self.answers: dict[str, Answer] = {}
         self.listen: Callable[[float, Output], None] | None = None
         self._ended = threading.Condition()
         self._open = 0
         self.device = LiveDevice(
-            fleet, self._hear, costs=costs, make_machine=make_machine, isolation=isolation
+            fleet,
+            self._hear,
+            costs=costs,
+            make_machine=make_machine,
+            isolation=isolation,
+            kv_store=kv_store,
         )
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="loop", daemon=True)

@@ -18,6 +18,7 @@ from ballast.bench.replay import replay
 from ballast.bench.report import Report
 from ballast.bench.sample import DecisionRecord, DeviceSample, decisions_of
 from ballast.cluster.controller import Controller
+from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
 from ballast.core.clock import Clock
@@ -141,7 +142,7 @@ async def serving_fleets(
     fleets: Sequence[FleetSettings], command: Sequence[str] = COMMAND
 ) -> AsyncIterator[list[Controller]]:
     """Start independent servers, one after the other."""
-    servers = [Controller(_maker(command, fleet.has_gpus)) for fleet in fleets]
+    servers = [Controller(_maker(command, fleet)) for fleet in fleets]
     try:
         for server, fleet in zip(servers, fleets, strict=True):
             await server.start(replace(fleet, server=replace(fleet.server, spare_worker=False)))
@@ -153,7 +154,7 @@ async def serving_fleets(
         await asyncio.gather(*(server.close(LAST_SECONDS) for server in servers))
 
 
-def _maker(command: Sequence[str], writable: bool) -> Callable[[], LocalWorker]:
-    """Make workers that share their segments, `writable` or not."""
-    broker = SegmentBroker(writable)
-    return lambda: LocalWorker(command, broker)
+def _maker(command: Sequence[str], fleet: FleetSettings) -> Callable[[], LocalWorker]:
+    """Make workers that share their segments, and their KV if the fleet has a tier for it."""
+    broker, kv_broker = SegmentBroker(fleet.has_gpus), KvBroker.of(fleet.kv)
+    return lambda: LocalWorker(command, broker, kv_broker)

@@ -24,6 +24,8 @@ below them.
 - `output_stream`: The output stream of one client's requests, with backpressure.
 - `pending_commands`: Operators' commands that a worker has not answered yet.
 - `placing`: Initial placement, and each worker's configuration.
+- `kv_broker`: The host's KV store, in the server's process.
+- `kv_client`: A worker's connection to it.
 - `segment_broker`: Segments of weights shared between the workers of a host.
 - `tensor_parallel`: One device served by a group of processes, its ranks.
 - `worker`: The process of one device, and the server's end of it.

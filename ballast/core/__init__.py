@@ -19,6 +19,7 @@ clock.
 - `gemm_traffic`: Bytes of a GEMM over host link and device memory, by dataflow (C2CServe, 5.2).
 - `job`: Jobs: prefill chunks and decode steps of one model, and their results.
 - `kv_swap`: Which layers' KV is swapped, and what that adds to a forward pass (MIRAGE, 3.2, 7.4).
+- `kv_tiers`: Settings and events of KV tiers below the device.
 - `lease`: Leases of pages that one device lends to another, and their messages.
 - `link_budget`: Reservations of a host link by models that read weights over it (C2CServe, 6.2).
 - `link`: Directions and rates of the link between host and device.

@@ -29,6 +29,7 @@ from ballast.core.event import (
     TimerEvent,
     TransferDoneEvent,
 )
+from ballast.core.kv_tiers import KvFetchedEvent, KvFoundEvent
 from ballast.core.lease import (
     Lease,
     PagesLentEvent,
@@ -91,6 +92,8 @@ class Snapshot:
     """The engine's own seconds per job in virtual time; None: a live device."""
     rotates: bool = False
     """Whether layers can rotate on the device."""
+    tiers: bool = False
+    """Whether KV is kept in tiers below the device."""
     order: str = "round-robin"
     """Name of the order of compute; the default stands for older stories, which lack it."""
 
@@ -121,6 +124,8 @@ EVENT_TAGS: Mapping[type[Event], str] = {
     KvReadEvent: "KvRead",
     KvTailEvent: "KvTail",
     DropKvEvent: "DropKv",
+    KvFoundEvent: "KvFound",
+    KvFetchedEvent: "KvFetched",
 }
 """Tag of each event in a story. Tags are a file format: a class may be renamed, its tag stays."""
 

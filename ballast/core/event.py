@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ballast.core.actions import LoopCommand
 from ballast.core.job import Job, SampledToken
+from ballast.core.kv_tiers import KvFetchedEvent, KvFoundEvent
 from ballast.core.lease import (
     PagesLentEvent,
     PagesRecalledEvent,
@@ -162,6 +163,8 @@ Event = (
     | KvReadEvent
     | KvTailEvent
     | DropKvEvent
+    | KvFoundEvent
+    | KvFetchedEvent
 )
 
 

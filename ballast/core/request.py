@@ -199,6 +199,8 @@ class Request:
     preemptions: int = 0
     in_flight: bool = False
     """Whether it is part of a job that has been started and has not ended."""
+    fetching: bool = False
+    """Whether KV is being fetched into its blocks; it is in no job meanwhile."""
     cancelled: bool = False
     """Whether a cancellation arrived while in flight; it takes effect when the job ends."""
     waits_for: WaitsFor = WaitsFor.NOTHING

@@ -12,17 +12,16 @@ from enum import StrEnum
 
 from ballast.core.capability import CPU, CUDA, GROUP, Capability, GpuReach, Lendable, capabilities
 from ballast.core.errors import ConfigError
+from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.link import LinkSettings as LinkSettings
 from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.units import KiB, MiB, format_bytes
 
 GPU_PAGE = 2 * MiB
 """Mapping granularity of all GPU drivers so far; the device checks that it suffices."""
-INVARIANT = False
-"""Default of `DeviceSettings.invariant` on a GPU."""
+INVARIANT = False  # of a GPU, by default
 STORY_BYTES, STORY_PARTS = 1024 * MiB, 8
-GRAPH_BYTES = 256 * MiB
-"""Default bytes for CUDA graphs. Not measured on a GPU yet."""
+GRAPH_BYTES = 256 * MiB  # for CUDA graphs, by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +308,7 @@ class FleetSettings:
     """Size at which a part of the story ends and the next begins; a line is never cut."""
     story_parts: int = STORY_PARTS
     """Number of older parts that are kept, beside the one being written."""
+    kv: KvTierSettings = field(default_factory=KvTierSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
     """Settings of the server; not sent to workers, since they hold secrets."""
 

@@ -17,6 +17,7 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `head_start`: When a model's first job may begin while its weights still arrive.
 - `jobs`: The end of a job: its tokens, its KV, and actions that waited for it.
 - `kv_swap`: Jobs that change which layers' KV is swapped.
+- `kv_tiers`: Look-ups, fetches and stores of KV in tiers below the device.
 - `lanes`: Jobs that run at once, and each one's share of compute.
 - `layer_remap`: Change which layers rotate, or evict a model.
 - `layer_stream`: What streams a model's layers, as the engine makes and calls it.

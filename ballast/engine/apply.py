@@ -116,7 +116,7 @@ def _drop_cache(state: DeviceState, a: DropCache) -> Refusal:
 def _compact(state: DeviceState, a: Compact) -> Refusal:
     m = state.models[a.model]
     coming = state.migration.tables(m)
-    fixed = {b for r in m.running if r.in_flight for b in r.blocks}
+    fixed = {b for r in m.running if r.in_flight or r.fetching for b in r.blocks}
     fixed.update(block for table in (*coming, m.kv.moves.coming) for block in table)
     tables = [*(r.blocks for r in m.running), *coming]
     freed = m.kv.compact(tables, a.pages, fixed=fixed)

@@ -24,6 +24,7 @@ class Batch(Sequence[Request]):
         """Counts requests that end, or are preempted or paused."""
         self._requests: list[Request] = []
         self._leaving: list[Request] = []
+        self._fetching = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -43,6 +44,11 @@ class Batch(Sequence[Request]):
         """Requests in flight that will be preempted when their job ends."""
         return self._leaving
 
+    @property
+    def can_run(self) -> bool:
+        """Whether any request may be in a job: not while its KV is being fetched."""
+        return len(self._requests) > self._fetching
+
     def add(self, request: Request) -> None:
         """Insert a request in order of `Request.order`."""
         requests, at = self._requests, len(self._requests)
@@ -54,6 +60,8 @@ class Batch(Sequence[Request]):
     def remove(self, request: Request) -> None:
         """Remove a request. Raises ValueError if it is not in the batch."""
         self._requests.remove(request)
+        if request.fetching:
+            self.end_fetch(request)
         self.version.n += 1
         self.news.n += 1
 
@@ -67,6 +75,18 @@ class Batch(Sequence[Request]):
         """Mark requests as no longer in flight: their job has ended."""
         for r in requests:
             r.in_flight = False
+        self.version.n += 1
+
+    def begin_fetch(self, request: Request) -> None:
+        """Keep a request out of jobs: its KV is being fetched."""
+        request.fetching = True
+        self._fetching += 1
+        self.version.n += 1
+
+    def end_fetch(self, request: Request) -> None:
+        """Undo `begin_fetch`."""
+        request.fetching = False
+        self._fetching -= 1
         self.version.n += 1
 
     def compute(self, request: Request, n: int) -> None:

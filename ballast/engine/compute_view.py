@@ -32,14 +32,16 @@ def could_run(state: DeviceState, m: ModelState) -> bool:
         return False
     if m.frozen:
         return life.swap_to is not None
-    return len(m.running) > 0 or life.swap_to is not None or admissible(state, m)
+    return m.running.can_run or life.swap_to is not None or admissible(state, m)
 
 
 def admissible(state: DeviceState, m: ModelState) -> bool:
     """Return whether the first waiting request may be admitted, if it finds pages.
 
-    False after a refusal until memory has been freed."""
-    return bool(m.waiting) and not m.held and m.blocked != (m.waiting.first.id, state.freed)
+    False after a refusal until memory has been freed, and until its KV has been looked for."""
+    if not m.waiting or m.held or state.tiers.is_searching(m.waiting.first):
+        return False
+    return m.blocked != (m.waiting.first.id, state.freed)
 
 
 def compute_view(
@@ -71,7 +73,7 @@ def compute_view(
 def _first_prompt(state: DeviceState, m: ModelState) -> Precedence | None:
     if admissible(state, m):
         return m.waiting.first.order
-    return next((r.order for r in m.running if not r.decoding), None)
+    return next((r.order for r in m.running if not r.decoding and not r.fetching), None)
 
 
 def _work(state: DeviceState, m: ModelState) -> WorkView:

@@ -29,6 +29,7 @@ from ballast.core.event import (
     TimerEvent,
     TransferDoneEvent,
 )
+from ballast.core.kv_tiers import KvFetchedEvent, KvFoundEvent
 from ballast.core.lease import (
     PagesLentEvent,
     PagesRecalledEvent,
@@ -89,6 +90,7 @@ def _arrives(state: DeviceState, event: ArrivalEvent) -> list[Output]:
     state.requests[s.id] = request
     state.migration.adopt(m, request)
     m.waiting.add(request)
+    state.tiers.look_up(m, request)
     if s.sampling.grammar and state.grammars is not None:
         pausing.pause(state, request, WaitsFor.GRAMMAR)
         state.grammars.prepare(request)
@@ -217,6 +219,18 @@ def _drop_kv(state: DeviceState, event: DropKvEvent) -> list[Output]:
     return []
 
 
+def _kv_found(state: DeviceState, event: KvFoundEvent) -> list[Output]:
+    state.tiers.found(event)
+    return []
+
+
+def _kv_fetched(state: DeviceState, event: KvFetchedEvent) -> list[Output]:
+    request = state.requests.get(event.request_id)
+    if request is not None:
+        state.tiers.fetched(state.models[request.model], request, event)
+    return []
+
+
 def _drain(state: DeviceState, event: DrainEvent) -> list[Output]:
     state.draining = True
     return []
@@ -245,6 +259,8 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], list[Output]]] = {
     KvReadEvent: _kv_read,
     KvTailEvent: _kv_tail,
     DropKvEvent: _drop_kv,
+    KvFoundEvent: _kv_found,
+    KvFetchedEvent: _kv_fetched,
     DrainEvent: _drain,
     StopEvent: _stop,
     **dict.fromkeys(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ballast.core.change_counter import ChangeCounter
 from ballast.core.cost import StepCosts
@@ -32,6 +33,7 @@ UNSEEN = frozenset(
     {
         "version",
         "news",
+        "tiers",
         "view",
         "deferred",
         "viewed",
@@ -49,6 +51,16 @@ UNSEEN = frozenset(
 )
 """Attributes of `ModelState` that no snapshot contains. Setting any other counts as a change: an
 attribute that is missing here costs time, but never leaves a snapshot stale."""
+
+
+class PrefixFetcher(Protocol):
+    """Finds requests' KV in tiers below the device; `ballast.engine.kv_tiers` implements it."""
+
+    def is_searching(self, r: Request) -> bool:
+        """Return whether the answer to a request's look-up has yet to come."""
+
+    def fetch(self, m: ModelState, r: Request) -> None:
+        """Begin to fetch KV into blocks of a request that was just admitted, if that pays."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +109,8 @@ class ModelState:
     """What streams its staged blocks; None: none can be staged."""
     stage_to: int | None = None
     """Number of its blocks to be staged, once the next job has ended; None: no order."""
+    tiers: PrefixFetcher | None = None
+    """Tiers below the device in which its KV is looked for; None: there are none."""
     estimator: CostEstimator | None = None
     """Learns `costs` from jobs that end; None: costs are given and stay."""
     decode_seconds: float | None = None
@@ -223,5 +237,7 @@ class ModelState:
         decoding: list[Request] = []
         prefilling: list[Request] = []
         for r in self.running:
+            if r.fetching:
+                continue
             (decoding if r.computed == len(r.tokens) - 1 > 0 else prefilling).append(r)
         return decoding, prefilling

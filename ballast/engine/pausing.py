@@ -31,6 +31,7 @@ def resume(state: DeviceState, request: Request, what: WaitsFor) -> None:
     m.paused.remove(request)
     request.to(RequestState.WAITING)
     m.waiting.add(request)
+    state.tiers.look_up(m, request)
     m.last_used = state.now
 
 

@@ -139,6 +139,8 @@ def plan(
             p.add(r)
     while m.waiting and not m.held and len(m.running) < m.spec.max_running:
         r = m.waiting.first
+        if m.tiers is not None and m.tiers.is_searching(r):
+            break
         if m.blocked == (r.id, freed) or p.closed:
             m.shortages += tuple(s for s in known if s.request_id == r.id)
             break
@@ -147,6 +149,8 @@ def plan(
             m.blocked = (r.id, freed)
             p.lacks(r, short)
             break
+        if r.fetching:
+            continue
         if not r.isolated:
             p.add(r)
         elif not p.work:
@@ -172,4 +176,6 @@ def _admit(m: ModelState, r: Request, now: float) -> Short | None:
         r.cached_tokens = cached
     r.to(RequestState.RUNNING)
     m.running.add(r)
+    if m.tiers is not None:
+        m.tiers.fetch(m, r)
     return None

@@ -48,7 +48,7 @@ def idle_work(m: ModelState) -> list[SequenceWork]:
     """Return the work of a job that computes nothing and moves blocks; empty if none is ordered."""
     if m.stage_to is None:
         return []
-    return [SequenceWork(r.id, (), r.computed, r.blocks, None) for r in m.running]
+    return [SequenceWork(r.id, (), r.computed, r.blocks, None) for r in m.running if not r.fetching]
 
 
 def begin(m: ModelState, work: Sequence[SequenceWork]) -> None:

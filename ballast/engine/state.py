@@ -24,6 +24,7 @@ from ballast.core.traffic import TrafficStats
 from ballast.core.view import Residency
 from ballast.engine import kv_swap
 from ballast.engine.activation_rate import ActivationRate
+from ballast.engine.kv_tiers import KvTiers
 from ballast.engine.lanes import Lanes
 from ballast.engine.layer_stream import MakeStream
 from ballast.engine.lending import Lending
@@ -79,6 +80,7 @@ class DeviceState:
         """Counts changes after which a policy should decide again; shared by all parts."""
         self.asked = -1
         """`news` when a policy was asked last; -1: none was."""
+        self.tiers = KvTiers(lambda: self.link_bytes_per_second)
         for m in models:
             self.enrol(m)
         self.pool = pool
@@ -115,6 +117,7 @@ class DeviceState:
         """Add a model to the device."""
         m.traffic = TrafficStats.since(self.now)
         m.report_to(self.news)
+        self.tiers.watch(m)
         self.news.n += 1
         self.models = {**self.models, m.spec.name: m}
         self.named[m.spec.name] = m, None
@@ -167,7 +170,11 @@ class DeviceState:
     def remember(self, m: ModelState, request: Request) -> None:
         """Add a request's full blocks to the prefix cache."""
         tenant = request.submission.tenant
-        m.kv.remember(request.tokens, request.blocks, request.computed, request.salt, tenant)
+        named = m.kv.remember(
+            request.tokens, request.blocks, request.computed, request.salt, tenant
+        )
+        if named:
+            self.tiers.store(m, request, named)
 
     def end(self, request: Request, state: RequestState, output: Output) -> Output:
         """End a request in `state`: free its blocks and forget it. Returns `output`."""
@@ -178,6 +185,7 @@ class DeviceState:
             self.grammars.release(request)
         del self.requests[request.id]
         self.migration.ended(request.id)
+        self.tiers.forget(request)
         m.last_used = self.now
         return output
 
@@ -203,6 +211,7 @@ class DeviceState:
 
     def release(self, m: ModelState, request: Request, *, surrender: bool = False) -> None:
         """Free a request's blocks; `surrender`: drop cached prefixes too where that frees pages."""
+        self.tiers.stop(request)
         if request.blocks:
             m.kv.free(request.blocks, surrender=surrender)
             request.blocks = []
@@ -229,6 +238,7 @@ class DeviceState:
         request.preemptions += 1
         m.preemptions += 1
         m.waiting.add(request)
+        self.tiers.look_up(m, request)
 
     def evict(self, m: ModelState) -> None:
         """Carry out an ordered eviction: free weights of a model, and preempt its requests.
@@ -281,7 +291,11 @@ class DeviceState:
     @property
     def in_flight(self) -> bool:
         """Whether a job or transfer is in flight, so that an event will come without clients."""
-        return self.lanes.busy or any(m.life.awaited for m in self.models.values())
+        return (
+            self.lanes.busy
+            or self.tiers.awaiting
+            or any(m.life.awaited for m in self.models.values())
+        )
 
     @property
     def over(self) -> bool:

@@ -32,5 +32,6 @@ def snapshot(state: DeviceState, preset: Preset, story: Story) -> Snapshot:
         began=story.began,
         overhead=story.overhead,
         rotates=state.make_stream is not None and not state.swaps_kv,
+        tiers=state.tiers.copies is not None,
         order=preset.order,
     )

@@ -30,6 +30,7 @@ class FleetDifference:
 _MODEL = {"max_model_len": "limits.context"}
 _FLEET = {
     "story_path": "story",
+    "kv": "kv_host",
     "device": "devices",
     "link": "links",
     "others": "devices",

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ballast.core.errors import ConfigError
+from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.settings import (
     AdapterSettings,
     DeviceSettings,
@@ -133,6 +134,7 @@ def resolved(
         story_path=None if keys.story is None else str(home / keys.story),
         story_bytes=keys.story_bytes,
         story_parts=keys.story_parts,
+        kv=KvTierSettings(host_bytes=keys.kv_host),
         server=keys.server.settings(),
     )
 

@@ -346,6 +346,8 @@ class FleetKeys(Keys):
     story: str | None = None
     story_bytes: Size = STORY_BYTES
     story_parts: Count = STORY_PARTS
+    kv_host: SizeOrNone = 0
+    """Host memory for KV that leaves devices; 0: none."""
     defaults: ModelKeys = ModelKeys()
     models: Annotated[list[NamedModelKeys], Field(min_length=1)]
     devices: Annotated[list[DeviceKeys], Field(min_length=1)]

@@ -7,8 +7,10 @@ The unit is the block, of `block_tokens` tokens; blocks lie in slabs of whole pa
 - `blocks`: `KvCache`, one model's paged KV cache: allocate, cache, free and compact blocks.
 - `books`: Counts of used, cached and free blocks, and of the pages they take.
 - `compaction`: Plan of block moves that empty whole slabs; pure.
+- `directory`: Which tiers below the device have copies of which blocks; pure.
 - `extents`: Addresses and pages of some blocks' bytes.
 - `host_blocks`: Host memory of staged blocks, and the copies of a pass.
+- `host_store`: Blocks in the host's memory, found by name, for all devices of the host.
 - `kv_stream`: How KV of rotating layers streams during jobs.
 - `layered`: Layer-major KV, so that layers can share pages.
 - `layout`: Block-major KV: strides and slabs.
@@ -19,5 +21,7 @@ The unit is the block, of `block_tokens` tokens; blocks lie in slabs of whole pa
 - `staged`: Numbers of staged blocks, and the slots that passes read them in.
 - `staging`: Moves of used blocks between the device and the host, beside jobs.
 - `stream_caches`: Sizes of SwiftCache's layer stream cache and regular cache.
+- `tier_messages`: Messages between workers and the owner of the host's store.
+- `tier_shelf`: The order in which a tier's blocks make way.
 - `tables`: Block tables of sequences: match prefixes, grow, free.
 """

@@ -119,6 +119,11 @@ class BlockBooks:
         block."""
         return self._backing.page_at(offset)
 
+    @property
+    def in_window(self) -> bool:
+        """Whether blocks lie in the device's window, whose addresses are always mapped."""
+        return isinstance(self._backing, PageBacking)
+
     def is_backed(self, block: int) -> bool:
         return block // self._size in self._slabs.of
 

@@ -13,9 +13,21 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ballast.core.errors import BrokenPromise
+
+
+class NamedBlock(NamedTuple):
+    """A block that has just got its name."""
+
+    block: int
+    name: bytes
+    parent: bytes
+    """Name of the block before it in the chain; empty: it is the first."""
+    at: int
+    """Its place in the chain, from 0."""
 
 
 class PrefixIndex:
@@ -31,6 +43,8 @@ class PrefixIndex:
         self._kept: dict[bytes, int] = {}
         self._tenants: dict[int, str] = {}
         """Tenant of each named block that has one."""
+        self.forgotten: Callable[[int], object] = lambda block: None
+        """Called with a named block whose contents are about to go, or to move."""
 
     def __len__(self) -> int:
         """Number of kept blocks."""
@@ -54,6 +68,15 @@ class PrefixIndex:
             found.append(block)
         return found
 
+    def chain(self, tokens: Sequence[int], salt: str) -> list[bytes]:
+        """Return the names of the blocks that `find` looks for, whether they are known or not."""
+        names: list[bytes] = []
+        name = self._root(salt)
+        for at in range((len(tokens) - 1) // self.block_tokens):
+            name = self._next(name, tokens, at)
+            names.append(name)
+        return names
+
     def name(
         self,
         tokens: Sequence[int],
@@ -61,9 +84,9 @@ class PrefixIndex:
         full: int,
         salt: str,
         tenant: str = "",
-    ) -> None:
+    ) -> list[NamedBlock]:
         """Name those of the first `full` blocks of a table of `tokens` that have no name yet, as
-        blocks of `tenant`.
+        blocks of `tenant`; return those of them that are kept.
 
         A table is named from its beginning, always under one salt. Costs one look-up if all have
         names.
@@ -74,15 +97,18 @@ class PrefixIndex:
         at = full
         while at > 0 and blocks[at - 1] not in names:
             at -= 1
+        named: list[NamedBlock] = []
         if at == full:
-            return
+            return named
         name = names[blocks[at - 1]] if at else self._root(salt)
         for i in range(at, full):
-            name = self._next(name, tokens, i)
+            parent, name = name if i else b"", self._next(name, tokens, i)
             names[blocks[i]] = name
-            self._kept.setdefault(name, blocks[i])
+            if self._kept.setdefault(name, blocks[i]) == blocks[i]:
+                named.append(NamedBlock(blocks[i], name, parent, i))
             if tenant:
                 self._tenants[blocks[i]] = tenant
+        return named
 
     def tenant(self, block: int) -> str:
         """Return the tenant that a block was named for; empty: none."""
@@ -100,7 +126,10 @@ class PrefixIndex:
         """Remove a block whose contents are gone."""
         name = self._names.pop(block, None)
         self._tenants.pop(block, None)
-        if name is not None and self._kept.get(name) == block:
+        if name is None:
+            return
+        self.forgotten(block)
+        if self._kept.get(name) == block:
             del self._kept[name]
 
     def move(self, source: int, target: int) -> None:
@@ -108,6 +137,7 @@ class PrefixIndex:
         name = self._names.pop(source, None)
         if name is None:
             return
+        self.forgotten(source)
         self._names[target] = name
         tenant = self._tenants.pop(source, None)
         if tenant is not None:

@@ -6,12 +6,13 @@ Running out of pages is a result (`Short`), never an exception.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
 from ballast.core.units import ceil_div
 from ballast.kv.books import BlockBooks
+from ballast.kv.prefix import NamedBlock
 from ballast.kv.slabs import Slab
 
 
@@ -25,6 +26,15 @@ class BlockTables(BlockBooks):
     def find(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """Return the blocks that `match` would return, without a change."""
         return [] if self._prefix is None else self._prefix.find(tokens, salt)
+
+    def names(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
+        """Return the names of the blocks that `find` looks for."""
+        return [] if self._prefix is None else self._prefix.chain(tokens, salt)
+
+    def when_forgotten(self, call: Callable[[int], object]) -> None:
+        """Set what is called with a named block whose contents are about to go, or to move."""
+        if self._prefix is not None:
+            self._prefix.forgotten = call
 
     def held_tokens(self, tokens: Sequence[int], salt: str = "") -> int:
         """Return the number of `tokens` whose KV is in the prefix cache."""
@@ -118,17 +128,18 @@ class BlockTables(BlockBooks):
         computed: int,
         salt: str = "",
         tenant: str = "",
-    ) -> None:
+    ) -> list[NamedBlock]:
         """Add a table's full blocks to the prefix cache, in the share of `tenant`; KV exists for
-        `tokens[:computed]`.
+        `tokens[:computed]`. Returns the blocks that were added.
 
         May be called after every step: if no block has filled since, it costs one look-up. Of two
         blocks with equal contents the first is cached; the other stays private meanwhile.
         """
-        if self._prefix is not None:
-            self.version.n += 1
-            full = computed // self.spec.block_tokens
-            self._prefix.name(tokens, blocks, full, salt, tenant)
+        if self._prefix is None:
+            return []
+        self.version.n += 1
+        full = computed // self.spec.block_tokens
+        return self._prefix.name(tokens, blocks, full, salt, tenant)
 
     # -- inside -----------------------------------------------------------------------------------
 

@@ -15,8 +15,10 @@ Packages from `cluster` up may import it. It imports `engine` and what is below;
 - `host_stream`: Layers that stream on a CPU device, over the host link.
 - `hosted_models`: The models of a device in its host tier: loaded, refused, unloaded.
 - `inbox`: The live clock and the inbox of events.
+- `kv_tiers`: Copies of KV between a CPU device and the host tier.
 - `machine`: The protocol of a machine: memory, link and executors of one device.
 - `never_run`: GPU features that have been tested with stand-ins only.
+- `own_store`: A KV store of this process alone.
 - `runner`: The executor protocol, and lanes as CPU threads.
 - `warmup`: Warm-up of a spare worker process.
 """

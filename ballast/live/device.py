@@ -44,6 +44,7 @@ from ballast.live.grammar_compiler import GrammarCompiler
 from ballast.live.host_stream import HostStream
 from ballast.live.hosted_models import HostedModels
 from ballast.live.inbox import MonotonicClock, QueueInbox
+from ballast.live.kv_tiers import KvConnection, tiers_of
 from ballast.live.machine import MakeMachine
 from ballast.live.never_run import WHERE as NEVER_RUN_WHERE
 from ballast.live.never_run import never_run
@@ -75,6 +76,7 @@ class LiveDevice:
     - `vet` raises BallastError for a model that shall not be loaded.
     - `make_kv_bytes` makes the reader of other devices' KV; None: KV of requests that come from
       there is computed anew.
+    - `kv_store`: the host's; None: one of this process's own, if the fleet has a KV host tier.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class LiveDevice:
         vet: Callable[[ModelSettings], object] = lambda settings: None,
         make_machine: MakeMachine = CpuMachine,
         make_kv_bytes: MakeKvBytes | None = None,
+        kv_store: KvConnection | None = None,
     ) -> None:
         confine_allocator()
         self.fleet = fleet
@@ -111,6 +114,7 @@ class LiveDevice:
             self._open_story(sink, closing)
             if make_kv_bytes is not None:
                 self._enable_migration(make_kv_bytes, closing)
+            self._enable_tiers(kv_store, closing)
             self._make_loop(preset, outbox, closing)
             self._closing = closing.pop_all()
 
@@ -219,6 +223,13 @@ class LiveDevice:
         self.state.migration.bytes = kv_bytes = make_kv_bytes(self.post)
         closing.callback(kv_bytes.close)
         self.state.migration.exports = self.export() is not None
+
+    def _enable_tiers(self, store: KvConnection | None, closing: ExitStack) -> None:
+        """Keep KV in tiers below the device, if the fleet has any."""
+        tiers = tiers_of(self.fleet, self.machine.device, self.machine.link, store, self.post)
+        self.state.tiers.copies = tiers
+        if tiers is not None:
+            closing.callback(tiers.close)
 
     def _make_loop(
         self, preset: Preset, outbox: Callable[[list[Output]], None], closing: ExitStack

@@ -89,6 +89,31 @@ class TransferWatch(Protocol):
         """Nothing more will land; the end has been posted. `error` is None if all has landed."""
 
 
+class CopyGate:
+    """Lets a transfer's copies through until it is shut, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Held while a batch is being written."""
+        self._is_shut = False
+
+    def shut(self) -> None:
+        """Let no more copies through; none is being written when this returns."""
+        with self._lock:
+            self._is_shut = True
+
+    @property
+    def is_shut(self) -> bool:
+        return self._is_shut
+
+    def passing(self, copy: Callable[[], None]) -> None:
+        """Make copies, which `shut` waits for. Raises DeviceError if the gate is shut."""
+        with self._lock:
+            if self._is_shut:
+                raise DeviceError("link", "the transfer was stopped")
+            copy()
+
+
 class Transfer:
     """A transfer that waits or is in flight; its copies are cut into batches as needed."""
 
@@ -99,7 +124,9 @@ class Transfer:
         batches: Iterator[list[Copy]],
         on_done: OnDone | None = None,
         watch: TransferWatch | None = None,
+        gate: CopyGate | None = None,
     ) -> None:
+        self.gate = gate
         self.id, self.stream, self.on_done, self.watch = transfer_id, stream, on_done, watch
         self._batches = batches
         self.coming = next(batches, None)
@@ -204,14 +231,15 @@ class HostLink:
         direction: Direction = Direction.TO_DEVICE,
         on_done: OnDone | None = None,
         watch: TransferWatch | None = None,
+        gate: CopyGate | None = None,
     ) -> None:
         """Begin a transfer, as `Link.start`. `on_done`, if given, receives its end in place of the
-        link's own; both are called in the link's thread.
+        link's own; both are called in the link's thread. A transfer whose `gate` was shut fails.
 
         `watch` is called after each batch but the last, and after `on_done`.
         """
         cut = batches(copies, self._chunk_bytes, self._threads)
-        transfer = Transfer(transfer_id, stream, cut, on_done, watch)
+        transfer = Transfer(transfer_id, stream, cut, on_done, watch, gate)
         with self._wake:
             if self._closing.is_set():
                 raise DeviceError("link", "it is closed")
@@ -303,7 +331,10 @@ class HostLink:
         try:
             if self._closing.is_set():
                 raise DeviceError("link", "it was closed during the transfer")
-            self._move(batch)
+            if transfer.gate is None:
+                self._move(batch)
+            else:
+                transfer.gate.passing(lambda: self._move(batch))
         except (BallastError, ctypes.ArgumentError, OverflowError) as failure:
             return False, str(failure)
         transfer.n_bytes += sum(copy.n_bytes for copy in batch)

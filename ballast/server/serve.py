@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 
 from ballast.cluster.controller import Controller
+from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.logs import write_line
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
@@ -132,7 +133,8 @@ async def _serve(
     beating = asyncio.ensure_future(_beat(watchdog))
     with bound(host, port) as listener, operator.by_signals():
         broker = SegmentBroker(writable=reading.fleet.has_gpus)
-        controller = Controller(lambda: LocalWorker(worker_command, broker), broker)
+        kv_broker = KvBroker.of(reading.fleet.kv)
+        controller = Controller(lambda: LocalWorker(worker_command, broker, kv_broker), broker)
         controller.prepare(reading.fleet)
         templates = TemplateRenderer()
         clock, wall = MonotonicClock(), WallClock()
@@ -166,6 +168,8 @@ async def _serve(
             await asyncio.wait({loading})
             await templates.close()
             await controller.close(LAST_SECONDS)
+            if kv_broker is not None:
+                kv_broker.shut()
             if tracer is not None:
                 await tracer.close(LAST_SECONDS)
             beating.cancel()

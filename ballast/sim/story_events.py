@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ballast.core import actions, event, lease, migration
+from ballast.core import actions, event, kv_tiers, lease, migration
 from ballast.core.entries import EVENT_TAGS, ModelEntry, StoryEntry
 from ballast.core.event import (
     EmbeddingOutput,
@@ -28,6 +28,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Sampling, Submission
 from ballast.core.rotation import Rotation
 from ballast.engine.build import build_newcomer
+from ballast.engine.kv_tiers import BlockToStore
 from ballast.engine.loop import Loop
 from ballast.kv.blocks import KvCache
 from ballast.kv.staged import BlockMoves
@@ -138,6 +139,35 @@ class StoryKvBytes:
         """None are written."""
 
 
+class StoryKvTiers:
+    """Implements `KvTierCopies` for a replay: the story has its events."""
+
+    def look_up(self, request_id: str, attempt: int, model: str, names: Sequence[bytes]) -> None:
+        """The event is in the story."""
+
+    def fetch(
+        self,
+        request_id: str,
+        attempt: int,
+        model: str,
+        names: Sequence[bytes],
+        targets: Sequence[tuple[int, int]],
+    ) -> None:
+        """The event is in the story."""
+
+    def stop(self, request_id: str) -> None:
+        """There are no bytes."""
+
+    def store(self, owner: str, blocks: Sequence[BlockToStore]) -> None:
+        """There are no bytes."""
+
+    def void(self, owner: str, block: int) -> None:
+        """There are no bytes."""
+
+    def close(self) -> None:
+        """There are no bytes."""
+
+
 class StoryEvents:
     """Made from a life's entries, in order, for a device that has come as far as they have."""
 
@@ -151,6 +181,7 @@ class StoryEvents:
         loop.state.lending.send = self._hear
         loop.state.grammars = StoryGrammars()
         loop.state.migration.bytes = StoryKvBytes()
+        loop.state.tiers.copies = StoryKvTiers() if life.snapshot.tiers else None
         self._ready = loop.commands.ready
         self._standins = StandInTokens(life.entries)
         self._numbers: dict[str, int] = {}
@@ -334,6 +365,8 @@ _EVENTS: dict[str, type[Event]] = {
         migration.DepartEvent,
         migration.KvReadEvent,
         migration.DropKvEvent,
+        kv_tiers.KvFoundEvent,
+        kv_tiers.KvFetchedEvent,
     )
 }
 _OF_LEASES: dict[str, Callable[[Lease], Event]] = {

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.flight_recorder import FlightRecorder, flight_memory
 from ballast.cluster.worker.liveness_watch import LivenessWatch, process_activity
@@ -48,13 +49,19 @@ class LocalWorker:
     """
 
     def __init__(
-        self, command: Sequence[str] = COMMAND, broker: SegmentBroker | None = None
+        self,
+        command: Sequence[str] = COMMAND,
+        broker: SegmentBroker | None = None,
+        kv_broker: KvBroker | None = None,
     ) -> None:
         """`broker`: shares segments of weights between the workers of this host; None: weights are
-        not shared."""
+        not shared. `kv_broker`: keeps their KV; None: it goes with them."""
         self._command = tuple(command)
-        self._broker = broker
-        self._segments: socket.socket | None = None
+        self._brokers: dict[str, SegmentBroker | KvBroker | None] = {
+            "--segments": broker,
+            "--kv": kv_broker,
+        }
+        self._connections: list[tuple[SegmentBroker | KvBroker, socket.socket]] = []
         with contextlib.ExitStack() as undo:
             self._directory = PrivateDirectory()
             undo.callback(self._directory.close)
@@ -129,10 +136,13 @@ class LocalWorker:
 
     async def _spawn(self, *options: str) -> None:
         fds = {"--flight": self._flight_fd}
-        worker_end = None
-        if self._broker is not None:
-            self._segments, worker_end = self._broker.open()
-            fds["--segments"] = worker_end.fileno()
+        worker_ends: list[socket.socket] = []
+        for option, broker in self._brokers.items():
+            if broker is not None:
+                ours, theirs = broker.open()
+                self._connections.append((broker, ours))
+                worker_ends.append(theirs)
+                fds[option] = theirs.fileno()
         arguments = ["--dir", str(self._directory.path), "--parent", str(os.getpid())]
         for name, fd in fds.items():
             arguments += (name, str(fd))
@@ -146,8 +156,8 @@ class LocalWorker:
                 env=child_environment(),
             )
         finally:
-            if worker_end is not None:
-                worker_end.close()  # else the worker's death would go unnoticed
+            for end in worker_ends:
+                end.close()  # else the worker's death would go unnoticed
         self._exited = asyncio.create_task(self._process.wait())
         self._exited.add_done_callback(lambda _: self._socket.wake())
 
@@ -226,8 +236,8 @@ class LocalWorker:
                     self._process.kill()
                 await self._exited
         finally:
-            if self._broker is not None and self._segments is not None:
-                self._broker.close(self._segments)
+            for broker, connection in self._connections:
+                broker.close(connection)
             self._socket.close()
             self._directory.close()
             self._flight.close()

@@ -45,8 +45,10 @@ def live_device(
     record: Record,
     progress: Progress,
     segments: SegmentClient | None,
+    kv_fd: int | None = None,
 ) -> WorkerDevice:
-    """Build a device that runs models; a `MakeDevice`.
+    """Build a device that runs models; a `MakeDevice`. `kv_fd`: descriptor of the connection to the
+    host's KV store.
 
     Its imports are local, so that the process starts and answers before they are loaded.
     """
@@ -62,6 +64,7 @@ def live_device(
     if findings is None or findings.is_empty:
         zygote.warm_up()
     isolation = zygote if findings is None else RememberingIsolation(zygote, findings)
+    from ballast.cluster.kv_client import KvClient
     from ballast.cluster.machine_choice import machine_of
     from ballast.live.device import LiveDevice
     from ballast.memory.peer_reader import PeerReader
@@ -83,6 +86,7 @@ def live_device(
         vet=vet,
         make_machine=partial(machine_of, ranks=ranks),
         make_kv_bytes=partial(PeerReader, fetch_pages) if readable else None,
+        kv_store=None if kv_fd is None or not fleet.kv.host_bytes else KvClient(kv_fd),
     )
     if readable:  # drivers and groups of ranks start programs, and talk over networks
         confine_worker()
@@ -110,6 +114,7 @@ def main(
     parser.add_argument("--parent", type=int, required=True, help="process id of the server")
     parser.add_argument("--flight", type=int, required=True, help="descriptor of flight memory")
     parser.add_argument("--segments", type=int, help="descriptor of the socket of shared weights")
+    parser.add_argument("--kv", type=int, help="descriptor of the socket of the KV store")
     parser.add_argument("--spare", action="store_true", help="prepare for a start to come")
     arguments = parser.parse_args(argv)
     die_with(arguments.parent)
@@ -127,6 +132,8 @@ def main(
     with WorkerSocket(arguments.dir) as socket:
         flight = FlightRecorder(arguments.flight)
         segments = None if arguments.segments is None else SegmentClient(arguments.segments)
+        if arguments.kv is not None and make_device is live_device:
+            make_device = partial(live_device, kv_fd=arguments.kv)
         worker = Worker(socket, make_device, flight.record, MonotonicClock(), segments)
         code = worker.run()
     logging.shutdown()

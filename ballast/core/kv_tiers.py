@@ -1,0 +1,39 @@
+"""Define the settings of KV tiers below the device, and the events by which a device hears of them.
+
+Events are posted to the loop's inbox by `live.kv_tiers`, or by the simulator's, and handled by
+`engine.kv_tiers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvTierSettings:
+    """Tiers of a host in which KV is kept beyond its time on a device."""
+
+    host_bytes: int = 0
+    """Bytes of host memory, for all devices together; 0: no KV is kept there."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvFoundEvent:
+    """A look-up of a request's prefix has ended."""
+
+    request_id: str
+    attempt: int
+    tiers: str = ""
+    """A letter for each full block from the prompt's first on, as `BlockDirectory.look_up` returns
+    them; empty: none was found, or the look-up failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvFetchedEvent:
+    """A fetch of a request's prefix into its blocks has ended."""
+
+    request_id: str
+    attempt: int
+    blocks: int
+    """Number of blocks, from the first of the fetch, that have been fetched; the others are
+    computed."""

@@ -1,0 +1,230 @@
+"""Keep KV in tiers below the device: store blocks when they fill, fetch them for new requests.
+
+Part of `DeviceState`; the bytes are moved by a `KvTierCopies`.
+
+::
+
+    request arrives, or was preempted    look_up ──> KvFoundEvent: which blocks are in which tier
+    request is admitted                  fetch ────> KvFetchedEvent: it computes the rest
+    a block has filled                   store       behind the step; nothing waits for it
+    a block is forgotten                 void        what was being stored of it does not count
+
+A request that is being fetched runs, with its blocks, but is in no job. Whatever takes its blocks
+(preemption, cancellation, eviction) first stops the fetch. Stores hold nothing: a copy counts only
+if its block was not forgotten before it ended, so pages change hands as they did before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ballast.core.kv_tiers import KvFetchedEvent, KvFoundEvent
+from ballast.core.request import Request
+from ballast.engine.model import ModelState
+from ballast.kv import extents
+from ballast.kv.directory import MISSING, Tier
+from ballast.kv.prefix import NamedBlock
+from ballast.kv.tier_shelf import KvBlock
+from ballast.policy.kv_fetching import is_worth_fetching
+
+TIER_OF = {tier.value[0]: tier for tier in Tier}
+"""Tier by its letter in the answer to a look-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockToStore:
+    """A block of this device that has filled."""
+
+    block: int
+    address: int
+    of: KvBlock
+
+
+class KvTierCopies(Protocol):
+    """Moves KV between a device and the tiers below it. Implemented by `live.kv_tiers`, and by the
+    simulator. No method waits."""
+
+    def look_up(self, request_id: str, attempt: int, model: str, names: Sequence[bytes]) -> None:
+        """Find the blocks of a chain; a `KvFoundEvent` will come."""
+
+    def fetch(
+        self,
+        request_id: str,
+        attempt: int,
+        model: str,
+        names: Sequence[bytes],
+        targets: Sequence[tuple[int, int]],
+    ) -> None:
+        """Copy blocks to `targets`, (address, bytes) of each; a `KvFetchedEvent` will come."""
+
+    def stop(self, request_id: str) -> None:
+        """Stop a fetch: nothing of it is written after this returns, and no event comes."""
+
+    def store(self, owner: str, blocks: Sequence[BlockToStore]) -> None:
+        """Copy blocks of a model `owner` to the tiers, as far as these take them."""
+
+    def void(self, owner: str, block: int) -> None:
+        """Note that a block's contents are gone: copies of it that have not ended do not count."""
+
+    def close(self) -> None:
+        """Stop all copies before this returns."""
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """What is known of the KV of a request that is not in a batch, or is being fetched."""
+
+    attempt: int
+    model: str
+    names: list[bytes]
+    tiers: str | None = None
+    """Answer of the look-up; None: it has not come."""
+    start: int = 0
+    n: int = 0
+    """First block, and number of blocks, that are being fetched; 0: none."""
+
+
+class KvTiers:
+    """Look-ups, fetches and stores of one device. Used by the loop's thread only."""
+
+    def __init__(self, bytes_per_second: Callable[[], float]) -> None:
+        """`bytes_per_second`: rate of the link to the device."""
+        self.copies: KvTierCopies | None = None
+        """Moves the bytes; None: there are no tiers."""
+        self.fetched_tokens: Counter[Tier] = Counter()
+        """Tokens whose KV was fetched, by tier, since start."""
+        self.fetches = self.failed = 0
+        """Fetches that have ended, and of these, those that brought less than they should have."""
+        self._rate = bytes_per_second
+        self._open: dict[str, _Prefix] = {}
+        self._attempts = 0
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether the end of a look-up or fetch will come."""
+        return any(of.tiers is None or of.n for of in self._open.values())
+
+    def watch(self, m: ModelState) -> None:
+        """Note what becomes of a model's blocks from now on."""
+        m.tiers = self
+
+        def forgotten(block: int) -> None:
+            if self.copies is not None:
+                self.copies.void(m.spec.name, block)
+
+        m.kv.when_forgotten(forgotten)
+
+    # -- look-ups ---------------------------------------------------------------------------------
+
+    def look_up(self, m: ModelState, r: Request) -> None:
+        """Begin to look for a waiting request's prefix, unless the device has all of it."""
+        self._open.pop(r.id, None)
+        if self.copies is None or r.streams or m.kv_stream is not None or not m.kv.in_window:
+            return
+        names = m.kv.names(*r.prefix)
+        if not names or len(m.kv.find(*r.prefix)) == len(names):
+            return
+        self._attempts += 1
+        model = _key(m, r)
+        self._open[r.id] = _Prefix(self._attempts, model, names)
+        self.copies.look_up(r.id, self._attempts, model, names)
+
+    def found(self, event: KvFoundEvent) -> None:
+        """Take the answer of a look-up."""
+        here = self._open.get(event.request_id)
+        if here is not None and here.attempt == event.attempt and not here.n:
+            here.tiers = event.tiers
+
+    def is_searching(self, r: Request) -> bool:
+        """Return whether the answer to a request's look-up has yet to come."""
+        here = self._open.get(r.id)
+        return here is not None and here.tiers is None
+
+    def forget(self, r: Request) -> None:
+        """Forget a request that has ended."""
+        self.stop(r)
+        self._open.pop(r.id, None)
+
+    # -- fetches ----------------------------------------------------------------------------------
+
+    def fetch(self, m: ModelState, r: Request) -> None:
+        """Begin to fetch blocks of a request that was just admitted, if there are any and that
+        takes less time than to compute them."""
+        here = self._open.pop(r.id, None)
+        if here is None or here.tiers is None or self.copies is None:
+            return
+        size = m.spec.block_tokens
+        start = r.computed // size
+        n = len(here.tiers[start:].partition(MISSING)[0])
+        blocks = r.blocks[start : start + n]
+        n_bytes = n * m.spec.block_bytes
+        total, rate = len(r.tokens), self._rate()
+        if not n or m.kv.lies_abroad(blocks):  # their lender may ask for these at any time
+            return
+        if not is_worth_fetching(m.costs, r.computed, n * size, total, n_bytes, rate):
+            return
+        here.start, here.n = start, n
+        self._open[r.id] = here
+        m.running.begin_fetch(r)
+        names = here.names[start : start + n]
+        targets = [(m.kv.block_address(b), m.spec.block_bytes) for b in blocks]
+        self.copies.fetch(r.id, here.attempt, here.model, names, targets)
+
+    def fetched(self, m: ModelState, r: Request, event: KvFetchedEvent) -> None:
+        """End a fetch: the request computes what it has not brought."""
+        here = self._open.get(r.id)
+        if here is None or here.attempt != event.attempt or not here.n:
+            return
+        del self._open[r.id]
+        m.running.end_fetch(r)
+        size, came = m.spec.block_tokens, min(event.blocks, here.n)
+        self.fetches += 1
+        self.failed += came < here.n
+        if not came:
+            return
+        assert here.tiers is not None
+        for letter in here.tiers[here.start : here.start + came]:
+            self.fetched_tokens[TIER_OF[letter]] += size
+        if r.cached_tokens == r.computed and not r.generated:
+            r.cached_tokens += came * size
+        m.running.compute(r, (here.start + came) * size)
+        m.kv.hit_tokens += came * size
+        m.kv.remember(r.tokens, r.blocks, r.computed, r.salt, r.submission.tenant)
+
+    def stop(self, r: Request) -> None:
+        """Stop the fetch of a request, whose blocks are about to be freed."""
+        here = self._open.get(r.id)
+        if here is not None and here.n:
+            del self._open[r.id]
+            if self.copies is not None:
+                self.copies.stop(r.id)
+
+    # -- stores -----------------------------------------------------------------------------------
+
+    def store(self, m: ModelState, r: Request, named: Iterable[NamedBlock]) -> None:
+        """Store blocks of a request that have filled, if fetching them can ever pay."""
+        if self.copies is None or m.kv_stream is not None or not m.kv.in_window:
+            return
+        model, size = _key(m, r), m.spec.block_tokens
+        costs, n_bytes, tenant = m.costs, m.spec.block_bytes, r.submission.tenant
+        blocks = []
+        for block, name, parent, at in named:
+            if block < 0 or m.kv.lies_abroad([block]):
+                continue  # it is staged, or its lender may ask for it at any time
+            # A chain is fetched as one, so that its overhead does not count here.
+            end = (at + 1) * size
+            if is_worth_fetching(costs, at * size, size, end, n_bytes, self._rate(), 0.0):
+                seconds = costs.per_token * size
+                of = KvBlock(name, parent, n_bytes, model, tenant, seconds)
+                blocks.append(BlockToStore(block, m.kv.block_address(block), of))
+        if blocks:
+            self.copies.store(m.spec.name, blocks)
+
+
+def _key(m: ModelState, r: Request) -> str:
+    """Return what blocks of a request's model and adapter are filed under."""
+    adapter = "" if r.adapter is None else m.spec.adapters[r.adapter].fingerprint
+    return f"{extents.form(m.kv)}:{adapter}"

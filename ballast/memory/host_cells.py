@@ -1,0 +1,156 @@
+"""Allocate cells of one memfd that all workers of a host map: memory of the KV host tier.
+
+Used by `kv.host_store` in the process that owns the store. The file cannot change its size, so that
+no mapping of it can break; its memory is allocated before cells are handed out, so that a lack of
+it is an answer and not a signal. A cell is written by one process at a time: the one it was given.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+
+from ballast.core.errors import DeviceError
+from ballast.core.units import KiB, MiB, ceil_div, format_bytes
+from ballast.memory.host_memory import available
+from ballast.memory.runs import runs_of
+
+log = logging.getLogger(__name__)
+
+CELL_BYTES = 32 * KiB
+"""Unit of allocation: a block of KV takes whole cells, which need not be neighbours."""
+AHEAD_BYTES = 256 * MiB
+"""Bytes that have memory before they are used, so that nobody waits for fresh memory."""
+STEP_BYTES = 4 * MiB
+"""Bytes that get memory at a time."""
+LEAST_LEFT = 256 * MiB
+"""Bytes of the machine's memory that are left to others."""
+Runs = tuple[tuple[int, int], ...]
+"""(first cell, cells) of neighbours, in the order in which they hold a block's bytes."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class CellBook:
+    """Which cells are free. Used ones are given back in any order."""
+
+    def __init__(self, n_cells: int) -> None:
+        self.n_cells = n_cells
+        self.ready = n_cells
+        """Cells, from the first, that can be handed out."""
+        self._end = 0
+        """No cell from here on was ever used."""
+        self._free: list[int] = []
+
+    @property
+    def used(self) -> int:
+        return self._end - len(self._free)
+
+    @property
+    def end(self) -> int:
+        """Number of cells, from the first, of which each was used at some time."""
+        return self._end
+
+    def allocate(self, n_bytes: int) -> Runs | None:
+        """Return cells for `n_bytes`; None if too few are free."""
+        n = ceil_div(n_bytes, CELL_BYTES)
+        fresh = max(0, n - len(self._free))
+        if self._end + fresh > self.ready:
+            return None
+        cells = [self._free.pop() for _ in range(n - fresh)]
+        cells += range(self._end, self._end + fresh)
+        self._end += fresh
+        return tuple(runs_of(sorted(cells)))
+
+    def release(self, runs: Runs) -> None:
+        for first, n in reversed(runs):
+            self._free += range(first + n - 1, first - 1, -1)
+
+
+class HostCells(CellBook):
+    """Cells with memory: a memfd, whose descriptor is passed to the processes that map it."""
+
+    def __init__(self, n_bytes: int, threaded: bool = True) -> None:
+        """`threaded`: memory is allocated ahead by a thread; else all of it, now. Raises
+        DeviceError."""
+        super().__init__(n_bytes // CELL_BYTES)
+        self.ready = 0
+        self.n_bytes = self.n_cells * CELL_BYTES
+        try:
+            self.fd = os.memfd_create("ballast kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, self.n_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            raise DeviceError("memfd_create", error.strerror or str(error)) from error
+        self._wanted = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="kv-host", daemon=True)
+            self._thread.start()
+        else:
+            while self.ready < self.n_cells and self._prepare():
+                pass
+
+    def allocate(self, n_bytes: int) -> Runs | None:
+        runs = super().allocate(n_bytes)
+        if self._lacks_ahead:
+            with self._wanted:
+                self._wanted.notify()
+        return runs
+
+    def read(self, runs: Runs, n_bytes: int) -> bytes:
+        """Return the first `n_bytes` in cells."""
+        parts = [os.pread(self.fd, n * CELL_BYTES, first * CELL_BYTES) for first, n in runs]
+        return b"".join(parts)[:n_bytes]
+
+    def write(self, runs: Runs, data: bytes) -> None:
+        at = 0
+        for first, n in runs:
+            part = data[at : at + n * CELL_BYTES]
+            os.pwrite(self.fd, part, first * CELL_BYTES)
+            at += len(part)
+
+    def wipe(self, runs: Runs) -> None:
+        """Overwrite cells with zeros."""
+        for first, n in runs:
+            os.pwrite(self.fd, bytes(n * CELL_BYTES), first * CELL_BYTES)
+
+    def close(self) -> None:
+        """Give the memory back, once no process maps it."""
+        with self._wanted:
+            self._closing = True
+            self._wanted.notify()
+        if self._thread is not None:
+            self._thread.join()
+        os.close(self.fd)
+
+    @property
+    def _lacks_ahead(self) -> bool:
+        return self.ready < min(self.n_cells, self.end + AHEAD_BYTES // CELL_BYTES)
+
+    def _run(self) -> None:
+        while True:
+            with self._wanted:
+                while not self._lacks_ahead and not self._closing:
+                    self._wanted.wait()
+                if self._closing:
+                    return
+            if not self._prepare():
+                return
+
+    def _prepare(self) -> bool:
+        """Give the next cells memory; False, said once: the machine has no more."""
+        at = self.ready * CELL_BYTES
+        n = min(STEP_BYTES, self.n_bytes - at)
+        try:
+            if available()[0] < n + LEAST_LEFT:
+                raise OSError(None, "the machine has no more memory")
+            os.posix_fallocate(self.fd, at, n)
+        except OSError as error:
+            log.warning("kv_host has %s: %s", format_bytes(at), error.strerror)
+            self.n_cells = self.ready
+            return False
+        self.ready += n // CELL_BYTES
+        return True

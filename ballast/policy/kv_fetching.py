@@ -1,0 +1,35 @@
+"""Decide whether KV that lies in a tier below the device is fetched or computed again.
+
+Used by the engine when it admits a request, and when a block has filled: what would never be
+fetched is not stored either.
+"""
+
+from __future__ import annotations
+
+from ballast.core.cost import StepCosts, copy_seconds
+
+OVERHEAD_SECONDS = 1e-3
+"""Of a fetch, beside its copy: a message each way, and a turn of the loop."""
+
+
+def computing_seconds(costs: StepCosts, start: int, tokens: int, total: int) -> float:
+    """Return the seconds by which prefilling positions `start` to `total` takes longer than doing
+    so from `start + tokens` on."""
+    rest = total - start - tokens
+    later = costs.prefill_seconds(rest, start + tokens) if rest > 0 else 0.0
+    return costs.prefill_seconds(total - start, start) - later
+
+
+def is_worth_fetching(
+    costs: StepCosts,
+    start: int,
+    tokens: int,
+    total: int,
+    n_bytes: int,
+    bytes_per_second: float,
+    overhead: float = OVERHEAD_SECONDS,
+) -> bool:
+    """Return whether fetching `n_bytes`, the KV of `tokens` positions from `start` of a prompt of
+    `total`, takes less time than computing it."""
+    fetching = overhead + copy_seconds(n_bytes, bytes_per_second)
+    return fetching < computing_seconds(costs, start, tokens, total)

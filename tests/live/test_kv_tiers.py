@@ -1,0 +1,130 @@
+"""KV outlives its model's eviction and its device in host memory, and no token changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from ballast.bench.inprocess import Answer, InProcess
+from ballast.core.actions import Evict
+from ballast.core.cost import UNMEASURED
+from ballast.core.kv_tiers import KvTierSettings
+from ballast.core.request import Sampling, Submission
+from ballast.core.settings import FleetSettings
+from ballast.core.units import MiB
+from ballast.kv.host_store import HostStore
+from ballast.live.own_store import OwnConnection
+from tests.engine.checkpoints import VOCAB, make_llama
+from tests.live.test_command_executor import ordered
+from tests.live.test_live_device import fleet
+
+FIRST = tuple((7 * k * k + 3) % VOCAB for k in range(150))
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> FleetSettings:
+    root = tmp_path_factory.mktemp("models")
+    paths = {n: make_llama(root / n, i, num_hidden_layers=2) for i, n in enumerate("ab")}
+    return fleet(paths)
+
+
+def turn(id: str, prompt: tuple[int, ...], tenant: str = "") -> Submission:
+    sampling = Sampling(temperature=0.8, seed=5, logprobs=0)
+    salt = f"key:{tenant}" if tenant else ""
+    return Submission(
+        id=id,
+        model="a",
+        prompt=prompt,
+        max_tokens=24,
+        sampling=sampling,
+        ignore_eos=True,
+        salt=salt,
+        tenant=tenant,
+    )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what other threads do."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def with_store(settings: FleetSettings, store: HostStore | None) -> InProcess:
+    """A device with costs by which every fetch pays."""
+    kv = KvTierSettings(host_bytes=0 if store is None else 1)
+    connection = None if store is None else OwnConnection(store)
+    costs = dict.fromkeys("ab", UNMEASURED)
+    return InProcess(replace(settings, kv=kv), costs=costs, kv_store=connection)
+
+
+def second(first: Answer) -> tuple[int, ...]:
+    return (*FIRST, *first.tokens, 5, 6, 7)
+
+
+def check(found: Answer, expected: Answer) -> None:
+    assert found.tokens == expected.tokens
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def test_kv_survives_eviction_and_its_device(settings: FleetSettings) -> None:
+    with with_store(settings, None) as server:
+        first = server.generate([turn("1", FIRST)])["1"]
+        expected = server.generate([turn("2", second(first))])["2"]
+    store = HostStore.of(8 * MiB, threaded=False)
+    with with_store(settings, store) as server:
+        size = server.device.specs["a"].block_tokens
+        check(server.generate([turn("1", FIRST)])["1"], first)
+        full = (len(FIRST) + 23) // size
+        until(lambda: store.counts.stored == full)
+        assert ordered(server, Evict("a")).code is None
+        again = server.generate([turn("2", second(first))])["2"]
+        check(again, expected)
+        assert again.finished.cached_tokens == full * size
+        assert server.device.state.tiers.fetched_tokens.total() == full * size
+        server.drain()
+        server.device.state.validate()
+    with with_store(settings, store) as server:  # another device
+        again = server.generate([turn("3", second(first))])["3"]
+        check(again, expected)
+        assert again.finished.cached_tokens >= full * size
+    store.validate()
+
+
+def test_a_block_that_has_changed_is_computed_again(settings: FleetSettings) -> None:
+    store = HostStore.of(8 * MiB, threaded=False)
+    with with_store(settings, store) as server:
+        first = server.generate([turn("1", FIRST)])["1"]
+        size = server.device.specs["a"].block_tokens
+        until(lambda: store.counts.stored == (len(FIRST) + 23) // size)
+        expected = server.generate([turn("2", second(first))])["2"]
+        assert ordered(server, Evict("a")).code is None
+        held = list(store._held.values())
+        store.cells.write(held[3].runs, b"torn")
+        again = server.generate([turn("3", second(first))])["3"]
+        check(again, expected)
+        assert again.finished.cached_tokens == 3 * size
+    assert store.counts.corrupt == 1
+    store.validate()
+
+
+def test_keys_do_not_share(settings: FleetSettings) -> None:
+    store = HostStore.of(8 * MiB, threaded=False)
+    with with_store(settings, store) as server:
+        first = server.generate([turn("1", FIRST, "one")])["1"]
+        size = server.device.specs["a"].block_tokens
+        full = (len(FIRST) + 23) // size
+        until(lambda: store.counts.stored == full)
+        assert ordered(server, Evict("a")).code is None
+        other = server.generate([turn("2", second(first), "two")])["2"]
+        assert other.finished.cached_tokens == 0
+        assert ordered(server, Evict("a")).code is None
+        assert store.scrub(tenant="one") == full
+        again = server.generate([turn("3", second(first), "one")])["3"]
+        assert again.finished.cached_tokens == 0
+        check(again, other)
+    store.validate()
