@@ -96,6 +96,8 @@ class KvBroker:
                 self._write(connection)
         except BlockingIOError:
             pass
+        except ConnectionResetError:  # it ended before it had read all answers
+            self.close(connection)
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("a worker shares no KV any more: %s", error)
             self.close(connection)

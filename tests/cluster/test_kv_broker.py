@@ -1,0 +1,77 @@
+"""The host's KV store over sockets: long chains, workers that die, a server that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+from ballast.cluster.kv_broker import KvBroker
+from ballast.cluster.kv_client import KvClient
+from ballast.kv.host_store import HostStore, Slot
+from ballast.kv.tier_shelf import KvBlock
+from ballast.memory.host_cells import CELL_BYTES, Runs
+from tests.kv.test_directory import MODEL, chain, names
+
+BLOCKS = 700
+"""More than fit one message."""
+
+
+def reserved(client: KvClient, blocks: Sequence[KvBlock]) -> Sequence[Runs | None]:
+    answers: list[Sequence[Runs | None]] = []
+    for at in range(0, len(blocks), 64):
+        done = threading.Event()
+        client.reserve(blocks[at : at + 64], lambda cells, d=done: (answers.append(cells), d.set()))  # type: ignore[misc]
+        assert done.wait(60)
+    return [cells for answer in answers for cells in answer]
+
+
+def looked_up(client: KvClient, blocks: Sequence[KvBlock]) -> str:
+    done, answers = threading.Event(), list[str]()
+    client.look_up(MODEL, names(list(blocks)), lambda t: (answers.append(t), done.set()))
+    assert done.wait(60)
+    return answers[0]
+
+
+def fetched(client: KvClient, blocks: Sequence[KvBlock]) -> Sequence[Slot]:
+    done, answers = threading.Event(), list[Sequence[Slot]]()
+    client.fetch(MODEL, names(list(blocks)), lambda s: (answers.append(s), done.set()))
+    assert done.wait(60)
+    return answers[0]
+
+
+def test_workers_share_what_they_stored_and_leave_nothing_locked() -> None:
+    blocks, others = chain("a", BLOCKS), chain("b", 3)
+    store = HostStore.of(BLOCKS * CELL_BYTES, threaded=False)
+
+    def work(broken: KvClient, client: KvClient) -> None:
+        cells = reserved(broken, blocks)
+        assert len(cells) == BLOCKS
+        assert None not in cells
+        assert isinstance(cells[9], tuple)
+        first = cells[9][0][0] * CELL_BYTES
+        broken.memory[first : first + 4] = b"here"
+        broken.land([(b.name, i) for i, b in enumerate(blocks[:600])])
+        assert looked_up(broken, blocks) == "h" * 600
+        assert None in reserved(client, chain("c", BLOCKS))
+        assert len(fetched(broken, blocks)) == 600
+        broken.close()
+        slots = fetched(client, blocks)
+        assert [s.checksum for s in slots] == list(range(600))
+        at = slots[9].runs[0][0] * CELL_BYTES
+        assert bytes(client.memory[at : at + 4]) == b"here"
+        client.release(names(blocks[:600]))
+        assert None not in reserved(client, others)
+
+    async def serve() -> None:
+        broker = KvBroker(store)
+        clients = [KvClient(broker.open()[1].detach()) for _ in range(2)]
+        await asyncio.to_thread(work, *clients)
+        store.validate()
+        broker.shut()
+        # The server has ended: everything is answered, with nothing.
+        assert await asyncio.to_thread(looked_up, clients[1], blocks) == ""
+        assert await asyncio.to_thread(reserved, clients[1], blocks[:1]) == []
+        clients[1].close()
+
+    asyncio.run(serve())
