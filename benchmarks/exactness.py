@@ -10,6 +10,8 @@
 - `remap`: the same, while which layers rotate, and through how many slots, changes at random every
   few steps (`benchmarks/rotations.py`): on each of `PATHS`, against `transformers`, and seeded
   sampling against the undisturbed run.
+- `streams`: the same, while KV of random layers streams too, in the same passes, and parts of
+  models are evicted at random.
 - `sampling`: seeded sampling, the pressured run against the same requests served alone.
 
 Every token of ours is compared with the reference's choice after the *same* tokens, so one
@@ -36,12 +38,14 @@ from transformers import AutoModelForCausalLM
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.errors import UnsupportedModel
 from ballast.core.request import Sampling, Submission
+from ballast.core.rotation import WHOLE
 from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
 from ballast.weights.checkpoint import read_spec
 from benchmarks.adapters import merged, random_adapter
 from benchmarks.common import finish, options
 from benchmarks.families import FAMILIES, VOCAB, config, make
+from benchmarks.kv_swaps import RandomSwaps
 from benchmarks.rotations import RandomRotations
 
 MARGIN = 1e-4
@@ -238,9 +242,9 @@ def make_llama(directory: Path, seed: int, **changes: int) -> Path:
     return directory
 
 
-def tight(paths: dict[str, Path]) -> FleetSettings:
+def tight(paths: dict[str, Path], preset: str = "balloon") -> FleetSettings:
     """A budget for the arena, the weights of two models and the KV of a few requests."""
-    roomy = fleet(paths, 512 * MiB)
+    roomy = replace(fleet(paths, 512 * MiB), preset=preset)
     with InProcess(roomy) as server:
         state = server.device.state
         page = roomy.device.page_bytes
@@ -263,16 +267,17 @@ def run_tight(
     return answers, moved
 
 
-def check_remap(scratch: Path, n: int) -> dict[str, Any]:
+def check_remap(scratch: Path, n: int, *, kv: bool = False) -> dict[str, Any]:
     """`ok`; on every path the verdict, the plans there were, and the layers they brought; and
-    whether seeded sampling, too, gives what it gives undisturbed. `n` requests of each model."""
+    whether seeded sampling, too, gives what it gives undisturbed. `n` requests of each model;
+    `kv`: it streams as well, and parts are evicted."""
     deep = {"hidden_size": 128, "intermediate_size": 256}
     paths = {
         "llama": make_llama(scratch / "a", 0, num_hidden_layers=12, **deep),
         "second": make_llama(scratch / "b", 1, num_hidden_layers=9, **deep),
         "third": make_llama(scratch / "c", 2, num_hidden_layers=7, **deep),
     }
-    settings = tight(paths)
+    settings = tight(paths, "kvswap" if kv else "balloon")
     greedy = asked(list(paths), n, seed=2)
     models = {name: reference(path) for name, path in paths.items()}
     found: dict[str, dict[str, Any]] = {}
@@ -282,7 +287,8 @@ def check_remap(scratch: Path, n: int) -> dict[str, Any]:
         answers = _disturbed(replace(settings, models=changed), greedy, counted)
         for r in greedy:
             compare(models[r.model], r.prompt, answers[r.id], verdict)
-        moved = verdict.ok and counted["plans"] > 20 and counted["loads"] > 100
+        moved = verdict.ok and counted["Remap"] > 20 and counted["loads"] > 100
+        moved = moved and (not kv or min(counted["SwapKv"], counted["Evict"], counted["both"]) > 5)
         found[path] = {**verdict.to_json(), **counted, "ok": moved}
     sampled = asked(list(paths), n, seed=3, temperature=0.8)
     counted = Counter[str]()
@@ -296,16 +302,21 @@ def check_remap(scratch: Path, n: int) -> dict[str, Any]:
 def _disturbed(
     settings: FleetSettings, requests: list[Submission], counted: Counter[str]
 ) -> dict[str, Answer]:
-    """The answers of a server whose layers rotate at random; what that took is counted."""
+    """The answers of a server whose layers stream at random; what that took is counted."""
     with InProcess(settings) as server:
-        loop = server.device.loop
-        loop.use_preset(replace(loop.preset, memory=RandomRotations(loop.preset.memory)))
-        answers = server.generate(requests)
-        counted["plans"] = sum(
-            entry["action"] == "Remap" and "refused" not in entry
-            for entry in server.device.decisions()
+        loop, state = server.device.loop, server.device.state
+        policy = RandomRotations(loop.preset.memory)
+        if loop.preset.requires.kv_swapping:
+            policy = RandomRotations(RandomSwaps(loop.preset.memory), evictions=20)
+        loop.use_preset(replace(loop.preset, memory=policy))
+        server.listen = lambda now, output: counted.update(
+            both=sum(WHOLE not in (m.rotation, m.kv.rotation) for m in state.models.values())
         )
-        for m in server.device.state.models.values():
+        answers = server.generate(requests)
+        counted.update(
+            entry["action"] for entry in server.device.decisions() if "refused" not in entry
+        )
+        for m in state.models.values():
             if m.weights.stream is not None:
                 counted["loads"] += m.weights.stream.loads.n
                 counted["preemptions"] += m.preemptions
@@ -321,6 +332,7 @@ def table(result: Mapping[str, Any]) -> Table:
             **result["families"],
             "adapters": result["adapters"],
             "remap": result["remap"],
+            "streams": result["streams"],
         }.items()
         for path, verdict in found.items()
         if path not in ("ok", "sampling")
@@ -356,6 +368,7 @@ def main() -> None:
         for r in greedy:
             compare(models[r.model], r.prompt, answers[r.id], pressure)
         remap = check_remap(Path(scratch) / "deep", n)
+        streams = check_remap(Path(scratch) / "deep", n, kv=True)
         sampled = asked(list(paths), n, seed=3, temperature=0.8)
         disturbed, moved_sampling = run_tight(settings, sampled)
         undisturbed: dict[str, Answer] = {}
@@ -367,6 +380,7 @@ def main() -> None:
         "families": families,
         "adapters": adapters,
         "remap": remap,
+        "streams": streams,
         "pressure": {
             **pressure.to_json(),
             **moved,
@@ -380,7 +394,7 @@ def main() -> None:
         },
     }
     result["ok"] = all(f["ok"] for f in families.values()) and all(
-        result[part]["ok"] for part in ("adapters", "remap", "pressure", "sampling")
+        result[part]["ok"] for part in ("adapters", "remap", "streams", "pressure", "sampling")
     )
     finish(args, "exactness", result, table(result))
 

@@ -1,11 +1,11 @@
-"""A policy that changes which layers rotate at random, every few steps, beside one that serves."""
+"""A policy that changes where layers are at random, every few steps, beside one that serves."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
 
-from ballast.core.actions import Action, Decision, Remap
+from ballast.core.actions import Action, Decision, Evict, Remap
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.view import DeviceView, Residency
 from ballast.policy.base import MemoryPolicy
@@ -14,7 +14,8 @@ from ballast.policy.market.claims import earliest
 
 @dataclass
 class RandomRotations(MemoryPolicy):
-    """Asks `policy`, and every `every` seconds for another rotation of each model on the device.
+    """Asks `policy`, and every `every` seconds for another rotation of each model on the device;
+    instead, `evictions` times in all, now and then for the eviction of a part of it.
 
     Not pure: it draws from its own generator.
     """
@@ -23,6 +24,7 @@ class RandomRotations(MemoryPolicy):
     every: float = 0.005
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     due: float = 0.0
+    evictions: int = 0
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         decision = self.policy(view, memo)
@@ -30,7 +32,13 @@ class RandomRotations(MemoryPolicy):
         if view.now >= self.due:
             self.due = view.now + self.every * self.rng.uniform(0.2, 2.0)
             for m in view.models:
-                if m.residency is Residency.RESIDENT and m.rotatable and self.rng.random() < 0.7:
+                if m.residency is not Residency.RESIDENT or not m.rotatable:
+                    continue
+                if self.evictions and self.rng.random() < 0.05:
+                    self.evictions -= 1
+                    pages = self.rng.randint(1, m.present_pages)
+                    actions.append(Evict(m.name, "at random", pages))
+                elif self.rng.random() < 0.7:
                     actions.append(Remap(m.name, self.draw(m.rotatable), "at random"))
         return replace(
             decision, actions=tuple(actions), wake_at=earliest(decision.wake_at, self.due)

@@ -66,10 +66,10 @@ def build_state(
 
     The lanes' activation arena, sized by the largest jobs of the models, is allocated first.
     `make_stream`: makes what streams a model's layers; None: none can stream. `swaps_kv`: KV
-    streams, and weights do not; `stages_kv`: blocks of KV can be staged, beside weights. `refuse`
-    is called with the name of a model that cannot be placed and the exception; the other models are
-    placed. Raises ConfigError if the budget cannot hold the arena, and, without `refuse`, the
-    exception of a model that cannot be placed.
+    streams, `stages_kv`: blocks of KV can be staged, both beside weights. `refuse` is called with
+    the name of a model that cannot be placed and the exception; the other models are placed. Raises
+    ConfigError if the budget cannot hold the arena, and, without `refuse`, the exception of a model
+    that cannot be placed.
     """
     pool = Pool(vm, settings.budget_bytes // settings.page_bytes)
     lending = Lending(pool, Borrower(pool, vm, settings.name), settings.name)
@@ -157,10 +157,7 @@ def build_model(
     if kv_staging is not None:
         kv_staging.add_staging(kv)
     kv.move = _layered_mover(kv, kv_stream, copy) if layered else _mover(kv, copy)
-    weight_stream = None if swaps_kv else stream
-    weights = WeightsOnDevice(
-        hosted.spec, pool, pool.vm, link, hosted.addresses, shared, weight_stream
-    )
+    weights = WeightsOnDevice(hosted.spec, pool, pool.vm, link, hosted.addresses, shared, stream)
     m = ModelState(
         hosted.spec, weights, kv, costs or UNMEASURED, kv_stream=kv_stream, kv_staging=kv_staging
     )

@@ -36,7 +36,7 @@ def done(state: DeviceState, event: JobDoneEvent) -> list[Output]:
         m.took(seconds, load)
         if seconds is not None:
             m.cost(now - m.life.job_began - event.stall, load)
-    m.weights.job_passed()
+        m.weights.job_passed()
     for work in event.job.work:
         request = state.requests[work.request_id]
         m.running.compute(request, work.end)

@@ -90,7 +90,7 @@ class DeviceState:
         self.migration = Migration()
         self.link = link
         self.make_stream, self.swaps_kv, self.stages_kv = make_stream, swaps_kv, stages_kv
-        """What makes streams of models that join, whether KV streams in place of weights, and
+        """What makes streams of models that join, whether KV streams beside weights, and
         whether blocks of KV can be staged."""
         self.activating: Callable[[str], object] = lambda model: None
         """Called with a model's name when the transfer of its weights has begun."""

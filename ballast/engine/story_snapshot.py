@@ -31,7 +31,7 @@ def snapshot(state: DeviceState, preset: Preset, story: Story) -> Snapshot:
         models=tuple(model_entry(m) for m in models),
         began=story.began,
         overhead=story.overhead,
-        rotates=state.make_stream is not None and not state.swaps_kv,
+        rotates=state.make_stream is not None,
         tiers=state.tiers.copies is not None,
         order=preset.order,
     )

@@ -352,7 +352,7 @@ class LiveDevice:
         made = self.machine.executors(host, segments, m.kv, self.workspaces)
         for executor in made:
             executor.grammars = made[0].grammars  # requests may run on any lane
-            stream = m.weights.stream or m.kv_stream or m.kv_staging
+            stream = m.weights.stream
             if isinstance(stream, HostStream | EventStream):
                 executor.barriers = stream
         self._grammar_compiler.serve(host.spec.name, made[0].grammars)

@@ -19,10 +19,9 @@ class Requirements:
     """Layers of weights can rotate."""
     kv_swapping: bool = False
     """KV lies layer by layer, and that of some layers is copied between device and host in each
-    step.
+    step, beside those of weights.
 
-    Layers of weights do not rotate then: a job waits for one or the other. KV cannot lie on
-    borrowed pages, which back whole blocks.
+    KV cannot lie on borrowed pages then, which back whole blocks.
     """
     dirty: bool = False
     """Only what a step has written of a swapped layer is copied back to the host; else all of
@@ -33,10 +32,6 @@ class Requirements:
     """KV blocks of running requests can be staged on the host: passes bring them layer by layer."""
     following: bool = False
     """Models can be activated on and removed from the device as the load changes."""
-
-    def __post_init__(self) -> None:
-        if self.rotation and self.kv_swapping:
-            raise ValueError("layers of weights, or their KV, can rotate, not both")
 
     def refusal(self, device: DeviceSettings) -> str | None:
         """Return why a device does not meet the requirements, or None."""

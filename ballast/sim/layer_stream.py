@@ -164,6 +164,7 @@ class SimStream:
         """Begin the job that computes nothing and moves KV."""
         self._moved, self._move_seconds = ended, 0.0
         self._submit(now, self._stream.move(self._kv, *self._moving))
+        self._end_move(now)  # slots alone may change
 
     # -- for jobs ---------------------------------------------------------------------------------
 
@@ -229,14 +230,17 @@ class SimStream:
             self.loads.add(self._layer_bytes[copy.layer], seconds)
         if self._moved is not None and copy.buffer.written:
             self._move_seconds += seconds
-            if not self._stream.open:
-                ended, self._moved = self._moved, None
-                ended(now, self._move_seconds)
+            self._end_move(now)
         elif self._job is not None:
             self._job.landed(now, copy.layer)
             if copy.buffer.written and not self._stream.open:
                 self._job.closed(now)
         self._tell_settled(now)
+
+    def _end_move(self, now: float) -> None:
+        if self._moved is not None and not self._stream.open:
+            ended, self._moved = self._moved, None
+            ended(now, self._move_seconds)
 
     def _arrived(self, id: int, arrival: Arrival, now: float, n_bytes: int, last: bool) -> None:
         """Note that the first `n_bytes` of a load of all weights have landed."""

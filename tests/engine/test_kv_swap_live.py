@@ -1,4 +1,4 @@
-"""KV goes to the host and back while models serve: no token changes, and the books stay right."""
+"""KV and weights go to and fro while models serve: no token changes, and the books stay right."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import pytest
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.errors import ConfigError
+from ballast.core.rotation import WHOLE
 from ballast.core.settings import FleetSettings
 from ballast.live.device import LiveDevice
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.presets import Preset
 from benchmarks.kv_swaps import RandomSwaps
+from benchmarks.rotations import RandomRotations
 from tests.engine.checkpoints import make_llama
 from tests.engine.test_rotating import with_path
 from tests.live.test_live_device import NAMES, asked, fleet
@@ -30,17 +33,18 @@ def swapping(settings: FleetSettings, **options: float) -> FleetSettings:
 
 
 @pytest.mark.parametrize(
-    ("model_impl", "linear", "dirty", "lanes"),
+    ("model_impl", "linear", "dirty", "lanes", "weights"),
     [
-        ("generic", "plain", 0, 1),
-        ("fused", "packed", 0, 1),
-        ("fused", "packed", 1, 1),
-        ("fused", "packed", 0, 2),
+        ("generic", "plain", 0, 1, True),
+        ("fused", "packed", 0, 1, False),
+        ("fused", "packed", 1, 1, True),
+        ("fused", "packed", 0, 2, True),
     ],
 )
 def test_swapped_kv_changes_no_token(
-    paths: dict[str, Path], model_impl: str, linear: str, dirty: int, lanes: int
+    paths: dict[str, Path], model_impl: str, linear: str, dirty: int, lanes: int, weights: bool
 ) -> None:
+    """`weights`: they stream as well, in the same passes."""
     asked_for = [*asked(3), *(replace(r, id=f"{r.id}-warm") for r in asked(2, 0.8))]
     requests = [replace(r, max_tokens=20) for r in asked_for]
     settings = with_path(fleet(paths), model_impl, linear)
@@ -50,20 +54,18 @@ def test_swapped_kv_changes_no_token(
     settings = replace(settings, device=several)
     with InProcess(swapping(settings, dirty=dirty)) as server:
         loop = server.device.loop
-        loop.use_preset(
-            Preset(
-                "random",
-                RandomSwaps(KvSwap(pooled=1, dirty=dirty)),
-                loop.preset.compute,
-                loop.preset.order,
-            )
-        )
+        policy: MemoryPolicy = RandomSwaps(KvSwap(pooled=1, dirty=dirty))
+        if weights:
+            policy = RandomRotations(policy, every=0.002)
+        loop.use_preset(Preset("random", policy, loop.preset.compute, loop.preset.order))
         rotations = set()
         server.listen = lambda now, output: rotations.update(
-            m.kv.rotation for m in server.device.state.models.values()
+            (m.kv.rotation, m.rotation) for m in server.device.state.models.values()
         )
         answers = server.generate(requests)
-    assert len(rotations) > 4
+    assert len({kv for kv, _ in rotations}) > 4
+    both = [r for r in rotations if WHOLE not in r]
+    assert len(both) > 4 if weights else not both
     for id, answer in answers.items():
         assert answer.tokens == alone[id].tokens, id
         assert answer.logprobs == pytest.approx(alone[id].logprobs, abs=1e-4)

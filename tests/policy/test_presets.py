@@ -567,8 +567,3 @@ def test_only_who_expects_work_gives_a_busy_model_several_devices() -> None:
         assert policy.moves == (placement in ("follow", "both", "kvpr"))
     decision = PLACEMENTS["weights"](FleetView(0.0, (), ()), "memo")
     assert decision == FleetDecision(memo="memo"), "it wishes never to be asked"
-
-
-def test_layers_of_weights_and_of_kv_cannot_both_rotate() -> None:
-    with pytest.raises(ValueError, match="not both"):
-        Requirements(rotation=True, kv_swapping=True)

@@ -1,13 +1,14 @@
-"""A preset that lets random layers rotate, over one that does the rest."""
+"""A preset that lets random layers of weights, and KV, rotate, over one that does the rest."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 
-from ballast.core.actions import Action, Decision, Remap
+from ballast.core.actions import Action, Decision, Remap, SwapKv
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.rotation import WHOLE, Rotation
@@ -15,6 +16,7 @@ from ballast.core.settings import FleetSettings
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy import presets
 from ballast.policy.base import MemoryPolicy
+from ballast.policy.requirements import Requirements
 from tests.sim.test_enough_memory import world
 
 NAME = "restless"
@@ -29,6 +31,12 @@ class Restless(MemoryPolicy):
     """A place in `BASES`."""
     every: float = 0.05
     """Most seconds until it changes its mind."""
+    kv: float = 0
+    """Whether KV of random layers is swapped as well."""
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(rotation=True, kv_swapping=bool(self.kv))
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         inner, asked = memo if isinstance(memo, tuple) else (None, 0)
@@ -39,7 +47,11 @@ class Restless(MemoryPolicy):
         remaps: list[Action] = []
         if there and rng.random() < 0.5:
             m = rng.choice(there)
-            remaps.append(Remap(m.name, self._rotation(m, rng), "restless"))
+            remaps.append(Remap(m.name, self._rotation(m.rotatable, rng), "restless"))
+        swappable = [m for m in there if m.kv_rotation is not None and not m.kv_swapping]
+        if swappable and rng.random() < 0.5:
+            m = rng.choice(swappable)
+            remaps.append(SwapKv(m.name, self._nested(m, rng), "restless"))
         soon = view.now + rng.random() * self.every
         return replace(
             decision,
@@ -49,10 +61,18 @@ class Restless(MemoryPolicy):
         )
 
     @staticmethod
-    def _rotation(m: ModelView, rng: random.Random) -> Rotation:
-        n = rng.randint(1, len(m.rotatable))
-        layers = tuple(sorted(rng.sample(m.rotatable, n)))
+    def _rotation(among: Sequence[int], rng: random.Random) -> Rotation:
+        n = rng.randint(1, len(among))
+        layers = tuple(sorted(rng.sample(among, n)))
         return Rotation(layers, rng.randint(1, min(3, n - 1))) if n > 1 else WHOLE
+
+    @classmethod
+    def _nested(cls, m: ModelView, rng: random.Random) -> Rotation:
+        """A rotation of KV that contains the present one, or is contained in it."""
+        now = m.kv_rotation
+        if not now or now == WHOLE:
+            return cls._rotation(range(m.spec.n_layers), rng)
+        return cls._rotation(now.layers, rng)
 
 
 def register(patch: pytest.MonkeyPatch) -> None:
@@ -61,11 +81,16 @@ def register(patch: pytest.MonkeyPatch) -> None:
 
 
 def restless_world(
-    seed: int, lanes: int = 1
+    seed: int, lanes: int = 1, *, kv: bool = False
 ) -> tuple[FleetSettings, list[ModelSpec], list[Submission]]:
-    """A random world under it."""
+    """A random world under it; `kv`: in which KV streams as well."""
     fleet, specs, requests = layered_world(seed, NAME, lanes)
-    return replace(fleet, options={"base": float(seed % len(BASES))}), specs, requests
+    if kv:  # a layer's part of a slab has a page of its own
+        more = 40 * max(s.n_layers for s in specs) * fleet.device.page_bytes
+        device = replace(fleet.device, budget_bytes=fleet.device.budget_bytes + more)
+        fleet = replace(fleet, device=device)
+    options = {"base": float(seed % len(BASES)), "kv": float(kv)}
+    return replace(fleet, options=options), specs, requests
 
 
 LENDING = (0, 7, 8, 13, 30, 31, 38, 43, 46)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.core.actions import Action, DropCache, Preempt, SwapKv
+from ballast.core.actions import Action, DropCache, Preempt, Remap, SwapKv
 from ballast.core.clock import VirtualClock
 from ballast.core.event import FinishedOutput, JobDoneEvent
 from ballast.core.job import Job
@@ -19,6 +19,8 @@ from ballast.core.kv_swap import swapped_seconds
 from ballast.core.link import LinkRates
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.view import ModelView, Shortage
+from ballast.engine.apply import apply
+from ballast.engine.state import DeviceState
 from ballast.engine.story_file import StoryFile
 from ballast.kv.blocks import KvCache
 from ballast.memory.pool import Pool
@@ -342,3 +344,43 @@ def test_layers_do_not_come_home_for_requests_to_be_admitted_and_preempted(
     _, preempted_hastily, changed_hastily = served("kvswap", tolerance=0.02)
     assert preempted < preempted_hastily / 2
     assert changes < changed_hastily / 3
+
+
+def test_a_job_that_moves_kv_passes_no_layer() -> None:
+    """Weights that return may still be loading at its end: evicting them has to wait for that."""
+    settings = replace(fleet("kvswap", [SPEC], 110), options={"pooled": 1})
+    slow = LinkRates.even(1e5)
+    profile = MachineProfile(costs={"a": COSTS}, link=slow, overhead=1e-4)
+    wanted = [
+        Remap("a", Rotation((1, 3, 5), 1)),
+        SwapKv("a", Rotation((2, 4, 6), 1)),
+        Remap("a", WHOLE),
+        SwapKv("a", Rotation((2, 4, 6), 2)),
+    ]
+    loads = list[bool]()
+
+    def act(now: float, state: DeviceState) -> None:
+        m = state.models["a"]
+        stream = m.weights.stream
+        assert isinstance(stream, SimStream)
+        loads.append(any(not c.buffer.written for c in stream._stream.in_flight))
+        assert m.weights.may_be_loading or not loads[-1]
+        turning = m.rotation != m.weights.slots.rotation or m.life.swap_to is not None
+        if m.running and m.job is not None and wanted and not turning:
+            assert apply(state, wanted.pop(0), []) is None
+            if len(wanted) == 1:  # so that nothing is copied by the job that follows
+                assert apply(state, wanted.pop(0), []) is None
+
+    device = SimDevice(
+        settings.of_one_device("this test"),
+        [SPEC],
+        resolve("kvswap", {"reserve": 1.0}),  # KV does not come home
+        profile,
+        lambda now, output: None,
+        observe=act,
+        leaps=False,
+    )
+    device.submit(ARRIVALS[0])
+    device.finish(ARRIVALS[0].arrival)
+    assert not wanted
+    assert any(loads)

@@ -14,11 +14,13 @@ from ballast.core.event import Output
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
+from ballast.core.rotation import WHOLE
 from ballast.core.settings import FleetSettings
 from ballast.core.units import GiB, ceil_div
 from ballast.engine.state import DeviceState
 from ballast.kv.layout import Layout
 from ballast.sim.device import OnDeviceTurn
+from ballast.sim.layer_stream import SimStream
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import Simulated, simulate
 from tests.sim.restless import LENDING, lending_world, register, restless_world
@@ -164,6 +166,35 @@ def test_leaps_change_nothing_where_layers_rotate(
     assert seen["remaps"] > 60, seen
     assert seen["stalls"] > 8, seen
     assert seen["loads"] > seen["jobs"] / 2, seen
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_weights_and_kv_of_a_model_stream_in_one_pass(
+    lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leaps change nothing there either, and all adds up after every turn."""
+    register(monkeypatch)
+    seen: Counter[str] = Counter()
+
+    def look(now: float, state: DeviceState) -> None:
+        state.validate()
+        for m in state.models.values():
+            assert isinstance(m.weights.stream, SimStream)
+            assert m.weights.stream is m.kv_stream
+            loading = any(not c.buffer.written for c in m.weights.stream._stream.in_flight)
+            assert m.weights.may_be_loading or not loading, "it would be evicted beneath a load"
+            seen["both"] += m.job is not None and WHOLE not in (m.rotation, m.kv.rotation)
+
+    for seed in range(4):
+        fleet, specs, requests = restless_world(seed, lanes, kv=True)
+        single, one = run(fleet, specs, requests, leaps=False, observe=look)
+        result, done = run(fleet, specs, requests, leaps=True)
+        assert result == single, f"seed {seed}"
+        assert books(done) == books(one), f"seed {seed}"
+        assert decisions(done) == decisions(one), f"seed {seed}"
+        for e in decisions(done):
+            seen[e["action"]] += "refused" not in e
+    assert min(seen["Remap"], seen["SwapKv"], seen["both"]) > 20, seen
 
 
 def test_leaps_change_nothing_where_layers_lend_their_memory() -> None:

@@ -118,10 +118,14 @@ def test_rotations_replay_to_the_same_actions(
     for seed in range(16):
         lanes = 1 + seed % 3 // 2
         life = recorded_life(
-            tmp_path / f"{seed}", seed, "", lambda seed, _, n=lanes: restless_world(seed, n)
+            tmp_path / f"{seed}",
+            seed,
+            "",
+            lambda seed, _, n=lanes: restless_world(seed, n, kv=seed % 4 == 3),
         )
         found = replay(life)
         assert (found.difference, found.stray) == (None, None), f"seed {seed}: {found.difference}"
+        seen["swaps"] += sum(e.get("action") == "SwapKv" for e in life.entries)
         seen["remaps"] += sum("rotation" in e and "refused" not in e for e in life.entries)
         seen["refused"] += sum("rotation" in e and "refused" in e for e in life.entries)
         seen["settled"] += sum(e.get("event") == "Settled" for e in life.entries)
@@ -131,6 +135,7 @@ def test_rotations_replay_to_the_same_actions(
     assert seen["stalls"] > 50, seen
     assert seen["leaps"] > 50, seen
     assert seen["refused"], seen
+    assert seen["swaps"] > 20, seen
 
 
 def test_layers_that_lend_their_memory_replay(tmp_path: Path) -> None:
