@@ -18,8 +18,10 @@ from ballast.policy.admission.slack import Slack
 from ballast.policy.base import AdmissionPolicy, ComputePolicy, FleetPolicy, MemoryPolicy
 from ballast.policy.compute.adbs import AdaptiveBatches
 from ballast.policy.compute.basic_orders import FirstComeFirstServed, RoundRobin
+from ballast.policy.compute.chunks import Chunks
 from ballast.policy.compute.deadline import Deadline
 from ballast.policy.fleet.fixed_placement import FixedPlacement
+from ballast.policy.fleet.link_aware import LinkAware
 from ballast.policy.fleet.migrate import LeastPressure
 from ballast.policy.fleet.replicate import ReplicateUnderLoad
 from ballast.policy.memory.balloon import Balloon
@@ -38,6 +40,7 @@ ORDERS: Mapping[str, Callable[..., ComputePolicy]] = {
     "deadline": Deadline,
     "fcfs": FirstComeFirstServed,
     "adbs": AdaptiveBatches,
+    "chunks": Chunks,
 }
 """Compute policies by name: dataclasses, whose fields are options."""
 PLACEMENTS: Mapping[str, FleetPolicy] = {
@@ -46,6 +49,7 @@ PLACEMENTS: Mapping[str, FleetPolicy] = {
     "follow": ReplicateUnderLoad(),
     "both": ReplicateUnderLoad(by_work=True),
     "kvpr": LeastPressure(),
+    "link": LinkAware(),
 }
 """Fleet policies, by the values of `placement` in a fleet file."""
 JOIN = "+"
@@ -122,7 +126,7 @@ _KINDS = {
     "kvswap": _Kind(KvSwap),
     "muxserve": _Kind(Quotas, "adbs"),
     "prism": _Kind(Balloon, "deadline", "kvpr", Slack),
-    "c2cserve": _Kind(HostDirect, "deadline"),
+    "c2cserve": _Kind(HostDirect, "chunks", "link"),
 }
 PRESETS = tuple(_KINDS)
 

@@ -33,6 +33,7 @@ from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.memory.vm_null import NullVm
+from ballast.policy.fleet.replica_choice import LinkUse
 from ballast.policy.presets import Preset
 from ballast.policy.requirements import Requirements
 from ballast.sim.decoding import DecodeBatch, tokens_of
@@ -219,6 +220,24 @@ class SimDevice:
         clock."""
         m, _ = self.state.named[name]
         return m.residency is Residency.RESIDENT
+
+    def link_use(self, submission: Submission) -> LinkUse | None:
+        """Return what a request's model, and those that are active here, read over the host's link;
+        None where weights are not read in place. As of the device's clock."""
+        if not self.state.weights_in_place:
+            return None
+        m, _ = self.state.named[submission.model]
+        coming = {self.state.named[name][0].spec.name for name in self._heap.undelivered_models}
+        open_here = {r.model for r in self.state.requests.values()} | coming
+        return LinkUse(
+            host=id(self._world),
+            capacity=self.link.bytes_per_second,
+            model=m.spec.name,
+            demand=self.in_place[m.spec.name].demand,
+            active={name: self.in_place[name].demand for name in sorted(open_here)},
+            prefill_seconds=m.costs.prefill_seconds(len(submission.prompt)),
+            ttft=m.spec.slo.ttft,
+        )
 
     def join(self, now: float, spec: ModelSpec, costs: StepCosts) -> str | None:
         """Start serving a model at `now`; returns the reason if it is refused."""

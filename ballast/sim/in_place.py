@@ -17,6 +17,7 @@ from ballast.core.cost import StepCosts
 from ballast.core.gemm_traffic import GemmTraffic
 from ballast.core.job import JobLoad
 from ballast.core.link import Direction
+from ballast.core.link_budget import link_demand
 from ballast.core.model import ModelSpec
 from ballast.core.pass_traffic import OS_TILE, PassSizes, pass_traffic
 from ballast.policy.c2cserve_knob import Knob, KnobRule, PassMeasurement
@@ -131,6 +132,11 @@ class InPlaceReads:
         self.link_bytes += n_bytes
         self._moving += 1
         self._stream.carry(now, n_bytes, self._ended)
+
+    @property
+    def demand(self) -> float:
+        """Bytes per second of the link by which a lone stream keeps its TPOT level."""
+        return link_demand(self._traffic(1).link, self._spec.slo.tpot)
 
     def lacks(self, layer: int) -> bool:
         return False

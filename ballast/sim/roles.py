@@ -19,8 +19,8 @@ def role_of(device: SimDevice) -> Role:
 def replica_of(name: str, device: SimDevice, submission: Submission) -> Replica:
     """Describe a device as a replica for a request, as of the device's clock."""
     held, resident = device.held_tokens(submission), device.has_weights(submission.model)
-    prompt = len(submission.prompt)
-    return Replica(name, device.open_requests, held, resident, role_of(device), prompt)
+    prompt, link = len(submission.prompt), device.link_use(submission)
+    return Replica(name, device.open_requests, held, resident, role_of(device), prompt, link)
 
 
 def check_roles(roles: Mapping[str, Role], moving: bool) -> None:

@@ -43,8 +43,9 @@ class StepsAheadHeap(EventHeap):
         """Taken by `ready`."""
         self._late: dict[str, tuple[int, float]] = {}
         """Arrivals that are put off, by request id: for how many jobs so far, and until when."""
-        self._undelivered: set[str] = set()
-        """Ids of requests whose arrival has been scheduled, and that the loop has not got."""
+        self._undelivered: dict[str, str] = {}
+        """Ids, with the model or adapter, of requests whose arrival has been scheduled, and that
+        the loop has not got."""
 
     @property
     def undelivered(self) -> int:
@@ -52,10 +53,15 @@ class StepsAheadHeap(EventHeap):
         at this very moment, or later, or are put off."""
         return len(self._undelivered)
 
+    @property
+    def undelivered_models(self) -> set[str]:
+        """Models and adapters of these requests."""
+        return set(self._undelivered.values())
+
     def schedule(self, at: float, event: Event, then: Callable[[], None] | None = None) -> int:
         number = super().schedule(at, event, then)
         if isinstance(event, ArrivalEvent):
-            self._undelivered.add(event.submission.id)
+            self._undelivered[event.submission.id] = event.submission.model
         if self._steps and isinstance(event, JobDoneEvent):
             self._ends[event.job.id] = at
             held, self._held = self._held, []
@@ -90,9 +96,9 @@ class StepsAheadHeap(EventHeap):
             due = self._left(events) if self._steps else events
             if not events:
                 break
-        self._undelivered.difference_update(
-            event.submission.id for event in due if isinstance(event, ArrivalEvent)
-        )
+        for event in due:
+            if isinstance(event, ArrivalEvent):
+                self._undelivered.pop(event.submission.id, None)
         return due
 
     def _left(self, events: list[Event]) -> list[Event]:

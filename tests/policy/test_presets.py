@@ -526,14 +526,14 @@ def test_a_preset_names_its_fleet_policy_and_a_fleet_may_name_another() -> None:
     for name in PRESETS:
         chosen = resolve(name)
         assert chosen.fleet is PLACEMENTS[chosen.placement]
-        wanted = "kvpr" if name == "prism" else "work"
+        wanted = {"prism": "kvpr", "c2cserve": "link"}.get(name, "work")
         assert chosen.placement == wanted, "by weights alone where no work is expected"
         fleet = FleetSettings(models=(), device=DeviceSettings(budget_bytes=2**20), preset=name)
         assert preset_of(fleet).fleet == chosen.fleet
         for other, policy in PLACEMENTS.items():
             assert preset_of(replace(fleet, placement=other)).fleet is policy
             assert resolve(name, placement=other).memory == chosen.memory
-    with pytest.raises(ConfigError, match="weights, work, follow, both, kvpr"):
+    with pytest.raises(ConfigError, match="weights, work, follow, both, kvpr, link"):
         resolve("balloon", placement="wieghts")
 
 
@@ -561,9 +561,12 @@ def test_only_who_expects_work_gives_a_busy_model_several_devices() -> None:
     busy, quiet = Need("busy", 10, 10, {"": 1.2}), Need("quiet", 10, 10)
     for placement, policy in PLACEMENTS.items():
         by_work = placement in ("work", "both")
-        assert len(policy.place([busy, quiet], rooms)["busy"]) == (2 if by_work else 1)
-        assert policy.replicates == (by_work or policy.moves)
-        assert policy.place([quiet], rooms) == {"quiet": ["x"]}
+        everywhere = placement == "link"
+        assert len(policy.place([busy, quiet], rooms)["busy"]) == (
+            2 if by_work or everywhere else 1
+        )
+        assert policy.replicates == (by_work or policy.moves or everywhere)
+        assert policy.place([quiet], rooms) == {"quiet": ["x", "y"] if everywhere else ["x"]}
         assert policy.moves == (placement in ("follow", "both", "kvpr"))
     decision = PLACEMENTS["weights"](FleetView(0.0, (), ()), "memo")
     assert decision == FleetDecision(memo="memo"), "it wishes never to be asked"

@@ -6,6 +6,7 @@ decides about a single device.
 - `fixed_placement`: Fleet policy that leaves models where they were placed.
 - `initial_placement`: Place models on devices by size and expected work, before anything arrives.
 - `kv_pressure`: KV pressure ratio of devices, and greedy placement (Prism, 6.1, Algorithm 1).
+- `link_aware`: Fleet policy by the budget of a shared link (C2CServe, 6.1, 6.2).
 - `migrate`: Fleet policy that migrates models to where KV pressure is least (Prism, 6.1).
 - `mux_estimate`: Estimated throughput of models on a mesh of devices (MuxServe, Equation 3).
 - `mux_placement`: Placement by popularity and computation (MuxServe, 3.2).

@@ -5,7 +5,7 @@ Used by the controller's request router and its counterpart in the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.core.settings import Role
@@ -16,6 +16,26 @@ cached prefix."""
 WORTH = 0.5
 """Share of a prompt that a cached prefix has to cover for it to outweigh open requests. What all
 prompts of a model begin with is no reason to crowd them on the devices that had the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """What a request's model, and others, read over the link of a device's host (C2CServe, 6.2)."""
+
+    host: int
+    """The host, whose devices share the link, by some number."""
+    capacity: float
+    """Bytes per second of the link."""
+    model: str
+    """The request's model."""
+    demand: float
+    """Bytes per second that it needs to keep its TPOT level there."""
+    active: Mapping[str, float]
+    """The same of models that have open requests on the device."""
+    prefill_seconds: float
+    """Of the request's prompt, on an idle device and link."""
+    ttft: float
+    """The model's TTFT level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +52,8 @@ class Replica:
     role: Role = Role.BOTH
     prompt_tokens: int = 0
     """Tokens of the request's prompt; 0: unknown."""
+    link: LinkUse | None = None
+    """Use of the host's link by models that read weights in place; None: unknown."""
 
     @property
     def worth(self) -> int:
