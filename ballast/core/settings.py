@@ -145,6 +145,9 @@ class DeviceSettings:
     page_given: bool = True
     """Whether `page_bytes` was chosen explicitly; else the models' sizes decide
     (`weights/page_size.py`)."""
+    keep_free: int | None = None
+    """Bytes of free pages that keep their memory; that of others goes back to the machine. None:
+    all keep it."""
     threads: int | None = None
     """Intra-op threads; None: all cores, or an equal share of those that other devices leave."""
     lanes: int = 1

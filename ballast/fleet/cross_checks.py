@@ -50,6 +50,9 @@ def _check_devices(keys: FleetKeys) -> None:
             allowed = f"devices[{names[device.name]}] has that name already"
             raise ConfigError(f"devices[{i}].name", device.name, allowed)
         names[device.name] = i
+        if device.tensor_parallel > 1 and device.keep_free is not None:
+            allowed = "groups keep all memory so far: leave it out"
+            raise ConfigError(f"devices[{i}].keep_free", device.keep_free, allowed)
         if device.gpu is None and device.graphs is not None:
             allowed = "only GPUs have CUDA graphs"
             raise ConfigError(f"devices[{i}].graphs", device.graphs, allowed)

@@ -207,6 +207,8 @@ class DeviceKeys(Keys):
     budget: Size
     page: PageSize | None = None
     """None: by the models' sizes (`weights/page_size.py`), 2 MiB or 256 KiB; of a GPU, 2 MiB."""
+    keep_free: SizeOrNone | None = None
+    """None: all free pages keep their memory."""
     threads: Count | None = None
     lanes: Count = 1
     step_tokens: Count = 512
@@ -230,6 +232,7 @@ class DeviceKeys(Keys):
             plain,
             page_bytes=self.page or (plain.page_bytes if plain.gpu is None else GPU_PAGE),
             page_given=self.page is not None,
+            keep_free=self.keep_free,
             threads=self.threads,
             lanes=self.lanes,
             step_tokens=self.step_tokens,

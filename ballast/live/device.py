@@ -29,6 +29,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.story import Story
+from ballast.core.units import ceil_div
 from ballast.engine.build import Hosted, build_state
 from ballast.engine.loop import Loop
 from ballast.engine.migration import MakeKvBytes
@@ -163,7 +164,9 @@ class LiveDevice:
             self.models.refuse,
             needs.kv_staging,
         )
-        self._reserve = PopulatedReserve(self.state.pool)
+        keep = device.keep_free
+        kept = None if keep is None else ceil_div(keep, device.page_bytes)
+        self._reserve = PopulatedReserve(self.state.pool, kept)
         self._reserve.start()
         closing.callback(self._reserve.close)
 

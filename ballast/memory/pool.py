@@ -47,7 +47,7 @@ class Pool:
         self._bare = Runs(range(n_pages))
         self._reclaims: deque[_Reclaim] = deque()
         # Order: _populate_lock before _ledger_lock. The first is held while the reserve populates a
-        # page; such pages are free in the ledger and in neither set.
+        # page or discards it; such pages are free in the ledger and in neither set.
         self._populate_lock = threading.Lock()
         self._ledger_lock = threading.Lock()
         self._on_allocate: Callable[[], None] | None = None
@@ -217,6 +217,23 @@ class Pool:
                     (self._populated if had else self._bare).add(pages)
             return len(pages) if short is None else short
 
+    def discard_some(self, n: int) -> int:
+        """Give the memory of up to `n` populated free pages back to the machine; returns how many.
+        Raises DeviceError, with the pages populated as before."""
+        with self._populate_lock:
+            with self._ledger_lock:
+                pages = self._populated.pop(n)
+            has = True
+            try:
+                self.vm.discard(pages)
+                has = False
+            finally:
+                with self._ledger_lock:
+                    for page in pages:
+                        self._has_memory[page] = has
+                    (self._populated if has else self._bare).add(pages)
+            return len(pages)
+
     def on_allocate(self, call: Callable[[], None] | None) -> None:
         """Set a callback after each allocation; for the reserve."""
         self._on_allocate = call
@@ -241,7 +258,7 @@ class Pool:
     def _pick(
         self, owner: str, n: int, bare: bool, near: int | None
     ) -> tuple[int, ...] | Short | None:
-        """Allocate in the ledger; None if the reserve is populating some of the pages."""
+        """Allocate in the ledger; None if some of the pages are in the reserve's hands."""
         short = n - self.ledger.available(owner)
         if short > 0:
             return Short(short)

@@ -1,4 +1,5 @@
-"""Run a background thread that populates free pages (gives them memory) ahead of need.
+"""Run a background thread that populates free pages (gives them memory) ahead of need, and gives
+the memory of more of them than are wanted back to the machine.
 
 Used by live devices beside the loop; it never takes pages from their owners.
 First touch of fresh memory runs at about 0.4 GB/s where re-use runs at 12, so an allocation that
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 
 from ballast.core.actions import Short
 from ballast.core.errors import DeviceError
@@ -19,24 +21,34 @@ from ballast.memory.pool import Pool
 log = logging.getLogger(__name__)
 
 _STEP_BYTES = 256 * KiB
-"""Populated at a time; an allocation of the very last pages waits for at most one step."""
+"""Populated or given back at a time; an allocation of the very last pages waits for at most one
+step."""
+UNUSED_SECONDS = 10.0
+"""How long pages must have been free before their memory goes: of two bursts that follow each
+other, the second finds its pages populated."""
 
 
 class PopulatedReserve:
-    """Keeps up to `n_pages` free pages of the pool populated, from `start` to `close`.
+    """Keeps up to `n_pages` free pages of the pool populated, from `start` to `close`; the memory
+    of others goes back to the machine once they have been free for `unused_seconds`.
 
     It never holds the GIL while the system works, and `close` (also called at exit) waits for no
     more than one step. When the machine has no memory left it rests until the next allocation.
     """
 
-    def __init__(self, pool: Pool, n_pages: int | None = None) -> None:
+    def __init__(
+        self, pool: Pool, n_pages: int | None = None, unused_seconds: float = UNUSED_SECONDS
+    ) -> None:
         """`n_pages` None: all that are free, since the budget is the device's anyway."""
         self._pool = pool
+        self._unused_seconds = unused_seconds
         self._target = pool.total if n_pages is None else n_pages
         self._step = max(1, _STEP_BYTES // pool.vm.page_bytes)
         self._wake = threading.Event()
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._since, self._least_spare = time.monotonic(), pool.total
+        """When the present span began, and the fewest pages beyond the wanted ones within it."""
         self.short: Short | None = None
         """Pages that the last step was short of; None: it succeeded."""
 
@@ -72,14 +84,29 @@ class PopulatedReserve:
                 return None
 
     def _run(self) -> None:
+        patience = None if self._target >= self._pool.total else self._unused_seconds / 4
         while not self._closing:
-            self._wake.wait()
+            self._wake.wait(patience)
             self._wake.clear()
             try:
                 self._fill()
+                if patience is not None:
+                    self._drain()
             except DeviceError as error:
                 # An allocation meets the same error, and its caller can answer a request.
                 log.warning("free pages are not populated ahead of need: %s", error)
+
+    def _drain(self) -> None:
+        """Give back what has been more than enough for `unused_seconds`."""
+        now = time.monotonic()
+        spare = max(0, self._pool.populated - self._target)
+        if now - self._since >= self._unused_seconds:
+            left = min(spare, self._least_spare)
+            while not self._closing and left > 0:
+                left -= self._pool.discard_some(min(self._step, left)) or left
+            spare = max(0, self._pool.populated - self._target)
+            self._since, self._least_spare = now, spare
+        self._least_spare = min(self._least_spare, spare)
 
     def _fill(self) -> None:
         while not self._closing and (missing := self._target - self._pool.populated) > 0:

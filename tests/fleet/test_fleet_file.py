@@ -650,6 +650,8 @@ def test_a_gpu_is_named_by_its_number(home: Path) -> None:
         ('name: "cuda:0", tensor_parallel: 2, lanes: 2', "lanes"),
         ('name: "cuda:0", tensor_parallel: 2, graphs: 64MiB', "graphs"),
         ('name: "cuda:0", tensor_parallel: 2, invariant: 1', "invariant"),
+        ("tensor_parallel: 2, keep_free: 1MiB", "keep_free"),
+        ("keep_free: -1", "keep_free"),
         ("tensor_parallel: 2, invariant: 1", "invariant"),
         ('name: "cuda:0", invariant: 2', "invariant"),
         ('name: "cuda:0", tensor_parallel: 2, exchange: gloo', "exchange"),

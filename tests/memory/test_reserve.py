@@ -127,3 +127,59 @@ def test_a_driver_that_fails_lets_it_rest_until_the_next_lease(memfd: MemfdVm) -
     assert tried.acquire(timeout=240), "its thread goes on"
     reserve.close()
     pool.validate()
+
+
+def test_memory_of_pages_that_stay_free_goes_back(memfd: MemfdVm) -> None:
+    pool = Pool(memfd, 32)
+    gone = threading.Event()
+    real = pool.discard_some
+
+    def watched(n: int) -> int:
+        done = real(n)
+        if pool.populated <= 4:
+            gone.set()
+        return done
+
+    pool.discard_some = watched  # type: ignore[method-assign]
+    pages = pool.allocate("a", 20)
+    assert isinstance(pages, tuple)
+    reserve = PopulatedReserve(pool, 4, unused_seconds=0.01)
+    reserve.populate_all()
+    reserve.start()
+    assert gone.wait(240)
+    assert memfd.physical_bytes() == 24 * PAGE
+    gone.clear()
+    pool.give_back("a", pages)
+    assert gone.wait(240)
+    reserve.close()
+    assert (pool.free, pool.populated) == (32, 4)
+    assert memfd.physical_bytes() == 4 * PAGE
+    pool.validate()
+    assert isinstance(pool.allocate("b", 32), tuple), "it is taken again when needed"
+    assert memfd.physical_bytes() == 32 * PAGE
+
+
+def test_what_a_burst_needs_again_soon_keeps_its_memory(memfd: MemfdVm) -> None:
+    pool = Pool(memfd, 32)
+    reserve = PopulatedReserve(pool, 4, unused_seconds=1e6)
+    pages = pool.allocate("a", 32)
+    assert isinstance(pages, tuple)
+    pool.give_back("a", pages)
+    reserve._drain()
+    assert pool.populated == 32
+
+
+def test_pages_that_cannot_be_given_back_stay_populated(
+    memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(memfd, 8)
+    pool.populate_some(8)
+
+    def fail(pages: object) -> None:
+        raise DeviceError("fallocate(PUNCH_HOLE)", "no")
+
+    monkeypatch.setattr(memfd, "discard", fail)
+    with pytest.raises(DeviceError):
+        pool.discard_some(3)
+    assert pool.populated == 8
+    pool.validate()
