@@ -18,12 +18,11 @@ from typing import Any
 
 from rich.table import Table
 
-from ballast.bench.server_process import serving
+from ballast.bench.server_process import children_of, serving
 from ballast.fleet.text import documents
 from ballast.fleet.tokenizer import train_tokenizer
 from benchmarks.common import Samples, finish, options
 from benchmarks.raw_http import Connections
-from benchmarks.robustness_children import children_of
 from benchmarks.single_model import SIZES
 from benchmarks.switch import first_token
 
