@@ -87,6 +87,23 @@ class SharedView:
     """Models on the device that use it, without those being evicted."""
 
 
+class StagingView(NamedTuple):
+    """KV blocks of a model's running requests on the host and on the device."""
+
+    staged: int
+    """Blocks on the host, or to be there after the next job."""
+    home: int
+    """Full blocks on the device."""
+    room: int
+    """Most blocks on the host."""
+    slots: int
+    """Layers of each staged block on the device at a time."""
+    streamed: int
+    """Blocks on the host of requests that stream, which never come home."""
+    moving: bool
+    """Whether an order to move blocks is being carried out."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelView:
     """One model on this device."""
@@ -141,6 +158,8 @@ class ModelView:
     """Layers whose KV rotates, or will by an order; None: KV cannot be swapped."""
     kv_swapping: bool = False
     """Whether `kv_rotation` is about to change; its requests continue afterwards."""
+    staging: StagingView | None = None
+    """None: its blocks cannot be staged."""
     kv_layer_pages: int = 0
     """Pages of its KV in each layer that does not share a slot."""
     first_cached_pages: int = 0

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from ballast.core.job import SequenceWork
 from ballast.core.request import Request
 from ballast.core.units import ceil_div
+from ballast.core.view import StagingView
 from ballast.engine.model import ModelState
 
 
@@ -31,6 +32,19 @@ def refusal(m: ModelState, blocks: int) -> str | None:
     if blocks > m.kv.staged.most:
         return f"the host has room for {m.kv.staged.most}"
     return None
+
+
+def view(m: ModelState) -> StagingView | None:
+    """Return what policies see of a model's staged blocks; None: none can be staged."""
+    staged = m.kv.staged
+    if m.kv_staging is None or staged.most == 0:
+        return None
+    size, now = m.spec.block_tokens, len(staged)
+    full = sum(r.computed // size for r in m.running)
+    streamed = sum(b < 0 for r in m.running if r.streams for b in r.blocks)
+    moving = m.stage_to is not None
+    to = m.stage_to if m.stage_to is not None else now
+    return StagingView(to, max(0, full - now), staged.most, staged.slots, streamed, moving)
 
 
 def longest(m: ModelState, room: int, chunk: int) -> int:
@@ -65,7 +79,7 @@ def begin(m: ModelState, work: Sequence[SequenceWork]) -> None:
         more = m.stage_to - len(staged) - len(stores)
         if more > 0:
             younger = (b for _, w in reversed(here) for b in w.blocks[: w.end // size] if b >= 0)
-            stores = _distinct((*stores, *younger))[: len(stores) + more]
+            stores = _distinct((*stores, *m.kv.slab_by_slab(younger)))[: len(stores) + more]
         elif more < 0:
             homes = _distinct(b for r, w in here if not r.streams for b in w.blocks if b < 0)[
                 :-more

@@ -18,6 +18,7 @@ from ballast.core.view import (
     SharedView,
     Shortage,
 )
+from ballast.engine import staging
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 
@@ -86,6 +87,7 @@ def made_anew(m: ModelState) -> ModelView:
         kv_rotation=None if m.kv_stream is None else m.life.swap_to or m.kv.rotation,
         kv_swapping=m.life.swap_to is not None,
         kv_layer_pages=m.kv.layer_pages,
+        staging=staging.view(m),
         first_cached_pages=_first_cached_pages(m),
         frozen=m.frozen,
         idle_since=m.idle_since,

@@ -290,7 +290,7 @@ class BlockBooks:
         leaving = {staged for _, staged in self.moves.stores}
         if {block for block in self._refs if block < 0} != self.staged.blocks - leaving:
             raise BrokenPromise(f"{self.owner}: {len(self.staged)} blocks are staged")
-        self.staged.validate(self._backing.slots)
+        self.staged.validate(self._backing.slots, len(leaving))
         self._backing.validate(slabs.of.keys())
 
     def _validate_names(self, cached: set[int]) -> None:

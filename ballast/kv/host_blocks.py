@@ -11,6 +11,8 @@ import ctypes
 import mmap
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from ballast.core.job import SequenceWork
 from ballast.core.link import Direction
 from ballast.kernels.paged_attention import LayerPlaces
@@ -45,7 +47,18 @@ class HostBlocks:
         blocks, homes = staged_of([w.blocks for w in work]), dict(self._moves.homes)
         if not blocks:
             return None
-        return self._kv.staged.places([b for b in blocks if b not in homes], homes)
+        layout, staged = self._layout, self._kv.staged
+        read = [b for b in blocks if b not in homes]
+        slots, layers = range(staged.slots), np.arange(layout.shape[0])
+        of_slot = [[staged.offset(s, i, len(read)) for i in range(len(read))] for s in slots]
+        there = np.array(list(homes.values()), np.int64) * layout.stride_bytes
+        offsets = np.hstack(
+            [
+                np.array(of_slot, np.int64)[layers % staged.slots],
+                there + layers[:, None] * layout.layer_bytes,
+            ]
+        )
+        return LayerPlaces((*read, *homes), offsets, staged.unit)
 
     def carry(self, moves: BlockMoves) -> None:
         """Set the moves of the next pass."""

@@ -15,16 +15,13 @@ of the cache anywhere in the device's window; what they hold belongs to one pass
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
-
-import numpy as np
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.rotation import Rotation
 from ballast.core.units import ceil_div
-from ballast.kernels.paged_attention import LayerPlaces
 from ballast.kv.layout import Layout
 
 SLOTS = 2
@@ -117,24 +114,12 @@ class StagedBlocks:
         page = self.pages[at // self._per_page]
         return page * self.layout.page_bytes + at % self._per_page * self.layout.layer_bytes
 
-    def places(self, read: Sequence[int], homes: Mapping[int, int]) -> LayerPlaces:
-        """Return where a pass finds the staged blocks `read` in each layer, and those that it
-        brings to device blocks, `homes`."""
-        layout, n = self.layout, len(read)
-        layers = np.arange(layout.shape[0])
-        of_slot = np.array(
-            [[self.offset(slot, i, n) for i in range(n)] for slot in range(self.slots)], np.int64
-        )
-        there = np.array(list(homes.values()), np.int64) * layout.stride_bytes
-        offsets = np.hstack(
-            [of_slot[layers % self.slots], there + layers[:, None] * layout.layer_bytes]
-        )
-        return LayerPlaces((*read, *homes), offsets, self.unit)
-
-    def validate(self, pages: Sequence[int]) -> None:
-        """Raises BrokenPromise unless the slots have room for all staged blocks, on `pages`."""
-        if list(self.pages) != list(pages) or len(pages) < self.pages_for(len(self.blocks)):
-            raise BrokenPromise(f"{len(self.blocks)} staged blocks, slots of {self.pages}")
+    def validate(self, pages: Sequence[int], coming: int) -> None:
+        """Raises BrokenPromise unless the slots, on `pages`, have room for all staged blocks but
+        those `coming` with the job in flight."""
+        n = len(self.blocks) - coming
+        if list(self.pages) != list(pages) or len(pages) < self.pages_for(n):
+            raise BrokenPromise(f"{n} staged blocks, slots of {self.pages}")
 
 
 def staged_of(tables: Collection[Sequence[int]]) -> list[int]:

@@ -18,6 +18,16 @@ from ballast.kv.tables import BlockTables
 class BlockStaging(BlockTables):
     """Moves of used blocks between the device and the host."""
 
+    def slab_by_slab(self, blocks: Iterable[int]) -> list[int]:
+        """Return used blocks in the order in which to store them: slabs that hold nothing else come
+        first, which frees their pages; otherwise in the order of their first blocks."""
+        groups: dict[int, dict[int, None]] = {}
+        for block in blocks:
+            groups.setdefault(block // self._size, {})[block] = None
+        of = self._slabs.of
+        ordered = sorted(groups.items(), key=lambda group: of[group[0]].occupied > len(group[1]))
+        return [block for _, group in ordered for block in group]
+
     def begin_moves(self, stores: Sequence[int], homes: Sequence[int]) -> BlockMoves:
         """Order the copies of the next job: as many as possible, in order, of device blocks to the
         host (`stores`) and of staged ones to blocks of the device (`homes`). All are in use, and
@@ -40,6 +50,8 @@ class BlockStaging(BlockTables):
         failure, nor stores for whose staged blocks there would be no slots."""
         moves, self.moves = self.moves, BlockMoves()
         if not moves:
+            if len(self.staged.pages) > self.staged.pages_for(len(self.staged)):
+                self._set_slots(self.staged.pages_for(len(self.staged)))
             return True
         self.version.n += 1
         stores, homes = moves.stores, moves.homes

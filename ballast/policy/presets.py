@@ -33,6 +33,7 @@ from ballast.policy.memory.quotas import Quotas
 from ballast.policy.memory.recompute import Recompute
 from ballast.policy.memory.static import FixedShares
 from ballast.policy.memory.swap import WholeModels
+from ballast.policy.memory.swiftcache import SwiftCache
 from ballast.policy.requirements import Requirements
 
 ORDERS: Mapping[str, Callable[..., ComputePolicy]] = {
@@ -126,6 +127,7 @@ _KINDS = {
     "kvswap": _Kind(KvSwap),
     "muxserve": _Kind(Quotas, "adbs"),
     "prism": _Kind(Balloon, "deadline", "kvpr", Slack),
+    "swiftcache": _Kind(SwiftCache, "deadline"),
     "c2cserve": _Kind(HostDirect, "chunks", "link"),
 }
 PRESETS = tuple(_KINDS)

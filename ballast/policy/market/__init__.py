@@ -10,4 +10,5 @@ depends on no kind of action: an offer declares all effects of its action.
 - `idle_segments`: The weights of idle models, segment by segment at marginal prices.
 - `offers`: Sources of offers: cached prefixes, idle models, younger requests, lent pages.
 - `page_budget`: Account for the pages that the claims of one decision can count on.
+- `staged_blocks`: KV blocks of running requests as a source of pages: they go to the host.
 """

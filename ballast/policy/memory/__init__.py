@@ -16,6 +16,7 @@ A device's engine loop calls one of these policies. They import `core`, `policy.
 - `reactivation`: Activate evicted models again before they are requested.
 - `recompute`: Preset `recompute`: fixed weights, preemption by recomputation (vLLM).
 - `static`: Preset `static`: every model has a fixed share of the device.
+- `swiftcache`: Preset `swiftcache`: KV staged on the host before work is undone (SwiftCache).
 - `swap`: Preset `swap`: one whole model at a time has the device (QLM, llama-swap).
 - `temporal_sharing`: Serve one model at a time in turns, with starvation bounds.
 """

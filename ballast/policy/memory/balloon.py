@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ballast.core.actions import Action, Decision
 from ballast.core.view import DeviceView
 from ballast.policy.base import MemoryPolicy
+from ballast.policy.market.claim_and_offer import Source
 from ballast.policy.market.claims import activation_claims, earliest, shortage_claims
 from ballast.policy.market.cover import cover
 from ballast.policy.market.fair_shares import share_out
@@ -27,7 +28,7 @@ from ballast.policy.market.offers import (
 from ballast.policy.memory.defaults import last_resort, unservable
 from ballast.policy.memory.reactivation import come_back, evicted
 
-_AT_ONCE = -1.0
+AT_ONCE = -1.0
 """Patience that makes every claim overdue at once, whatever the model's service level."""
 
 
@@ -62,15 +63,11 @@ class Balloon(MemoryPolicy):
         view = sharing.view
         absent, wake_absent = activation_claims(view, self.patience)
         short, wake_short = shortage_claims(view, self.patience)
-        sources = [
-            cached_prefixes,
-            loose_blocks,
-            idle_segments if self.segments else idle_models,
-            lent_pages,
-            sharing.younger,
-            sharing.younger_models,
-            own_prefix,
-        ]
+        idle = idle_segments if self.segments else idle_models
+        sources = self.sources(
+            (cached_prefixes, loose_blocks, idle, lent_pages),
+            (sharing.younger, sharing.younger_models, own_prefix),
+        )
         covered = cover(
             view, sharing.claims([*absent, *short]), sources, by_price=bool(self.by_price)
         )
@@ -83,6 +80,10 @@ class Balloon(MemoryPolicy):
         wake = earliest(wake_absent, wake_short)
         return Decision(tuple(actions), memo, wake, covered.promises, sharing.holding)
 
+    def sources(self, before: Sequence[Source], undoing: Sequence[Source]) -> list[Source]:
+        """Return all sources of pages, in order: those that undo no work come first."""
+        return [*before, *undoing]
+
     def when_stuck(self, view: DeviceView) -> Sequence[Action]:
         """Undo younger work at once, of any model (`undo_younger_work`)."""
         return undo_younger_work(view)
@@ -94,7 +95,7 @@ def undo_younger_work(view: DeviceView) -> Sequence[Action]:
     could not serve some request alone."""
     if unservable(view) is not None:
         return last_resort(view)
-    absent, _ = activation_claims(view, _AT_ONCE)
-    short, _ = shortage_claims(view, _AT_ONCE)
+    absent, _ = activation_claims(view, AT_ONCE)
+    short, _ = shortage_claims(view, AT_ONCE)
     sources = [cached_prefixes, idle_models, lent_pages, younger_requests, younger_models]
     return cover(view, [*absent, *short], sources).actions or last_resort(view)
