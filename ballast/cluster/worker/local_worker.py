@@ -57,6 +57,7 @@ class LocalWorker:
         """`broker`: shares segments of weights between the workers of this host; None: weights are
         not shared. `kv_broker`: keeps their KV; None: it goes with them."""
         self._command = tuple(command)
+        self._broker = broker
         self._brokers: dict[str, SegmentBroker | KvBroker | None] = {
             "--segments": broker,
             "--kv": kv_broker,
