@@ -17,11 +17,12 @@ import asyncio
 import logging
 import socket
 from collections import deque
+from collections.abc import Collection
 
 import msgspec
 
 from ballast.core.kv_tiers import KvTierSettings
-from ballast.kv.host_store import HostStore
+from ballast.core.settings import KeySettings
 from ballast.kv.tier_messages import (
     MOST_BYTES,
     MOST_RUNS,
@@ -37,6 +38,7 @@ from ballast.kv.tier_messages import (
     ToStore,
 )
 from ballast.kv.tier_shelf import KvBlock
+from ballast.kv.tiered_store import TieredStore
 from ballast.memory.host_cells import HostCells, Runs
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ log = logging.getLogger(__name__)
 class KvBroker:
     """Answers workers on the event loop. Each connection owns what it reserves and fetches."""
 
-    def __init__(self, store: HostStore) -> None:
+    def __init__(self, store: TieredStore) -> None:
         assert isinstance(store.cells, HostCells), "workers map its memory"
         self.store, self._cells = store, store.cells
         self._open: dict[socket.socket, deque[bytes]] = {}
@@ -54,9 +56,13 @@ class KvBroker:
         self._encoder = msgspec.msgpack.Encoder()
 
     @classmethod
-    def of(cls, settings: KvTierSettings) -> KvBroker | None:
-        """Make a fleet's store; None if it has none. Raises DeviceError."""
-        return cls(HostStore.of(settings.host_bytes)) if settings.host_bytes else None
+    def of(cls, settings: KvTierSettings, keys: Collection[KeySettings] = ()) -> KvBroker | None:
+        """Make a fleet's store, on the running event loop; None if it has none. `keys`: those whose
+        KV on disk is kept. Raises DeviceError."""
+        if not settings.host_bytes:
+            return None
+        post = asyncio.get_running_loop().call_soon_threadsafe
+        return cls(TieredStore.made(settings, post, {key.name for key in keys}))
 
     def open(self) -> tuple[socket.socket, socket.socket]:
         """Return both ends of a connection: the broker's, for `close`, and a worker's, which has
@@ -82,7 +88,7 @@ class KvBroker:
         """End all connections, and give the memory back."""
         for connection in list(self._open):
             self.close(connection)
-        self._cells.close()
+        self.store.close()
 
     def _read(self, connection: socket.socket) -> None:
         try:
@@ -92,8 +98,7 @@ class KvBroker:
                 return
             answer = self._answer(connection, self._decoder.decode(data))
             if answer is not None:
-                self._open[connection].append(self._encoder.encode(answer))
-                self._write(connection)
+                self._send(connection, answer)
         except BlockingIOError:
             pass
         except ConnectionResetError:  # it ended before it had read all answers
@@ -101,6 +106,10 @@ class KvBroker:
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("a worker shares no KV any more: %s", error)
             self.close(connection)
+
+    def _send(self, connection: socket.socket, answer: FromStore) -> None:
+        self._open[connection].append(self._encoder.encode(answer))
+        self._write(connection)
 
     def _write(self, connection: socket.socket) -> None:
         """Send what waits, as far as the worker takes it."""
@@ -119,9 +128,10 @@ class KvBroker:
         store = self.store
         match message:
             case LookUpMsg():
-                return FoundMsg(store.look_up(message.model, message.names))
+                found = store.look_up(message.model, message.names)
+                return FoundMsg(message.number, found)
             case FetchMsg():
-                return self._fetch(owner, message)
+                store.stage(message.model, message.names, lambda: self._fetch(owner, message))
             case ReserveMsg():
                 return self._reserve(owner, message)
             case ReleaseMsg():
@@ -134,14 +144,17 @@ class KvBroker:
                         store.land(owner, name, checksum)
         return None
 
-    def _fetch(self, owner: socket.socket, message: FetchMsg) -> SlotsMsg:
+    def _fetch(self, owner: socket.socket, message: FetchMsg) -> None:
+        """Answer a fetch, of which all that could be was brought to the host."""
+        if owner not in self._open:
+            return  # its worker has died meanwhile
         slots = self.store.fetch(owner, message.model, message.names)
         runs = n = 0
         while n < len(slots) and (runs := runs + len(slots[n].runs)) <= MOST_RUNS:
             n += 1
         if n < len(slots):
             self.store.release(owner, message.names[n : len(slots)])
-        return SlotsMsg(tuple(slots[:n]), n < len(slots))
+        self._send(owner, SlotsMsg(message.number, tuple(slots[:n]), n < len(slots)))
 
     def _reserve(self, owner: socket.socket, message: ReserveMsg) -> ReservedMsg:
         cells: list[Runs | None] = []
@@ -155,4 +168,4 @@ class KvBroker:
                     self.store.abandon(owner, block.name)
                 break
             cells.append(found)
-        return ReservedMsg(tuple(cells))
+        return ReservedMsg(message.number, tuple(cells))

@@ -1,18 +1,18 @@
 """Connect a worker to the KV store of its host, which the server's process owns.
 
 Implements `live.kv_tiers.KvConnection`. Requests are sent without waiting; a thread takes the
-answers, which come in the order of the requests. Where the server does not answer any more, all
+answers. Where the server does not answer any more, all
 requests get the empty answer: KV is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,9 +60,11 @@ class KvClient:
         self.address, self.memory = cells.address, cells.memory
         self._decoder = msgspec.msgpack.Decoder(FromStore)
         self._lock = threading.Lock()
-        """Held while a request is sent and its callback is queued, in the same order."""
-        self._awaited: deque[_Answered] = deque()
-        """Callbacks of requests that have no answer yet; called with None if none will come."""
+        """Held while the connection is found open and a callback is listed."""
+        self._awaited: dict[int, _Answered] = {}
+        """Callbacks of requests that have no answer yet, by number; called with None if none will
+        come."""
+        self._numbers = itertools.count(1)
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name="kv-store", daemon=True)
         self._thread.start()
@@ -74,7 +76,8 @@ class KvClient:
 
         def ask() -> None:
             at = MOST_BLOCKS * len(found)
-            self._ask(LookUpMsg(model, tuple(names[at : at + MOST_BLOCKS])), take)
+            wanted = tuple(names[at : at + MOST_BLOCKS])
+            self._ask(lambda number: LookUpMsg(number, model, wanted), take)
 
         def take(answer: FoundMsg | None) -> None:
             tiers = "" if answer is None else answer.tiers
@@ -93,7 +96,10 @@ class KvClient:
 
         def ask() -> None:
             wanted = tuple(names[len(slots) : len(slots) + MOST_BLOCKS])
-            self._ask(FetchMsg(model, wanted), lambda answer: take(answer, len(wanted)))
+            self._ask(
+                lambda number: FetchMsg(number, model, wanted),
+                lambda answer: take(answer, len(wanted)),
+            )
 
         def take(answer: SlotsMsg | None, n: int) -> None:
             came = () if answer is None else answer.slots
@@ -121,7 +127,7 @@ class KvClient:
         def take(answer: ReservedMsg | None) -> None:
             answered(() if answer is None else answer.cells)
 
-        self._ask(ReserveMsg(blocks[0].model, stored), take)
+        self._ask(lambda number: ReserveMsg(number, blocks[0].model, stored), take)
 
     def land(self, written: Sequence[tuple[bytes, int | None]]) -> None:
         self._tell(LandMsg(tuple(written)))
@@ -133,17 +139,18 @@ class KvClient:
         self._thread.join()
         self._connection.close()
 
-    def _ask(self, message: ToStore, answered: _Answered) -> None:
+    def _ask(self, make: Callable[[int], ToStore], answered: _Answered) -> None:
         """Send a request without waiting. It is answered with None where that cannot be done."""
-        data = msgspec.msgpack.encode(message)
+        number = next(self._numbers)
+        data = msgspec.msgpack.encode(make(number))
         with self._lock:
             if self._is_open:
-                self._awaited.append(answered)
+                self._awaited[number] = answered
                 try:
                     self._connection.send(data, socket.MSG_DONTWAIT)
                     return
                 except OSError:  # it is gone, or so busy that KV had better be computed
-                    self._awaited.pop()
+                    del self._awaited[number]
         answered(None)
 
     def _tell(self, message: ToStore) -> None:
@@ -155,13 +162,13 @@ class KvClient:
         try:
             while data := self._connection.recv(MOST_BYTES):
                 answer = self._decoder.decode(data)
-                self._awaited.popleft()(answer)
-        except (OSError, msgspec.MsgspecError, IndexError) as error:
+                self._awaited.pop(answer.number)(answer)
+        except (OSError, msgspec.MsgspecError, KeyError) as error:
             log.warning("the host's KV store cannot be understood: %s", error)
         if self._is_open:
             log.warning("the host's KV store does not answer any more: KV is computed")
         with self._lock:
             self._is_open = False
-            awaited, self._awaited = self._awaited, deque()
-        for answered in awaited:
+            awaited, self._awaited = self._awaited, {}
+        for answered in awaited.values():
             answered(None)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DISK_BYTES_PER_SECOND = 1e9
+"""Rate at which a disk is expected to be read."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTierSettings:
@@ -15,6 +18,10 @@ class KvTierSettings:
 
     host_bytes: int = 0
     """Bytes of host memory, for all devices together; 0: no KV is kept there."""
+    disk_path: str = ""
+    """Directory of KV that outlives the server."""
+    disk_bytes: int = 0
+    """Bytes of KV there; 0: none is kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,13 +158,17 @@ class KvTiers:
             return
         size = m.spec.block_tokens
         start = r.computed // size
-        n = len(here.tiers[start:].partition(MISSING)[0])
+        there = here.tiers[start:].partition(MISSING)[0]
+        n = len(there)
         blocks = r.blocks[start : start + n]
         n_bytes = n * m.spec.block_bytes
         total, rate = len(r.tokens), self._rate()
         if not n or m.kv.lies_abroad(blocks):  # their lender may ask for these at any time
             return
-        if not is_worth_fetching(m.costs, r.computed, n * size, total, n_bytes, rate):
+        on_disk = there.count(Tier.DISK.value[0]) * m.spec.block_bytes
+        if not is_worth_fetching(
+            m.costs, r.computed, n * size, total, n_bytes, rate, disk_bytes=on_disk
+        ):
             return
         here.start, here.n = start, n
         self._open[r.id] = here

@@ -134,7 +134,7 @@ def resolved(
         story_path=None if keys.story is None else str(home / keys.story),
         story_bytes=keys.story_bytes,
         story_parts=keys.story_parts,
-        kv=KvTierSettings(host_bytes=keys.kv_host),
+        kv=_kv_tiers(keys, home),
         server=keys.server.settings(),
     )
 
@@ -250,3 +250,16 @@ def _shown(parts: tuple[str | int, ...]) -> bool:
     if len(parts) > 1 and parts[1] == "keys":
         plain = ApiKeyKeys.model_fields.keys() - {"key"}
     return not plain.isdisjoint(str(part) for part in parts[1:])
+
+
+def _kv_tiers(keys: FleetKeys, home: Path) -> KvTierSettings:
+    """Return the settings of KV tiers. Raises ConfigError for a disk without host memory."""
+    disk = keys.kv_disk
+    if disk is None:
+        return KvTierSettings(host_bytes=keys.kv_host)
+    if not keys.kv_host:
+        allowed = "what is on disk is read into host memory: set kv_host as well"
+        raise ConfigError("kv_disk", disk.path, allowed)
+    return KvTierSettings(
+        host_bytes=keys.kv_host, disk_path=str(home / disk.path), disk_bytes=disk.bytes
+    )

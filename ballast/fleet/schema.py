@@ -340,6 +340,13 @@ class ServerKeys(Keys):
         )
 
 
+class KvDiskKeys(Keys):
+    """`kv_disk`: a directory in which KV outlives the server."""
+
+    path: Annotated[str, Field(min_length=1)]
+    bytes: Size
+
+
 class FleetKeys(Keys):
     """The whole file."""
 
@@ -351,6 +358,8 @@ class FleetKeys(Keys):
     story_parts: Count = STORY_PARTS
     kv_host: SizeOrNone = 0
     """Host memory for KV that leaves devices; 0: none."""
+    kv_disk: KvDiskKeys | None = None
+    """None: no KV outlives the server."""
     defaults: ModelKeys = ModelKeys()
     models: Annotated[list[NamedModelKeys], Field(min_length=1)]
     devices: Annotated[list[DeviceKeys], Field(min_length=1)]

@@ -8,6 +8,8 @@ The unit is the block, of `block_tokens` tokens; blocks lie in slabs of whole pa
 - `books`: Counts of used, cached and free blocks, and of the pages they take.
 - `compaction`: Plan of block moves that empty whole slabs; pure.
 - `directory`: Which tiers below the device have copies of which blocks; pure.
+- `disk_file`: KV blocks in a file that outlives the server.
+- `disk_tier`: Copies between the host tier and the disk, on a thread.
 - `extents`: Addresses and pages of some blocks' bytes.
 - `host_blocks`: Host memory of staged blocks, and the copies of a pass.
 - `host_store`: Blocks in the host's memory, found by name, for all devices of the host.
@@ -23,5 +25,6 @@ The unit is the block, of `block_tokens` tokens; blocks lie in slabs of whole pa
 - `stream_caches`: Sizes of SwiftCache's layer stream cache and regular cache.
 - `tier_messages`: Messages between workers and the owner of the host's store.
 - `tier_shelf`: The order in which a tier's blocks make way.
+- `tiered_store`: The host store with a disk behind it.
 - `tables`: Block tables of sequences: match prefixes, grow, free.
 """

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ballast.kv.directory import BlockDirectory, Tier, TierSettings
+from ballast.kv.directory import BlockDirectory, Tier
 from ballast.kv.tier_shelf import KvBlock
 from ballast.memory.host_cells import CELL_BYTES, CellBook, HostCells, Runs
 
@@ -67,13 +67,6 @@ class HostStore:
         """Cells of blocks that are not listed any more, which are still used."""
         self._said: set[str] = set()
 
-    @classmethod
-    def of(cls, n_bytes: int, *, threaded: bool = True) -> HostStore:
-        """Return a store with memory. Raises DeviceError."""
-        cells = HostCells(n_bytes, threaded)
-        tier = TierSettings(cells.n_bytes, unit=CELL_BYTES)
-        return cls(BlockDirectory({Tier.HOST: tier}), cells)
-
     # -- storing ----------------------------------------------------------------------------------
 
     def reserve(self, owner: Hashable, blocks: Iterable[KvBlock]) -> list[Runs | None]:
@@ -107,9 +100,8 @@ class HostStore:
         the names of as many."""
         slots: list[Slot] = []
         for name, checksum in self.directory.promote(model, names, Tier.HOST):
-            held = self._held[name]
-            held.users[owner] += 1
-            slots.append(Slot(held.runs, self.directory.block(name).n_bytes, checksum))
+            runs = self._use(owner, name)
+            slots.append(Slot(runs, self.directory.block(name).n_bytes, checksum))
         self.counts.fetched += len(slots)
         return slots
 
@@ -141,11 +133,7 @@ class HostStore:
     def scrub(self, *, model: str | None = None, tenant: str | None = None) -> int:
         """Remove all blocks of a model (by its fingerprint) or tenant from all tiers, and overwrite
         their bytes; return their number."""
-        gone = self.directory.scrub(model=model, tenant=tenant)
-        for block in gone:
-            self._unlisted(block.name, secret=True)
-        self.counts.scrubbed += len(gone)
-        return len(gone)
+        return len(self._scrub(model, tenant))
 
     def resize(self, n_bytes: int) -> None:
         """Lower or raise the capacity, up to the memory that the store was made with."""
@@ -168,6 +156,19 @@ class HostStore:
         assert set(self._held) == set(self.directory.shelves[Tier.HOST]), "a block has no cells"
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _scrub(self, model: str | None, tenant: str | None) -> list[bytes]:
+        gone = self.directory.scrub(model=model, tenant=tenant)
+        for block in gone:
+            self._unlisted(block.name, secret=True)
+        self.counts.scrubbed += len(gone)
+        return [block.name for block in gone]
+
+    def _use(self, owner: Hashable, name: bytes) -> Runs:
+        """Note that `owner` reads a block that it has promoted; return its cells."""
+        held = self._held[name]
+        held.users[owner] += 1
+        return held.runs
 
     def _reserve(self, owner: Hashable, block: KvBlock) -> Runs | None:
         if block.name in self._held:

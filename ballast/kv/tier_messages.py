@@ -1,6 +1,6 @@
 """Define the messages between a worker and the owner of its host's KV store.
 
-Used by `cluster.kv_broker` and `cluster.kv_client`. A worker's requests are answered in order.
+Used by `cluster.kv_broker` and `cluster.kv_client`. Answers have the number of their request.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class StoredBlock(msgspec.Struct, array_like=True, frozen=True):
 class LookUpMsg(msgspec.Struct, tag="l", frozen=True):
     """Which tiers have these blocks of a chain?"""
 
+    number: int
     model: str
     names: tuple[bytes, ...]
 
@@ -38,6 +39,7 @@ class LookUpMsg(msgspec.Struct, tag="l", frozen=True):
 class FetchMsg(msgspec.Struct, tag="f", frozen=True):
     """Where in the host tier are these blocks of a chain? They stay until `ReleaseMsg`."""
 
+    number: int
     model: str
     names: tuple[bytes, ...]
 
@@ -45,6 +47,7 @@ class FetchMsg(msgspec.Struct, tag="f", frozen=True):
 class ReserveMsg(msgspec.Struct, tag="r", frozen=True):
     """Where may these blocks be written? `LandMsg` follows."""
 
+    number: int
     model: str
     blocks: tuple[StoredBlock, ...]
 
@@ -66,12 +69,14 @@ class LandMsg(msgspec.Struct, tag="d", frozen=True):
 class FoundMsg(msgspec.Struct, tag="L", frozen=True):
     """Answer to `LookUpMsg`."""
 
+    number: int
     tiers: str
 
 
 class SlotsMsg(msgspec.Struct, tag="F", frozen=True):
     """Answer to `FetchMsg`: blocks from the chain's first on."""
 
+    number: int
     slots: tuple[Slot, ...]
     more: bool = False
     """Whether further blocks did not fit the answer."""
@@ -80,6 +85,7 @@ class SlotsMsg(msgspec.Struct, tag="F", frozen=True):
 class ReservedMsg(msgspec.Struct, tag="R", frozen=True):
     """Answer to `ReserveMsg`: cells of each block; None, or missing: it is not to be stored."""
 
+    number: int
     cells: tuple[Runs | None, ...]
 
 

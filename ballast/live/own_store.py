@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ballast.core.kv_tiers import KvTierSettings
-from ballast.kv.host_store import HostStore, Slot
+from ballast.kv.host_store import Slot
 from ballast.kv.tier_shelf import KvBlock
+from ballast.kv.tiered_store import TieredStore
 from ballast.memory.host_cells import HostCells, Runs
 
 
@@ -29,9 +30,10 @@ class MappedCells:
 class OwnConnection:
     """Access to a store of this process; several may share one."""
 
-    def __init__(self, store: HostStore, lock: threading.Lock | None = None) -> None:
+    def __init__(self, store: TieredStore, lock: threading.RLock | None = None) -> None:
+        """`lock`: held by all who use the store."""
         assert isinstance(store.cells, HostCells), "a store with memory"
-        self._store, self._lock = store, lock or threading.Lock()
+        self._store, self._lock = store, lock or threading.RLock()
         cells = MappedCells(store.cells.fd, store.cells.n_bytes)
         self.address, self.memory = cells.address, cells.memory
 
@@ -45,9 +47,11 @@ class OwnConnection:
     def fetch(
         self, model: str, names: Sequence[bytes], answered: Callable[[Sequence[Slot]], object]
     ) -> None:
+        def staged() -> None:
+            answered(self._store.fetch(self, model, names))
+
         with self._lock:
-            slots = self._store.fetch(self, model, names)
-        answered(slots)
+            self._store.stage(model, names, staged)
 
     def release(self, names: Sequence[bytes], corrupt: bytes = b"") -> None:
         with self._lock:
@@ -75,4 +79,10 @@ class OwnConnection:
 
 def own_connection(settings: KvTierSettings) -> OwnConnection:
     """Make a store for this process alone, and connect to it. Raises DeviceError."""
-    return OwnConnection(HostStore.of(settings.host_bytes))
+    lock = threading.RLock()
+
+    def post(call: Callable[[], object]) -> None:
+        with lock:
+            call()
+
+    return OwnConnection(TieredStore.made(settings, post), lock)

@@ -7,6 +7,7 @@ fetched is not stored either.
 from __future__ import annotations
 
 from ballast.core.cost import StepCosts, copy_seconds
+from ballast.core.kv_tiers import DISK_BYTES_PER_SECOND
 
 OVERHEAD_SECONDS = 1e-3
 """Of a fetch, beside its copy: a message each way, and a turn of the loop."""
@@ -28,8 +29,10 @@ def is_worth_fetching(
     n_bytes: int,
     bytes_per_second: float,
     overhead: float = OVERHEAD_SECONDS,
+    disk_bytes: int = 0,
 ) -> bool:
     """Return whether fetching `n_bytes`, the KV of `tokens` positions from `start` of a prompt of
-    `total`, takes less time than computing it."""
+    `total`, takes less time than computing it. `disk_bytes`: those read from disk first."""
     fetching = overhead + copy_seconds(n_bytes, bytes_per_second)
+    fetching += copy_seconds(disk_bytes, DISK_BYTES_PER_SECOND)
     return fetching < computing_seconds(costs, start, tokens, total)

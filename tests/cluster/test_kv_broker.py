@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.kv_client import KvClient
-from ballast.kv.host_store import HostStore, Slot
+from ballast.kv.host_store import Slot
 from ballast.kv.tier_shelf import KvBlock
 from ballast.memory.host_cells import CELL_BYTES, Runs
-from tests.kv.test_directory import MODEL, chain, names
+from tests.kv.test_directory import MODEL, chain, memory_only, names
 
 BLOCKS = 700
 """More than fit one message."""
@@ -42,7 +42,7 @@ def fetched(client: KvClient, blocks: Sequence[KvBlock]) -> Sequence[Slot]:
 
 def test_workers_share_what_they_stored_and_leave_nothing_locked() -> None:
     blocks, others = chain("a", BLOCKS), chain("b", 3)
-    store = HostStore.of(BLOCKS * CELL_BYTES, threaded=False)
+    store = memory_only(BLOCKS * CELL_BYTES)
 
     def work(broken: KvClient, client: KvClient) -> None:
         cells = reserved(broken, blocks)

@@ -7,9 +7,11 @@ import hashlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ballast.core.kv_tiers import KvTierSettings
 from ballast.kv.directory import BlockDirectory, Tier, TierSettings
 from ballast.kv.host_store import HostStore
 from ballast.kv.tier_shelf import KvBlock
+from ballast.kv.tiered_store import TieredStore
 from ballast.memory.host_cells import CELL_BYTES, CellBook
 
 MODEL = "finger:float32:2x2x16x1x8:"
@@ -32,6 +34,12 @@ def store_of(blocks: int) -> HostStore:
     """A store without memory, as in virtual time."""
     tier = TierSettings(blocks * CELL_BYTES, unit=CELL_BYTES)
     return HostStore(BlockDirectory({Tier.HOST: tier}), CellBook(blocks))
+
+
+def memory_only(n_bytes: int) -> TieredStore:
+    """A store with memory and no disk."""
+    settings = KvTierSettings(host_bytes=n_bytes)
+    return TieredStore.made(settings, lambda call: call(), threaded=False)
 
 
 def put(store: HostStore, blocks: list[KvBlock], owner: str = "w") -> int:

@@ -15,9 +15,10 @@ from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import MiB
-from ballast.kv.host_store import HostStore
+from ballast.kv.tiered_store import TieredStore
 from ballast.live.own_store import OwnConnection
 from tests.engine.checkpoints import VOCAB, make_llama
+from tests.kv.test_directory import memory_only
 from tests.live.test_command_executor import ordered
 from tests.live.test_live_device import fleet
 
@@ -54,7 +55,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def with_store(settings: FleetSettings, store: HostStore | None) -> InProcess:
+def with_store(settings: FleetSettings, store: TieredStore | None) -> InProcess:
     """A device with costs by which every fetch pays."""
     kv = KvTierSettings(host_bytes=0 if store is None else 1)
     connection = None if store is None else OwnConnection(store)
@@ -75,7 +76,7 @@ def test_kv_survives_eviction_and_its_device(settings: FleetSettings) -> None:
     with with_store(settings, None) as server:
         first = server.generate([turn("1", FIRST)])["1"]
         expected = server.generate([turn("2", second(first))])["2"]
-    store = HostStore.of(8 * MiB, threaded=False)
+    store = memory_only(8 * MiB)
     with with_store(settings, store) as server:
         size = server.device.specs["a"].block_tokens
         check(server.generate([turn("1", FIRST)])["1"], first)
@@ -96,7 +97,7 @@ def test_kv_survives_eviction_and_its_device(settings: FleetSettings) -> None:
 
 
 def test_a_block_that_has_changed_is_computed_again(settings: FleetSettings) -> None:
-    store = HostStore.of(8 * MiB, threaded=False)
+    store = memory_only(8 * MiB)
     with with_store(settings, store) as server:
         first = server.generate([turn("1", FIRST)])["1"]
         size = server.device.specs["a"].block_tokens
@@ -113,7 +114,7 @@ def test_a_block_that_has_changed_is_computed_again(settings: FleetSettings) -> 
 
 
 def test_keys_do_not_share(settings: FleetSettings) -> None:
-    store = HostStore.of(8 * MiB, threaded=False)
+    store = memory_only(8 * MiB)
     with with_store(settings, store) as server:
         first = server.generate([turn("1", FIRST, "one")])["1"]
         size = server.device.specs["a"].block_tokens

@@ -1,0 +1,190 @@
+"""Extend the host store by a disk: blocks are written behind, and staged for those who need them.
+
+Used by the server's broker and by `live.own_store`. Without a disk it is the host store alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+from pathlib import Path
+
+from ballast.core.errors import DeviceError
+from ballast.core.kv_tiers import DISK_BYTES_PER_SECOND, KvTierSettings
+from ballast.kv.directory import BlockDirectory, Tier, TierSettings
+from ballast.kv.disk_file import DiskFile
+from ballast.kv.disk_tier import BATCH, DiskBlock, DiskTier, Post
+from ballast.kv.host_store import HostStore
+from ballast.memory.host_cells import CELL_BYTES, HostCells
+
+log = logging.getLogger(__name__)
+
+_DISK = "disk"
+"""Owner of cells that the disk's thread reads or writes."""
+LAST_SECONDS = 5.0
+"""Bound of the seconds for which a store that closes goes on writing."""
+
+
+class TieredStore(HostStore):
+    """Blocks in the host's memory and on its disk. Used by one thread at a time."""
+
+    def __init__(self, directory: BlockDirectory, cells: HostCells, disk: DiskTier | None) -> None:
+        super().__init__(directory, cells)
+        self._disk, self._memory = disk, cells
+        self._behind: deque[bytes] = deque()
+        """Blocks that have landed on the host and are to be written."""
+        self._is_writing = False
+
+    @classmethod
+    def made(
+        cls,
+        settings: KvTierSettings,
+        post: Post,
+        tenants: Collection[str] | None = None,
+        *,
+        threaded: bool = True,
+    ) -> TieredStore:
+        """Make a host's store. `post` has a function called in the store's thread; `tenants`: those
+        whose blocks on disk are kept (None: all). Raises DeviceError where there is no memory; a
+        disk that cannot be used is left out, which the log says."""
+        cells = HostCells(settings.host_bytes, threaded)
+        tiers = {Tier.HOST: TierSettings(cells.n_bytes, unit=CELL_BYTES)}
+        if not settings.disk_bytes:
+            return cls(BlockDirectory(tiers), cells, None)
+        try:
+            file = DiskFile(Path(settings.disk_path), settings.disk_bytes)
+        except DeviceError as error:
+            log.warning("no KV is kept on disk: %s", error)
+            return cls(BlockDirectory(tiers), cells, None)
+        if file.found_unusable:
+            log.warning("KV on disk is not used, and computed: %s", file.found_unusable)
+        tiers[Tier.DISK] = TierSettings(settings.disk_bytes, DISK_BYTES_PER_SECOND)
+        store = cls(BlockDirectory(tiers), cells, DiskTier(file, cells, post))
+        store._find_again(file, tenants)
+        return store
+
+    def land(self, owner: Hashable, name: bytes, checksum: int) -> None:
+        super().land(owner, name, checksum)
+        if self._uses_disk and self.directory.has(name, Tier.HOST):
+            self._behind.append(name)
+            self._write_behind()
+
+    def stage(self, model: str, names: Sequence[bytes], ended: Callable[[], object]) -> None:
+        """Bring the blocks of a chain that are on disk alone to the host, as far as there is room;
+        then call `ended`: at once where there is nothing to bring."""
+        wanted = list(self.directory.stage(model, names, Tier.DISK)) if self._uses_disk else []
+        if not wanted or self._disk is None:
+            ended()
+            return
+        reading: list[DiskBlock] = []
+        for block in wanted:
+            checksum = self.directory.checksum(block.name, Tier.DISK)
+            (runs,) = self.reserve(_DISK, (block,))
+            if runs is None or checksum is None:
+                break  # no room, or it is on its way: what is asked for next waits for that
+            self.directory.promote(model, (block.name,), Tier.DISK)
+            reading.append(DiskBlock(block, runs, checksum))
+
+        def read(good: int) -> None:
+            self._staged(reading, good)
+            ended()
+
+        self._disk.read(reading, read)
+
+    def scrub(self, *, model: str | None = None, tenant: str | None = None) -> int:
+        names = self._scrub(model, tenant)
+        if self._disk is not None:
+            self._disk.delete(names)
+        return len(names)
+
+    def close(self) -> None:
+        """Write what can be written in a few seconds, and give the memory back."""
+        if self._disk is not None:
+            self._disk.close(LAST_SECONDS)
+        self._memory.close()
+
+    @property
+    def disk_fault(self) -> str:
+        """Why the disk is not used any more; empty: it is, or there is none."""
+        return "" if self._disk is None else self._disk.fault
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    @property
+    def _uses_disk(self) -> bool:
+        return self._disk is not None and not self._disk.fault
+
+    def _find_again(self, file: DiskFile, tenants: Collection[str] | None) -> None:
+        """List what an earlier server has written; remove what there is no room for, and blocks of
+        tenants that there are no longer."""
+        gone: list[bytes] = []
+        for block, checksum in file.blocks():
+            known = tenants is None or not block.tenant or block.tenant in tenants
+            if known and self.directory.demote(block, Tier.DISK).room:
+                self.directory.land(block.name, Tier.DISK, checksum)
+            else:
+                gone.append(block.name)
+        assert self._disk is not None, "it was opened"
+        self._disk.delete(gone)
+        n = len(self.directory)
+        log.info("%d blocks of KV are on disk", n)
+
+    def _write_behind(self) -> None:
+        """Begin to write the next blocks that have landed, unless a write is under way."""
+        if self._is_writing or self._disk is None:
+            return
+        batch: list[DiskBlock] = []
+        while self._behind and len(batch) < BATCH:
+            name = self._behind.popleft()
+            checksum = self.directory.checksum(name, Tier.HOST)
+            if checksum is None:
+                continue  # it has made way before it was written
+            block = self.directory.block(name)
+            demotion = self.directory.demote(block, Tier.DISK)
+            self._disk.delete([gone.name for gone in demotion.gone])
+            if demotion.room:
+                self.directory.promote(block.model, (name,), Tier.HOST)
+                batch.append(DiskBlock(block, self._use(_DISK, name), checksum))
+        if batch:
+            self._is_writing = True
+            self._disk.write(batch, lambda done: self._written(batch, done))
+
+    def _written(self, batch: Sequence[DiskBlock], done: bool) -> None:
+        self._is_writing = False
+        for b in batch:
+            name = b.block.name
+            self.release(_DISK, (name,))
+            if done:
+                self.directory.land(name, Tier.DISK, b.checksum)
+            else:
+                self.directory.drop(name, Tier.DISK)
+        self._lose_failed()
+        if self._uses_disk:
+            self._write_behind()
+
+    def _staged(self, reading: Sequence[DiskBlock], good: int) -> None:
+        for i, b in enumerate(reading):
+            name = b.block.name
+            self.directory.unpin(name, Tier.DISK)
+            if i < good:
+                HostStore.land(self, _DISK, name, b.checksum)
+            else:
+                self.abandon(_DISK, name)
+        if good < len(reading) and self._uses_disk:
+            self._drop_from_disk(reading[good].block.name)
+        self._lose_failed()
+
+    def _drop_from_disk(self, name: bytes) -> None:
+        """Remove a block whose bytes are wrong, or gone."""
+        if self.directory.drop(name, Tier.DISK) and self._disk is not None:
+            self._disk.delete([name])
+            self.counts.corrupt += 1
+            self.say("a block of KV on disk had changed: it is computed again")
+
+    def _lose_failed(self) -> None:
+        """List nothing on a disk that was given up."""
+        if self.disk_fault:
+            self._behind.clear()
+            for name in list(self.directory.shelves[Tier.DISK]):
+                self.directory.drop(name, Tier.DISK)
