@@ -2,6 +2,7 @@
 
 `app` alone imports it; it may import all of `server` but `app` and `serve`.
 
+- `adapters`: vLLM's routes that load and unload adapters.
 - `admin`: Routes `/admin/*` by which operators change what is served.
 - `answering`: Answers requests that generate, for the routes of all APIs.
 - `catalogue`: Lists the fleet's models for clients.

@@ -135,7 +135,8 @@ def _model(service: Service, report: ModelReport) -> ModelNow:
     status = status_of(report.residency).value
     if spec is None:  # it has just been removed
         return ModelNow(status, report, [_name(service.metrics, report.name, None)], False)
-    names = [_name(service.metrics, s.name, s.slo) for s in spec.served]
+    served = [s for s in spec.served if service.models.serves(s.name)] or [spec]
+    names = [_name(service.metrics, s.name, s.slo) for s in served]
     homes = [d.name for d in service.controller.devices.values() if d.serves(report.name)]
     return ModelNow(status, report, names, spec.pinned, homes)
 
