@@ -231,8 +231,8 @@ class AdminService:
                     return
                 await asyncio.to_thread(self._source.settle, reading)
                 self._file = reading.names
-                new = with_twins(reading.fleet, self._controller.devices.fleet)
-                reading = replace(reading, fleet=new)
+                wanted = with_twins(reading.fleet, self._controller.devices.fleet)
+                reading = replace(reading, fleet=wanted)
                 self._controller.devices.keep_unreadable(names_of(reading.fleet))
                 self.configure(reading.fleet)
                 found = difference(self._controller.devices.fleet, reading.fleet)
