@@ -19,8 +19,9 @@ from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDoneEvent
 from ballast.core.job import SequenceWork
 from ballast.kernels.paged_attention import LayerPlaces
+from ballast.live.machine import Machine
 from ballast.memory.copies import Copy
-from ballast.memory.transfer import HostLink, Link
+from ballast.memory.transfer import HostLink
 from ballast.models.barriers import Barriers
 from ballast.weights.residency import WeightsOnDevice
 
@@ -41,11 +42,12 @@ class ChosenExperts(Protocol):
 def paced(
     stream: Barriers,
     weights: WeightsOnDevice,
-    link: Link,
+    machine: Machine,
     clock: Clock,
     experts: ChosenExperts,
 ) -> Barriers:
     """Return barriers that pace what an executor reads in place too, if the link has a pace."""
+    link = machine.link
     if not isinstance(link, HostLink) or not link.paced:
         return stream
     return PacedReads(stream, weights, link, clock, experts)
