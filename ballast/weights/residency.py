@@ -259,8 +259,7 @@ class WeightsOnDevice:
     def announce_eviction(self, after: ResidencyPlan | None = None) -> None:
         """Order an eviction: of the segments that are absent in the plan `after`, rotating layers
         among them, or of all. Shared segments then have this model as a leaving holder."""
-        after = self.plan.without(None) if after is None else after
-        self._going = after.absent - self._absent
+        self._going = (after or self.plan.without(None)).absent - self._absent
         self.version.n += 1
         if self.leaves_whole:
             for segment in self.shared:
