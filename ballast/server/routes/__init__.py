@@ -9,6 +9,7 @@
 - `generate`: Routes that generate, whole or streamed.
 - `health`: Routes for liveness and readiness probes.
 - `ollama`: Routes of Ollama's API.
+- `kv`: `/admin/kv`, the host's KV tiers.
 - `openapi_document`: Adds schemas of responses to `/openapi.json`.
 - `page`: The page at `/`.
 - `state`: Read-only routes: `/metrics` and `/admin/state`.

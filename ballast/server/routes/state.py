@@ -86,6 +86,7 @@ def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
         devices=[_device(d) for d in controller.devices.values()],
         loading=[service.loads.now(load) for load in service.loads],
         lending=list(controller.devices.lending),
+        kv=controller.kept_kv.report(),
     )
 
 
@@ -109,6 +110,7 @@ def _device(device: RemoteDevice) -> DeviceNow:
         models=list(report.models),
         failed=dict(device.failed),
         borrowed=report.borrowed,
+        fetched_tokens=report.fetched_tokens,
         moved_in=device.moved_in,
         cordoned=device.cordoned,
     )
