@@ -134,9 +134,7 @@ async def _serve(
     with bound(host, port) as listener, operator.by_signals():
         broker = SegmentBroker(writable=reading.fleet.has_gpus)
         kv_broker = KvBroker.of(reading.fleet.kv, reading.fleet.server.keys)
-        controller = Controller(
-            lambda: LocalWorker(worker_command, broker, kv_broker), broker, kv_broker
-        )
+        controller = Controller(lambda: LocalWorker(worker_command, broker, kv_broker), broker)
         controller.prepare(reading.fleet)
         templates = TemplateRenderer()
         clock, wall = MonotonicClock(), WallClock()

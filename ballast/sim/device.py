@@ -96,7 +96,8 @@ class SimDevice:
         self._heap = StepsAheadHeap(self.clock, profile.ahead, self._world.agenda)
         calls, needs = LoopTime(self.clock), preset.requires
         self.link = self._make_link(settings, profile, path, calls)
-        self._streams = SimStreams(self._heap, self.clock, self.link, profile.early, needs.dirty)
+        parts = (self._heap, self.clock, self.link)
+        self._streams = SimStreams(*parts, profile.early, needs.dirty)
         self.state = self._make_state(settings, specs, profile, calls, needs)
         self._machine, self._knob = profile.in_place, KnobSetting.of(preset.values)
         self.in_place = {s.name: self._reads(s, profile.costs[s.name]) for s in specs}

@@ -86,7 +86,6 @@ def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
         devices=[_device(d) for d in controller.devices.values()],
         loading=[service.loads.now(load) for load in service.loads],
         lending=list(controller.devices.lending),
-        kv=controller.kept_kv.report(),
     )
 
 
@@ -110,7 +109,6 @@ def _device(device: RemoteDevice) -> DeviceNow:
         models=list(report.models),
         failed=dict(device.failed),
         borrowed=report.borrowed,
-        fetched_tokens=report.fetched_tokens,
         moved_in=device.moved_in,
         cordoned=device.cordoned,
     )
@@ -137,8 +135,7 @@ def _model(service: Service, report: ModelReport) -> ModelNow:
     status = status_of(report.residency).value
     if spec is None:  # it has just been removed
         return ModelNow(status, report, [_name(service.metrics, report.name, None)], False)
-    served = [s for s in spec.served if service.models.serves(s.name)] or [spec]
-    names = [_name(service.metrics, s.name, s.slo) for s in served]
+    names = [_name(service.metrics, s.name, s.slo) for s in spec.served]
     homes = [d.name for d in service.controller.devices.values() if d.serves(report.name)]
     return ModelNow(status, report, names, spec.pinned, homes)
 

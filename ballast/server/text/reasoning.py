@@ -73,9 +73,8 @@ KNOWN = (
 
 def _declared(response: object) -> ReasoningTags | None:
     """Find literal tags in a response template; None without."""
-    declared = response.get("fields") if isinstance(response, Mapping) else None
-    fields: Mapping[str, Any] = declared if isinstance(declared, Mapping) else {}
-    for name in _FIELDS:
+    fields = response.get("fields") if isinstance(response, Mapping) else None
+    for name in _FIELDS if isinstance(fields, Mapping) else ():
         field = fields.get(name)
         if isinstance(field, Mapping):
             opens, closes = _literals(field.get("open")), _literals(field.get("close"))
