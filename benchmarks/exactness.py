@@ -316,6 +316,7 @@ def _disturbed(
         counted.update(
             entry["action"] for entry in server.device.decisions() if "refused" not in entry
         )
+        counted["Evict"] = sum(m.evictions for m in state.models.values())
         for m in state.models.values():
             if m.weights.stream is not None:
                 counted["loads"] += m.weights.stream.loads.n

@@ -24,6 +24,7 @@ below them.
 - `output_stream`: The output stream of one client's requests, with backpressure.
 - `pending_commands`: Operators' commands that a worker has not answered yet.
 - `placing`: Initial placement, and each worker's configuration.
+- `kept_kv`: Scrub KV of models and keys that have gone; report on tiers.
 - `kv_broker`: The host's KV store, in the server's process.
 - `kv_client`: A worker's connection to it.
 - `segment_broker`: Segments of weights shared between the workers of a host.

@@ -35,9 +35,11 @@ def combined(reports: Sequence[DeviceReport]) -> DeviceReport:
     models: dict[str, ModelReport] = {}
     owners: Counter[str] = Counter()
     borrowed: Counter[str] = Counter()
+    fetched: Counter[str] = Counter()
     for report in scaled:
         owners.update(report.owners)
         borrowed.update(report.borrowed)
+        fetched.update(report.fetched_tokens)
         for model in report.models:
             known = models.get(model.name)
             models[model.name] = model if known is None else _sum(known, model)
@@ -53,6 +55,7 @@ def combined(reports: Sequence[DeviceReport]) -> DeviceReport:
         jobs=sum(r.jobs for r in scaled),
         draining=all(r.draining for r in scaled),
         borrowed=dict(borrowed),
+        fetched_tokens=dict(fetched),
     )
 
 

@@ -15,6 +15,8 @@ from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.fleet_commands import FleetCommands
 from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
+from ballast.cluster.kept_kv import KeptKv
+from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.lending.awaited_leases import AwaitedLeases
 from ballast.cluster.loop_timers import LoopTimers
 from ballast.cluster.output_stream import OutputStream
@@ -50,9 +52,13 @@ class Controller:
     """
 
     def __init__(
-        self, make_worker: Callable[[], WorkerLink], broker: SegmentBroker | None = None
+        self,
+        make_worker: Callable[[], WorkerLink],
+        broker: SegmentBroker | None = None,
+        kv_broker: KvBroker | None = None,
     ) -> None:
-        """`broker`: keeps the segments of models that have been loaded, until they leave."""
+        """`broker`: keeps the segments of models that have been loaded, until they leave;
+        `kv_broker`: keeps KV in tiers below the devices."""
         self._make_worker = make_worker
         self._spare: SpareWorker[WorkerLink] = SpareWorker(make_worker)
         self._suspicions = Suspicions()
@@ -63,6 +69,8 @@ class Controller:
         self.leases = AwaitedLeases(self.devices, self.devices.lending_objection, LoopTimers())
         """Lends pages between devices."""
         self._leaving = _Forgetting(self.devices, broker)
+        self.kept_kv = KeptKv(self.devices, kv_broker)
+        """KV in tiers below the devices."""
         self.migrations = RequestMigrations(self.devices, self.router, LoopTimers())
         """Moves running requests between devices."""
         self.commands = FleetCommands(self.devices, self.router, self.migrations, self.leases)
@@ -79,6 +87,7 @@ class Controller:
             self.router,
             self.devices,
             self._leaving,
+            self.kept_kv,
         )
         for name in fleet.devices:
             device = RemoteDevice(name, self._make_worker, self._spare, self._suspicions, observers)
@@ -118,6 +127,7 @@ class Controller:
 
     def configure(self, server: ServerSettings) -> None:
         """Replace the server's settings; their limits apply to workers that are started later."""
+        self.kept_kv.configure(self.devices.fleet.server, server)
         self.devices.fleet = replace(self.devices.fleet, server=server)
         for device in self.devices.values():
             device.fleet = replace(device.fleet, server=server)

@@ -29,6 +29,7 @@ clock.
 - `pass_traffic`: Bytes of a pass that reads its weights in host memory (C2CServe, 5).
 - `report`: `DeviceReport`: what a device reports for routing, metrics and display.
 - `request`: Sampling parameters, submissions, and the life of a request inside an engine.
+- `residency_plan`: Where each unit of a model is, how passes read it, and what that costs.
 - `rotation`: Which layers of a model share slots, so that the others' memory is free (MIRAGE, 5.4).
 - `sampling_defaults`: Sampling parameters of requests that name none.
 - `settings`: Frozen settings of a fleet, its devices, models and server.

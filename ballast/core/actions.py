@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ballast.core.omitted import OMITTED
+from ballast.core.residency_plan import ResidencyPlan
 from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
 
@@ -128,6 +129,21 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Reside:
+    """Have a model's weights and KV where `plan` has them, from between two passes on.
+
+    Carried out whole or refused. A job in flight ends first; pages that the plan takes are set
+    aside at once. Units come (activation) or go (eviction, in part or whole), or, where all are
+    there, other layers of weights, of KV, or of both, get slots. `Activate`, `Evict`, `Remap` and
+    `SwapKv` are abbreviations.
+    """
+
+    model: str
+    plan: ResidencyPlan
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Remap:
     """Change which layers of a resident model rotate to those of `rotation` (`WHOLE`: none).
 
@@ -200,6 +216,7 @@ ModelAction = (
     | Hold
     | Reorder
     | Refuse
+    | Reside
     | Remap
     | SwapKv
     | Stage

@@ -47,7 +47,7 @@ from ballast.core.migration import (
     KvTailEvent,
 )
 from ballast.core.model import ModelSpec
-from ballast.core.omitted import OMITTED
+from ballast.core.omitted import OMITTED, UNTOLD
 from ballast.core.settings import DeviceSettings
 
 FORMAT = 1
@@ -194,6 +194,8 @@ def _fields(of: Any) -> Iterator[tuple[str, Any]]:
     """Return the names and values of a dataclass's fields, without those that stories omit."""
     for field in dataclasses.fields(of):
         value = getattr(of, field.name)
+        if field.metadata == UNTOLD:
+            continue
         if field.metadata != OMITTED or value != field.default:
             yield field.name, value
 
@@ -201,6 +203,8 @@ def _fields(of: Any) -> Iterator[tuple[str, Any]]:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {name: _plain(part) for name, part in _fields(value)}
+    if isinstance(value, frozenset):
+        return sorted(value)
     return value
 
 

@@ -131,3 +131,5 @@ class DeviceReport:
     """Pages borrowed from other devices, by device; not counted above."""
     graphs: GraphReport | None = None
     """CUDA graphs; None: the device has none."""
+    fetched_tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens whose KV came from tiers below the device, since start, by tier."""

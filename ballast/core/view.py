@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from ballast.core.cost import StepCosts
 from ballast.core.model import ModelSpec
 from ballast.core.request import Precedence, next_due
+from ballast.core.residency_plan import NOTHING, ResidencyPlan
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.traffic import TrafficStats
 
@@ -183,6 +184,8 @@ class ModelView:
     """Part of `own_pages` that is read in host memory, and takes none on the device."""
     in_place: int = 0
     """Segments that are read in host memory, shared ones included."""
+    plan: ResidencyPlan = NOTHING
+    """Where its weights and KV are, or will be by orders."""
     _derived: dict[Callable[[ModelView], Any], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )

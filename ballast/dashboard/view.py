@@ -129,7 +129,22 @@ def _numbers(now: ServerNow, rates: Rates, width: int) -> list[Text]:
         if len(rates.totals) > 1:
             room = max(0, min(_SPARK, width - requests.cell_len - 2))
             requests.append("  ").append(sparkline(rates.totals, room), "green")
-    return [*pools, *_side_by_side(legend(now), width), requests]
+    return [*pools, *_side_by_side(legend(now), width), *_kept(now), requests]
+
+
+def _kept(now: ServerNow) -> list[Text]:
+    """Draw the KV tiers below the devices, if there are any."""
+    if now.kv is None:
+        return []
+    tiers = (
+        f"{tier.tier} {format_bytes(tier.used_bytes)} of {format_bytes(tier.capacity_bytes)}"
+        for tier in now.kv.tiers
+    )
+    fetched = sum(n for device in now.devices for n in device.fetched_tokens.values())
+    line = _line((f"{'kept KV':{_INDENT}}", _FAINT), (_GAP.join(tiers), ""))
+    if now.kv.disk_fault:
+        line.append(f"{_GAP}disk: {now.kv.disk_fault}", "red")
+    return [line.append(f"{_GAP}{fetched} tokens fetched", _FAINT)]
 
 
 def _pool(name: str, of: ServerNow | DeviceNow, width: int) -> Text:

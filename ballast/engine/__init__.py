@@ -34,6 +34,7 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `quarantine`: Set aside models whose requests fail with non-finite numbers.
 - `queue_deadlines`: Deadlines of requests that wait for admission.
 - `report`: The `DeviceReport` of a device, read without stopping it.
+- `reside`: Carry a model's residency plan out, whole, or refuse it.
 - `return_borrowed`: Move KV out of borrowed pages that are recalled.
 - `sizing`: Memory set aside for jobs, and the check that models fit beside it.
 - `staging`: Blocks of KV that jobs copy to the host, read from there, and bring home.

@@ -7,6 +7,7 @@ action is carried out wholly or refused with a reason; nothing is decided here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ballast.core.actions import (
@@ -23,17 +24,16 @@ from ballast.core.actions import (
     Refuse,
     Remap,
     Reorder,
+    Reside,
     Stage,
     SwapKv,
 )
 from ballast.core.event import Output
 from ballast.core.request import RequestState
 from ballast.core.view import Residency
-from ballast.engine import kv_swap, layer_remap, staging
-from ballast.engine.head_start import bytes_ahead
+from ballast.engine import staging
+from ballast.engine.reside import Refusal, give_up, reside, turn
 from ballast.engine.state import DeviceState
-
-Refusal = str | None
 
 
 def apply(state: DeviceState, action: Action, outputs: list[Output]) -> Refusal:
@@ -54,44 +54,21 @@ def apply(state: DeviceState, action: Action, outputs: list[Output]) -> Refusal:
     return _HANDLERS[type(action)](state, action)
 
 
+def _reside(state: DeviceState, a: Reside) -> Refusal:
+    return reside(state, state.models[a.model], a.plan)
+
+
 def _activate(state: DeviceState, a: Activate) -> Refusal:
     m = state.models[a.model]
     if m.residency is not Residency.ABSENT:
         return f"{a.model} is {m.residency.value}"
-    if a.in_place and not state.pool.vm.maps_host:
-        return "this device does not read weights in host memory"
-    in_place = range(len(m.weights.segments)) if a.in_place else ()
-    transfer = state.next_transfer()
-    short = m.weights.activate(transfer, bytes_ahead(state, m), in_place)
-    if short is not None:
-        return f"short of {short.pages} pages"
-    m.activations += 1
-    m.for_requests = bool(m.waiting)
-    if m.weights.filled:
-        # Other models have brought all of it, or it is read in place.
-        m.life.find(state.now)
-    else:
-        m.life.activate(transfer)
-        state.activation_rate.begin(transfer, state.now)
-        state.activating(a.model)
-    return None
+    plan = m.weights.plan
+    return reside(state, m, plan.reading(plan.absent) if a.in_place else plan.whole())
 
 
 def _evict(state: DeviceState, a: Evict) -> Refusal:
     m = state.models[a.model]
-    stops = m.residency is Residency.ACTIVATING and m.given_up
-    rest = m.residency is Residency.ABSENT and not m.weights.plan.empty
-    if m.residency is not Residency.RESIDENT and not (stops or rest):
-        return f"{a.model} is {m.residency.value}"
-    if m.spec.pinned:
-        return f"{a.model} is pinned"
-    if stops:
-        layer_remap.stop_load(state, m)
-    elif rest:
-        layer_remap.give_up_more(state, m, a.pages)
-    else:
-        layer_remap.drive_out(state, m, a.pages)
-    return None
+    return give_up(state, m, m.weights.plan.without(a.pages))
 
 
 def _preempt(state: DeviceState, a: Preempt) -> Refusal:
@@ -150,27 +127,12 @@ def _reorder(state: DeviceState, a: Reorder) -> Refusal:
 
 def _remap(state: DeviceState, a: Remap) -> Refusal:
     m = state.models[a.model]
-    if m.residency is not Residency.RESIDENT:
-        return f"{a.model} is {m.residency.value}"
-    if a.rotation == m.rotation:
-        return "its layers are so already"
-    if not m.weights.slots.rotatable:
-        return f"layers of {a.model} cannot rotate here"
-    refusal = m.weights.slots.refusal(a.rotation)
-    if refusal is not None:
-        return refusal
-    short = layer_remap.remap(state, m, a.rotation)
-    return None if short is None else f"short of {short.pages} pages"
+    return turn(state, m, replace(m.plan, rotation=a.rotation))
 
 
 def _swap_kv(state: DeviceState, a: SwapKv) -> Refusal:
     m = state.models[a.model]
-    if m.residency is not Residency.RESIDENT:
-        return f"{a.model} is {m.residency.value}"
-    refused = kv_swap.refusal(m, a.rotation)
-    if refused is None:
-        kv_swap.change(m, a.rotation)
-    return refused
+    return turn(state, m, replace(m.plan, kv=a.rotation))
 
 
 def _stage(state: DeviceState, a: Stage) -> Refusal:
@@ -198,6 +160,7 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], Refusal]] = {
     Limit: _limit,
     Hold: _hold,
     Reorder: _reorder,
+    Reside: _reside,
     Remap: _remap,
     SwapKv: _swap_kv,
     Stage: _stage,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ballast.core.actions import Short
 from ballast.core.event import Output, RotationSettledEvent
+from ballast.core.residency_plan import ResidencyPlan
 from ballast.core.rotation import Rotation
 from ballast.core.view import Residency
 from ballast.engine.life_rules import Step
@@ -28,18 +29,18 @@ def remap(state: DeviceState, m: ModelState, wanted: Rotation) -> Short | None:
     return None
 
 
-def drive_out(state: DeviceState, m: ModelState, pages: int | None = None) -> None:
-    """Order the eviction of a model, or of parts with `pages` pages; carried out as soon as no job
-    and no load is in flight."""
+def drive_out(state: DeviceState, m: ModelState, after: ResidencyPlan | None = None) -> None:
+    """Order the eviction of a model, or of the parts that are absent in the plan `after`; carried
+    out as soon as no job and no load is in flight."""
     m.life.order_eviction()
-    m.weights.announce_eviction(pages)
+    m.weights.announce_eviction(after)
     state.pool.replace_promise(m.weights.owner, 0)
     proceed(state, m)
 
 
-def give_up_more(state: DeviceState, m: ModelState, pages: int | None) -> None:
+def give_up_more(state: DeviceState, m: ModelState, after: ResidencyPlan) -> None:
     """Evict more of an absent model of which parts are on the device."""
-    m.weights.announce_eviction(pages)
+    m.weights.announce_eviction(after)
     state.free(m)
 
 

@@ -7,7 +7,7 @@ that policies can see are counted, so that only stale snapshots are rebuilt.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ballast.core.change_counter import ChangeCounter
@@ -16,7 +16,8 @@ from ballast.core.job import Job, JobLoad
 from ballast.core.model import ModelSpec
 from ballast.core.report import STEP_BOUNDS
 from ballast.core.request import Request
-from ballast.core.rotation import Rotation
+from ballast.core.residency_plan import ResidencyPlan
+from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import Slo
 from ballast.core.traffic import TrafficStats
 from ballast.core.view import ModelView, Residency, Shortage
@@ -187,6 +188,15 @@ class ModelState:
         """Rotation that is ordered, or else in force."""
         wanted = self.life.remap_to
         return self.weights.slots.rotation if wanted is None else wanted
+
+    @property
+    def plan(self) -> ResidencyPlan:
+        """Where its units are or, by orders, will be: of weights, and of KV."""
+        of_weights = self.weights.plan
+        rotation, kv = self.rotation, self.life.swap_to or self.kv.rotation
+        if rotation == of_weights.rotation and kv == WHOLE:
+            return of_weights
+        return replace(of_weights, rotation=rotation, kv=kv)
 
     @property
     def pages_to_take(self) -> int:

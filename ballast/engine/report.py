@@ -43,6 +43,7 @@ def report(state: DeviceState, device: str, graphs: GraphReport | None = None) -
         draining=state.draining,
         borrowed=state.lending.borrowed,
         graphs=graphs,
+        fetched_tokens={tier.value: n for tier, n in state.tiers.fetched_tokens.items()},
     )
 
 

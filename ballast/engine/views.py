@@ -94,6 +94,7 @@ def made_anew(m: ModelState) -> ModelView:
         given_up=m.given_up,
         traffic=m.traffic,
         parts=m.weights.plan.parts,
+        plan=m.plan,
         in_place_pages=m.weights.plan.in_place_pages,
         in_place=len(m.weights.plan.in_place),
     )

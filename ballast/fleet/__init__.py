@@ -27,5 +27,6 @@ do. It imports `core` only.
 - `text`: Training text for small models.
 - `tokenizer`: A byte-level BPE tokenizer with a chat template, trained in place.
 - `train`: A plain next-token training loop on CPU.
+- `twins`: Serve an adapter that is added to a running server, by a twin of its base.
 - `unfinished_download`: Recognize an unfinished download by what it leaves.
 """

@@ -37,7 +37,7 @@ def check_fleet(keys: FleetKeys, presets: Collection[str]) -> None:
     _check_api_keys(keys.server)
     bases = [model.name for model in keys.models if model.adapter is None]
     for i, model in enumerate(keys.models):
-        _check_kind(model, f"models[{i}]", bases)
+        check_kind(model, f"models[{i}]", bases)
     if keys.devices:
         _check_devices(keys)
 
@@ -155,8 +155,9 @@ def _check_api_keys(server: ServerKeys) -> None:
         names[key.name] = secrets[key.key] = at
 
 
-def _check_kind(model: NamedModelKeys, at: str, bases: Sequence[str]) -> None:
-    """An entry is a checkpoint or an adapter, wholly. `bases`: what adapters can stand on."""
+def check_kind(model: NamedModelKeys, at: str, bases: Collection[str]) -> None:
+    """Check that an entry is a checkpoint or an adapter, wholly. `bases`: what adapters can stand
+    on. Raises ConfigError."""
     if model.adapter is None:
         if model.base is not None:
             raise ConfigError(f"{at}.base", model.base, "only an adapter has a base")

@@ -22,7 +22,7 @@ from ballast.core.settings import (
     LinkSettings,
     ModelSettings,
 )
-from ballast.fleet.cross_checks import check_fleet
+from ballast.fleet.cross_checks import check_fleet, check_kind
 from ballast.fleet.document import read_document
 from ballast.fleet.entry_directory import (
     ADAPTER,
@@ -156,12 +156,21 @@ def entry_settings(
     entry: NamedModelKeys, home: Path, fetch_hub: Callable[[str, str], str] = fetch
 ) -> ModelSettings:
     """One more model, for a server that runs. Raises ConfigError."""
-    if entry.adapter is not None or entry.base is not None:
-        why = "adapters are served from the start: put it into the fleet file, beside its base"
-        raise ConfigError("adapter", entry.adapter, why)
     if entry.path is None:
         raise ConfigError("path", None, "the key is required")
     return entry.settings(find_directory(entry.path, "path", home, fetch_hub, CHECKPOINT), ())
+
+
+def adapter_settings(
+    entry: NamedModelKeys,
+    home: Path,
+    bases: Collection[str],
+    fetch_hub: Callable[[str, str], str] = fetch,
+) -> AdapterSettings:
+    """One more adapter of one of the models `bases`, for a server that runs. Raises ConfigError."""
+    check_kind(entry, entry.name, bases)
+    path = find_directory(entry.adapter or "", "adapter", home, fetch_hub, ADAPTER)
+    return entry.adapter_settings(path)
 
 
 def _models(

@@ -66,6 +66,8 @@ class HostStore:
         self._outlived: list[tuple[bytes, _Held]] = []
         """Cells of blocks that are not listed any more, which are still used."""
         self._said: set[str] = set()
+        self._refused: set[tuple[str | None, str | None]] = set()
+        """(model, tenant) that are gone, one of them None."""
 
     # -- storing ----------------------------------------------------------------------------------
 
@@ -135,6 +137,16 @@ class HostStore:
         their bytes; return their number."""
         return len(self._scrub(model, tenant))
 
+    def refuse(self, *, model: str | None = None, tenant: str | None = None) -> None:
+        """Scrub all blocks of a model or tenant that is gone, and take no more: what its last
+        requests were storing comes late."""
+        self._refused.add((model, tenant))
+        self.scrub(model=model, tenant=tenant)
+
+    def accept(self, *, model: str | None = None, tenant: str | None = None) -> None:
+        """Undo `refuse`."""
+        self._refused.discard((model, tenant))
+
     def resize(self, n_bytes: int) -> None:
         """Lower or raise the capacity, up to the memory that the store was made with."""
         most = self.cells.n_cells * CELL_BYTES
@@ -171,7 +183,7 @@ class HostStore:
         return held.runs
 
     def _reserve(self, owner: Hashable, block: KvBlock) -> Runs | None:
-        if block.name in self._held:
+        if block.name in self._held or self._is_refused(block):
             return None
         demotion = self.directory.demote(block, Tier.HOST)
         for gone in demotion.gone:
@@ -185,6 +197,12 @@ class HostStore:
             return None
         self._held[block.name] = _Held(runs, Counter({owner: 1}))
         return runs
+
+    def _is_refused(self, block: KvBlock) -> bool:
+        if not self._refused:
+            return False
+        models = {(model, None) for model in block.model.split(":")}
+        return (None, block.tenant) in self._refused or not models.isdisjoint(self._refused)
 
     def _unuse(self, owner: Hashable, name: bytes) -> _Held | None:
         """End one use of a block's cells; returns them, None if `owner` does not use them."""

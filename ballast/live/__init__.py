@@ -19,6 +19,7 @@ Packages from `cluster` up may import it. It imports `engine` and what is below;
 - `machine`: The protocol of a machine: memory, link and executors of one device.
 - `never_run`: GPU features that have been tested with stand-ins only.
 - `own_store`: A KV store of this process alone.
+- `paced_reads`: Passes that read weights in host memory wait for a paced link.
 - `runner`: The executor protocol, and lanes as CPU threads.
 - `warmup`: Warm-up of a spare worker process.
 """

@@ -49,6 +49,7 @@ from ballast.live.kv_tiers import KvConnection, tiers_of
 from ballast.live.machine import MakeMachine
 from ballast.live.never_run import WHERE as NEVER_RUN_WHERE
 from ballast.live.never_run import never_run
+from ballast.live.paced_reads import paced
 from ballast.live.runner import Executor, Record
 from ballast.memory.arena import confine_allocator
 from ballast.memory.cuda.vm import CudaVm
@@ -357,7 +358,7 @@ class LiveDevice:
             executor.grammars = made[0].grammars  # requests may run on any lane
             stream = m.weights.stream
             if isinstance(stream, HostStream | EventStream):
-                executor.barriers = stream
+                executor.barriers = paced(stream, m.weights, self.machine, self.clock, executor)
         self._grammar_compiler.serve(host.spec.name, made[0].grammars)
         return made
 

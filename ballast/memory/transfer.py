@@ -125,8 +125,9 @@ class Transfer:
         on_done: OnDone | None = None,
         watch: TransferWatch | None = None,
         gate: CopyGate | None = None,
+        in_place: bool = False,
     ) -> None:
-        self.gate = gate
+        self.gate, self.in_place = gate, in_place
         self.id, self.stream, self.on_done, self.watch = transfer_id, stream, on_done, watch
         self._batches = batches
         self.coming = next(batches, None)
@@ -232,14 +233,16 @@ class HostLink:
         on_done: OnDone | None = None,
         watch: TransferWatch | None = None,
         gate: CopyGate | None = None,
+        in_place: bool = False,
     ) -> None:
         """Begin a transfer, as `Link.start`. `on_done`, if given, receives its end in place of the
         link's own; both are called in the link's thread. A transfer whose `gate` was shut fails.
+        `in_place`: a pass reads the bytes where they are; the link is paced, and copies nothing.
 
         `watch` is called after each batch but the last, and after `on_done`.
         """
         cut = batches(copies, self._chunk_bytes, self._threads)
-        transfer = Transfer(transfer_id, stream, cut, on_done, watch, gate)
+        transfer = Transfer(transfer_id, stream, cut, on_done, watch, gate, in_place)
         with self._wake:
             if self._closing.is_set():
                 raise DeviceError("link", "it is closed")
@@ -331,7 +334,9 @@ class HostLink:
         try:
             if self._closing.is_set():
                 raise DeviceError("link", "it was closed during the transfer")
-            if transfer.gate is None:
+            if transfer.in_place:
+                pass
+            elif transfer.gate is None:
                 self._move(batch)
             else:
                 transfer.gate.passing(lambda: self._move(batch))

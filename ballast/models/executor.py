@@ -136,6 +136,14 @@ class ModelExecutor(ABC):
         error = NonFiniteOutput(name, what)
         return FailedOutput(w.request_id, error.code, str(error))
 
+    def expert_bytes(self, layer: int) -> int:
+        """Return the bytes of all experts of a layer; 0: it has none, or they are always read."""
+        return 0
+
+    def chosen_bytes(self, layer: int) -> int:
+        """Return the bytes of those that the present pass, which has run the layer, has chosen."""
+        return 0
+
     def stalled(self) -> float:
         """Return the seconds that jobs have waited for layers since the last call."""
         return 0.0 if self.barriers is None else self.barriers.stalled()

@@ -6,6 +6,5 @@ imports `core` alone. Machines, the simulator and groups of ranks drive it, each
 - `arrival`: Layers that come with one transfer, behind which the first pass runs.
 - `buffer`: `Buffer`, the slots of one kind of content, and `LayerCopy`, a copy through them.
 - `engine`: `CopyEngine`, the protocol of what makes the copies.
-- `plan`: Where each unit of a model's weights is, how passes read it, and what that costs.
 - `stream`: `LayerStream`, the state machine that orders the copies of passes.
 """

@@ -22,6 +22,7 @@ from ballast.server.http.json_response import answered
 from ballast.server.http.json_route import json_route
 from ballast.server.http.request_context import context_of
 from ballast.server.openai.records import Model, ModelList, RunningList, Version
+from ballast.server.routes.adapters import add_adapter_routes
 from ballast.server.routes.admin import add_admin_routes
 from ballast.server.routes.catalogue import described, listed, resident
 from ballast.server.routes.generate import add_generating_routes
@@ -55,6 +56,7 @@ def create_app(service: Service, admin: AdminService) -> Gate:
     add_health(app, service, gate)
     add_observe_routes(app, service, gate)
     add_admin_routes(app, service, admin)
+    add_adapter_routes(app, service, admin)
     add_generating_routes(app, service)
     add_text_routes(app, service)
     add_ollama_routes(app, service)

@@ -134,7 +134,9 @@ async def _serve(
     with bound(host, port) as listener, operator.by_signals():
         broker = SegmentBroker(writable=reading.fleet.has_gpus)
         kv_broker = KvBroker.of(reading.fleet.kv, reading.fleet.server.keys)
-        controller = Controller(lambda: LocalWorker(worker_command, broker, kv_broker), broker)
+        controller = Controller(
+            lambda: LocalWorker(worker_command, broker, kv_broker), broker, kv_broker
+        )
         controller.prepare(reading.fleet)
         templates = TemplateRenderer()
         clock, wall = MonotonicClock(), WallClock()

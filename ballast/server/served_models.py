@@ -40,6 +40,10 @@ class ServedModels:
             if spec.name in self._tokenizers and self._may_use(caller, spec.name)
         }
 
+    def serves(self, name: str) -> bool:
+        """Whether clients can ask for a model or an adapter by its own name."""
+        return name in self._tokenizers
+
     def awaited(self, name: str, caller: Caller) -> ModelLoad | None:
         """Return the load of a model that is not served yet and that `caller` may use, by any name;
         None: there is none to wait for."""

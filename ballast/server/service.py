@@ -37,6 +37,7 @@ from ballast.server.http.refused_fields import refuse_fields
 from ballast.server.http.request_context import Caller, RequestContext
 from ballast.server.model_loads import ModelLoads
 from ballast.server.observe.device_metrics import DeviceCollector
+from ballast.server.observe.kv_metrics import KvCollector
 from ballast.server.observe.metrics import Metrics
 from ballast.server.openai.request import GenerateRequest
 from ballast.server.openai.text_request import EmbeddingRequest
@@ -77,6 +78,10 @@ class Service:
         self.answers = WholeAnswers(lambda: self.settings)
         self._paces: dict[str, QueuePace] = {}
         self.metrics = Metrics(DeviceCollector(controller.devices, wall), clock)
+        devices = controller.devices
+        self.metrics.registry.register(
+            KvCollector(controller.kept_kv.report, lambda: devices.report)
+        )
         self.wall = wall
         self.started = int(wall.now())
         self.clock = clock

@@ -96,8 +96,7 @@ class SimDevice:
         self._heap = StepsAheadHeap(self.clock, profile.ahead, self._world.agenda)
         calls, needs = LoopTime(self.clock), preset.requires
         self.link = self._make_link(settings, profile, path, calls)
-        parts = (self._heap, self.clock, self.link)
-        self._streams = SimStreams(*parts, profile.early, needs.dirty)
+        self._streams = SimStreams(self._heap, self.clock, self.link, profile.early, needs.dirty)
         self.state = self._make_state(settings, specs, profile, calls, needs)
         self._machine, self._knob = profile.in_place, KnobSetting.of(preset.values)
         self.in_place = {s.name: self._reads(s, profile.costs[s.name]) for s in specs}

@@ -20,8 +20,8 @@ from ballast.core.link import Direction
 from ballast.core.link_budget import link_demand
 from ballast.core.model import ModelSpec
 from ballast.core.pass_traffic import OS_TILE, PassSizes, pass_traffic
+from ballast.core.residency_plan import ResidencyPlan
 from ballast.policy.c2cserve_knob import Knob, KnobRule, PassMeasurement
-from ballast.residency.plan import ResidencyPlan
 from ballast.sim.layer_passes import Pass
 from ballast.sim.link import SimLink
 

@@ -23,13 +23,13 @@ from ballast.core.actions import Short
 from ballast.core.change_counter import ChangeCounter
 from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
+from ballast.core.residency_plan import ResidencyPlan, Unit
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
-from ballast.residency.plan import ResidencyPlan, Unit
 from ballast.weights.load_order import load_order
 from ballast.weights.segment_mapping import SegmentMapping
 from ballast.weights.segment_table import PlacedSegment, place_segments
@@ -256,10 +256,10 @@ class WeightsOnDevice:
         if self.stream is not None:
             self.stream.forget()
 
-    def announce_eviction(self, pages: int | None = None) -> None:
-        """Order an eviction: of as many segments as have `pages` pages, in the order in which the
-        plan gives them up, or of all. Shared segments then have this model as a leaving holder."""
-        self._going = self.plan.without(pages).absent - self._absent
+    def announce_eviction(self, after: ResidencyPlan | None = None) -> None:
+        """Order an eviction: of the segments that are absent in the plan `after`, rotating layers
+        among them, or of all. Shared segments then have this model as a leaving holder."""
+        self._going = (after or self.plan.without(None)).absent - self._absent
         self.version.n += 1
         if self.leaves_whole:
             for segment in self.shared:

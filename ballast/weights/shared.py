@@ -66,9 +66,11 @@ class SharedSegment:
         self._changed()
 
     def mark_leaving(self, model: str) -> None:
-        """Record that a holder is about to be evicted; it uses the segment until then."""
-        self._going.add(model)
-        self._changed()
+        """Record that a model, if it uses the segment, is about to be evicted; it does until
+        then."""
+        if model in self.holders:
+            self._going.add(model)
+            self._changed()
 
     def remove_holder(self, model: str) -> None:
         """Record that a model does not use it any more, if it did."""

@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
+from ballast.cluster.device import RemoteDevice
+from ballast.cluster.device_set import DeviceSet
+from ballast.cluster.kept_kv import KeptKv
 from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.kv_client import KvClient
+from ballast.core.command import Remove
+from ballast.core.settings import KeySettings, ServerSettings
 from ballast.kv.host_store import Slot
 from ballast.kv.tier_shelf import KvBlock
 from ballast.memory.host_cells import CELL_BYTES, Runs
-from tests.kv.test_directory import MODEL, chain, memory_only, names
+from tests.kv.test_directory import MODEL, chain, found, memory_only, names, put
+from tests.policy import worlds
 
 BLOCKS = 700
 """More than fit one message."""
@@ -73,5 +82,36 @@ def test_workers_share_what_they_stored_and_leave_nothing_locked() -> None:
         assert await asyncio.to_thread(looked_up, clients[1], blocks) == ""
         assert await asyncio.to_thread(reserved, clients[1], blocks[:1]) == []
         clients[1].close()
+
+    asyncio.run(serve())
+
+
+def test_kv_of_models_and_keys_that_have_gone_is_scrubbed_and_stored_no_more() -> None:
+    devices = DeviceSet()
+    spec = replace(worlds.spec("m"), fingerprint="finger")
+    twin = replace(worlds.spec("twin"), fingerprint="other")
+
+    async def serve() -> None:
+        store = memory_only(40 * CELL_BYTES)
+        kept = KeptKv(devices, KvBroker(store))
+        device = cast("RemoteDevice", SimpleNamespace(specs={"m": spec, "twin": twin}))
+        kept.worker_ready(device)
+        put(store, chain("a", 3, "me"))
+        put(store, chain("b", 3, "they", "other:x:"))
+        kept.command_done(device, Remove("m", 0.0))
+        assert found(store, chain("a", 3)) == 0
+        assert put(store, chain("late", 1, "me")) == 0, "its last requests were storing"
+        assert put(store, chain("c", 1, "they", "other:x:")) == 1
+        old = ServerSettings(keys=tuple(KeySettings(name=n, key="k" * 16) for n in ("me", "they")))
+        kept.configure(old, replace(old, keys=old.keys[:1]))
+        report = kept.report()
+        assert report is not None
+        assert [t.blocks for t in report.tiers] == [0]
+        assert put(store, chain("d", 1, "they", "other:x:")) == 0
+        kept.configure(replace(old, keys=()), old)
+        kept.worker_ready(device)  # the model was added again
+        assert put(store, chain("d", 2, "they")) == 2
+        assert kept.scrub("m", "they") == 2
+        store.validate()
 
     asyncio.run(serve())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 
-from ballast.core.actions import Action, Decision, Remap, SwapKv
+from ballast.core.actions import Action, Activate, Decision, Evict, Remap, Reside, SwapKv
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.rotation import WHOLE, Rotation
@@ -33,6 +33,8 @@ class Restless(MemoryPolicy):
     """Most seconds until it changes its mind."""
     kv: float = 0
     """Whether KV of random layers is swapped as well."""
+    planned: float = 0
+    """Whether it states whole plans in place of their abbreviations."""
 
     @property
     def requires(self) -> Requirements:
@@ -53,9 +55,10 @@ class Restless(MemoryPolicy):
             m = rng.choice(swappable)
             remaps.append(SwapKv(m.name, self._nested(m, rng), "restless"))
         soon = view.now + rng.random() * self.every
+        actions = (*decision.actions, *remaps)
         return replace(
             decision,
-            actions=(*decision.actions, *remaps),
+            actions=as_plans(view, actions) if self.planned else actions,
             memo=(decision.memo, asked + 1),
             wake_at=soon if decision.wake_at is None else min(soon, decision.wake_at),
         )
@@ -75,6 +78,26 @@ class Restless(MemoryPolicy):
         return cls._rotation(now.layers, rng)
 
 
+def as_plans(view: DeviceView, actions: Iterable[Action]) -> tuple[Action, ...]:
+    """The same actions, those about residency as `Reside`."""
+    plans = {m.name: m.plan for m in view.models}
+    changed: list[Action] = []
+    for a in actions:
+        if isinstance(a, Activate | Evict | Remap | SwapKv):
+            plan = plans[a.model]
+            if isinstance(a, Activate):
+                plan = plan.whole()
+            elif isinstance(a, Evict):
+                plan = plan.without(a.pages)
+            else:
+                part = "rotation" if isinstance(a, Remap) else "kv"
+                plan = replace(plan, **{part: a.rotation})
+            plans[a.model] = plan
+            a = Reside(a.model, plan, a.why)
+        changed.append(a)
+    return tuple(changed)
+
+
 def register(patch: pytest.MonkeyPatch) -> None:
     """It is one of the presets."""
     patch.setitem(presets._KINDS, NAME, presets._Kind(Restless))
@@ -89,7 +112,7 @@ def restless_world(
         more = 40 * max(s.n_layers for s in specs) * fleet.device.page_bytes
         device = replace(fleet.device, budget_bytes=fleet.device.budget_bytes + more)
         fleet = replace(fleet, device=device)
-    options = {"base": float(seed % len(BASES)), "kv": float(kv)}
+    options = {"base": float(seed % len(BASES)), "kv": float(kv), "planned": float(seed % 8 == 7)}
     return replace(fleet, options=options), specs, requests
 
 

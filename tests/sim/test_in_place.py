@@ -15,9 +15,9 @@ from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.pass_traffic import PassSizes, pass_traffic
 from ballast.core.request import Submission
+from ballast.core.residency_plan import ResidencyPlan, Unit
 from ballast.core.settings import Slo
 from ballast.policy.presets import resolve
-from ballast.residency.plan import ResidencyPlan, Unit
 from ballast.sim.cluster import Cluster, parse_kinds
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.in_place import InPlaceMachine, InPlaceReads, KnobSetting

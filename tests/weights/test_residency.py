@@ -244,7 +244,7 @@ def test_the_last_segments_go_first_and_only_they_come_back() -> None:
     weights, pool, link, _ = in_parts()
     assert weights.activate(1) is None
     assert weights.transfer_landed()
-    weights.announce_eviction(1)
+    weights.announce_eviction(weights.plan.without(1))
     assert (weights.leaving_pages, weights.leaves_whole) == (2, False)
     weights.evict()
     assert (weights.backed, weights.filled, weights.present_pages, pool.free) == (
@@ -254,7 +254,7 @@ def test_the_last_segments_go_first_and_only_they_come_back() -> None:
         4,
     )
     weights.validate()
-    weights.announce_eviction(3)
+    weights.announce_eviction(weights.plan.without(3))
     weights.evict()
     assert (weights.plan.parts, pool.free) == ((1,), 7)
     link.started.clear()
@@ -274,14 +274,14 @@ def test_a_job_that_finds_its_first_layers_need_not_wait_for_the_last() -> None:
     weights, _, _, rotor = in_parts()
     assert weights.activate(1) is None
     assert weights.transfer_landed()
-    weights.announce_eviction(1)
+    weights.announce_eviction(weights.plan.without(1))
     weights.evict()
     assert weights.activate(2, 1 << 40) is None
     ((_, copies, coming),) = rotor.brought
     assert [copy.src for copy in copies] == [3000]
     assert (coming.layers, coming.opens) == ({1: 128 * KiB}, 1)
     assert weights.transfer_landed()
-    weights.announce_eviction(1)
+    weights.announce_eviction(weights.plan.without(1))
     weights.evict()
     assert weights.activate(3, 1000) is None
     assert rotor.brought[-1][2].opens == 128 * KiB - 1000
@@ -291,7 +291,7 @@ def test_an_activation_that_cannot_be_leaves_the_parts_as_they_were() -> None:
     weights, pool, link, _ = in_parts(7)
     assert weights.activate(1) is None
     assert weights.transfer_landed()
-    weights.announce_eviction(3)
+    weights.announce_eviction(weights.plan.without(3))
     weights.evict()
     assert (weights.present_pages, pool.free) == (2, 5)
     taken = pool.allocate("other", 2)
@@ -319,7 +319,7 @@ def test_rotating_layers_go_with_the_first_part() -> None:
     assert weights.transfer_landed()
     assert weights.remap(Rotation((0, 1), 1)) is None
     assert weights.plan.parts == (2, 1, 1)
-    weights.announce_eviction(1)
+    weights.announce_eviction(weights.plan.without(1))
     weights.evict()
     assert (weights.present_pages, pool.free, weights.slots.pages) == (2, 6, 0)
     weights.validate()

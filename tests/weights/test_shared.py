@@ -400,3 +400,24 @@ def test_every_change_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         weights.close()
     pool.validate()
     assert pool.free == pool.total
+
+
+def test_a_model_that_read_a_segment_in_place_is_no_leaving_holder_of_it_later() -> None:
+    device = Device(40)
+    a, b = (device.models[name] for name in list(device.models)[:2])
+    assert a.activate(101, in_place=range(len(a.segments))) is None
+    assert a.filled
+    assert a.present_pages == device.pool.ledger.owned(a.owner) == 0
+    device.validate()
+    a.announce_eviction()
+    a.evict()
+    for w, transfer in ((a, 102), (b, 103)):
+        assert w.activate(transfer) is None
+        device.link.carry()
+        w.transfer_landed()
+    both = [s for s in a.shared if s in b.shared]
+    assert both
+    assert all(set(s.staying) == {a.spec.name, b.spec.name} for s in both)
+    a.announce_eviction()
+    assert all(s.staying == (b.spec.name,) for s in both)
+    device.validate()

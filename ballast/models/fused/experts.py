@@ -76,6 +76,7 @@ class FusedExperts:
         )
         kernels = experts.kernels(dtype)
         tables = team.rows_of(self._experts.tables)
+        self._bytes = [w[GATE_UP][0].n_bytes + w[DOWN][0].n_bytes for w in found]
         self._operations = np.zeros((len(found), 2, 2, 2), np.int64)
         flat = self._operations.reshape(len(found), 4, 2)
         flat[..., 0] = kernels
@@ -91,6 +92,19 @@ class FusedExperts:
         for program in (2 * i, 2 * i + 1):
             into.operation(team.program_kernel(), self._programs, program)
         return True
+
+    def bytes_of(self, layer: int) -> int:
+        """Return the bytes of all experts of a layer; 0: it has none."""
+        i = self._number.get(layer)
+        return 0 if i is None else self._bytes[i]
+
+    def chosen_bytes(self, layer: int) -> int:
+        """Return the bytes of a layer's experts that had rows in the last job."""
+        i = self._number.get(layer)
+        if i is None:
+            return 0
+        counts = self._experts.counts[i]
+        return self._bytes[i] // len(counts) * int(np.count_nonzero(counts))
 
     @property
     def counts(self) -> Array:

@@ -119,6 +119,12 @@ class FusedModel(ModelExecutor):
         self._product: Tensor | None = None
         """The library's last product, kept while the next operations read it."""
 
+    def expert_bytes(self, layer: int) -> int:
+        return 0 if self.experts is None else self.experts.bytes_of(layer)
+
+    def chosen_bytes(self, layer: int) -> int:
+        return 0 if self.experts is None else self.experts.chosen_bytes(layer)
+
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
         logits = self._logits[: self._compute(work, head=True)]

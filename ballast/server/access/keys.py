@@ -23,6 +23,8 @@ FREE = ("/live", "/health", "/", "/page/{name}")
 """Routes that need no key: probes have none, nor has a browser that opens the page."""
 _OF_ALL = ("/metrics", "/admin/state")
 """Paths that report on all models: closed to keys that are limited to some models."""
+_OPERATORS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Routes beside those below `/admin` that need the admin key."""
 _READING = ("GET", "HEAD")
 
 
@@ -65,7 +67,7 @@ class ApiKeys:
             return
         if path in _OF_ALL and caller.key is not None and caller.key.models is not None:
             raise Fault(403, f"{path} is of all models, and this key is not", "forbidden")
-        if path == "/admin" or path.startswith("/admin/"):
+        if path == "/admin" or path.startswith("/admin/") or path in _OPERATORS:
             self._check_admin(caller, method, path)
         elif not caller.known:
             raise _unauthorized("an API key is needed")

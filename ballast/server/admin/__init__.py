@@ -2,5 +2,6 @@
 
 `server` alone imports it.
 
+- `added_models`: Resolves the models and adapters that an operator adds.
 - `admin_service`: Carries out changes by operators or by the fleet file.
 """

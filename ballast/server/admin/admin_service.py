@@ -11,14 +11,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Container, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from ballast.cluster.pending_commands import names_of, refusal
 from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
 from ballast.core.errors import (
     BallastError,
-    CheckpointError,
-    ConfigError,
     InvalidRequest,
     NotKept,
     Unavailable,
@@ -27,11 +24,12 @@ from ballast.core.errors import (
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 from ballast.fleet.changes import Changes
 from ballast.fleet.fleet_difference import FleetDifference, difference
-from ballast.fleet.fleet_file import entry_settings
 from ballast.fleet.fleet_source import FleetReading, FleetSource
 from ballast.fleet.levels import Levels, change_to, foreign, with_levels
 from ballast.fleet.schema import NamedModelKeys
+from ballast.fleet.twins import adapters_added_to, base_of, is_twin, twin_of, with_twins
 from ballast.server.access.keys import warn_of_keys
+from ballast.server.admin.added_models import prepared, tokenizer_of
 from ballast.server.http.faults import Fault
 from ballast.server.service import Service
 from ballast.server.text.template_check import check_tokenizer
@@ -146,15 +144,16 @@ class AdminService:
 
     async def add(self, entry: NamedModelKeys) -> str:
         """Add a model to the fleet; returns its name. Raises Fault, Unavailable or NotKept."""
-        home = Path(self._controller.devices.fleet.home)
-        settings = await asyncio.to_thread(_prepared, entry, home)
+        settings = await asyncio.to_thread(prepared, entry, self._controller.devices)
         if any(map(self._service.loads.find, settings.names)):
             raise Fault(409, f"there is a model {settings.name!r} already", "refused")
         async with self._models:
             instead = self._names(settings.name) & self._file
             # The command first: the worker tries out the tokenizer in an isolated process.
-            await self.execute(Add(settings))
+            outcome = await self.execute(Add(settings))
             try:
+                for why in outcome.failed.values():
+                    raise Fault(400, why, "invalid", "adapter")
                 tokenizer = await self._tokenizer(settings)
                 async with self._records:
                     await self._keep(self._source.changes.adding(entry, instead))
@@ -162,15 +161,20 @@ class AdminService:
                 undoing = self.execute(Remove(settings.name, 0.0))
                 await self._try(f"removing {settings.name}, which cannot be kept", undoing)
                 raise
-            self._service.add_model(settings.name, tokenizer)
-        return settings.name
+            self._service.add_model(entry.name, tokenizer)
+        return entry.name
 
     async def remove(self, name: str, patience: float) -> None:
         """Remove a model and its adapters. Raises Fault, Unavailable or NotKept."""
         async with self._models:
-            wanted = Remove(name, patience)
-            if isinstance(self._settings(name), AdapterSettings):
+            fleet = self._controller.devices.fleet
+            twin, later = twin_of(fleet, name), adapters_added_to(fleet, name)
+            wanted = Remove(name if twin is None else twin.name, patience)
+            if twin is None and isinstance(self._settings(name), AdapterSettings):
                 raise Fault(409, f"{name} is an adapter: it goes with its base", "refused")
+            if later:
+                why = f"remove the adapters first that were added to it: {', '.join(later)}"
+                raise Fault(409, why, "refused")
             names = self._names(name)
             refused = refusal(
                 self._controller.devices.fleet, self._controller.devices.specs, wanted
@@ -227,6 +231,8 @@ class AdminService:
                     return
                 await asyncio.to_thread(self._source.settle, reading)
                 self._file = reading.names
+                wanted = with_twins(reading.fleet, self._controller.devices.fleet)
+                reading = replace(reading, fleet=wanted)
                 self._controller.devices.keep_unreadable(names_of(reading.fleet))
                 self.configure(reading.fleet)
                 found = difference(self._controller.devices.fleet, reading.fleet)
@@ -276,8 +282,11 @@ class AdminService:
             self._service.add_model(name, tokenizer)
 
     async def _tokenizer(self, settings: ModelSettings) -> Tokenizer:
-        """Load a model's tokenizer, and try its chat template. Raises Fault."""
-        tokenizer = await asyncio.to_thread(_tokenizer, settings)
+        """Load a model's tokenizer, and try its chat template; a twin has its base's. Raises
+        Fault."""
+        if is_twin(settings.name):
+            return self._service.models.tokenizer(base_of(settings.name))
+        tokenizer = await asyncio.to_thread(tokenizer_of, settings)
         name = settings.name
         spec = self._controller.devices.specs.get(name)
         await check_tokenizer(tokenizer, name, spec, self._service.templates)
@@ -373,21 +382,3 @@ def _without(fleet: FleetSettings, names: set[str]) -> dict[str, tuple[str, ...]
         name: tuple(alias for alias in aliases if alias not in names)
         for name, aliases in fleet.aliases.items()
     }
-
-
-def _prepared(entry: NamedModelKeys, home: Path) -> ModelSettings:
-    """Resolve the settings of a new model. May take long: it may fetch from a hub. Raises Fault."""
-    try:
-        return entry_settings(entry, home)
-    except ConfigError as error:
-        raise Fault(400, str(error), "invalid_request", error.key) from error
-
-
-def _tokenizer(settings: ModelSettings) -> Tokenizer:
-    """Load a model's tokenizer. Raises Fault."""
-    try:
-        return Tokenizer.load(settings.path, settings.tool_parser)
-    except ConfigError as error:
-        raise Fault(400, str(error), "invalid_request", error.key) from error
-    except CheckpointError as error:
-        raise Fault(400, str(error), "invalid_request", "path") from error

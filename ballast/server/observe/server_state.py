@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ballast.cluster.kept_kv import KvReport
 from ballast.core.capability import Capability
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
@@ -64,6 +65,8 @@ class DeviceNow(msgspec.Struct, frozen=True):
     """Pages borrowed from other devices, by device."""
     moved_in: int = 0
     """Requests that have migrated from other devices with their KV."""
+    fetched_tokens: dict[str, int] = {}
+    """Prompt tokens whose KV came from tiers below the device, by tier."""
     cordoned: bool = False
     """Whether an operator has drained the device: it gets no requests."""
 
@@ -108,3 +111,5 @@ class ServerNow(msgspec.Struct, frozen=True):
     """Models that have not been loaded yet, in the order in which they will be."""
     lending: list[Capability] = []
     """Whether and how one device can lend pages to another, for each pair of devices."""
+    kv: KvReport | None = None
+    """KV in tiers below the devices; None: there are none."""

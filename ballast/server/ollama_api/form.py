@@ -59,8 +59,8 @@ class AnswerWriter:
         if self._chats:
             message = OllamaMessage("assistant", text, list(calls), thought)
             return ChatAnswer(model=self._model, created_at=at, message=message, **more)
-        texts = {"response": text, "thinking": thought}
-        return GenerateAnswer(model=self._model, created_at=at, **texts, **more)
+        more |= {"response": text, "thinking": thought}
+        return GenerateAnswer(model=self._model, created_at=at, **more)
 
     def loaded(self, *, unload: bool) -> Answer:
         """Make the answer of a request that generates nothing. `unload`: it was to free memory,

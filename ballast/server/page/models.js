@@ -27,14 +27,15 @@ class ModelRow {
 
   _button(text, verb) {
     const made = element("button", { text, hidden: true, onclick: () =>
-      this._refused(order(`models/${encodeURIComponent(this._name)}/${verb()}`)) });
+      this._refused(order(`models/${encodeURIComponent(this._orders)}/${verb()}`)) });
     this._cells[1].append(made);
     return made;
   }
 
   // `model`: as in `/admin/state`; `named`: what is counted under this name, an adapter's or its own.
   show(model, named, device, readings, admin) {
-    const report = model.report, own = named.name === report.name;
+    const report = model.report, own = named === model.names[0]; // else an adapter of it
+    this._orders = report.name;
     const page = readings.state.page_bytes;
     this._status = model.status;
     this._pinned = model.pinned;

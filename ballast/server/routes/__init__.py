@@ -2,12 +2,14 @@
 
 `app` alone imports it; it may import all of `server` but `app` and `serve`.
 
+- `adapters`: vLLM's routes that load and unload adapters.
 - `admin`: Routes `/admin/*` by which operators change what is served.
 - `answering`: Answers requests that generate, for the routes of all APIs.
 - `catalogue`: Lists the fleet's models for clients.
 - `generate`: Routes that generate, whole or streamed.
 - `health`: Routes for liveness and readiness probes.
 - `ollama`: Routes of Ollama's API.
+- `kv`: `/admin/kv`, the host's KV tiers.
 - `openapi_document`: Adds schemas of responses to `/openapi.json`.
 - `page`: The page at `/`.
 - `state`: Read-only routes: `/metrics` and `/admin/state`.

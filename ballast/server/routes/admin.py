@@ -22,6 +22,7 @@ from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys
 from ballast.server.admin.admin_service import PATIENCE, AdminService
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import answered
+from ballast.server.routes.kv import add_kv_routes
 from ballast.server.routes.state import decisions, models_now
 from ballast.server.service import Service
 
@@ -69,6 +70,7 @@ def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> Non
     _add_residency_routes(app, service, admin)
     _add_placement_routes(app, service, admin)
     _add_device_routes(app, admin)
+    add_kv_routes(app, service, CHECKED)
     _add_story_route(app, service)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from ballast.core.errors import UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.core.view import Residency
+from ballast.fleet.twins import base_of
 from ballast.server.http.request_context import Caller
 from ballast.server.model_loads import ModelLoad
 from ballast.server.openai.records import Model, ModelStatus, RunningModel
@@ -114,14 +115,14 @@ def _residencies(service: Service) -> dict[str, str]:
 
 def _serving(service: Service, spec: ModelSpec, name: str, residencies: Mapping[str, str]) -> Model:
     """Describe a model that serves, under its own name or an alias."""
-    base = spec.base or spec.name
-    where = residencies.get(base, Residency.ABSENT.value)
+    host = spec.base or spec.name
+    where = residencies.get(host, Residency.ABSENT.value)
     why = service.controller.devices.set_aside.get(spec.name)
     return Model(
         id=name,
         created=service.started,
-        root=base,
-        parent=spec.base,
+        root=base_of(host),
+        parent=None if spec.base is None else base_of(spec.base),
         max_model_len=spec.max_model_len,
         status=status_of(where) if why is None else ModelStatus("failed", why),
     )

@@ -86,6 +86,7 @@ def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
         devices=[_device(d) for d in controller.devices.values()],
         loading=[service.loads.now(load) for load in service.loads],
         lending=list(controller.devices.lending),
+        kv=controller.kept_kv.report(),
     )
 
 
@@ -109,6 +110,7 @@ def _device(device: RemoteDevice) -> DeviceNow:
         models=list(report.models),
         failed=dict(device.failed),
         borrowed=report.borrowed,
+        fetched_tokens=report.fetched_tokens,
         moved_in=device.moved_in,
         cordoned=device.cordoned,
     )
@@ -135,7 +137,8 @@ def _model(service: Service, report: ModelReport) -> ModelNow:
     status = status_of(report.residency).value
     if spec is None:  # it has just been removed
         return ModelNow(status, report, [_name(service.metrics, report.name, None)], False)
-    names = [_name(service.metrics, s.name, s.slo) for s in spec.served]
+    served = [s for s in spec.served if service.models.serves(s.name)] or [spec]
+    names = [_name(service.metrics, s.name, s.slo) for s in served]
     homes = [d.name for d in service.controller.devices.values() if d.serves(report.name)]
     return ModelNow(status, report, names, spec.pinned, homes)
 

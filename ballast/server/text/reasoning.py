@@ -73,8 +73,9 @@ KNOWN = (
 
 def _declared(response: object) -> ReasoningTags | None:
     """Find literal tags in a response template; None without."""
-    fields = response.get("fields") if isinstance(response, Mapping) else None
-    for name in _FIELDS if isinstance(fields, Mapping) else ():
+    declared = response.get("fields") if isinstance(response, Mapping) else None
+    fields: Mapping[str, Any] = declared if isinstance(declared, Mapping) else {}
+    for name in _FIELDS:
         field = fields.get(name)
         if isinstance(field, Mapping):
             opens, closes = _literals(field.get("open")), _literals(field.get("close"))

@@ -1,17 +1,19 @@
-"""Plan where each unit of a model's weights is, how a pass reads it, and what that costs.
+"""Plan where each unit of a model is, how a pass reads it, and what that costs.
 
-A unit is a segment of weights: embeddings, each layer in order, what follows the layers. Computed
-by `weights.residency` for what is in force; what a plan gives up or brings follows from two plans.
+A unit is a segment of weights: embeddings, each layer in order, what follows the layers. KV is
+planned by layers. `weights.residency` computes what is in force; policies choose other plans by
+`Reside`, and the engine carries them out; what a plan gives up or brings follows from two plans.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from ballast.core.omitted import OMITTED, UNTOLD
 from ballast.core.rotation import WHOLE, Rotation
 
 
@@ -60,16 +62,18 @@ class Access(enum.Enum):
 class ResidencyPlan:
     """Places of all units of a model. Unit 0 is the embeddings, unit `i + 1` is layer `i`."""
 
-    units: tuple[Unit, ...]
-    n_layers: int
-    rotation: Rotation = WHOLE
+    units: tuple[Unit, ...] = field(metadata=UNTOLD)
+    n_layers: int = field(metadata=UNTOLD)
+    rotation: Rotation = field(default=WHOLE, metadata=OMITTED)
     """Layers in slots."""
-    absent: frozenset[int] = frozenset()
+    absent: frozenset[int] = field(default=frozenset(), metadata=OMITTED)
     """Units that are on the host alone, and not read. While there are any, no layer is in a
     slot."""
-    in_place: frozenset[int] = frozenset()
+    in_place: frozenset[int] = field(default=frozenset(), metadata=OMITTED)
     """Units that passes read in host memory (C2CServe, 5). While there are any, no layer is in a
     slot."""
+    kv: Rotation = field(default=WHOLE, metadata=OMITTED)
+    """Layers whose KV is on the host and passes through slots."""
 
     def place(self, unit: int) -> UnitPlace:
         """Return the place of a unit."""
@@ -193,3 +197,7 @@ class ResidencyPlan:
         last = min(self.n_layers, len(self.units) - 1)
         after = range(len(self.units) - 1, last, -1)
         return (i for i in (*range(last, 0, -1), *after, 0) if self._is_own(i))
+
+
+NOTHING = ResidencyPlan((), 0)
+"""The plan of a model without units."""

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ballast.core.residency_plan import Access, ResidencyPlan, Site, Unit, UnitPlace
 from ballast.core.rotation import WHOLE, Rotation
-from ballast.residency.plan import Access, ResidencyPlan, Site, Unit, UnitPlace
 
 UNITS = (Unit(3, 30), Unit(2, 19), Unit(2, 18), Unit(2, 20), Unit(2, 17), Unit(4, 35))
 """Embeddings, four layers, a head."""

@@ -1,0 +1,115 @@
+"""Scrub KV of models and API keys that have gone, from all tiers of the host, and report on these.
+
+Part of the controller. KV on the devices goes with the model there; what lies in the tiers below
+would outlive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from ballast.cluster.device import RemoteDevice
+from ballast.cluster.device_set import DeviceSet
+from ballast.cluster.kv_broker import KvBroker
+from ballast.control.device_observer import DeviceObserver
+from ballast.core.command import DeviceCommand, Remove
+from ballast.core.model import ModelSpec
+from ballast.core.settings import ServerSettings
+from ballast.kv.directory import Tier
+from ballast.kv.tier_shelf import TierShelf
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """One tier of the host's KV."""
+
+    tier: str
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    bytes_of: dict[str, int]
+    """By tenant (API key; empty: without one)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvReport:
+    """The host's KV tiers, fastest first, and what has happened in them since the start."""
+
+    tiers: list[TierReport]
+    counts: dict[str, int]
+    """Blocks, by the names of `StoreCounts`."""
+    disk_fault: str
+    """Why the disk is not used any more; empty: it is, or there is none."""
+
+
+class KeptKv(DeviceObserver[RemoteDevice]):
+    """Keeps no KV of what has left the fleet. Used on the event loop."""
+
+    def __init__(self, devices: DeviceSet, broker: KvBroker | None) -> None:
+        """`broker`: None: there are no tiers."""
+        self._devices, self._broker = devices, broker
+        self._prints: dict[str, set[str]] = {}
+        """Fingerprints of each model, its adapters' included, by the model's name."""
+
+    def worker_ready(self, device: RemoteDevice) -> None:
+        self._note(device.specs)
+
+    def command_done(self, device: RemoteDevice, command: DeviceCommand) -> None:
+        self._note(device.specs)
+        if isinstance(command, Remove) and not self._devices.assigned(command.model):
+            self._forget(command.model)
+
+    def configure(self, old: ServerSettings, new: ServerSettings) -> None:
+        """Scrub KV of keys that there are no longer, and store none of it from now on."""
+        gone = {key.name for key in old.keys} - {key.name for key in new.keys}
+        if self._broker is not None:
+            for key in new.keys:
+                self._broker.store.accept(tenant=key.name)
+            for name in gone:
+                self._broker.store.refuse(tenant=name)
+
+    def scrub(self, model: str | None, key: str | None) -> int:
+        """Remove KV of a model (by its name) or of a key, or of both together; None: of all.
+        Returns the number of blocks. Raises KeyError for a model that is not known."""
+        if self._broker is None:
+            return 0
+        if model is None:
+            return self._broker.store.scrub(tenant=key)
+        prints = self._prints[model]
+        return sum(self._broker.store.scrub(model=one, tenant=key) for one in prints)
+
+    def resize(self, host_bytes: int) -> bool:
+        """Change the host tier's capacity, up to the size with which the server started; returns
+        whether there is such a tier."""
+        if self._broker is not None:
+            self._broker.store.resize(host_bytes)
+        return self._broker is not None
+
+    def report(self) -> KvReport | None:
+        """Return the state of the tiers; None: there are none."""
+        if self._broker is None:
+            return None
+        store = self._broker.store
+        tiers = [_tier(tier, store.directory.shelves[tier]) for tier in store.directory.shelves]
+        return KvReport(tiers, asdict(store.counts), store.disk_fault)
+
+    def _note(self, specs: Mapping[str, ModelSpec]) -> None:
+        for name, base in specs.items():
+            prints = {served.fingerprint for served in base.served}
+            self._prints.setdefault(name, set()).update(prints)
+            if self._broker is not None:
+                for one in prints:
+                    self._broker.store.accept(model=one)
+
+    def _forget(self, model: str) -> None:
+        prints = self._prints.pop(model, set())
+        others = set[str]().union(*self._prints.values())
+        if self._broker is not None:
+            for one in prints - others:
+                self._broker.store.refuse(model=one)
+
+
+def _tier(tier: Tier, shelf: TierShelf) -> TierReport:
+    n_bytes = shelf.bytes_of()
+    return TierReport(tier.value, shelf.capacity, shelf.n_bytes, len(shelf), n_bytes)
