@@ -11,6 +11,7 @@ from itertools import accumulate
 from ballast.core.compute import ComputeDecision, ComputeView, PromptView, WorkView
 from ballast.core.cost import StepCosts
 from ballast.core.job import JobLoad, chunk_pairs
+from ballast.core.units import ceil_div
 from ballast.policy.compute.deadline import Deadline
 
 LEAST = 128
@@ -25,9 +26,10 @@ class Chunks(Deadline):
 
     The table of chunk sizes, by model and device, is the model's job costs there, learned or from a
     profile, at each size from `LEAST` tokens on, doubled. Device memory's bandwidth is in these. A
-    chunk is fit if the first prompts of the queue get their first tokens in time, and if no stream
-    beside it waits for longer than its TPOT level. Where none is, the one is taken that computes
-    the prompts soonest.
+    chunk is fit if the first prompts of the queue get their first tokens in time; if no stream
+    beside it waits for longer than its TPOT level; and if passes read weights no more often than
+    the model's part of the link allows, once per TPOT (6.2). Where none is, the one is taken that
+    computes the prompts soonest.
 
     `whole`: prompts are computed as they come, as `deadline` does (for comparison).
     """
@@ -52,8 +54,13 @@ def smallest_chunk(work: WorkView, now: float, most: int) -> int:
     for chunk in _sizes(most):
         seconds = [_prefill_seconds(work, p, chunk) for p in queue]
         ends = [now + end for end in accumulate(seconds)]
+        passes = accumulate(ceil_div(p.tokens, chunk) for p in queue)
+        within = all(
+            n <= max(1.0, (p.due - now) / p.pace) for n, p in zip(passes, queue, strict=True)
+        )
         step = work.costs.of(_load(work, chunk, 0)) if work.decodes else 0.0
-        if step <= pace and all(end <= p.due for end, p in zip(ends, queue, strict=True)):
+        in_time = all(end <= p.due for end, p in zip(ends, queue, strict=True))
+        if within and in_time and step <= pace:
             return chunk
         if ends[-1] < soonest[1]:
             soonest = chunk, ends[-1]

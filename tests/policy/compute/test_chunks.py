@@ -17,8 +17,8 @@ COSTS = StepCosts(0.04, 1e-4, 0.0, 0.0, 0.0, hidden=0.04, floor=0.04)
 MOST = 2048
 
 
-def prompt(tokens: int, due: float, n: int = 1) -> PromptView:
-    return PromptView(Precedence(0, 0.0, n), tokens, 0, due, 0.0, 10, 0.1)
+def prompt(tokens: int, due: float, n: int = 1, pace: float = 0.01) -> PromptView:
+    return PromptView(Precedence(0, 0.0, n), tokens, 0, due, 0.0, 10, pace)
 
 
 def decode(pace: float) -> DecodeView:
@@ -53,6 +53,11 @@ def test_a_chunk_does_not_hold_streams_beyond_their_pace() -> None:
     tight = work(prompt(2048, 0.25), decodes=(decode(0.06),))
     assert smallest_chunk(tight, 0.0, MOST) != 1024
     assert smallest_chunk(work(prompt(2048, 9.0), decodes=(decode(0.05),)), 0.0, MOST) == 128
+
+
+@pytest.mark.parametrize(("pace", "chunk"), [(0.1, 128), (0.2, 256), (0.5, 512), (3.0, 2048)])
+def test_weights_are_read_no_more_often_than_once_per_tpot(pace: float, chunk: int) -> None:
+    assert smallest_chunk(work(prompt(2048, 2.0, pace=pace)), 0.0, MOST) == chunk
 
 
 def test_the_order_is_that_of_deadline() -> None:
