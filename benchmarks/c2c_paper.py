@@ -51,22 +51,25 @@ STATED = (
 )
 
 CONTRADICTIONS = (
-    "By 6.2 an 8B model in host memory takes 35.7 ms a token at 450 GB/s, a resident one 5 to 6: 'the"
-    " same average TPOT' as ServerlessLLM cannot be.",
-    "One read of a 70B takes 313 ms, of Mixtral 207: 'switching overhead' of 50 ms excludes the 70B,"
-    " or the first token. What a switch is, is not said; here it is the first token of a short prompt.",
-    "Cold start includes the disk for every system: what is not read faster cannot be 7.1 times as fast.",
+    "By 6.2 an 8B model in host memory takes 35.7 ms a token at 450 GB/s, a resident one "
+    "5 to 6: 'the same average TPOT' as ServerlessLLM cannot be.",
+    "One read of a 70B takes 313 ms, of Mixtral 207: 'switching overhead' of 50 ms "
+    "excludes the 70B, or the first token. What a switch is, is not said; here it is the "
+    "first token of a short prompt.",
+    "Cold start includes the disk for every system: what is not read faster cannot be 7.1 "
+    "times as fast.",
     "TPOT targets are unstated; so are rates, lengths and models of the dynamic workload.",
-    "Chunks of 512 read all weights once per 512 tokens, whole prompts once: by bytes small chunks load"
-    " the link more, while 3.3.2 finds less interference.",
+    "Chunks of 512 read all weights once per 512 tokens, whole prompts once: by bytes "
+    "small chunks load the link more, while 3.3.2 finds less interference.",
     "Table 1 has 56, 28 and 16 multiprocessors where the driver has 60, 32 and 26.",
 )
 
 NOT_MODELLED = (
-    "ServerlessLLM's checkpoint format, migration and start of engines: `lru` stands for a loader that"
-    " brings whole models at the link's rate",
-    "Aegaeon's pooled prefill and decode instances: `swap` takes turns between whole answers,"
-    " `token-turns` between tokens, with KV kept on the device",
+    "ServerlessLLM's checkpoint format, migration and start of engines: `lru` stands for "
+    "a loader that brings whole models at the link's rate",
+    "Aegaeon's pooled prefill and decode instances: `swap` takes turns between whole "
+    "answers, with `preemptive` between tokens, with KV kept on the device; a switch "
+    "takes the same",
     "MoE-Infinity and FineMoE: expert caches",
     "disks: cold starts are not simulated",
     "Rubin: no profile of it",

@@ -87,6 +87,7 @@ RUNS = (
     ),
     Run("mux_ablations", ("--seconds", "40"), timed=False),
     Run("mux_live"),
+    Run("c2c_sim", ("--quick",), timed=False),
     Run("placement"),
     Run("prism_sim", timed=False),
     Run("prism_roles", timed=False),

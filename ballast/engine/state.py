@@ -231,9 +231,13 @@ class DeviceState:
         if m.blocked is not None and m.blocked[0] == request.id:
             m.blocked = None  # the shortage that goes with it has just been forgotten
 
-    def preempt(self, m: ModelState, request: Request) -> None:
-        """Preempt a request: free its blocks and queue it again; its KV will be recomputed."""
-        self.withdraw(m, request, surrender=True)
+    def preempt(self, m: ModelState, request: Request, *, keeps_kv: bool = False) -> None:
+        """Preempt a request: free its blocks and queue it again; its KV will be recomputed.
+
+        `keeps_kv`: its full blocks stay as a cached prefix, from which it goes on."""
+        if keeps_kv:
+            self.remember(m, request)
+        self.withdraw(m, request, surrender=not keeps_kv)
         request.to(RequestState.WAITING)
         request.preemptions += 1
         m.preemptions += 1
@@ -241,11 +245,12 @@ class DeviceState:
         self.tiers.look_up(m, request)
 
     def evict(self, m: ModelState) -> None:
-        """Carry out an ordered eviction: free weights of a model, and preempt its requests.
+        """Carry out an ordered eviction: free weights of a model, and preempt its requests; if
+        part of the weights stays, so does their KV.
 
         No job of the model may be in flight."""
         for request in list(m.running):
-            self.preempt(m, request)
+            self.preempt(m, request, keeps_kv=not m.weights.leaves_whole)
         m.shortages = ()
         m.blocked = None
         self.free(m)

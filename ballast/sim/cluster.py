@@ -109,8 +109,8 @@ class Kind:
             on_parts = unmeasured
         in_place = None if self.ranks > 1 else self._there.in_place
         profile = self.profile.of(())
-        changed = {"costs": costs, "link": self.link, "on_parts": on_parts, "in_place": in_place}
-        profile = replace(profile, **changed)
+        profile = replace(profile, costs=costs, link=self.link)
+        profile = replace(profile, on_parts=on_parts, in_place=in_place)
         return self.modelled.of(profile)
 
 
@@ -283,7 +283,8 @@ def _rooms_and_needs(
         need_of(
             spec,
             settings,
-            *(_work(spec, by_number, expected or {}) for expected in (traffic, busiest)),
+            _work(spec, by_number, traffic or {}),
+            _work(spec, by_number, busiest or {}),
             in_place=preset.requires.in_place,
         )
         for spec in specs

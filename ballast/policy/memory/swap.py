@@ -32,10 +32,12 @@ class WholeModels(MemoryPolicy):
 
     The present model keeps the device while it has requests; once requests of others have waited
     and its weights have been there for `quantum` seconds, it admits no more, finishes its running
-    ones, and is evicted.
+    ones, and is evicted. `preemptive`: it is evicted at once, between two tokens, but for its
+    embeddings; its requests go on from their KV, which stays on the device, in its next turn.
     """
 
     quantum: float = 1.0
+    preemptive: float = 0
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         present = {m.name for m in view.models}
@@ -49,7 +51,8 @@ class WholeModels(MemoryPolicy):
         current = view.model(turn.model)
         actions: list[Action] = []
         if current.residency in (Residency.ABSENT, Residency.FAILED):
-            following = heir or (current if current.waiting else None)
+            mine = current if current.waiting else None
+            following = (mine or heir) if self.preemptive else (heir or mine)
             return self._start(view, following, []) if following else Decision()
         resident = current.residency is Residency.RESIDENT
         if resident and turn.since == inf:
@@ -63,10 +66,10 @@ class WholeModels(MemoryPolicy):
                 actions.append(Hold(current.name, False, why="nobody else waits"))
             return Decision(tuple(actions), turn, promises=covered.promises)
         over_at = turn.since + self.quantum
-        at = phase(turn, current, view.now, self.quantum)
+        at = phase(turn, current, view.now, self.quantum, bool(self.preemptive))
         if at is TurnPhase.OVER and resident:
             actions.append(Hold(current.name, False))
-            evict = Evict(current.name, why=f"{heir.name} is next")
+            evict = self._eviction(current, heir)
             beside = heir.missing_pages <= view.free - view.promised
             if beside and any(current.name in s.holders for s in heir.shared):
                 # Activate it before the eviction, so that shared segments are not loaded again.
@@ -78,6 +81,13 @@ class WholeModels(MemoryPolicy):
         wake = over_at if view.now < over_at < inf else None
         return Decision(tuple(actions), turn, wake, covered.promises)
 
+    def _eviction(self, current: ModelView, heir: ModelView) -> Evict:
+        """Return the eviction at the end of a turn: of all but embeddings where requests go on."""
+        parts = current.parts or ()
+        keeps = bool(self.preemptive and current.running and len(parts) > 1)
+        pages = sum(parts[:-1]) if keeps else None
+        return Evict(current.name, f"{heir.name} is next", pages)
+
     @staticmethod
     def _start(view: DeviceView, heir: ModelView, actions: list[Action]) -> Decision:
         """Activate `heir` after `actions`. Cached prefixes and idle models in its way go; pinned
@@ -86,7 +96,8 @@ class WholeModels(MemoryPolicy):
         gone = [m for m in view.models if m.name in evicted and not m.spec.pinned]
         stay = replace(view, models=tuple(m for m in view.models if m not in gone))
         budget = PageBudget(view)
-        budget.coming += sum(m.evictable_pages for m in gone)
+        parts = {a.model: a.pages for a in actions if isinstance(a, Evict)}
+        budget.coming += sum(parts[m.name] or m.evictable_pages for m in gone)
         claim = Claim(heir.name, oldest(heir), heir.missing_pages, may_preempt=False, weights=True)
         freed = gather(stay, claim, [cached_prefixes, idle_models], budget)
         actions = [*actions, *freed, Activate(heir.name, why="its turn")]
