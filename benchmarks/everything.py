@@ -95,6 +95,7 @@ RUNS = (
     Run("migration"),
     Run("prism_live", ("--rounds", "2")),
     Run("prism_faults", ("--kills", "40")),
+    Run("c2c_live"),
     Run("prices", ("--quick",), timed=False),
     Run("policy_cost"),
     Run("seam", ("--quick",)),

@@ -180,6 +180,11 @@ class ResidencyPlan:
         """Return the plan in which each unit has pages of its own."""
         return replace(self, rotation=WHOLE, absent=frozenset(), in_place=frozenset())
 
+    def completed(self, *, in_place: bool) -> ResidencyPlan:
+        """Return the plan in which absent units are there too: read in place, or in pages."""
+        read = self.in_place | self.absent if in_place else self.in_place
+        return replace(self, rotation=WHOLE, absent=frozenset(), in_place=read)
+
     def reading(self, units: frozenset[int]) -> ResidencyPlan:
         """Return the plan in which passes read `units` in place, and no others."""
         rotation = WHOLE if units else self.rotation

@@ -62,8 +62,8 @@ def _activate(state: DeviceState, a: Activate) -> Refusal:
     m = state.models[a.model]
     if m.residency is not Residency.ABSENT:
         return f"{a.model} is {m.residency.value}"
-    plan = m.weights.plan
-    return reside(state, m, plan.reading(plan.absent) if a.in_place else plan.whole())
+    plan, direct = m.weights.plan, a.in_place or state.weights_in_place
+    return reside(state, m, plan.completed(in_place=direct))
 
 
 def _evict(state: DeviceState, a: Evict) -> Refusal:

@@ -112,3 +112,6 @@ def test_units_read_in_place_take_no_page_and_are_read_by_each_pass() -> None:
     assert not mixed.without(2).runnable
     assert ROTATING.reading(frozenset({2})).rotation == WHOLE
     assert mixed.whole() == RESIDENT
+    gone = mixed.without(2)
+    assert gone.completed(in_place=False) == mixed
+    assert gone.completed(in_place=True) == RESIDENT.reading(mixed.in_place | gone.absent)
