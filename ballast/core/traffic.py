@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from ballast.core.cost import Traffic
+from ballast.core.estimates import Gaps, Reuse
 
 WINDOW = 60.0
 """Time constant of the decay: seconds after which an arrival weighs 1/e of a new one."""
@@ -76,6 +77,10 @@ class TrafficStats:
     prompts: Lengths = field(default_factory=Lengths)
     """Prompt lengths of requests that have ended with their whole output; `outputs` likewise."""
     outputs: Lengths = field(default_factory=Lengths)
+    gaps: Gaps = field(default_factory=Gaps)
+    """Times between arrivals."""
+    reuse: Reuse = field(default_factory=Reuse)
+    """What prompts of requests that have ended found in the prefix cache."""
 
     @classmethod
     def since(cls, now: float) -> TrafficStats:
@@ -84,13 +89,30 @@ class TrafficStats:
 
     def arrived(self, at: float) -> TrafficStats:
         """Return these with one more arrival."""
-        return TrafficStats(self.arrivals.and_one(at), self.prompts, self.outputs)
+        before = self.arrivals
+        gaps = self.gaps.and_one(max(0.0, at - before.at)) if before.weight else self.gaps
+        return replace(self, arrivals=before.and_one(at), gaps=gaps)
 
-    def ended(self, prompt: int, output: int) -> TrafficStats:
-        """Return these with one more ended request of `prompt` and `output` tokens."""
-        return TrafficStats(
-            self.arrivals, self.prompts.and_one(prompt), self.outputs.and_one(output)
+    def ended(self, prompt: int, output: int, cached: int = 0) -> TrafficStats:
+        """Return these with one more ended request of `prompt` and `output` tokens, of whose prompt
+        `cached` tokens were found in the cache."""
+        return replace(
+            self,
+            prompts=self.prompts.and_one(prompt),
+            outputs=self.outputs.and_one(output),
+            reuse=self.reuse.and_one(prompt, cached),
         )
+
+    def chance(self, now: float, seconds: float) -> float:
+        """Return the probability that a request arrives within `seconds` from `now`."""
+        arrivals = self.arrivals
+        if not arrivals.weight:
+            return 0.0
+        return self.gaps.chance(max(0.0, now - arrivals.at), seconds, arrivals.per_second(now))
+
+    def reused(self, prior: float) -> float:
+        """Return how often cached tokens are used again; `prior` if no request has ended."""
+        return self.reuse.times(prior)
 
     def expected(self, now: float) -> Traffic:
         """Return the expected traffic: the recent rate as of `now`, and the mean lengths."""

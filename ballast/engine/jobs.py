@@ -137,7 +137,7 @@ def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) 
     m.prompt_tokens += request.prompt_tokens
     m.cached_tokens += request.cached_tokens
     m.output_tokens += request.generated - len(request.submission.resumed or ())
-    m.traffic = m.traffic.ended(request.prompt_tokens, request.generated)
+    m.traffic = m.traffic.ended(request.prompt_tokens, request.generated, request.cached_tokens)
     state.remember(m, request)
     output = FinishedOutput(
         request.id,

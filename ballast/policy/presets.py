@@ -24,6 +24,7 @@ from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.fleet.link_aware import LinkAware
 from ballast.policy.fleet.migrate import LeastPressure
 from ballast.policy.fleet.replicate import ReplicateUnderLoad
+from ballast.policy.memory.arbiter import Arbiter
 from ballast.policy.memory.balloon import Balloon
 from ballast.policy.memory.host_direct import HostDirect
 from ballast.policy.memory.kvswap import KvSwap
@@ -129,6 +130,7 @@ _KINDS = {
     "prism": _Kind(Balloon, "deadline", "kvpr", Slack),
     "swiftcache": _Kind(SwiftCache, "deadline"),
     "c2cserve": _Kind(HostDirect, "chunks", "link"),
+    "ballast": _Kind(Arbiter, "deadline", admission=Slack),
 }
 PRESETS = tuple(_KINDS)
 

@@ -79,11 +79,11 @@ def cover(
         needs = budget.needs(claim)
         lacked = budget.lacks(claim, needs)
         if lacked > 0:
-            chosen = _cover_one(view, claim, sources, budget, lacked, by_price)
+            chosen = cover_one(view, claim, sources, budget, lacked, by_price)
             if chosen is None:
                 if claim.overdue and not claim.may_preempt:
                     held = budget.hold(needs)
-                    promises += _promised(claim, held)
+                    promises += promised(claim, held)
                     budget.reserve(_offers(view, claim, sources), needs - held)
                 continue
             actions.accept(chosen)
@@ -92,7 +92,7 @@ def cover(
             own = [o for o in _offers(view, claim, sources) if o.at_hand and o.owner == claim.model]
             budget.reserve(own, sum(offer.pages for offer in own))
         there = needs <= budget.free
-        promises += _promised(claim, budget.use(claim, needs))
+        promises += promised(claim, budget.use(claim, needs))
         if there and claim.then is not None:
             actions.add(claim.then(needs))
             budget.bring(claim)
@@ -136,7 +136,7 @@ class Actions:
         return [a for key, a in self._actions if key is None or a is self._last[key]]
 
 
-def _promised(claim: Claim, pages: int) -> list[Promise]:
+def promised(claim: Claim, pages: int) -> list[Promise]:
     """Return the promise of `pages` to a claim: for weights first, if its model is to be
     activated."""
     if pages <= 0:
@@ -180,7 +180,7 @@ def _gather(
     return found
 
 
-def _cover_one(
+def cover_one(
     view: DeviceView,
     claim: Claim,
     sources: Sequence[Source],

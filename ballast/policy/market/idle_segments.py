@@ -62,7 +62,7 @@ def _by_parts(view: DeviceView, m: ModelView) -> Iterator[tuple[float, str, Offe
         whole = n >= total and not rest
         return Evict(m.name, why.format(claim.model), None if whole else n)
 
-    for end, grain in m.derived(_divided):
+    for end, grain in m.derived(divided):
         copies = (missing + before + missing + end) * view.page_bytes
         per_page = _harm_of_copy(view, m, copies, idle) * view.page_bytes
         price = partial(float, per_page * end)
@@ -82,7 +82,7 @@ def _harm_of_copy(view: DeviceView, m: ModelView, n_bytes: int, idle: float) -> 
     return n_bytes / rate**2 / m.spec.slo.ttft / (1.0 + idle)
 
 
-def _divided(m: ModelView) -> Sequence[tuple[int, int]]:
+def divided(m: ModelView) -> Sequence[tuple[int, int]]:
     """Return the ends of the offers of a model's segments, in pages from the first one given up,
     each with the pages of its segments."""
     parts = m.parts if m.parts is not None else (m.present_pages,)

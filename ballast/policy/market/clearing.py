@@ -1,0 +1,92 @@
+"""Clear the market by harm: cover the claims that gain most, from whatever harms least.
+
+The counterpart of `ballast.policy.market.cover`, whose claims come in order of precedence. Used by
+the memory policy `arbiter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from ballast.core.actions import Action, Promise
+from ballast.core.view import DeviceView
+from ballast.policy.market.claim_and_offer import Claim, Source
+from ballast.policy.market.cover import AcceptedOffer, Actions, cover_one, promised
+from ballast.policy.market.page_budget import PageBudget
+
+UNTAKEN = 2
+"""Most offers that were not taken which an explanation names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Result of clearing the market."""
+
+    actions: list[Action]
+    promises: tuple[Promise, ...]
+    uncovered: Sequence[Claim]
+    """Claims that cost more than they gain so far."""
+
+
+def clear(view: DeviceView, claims: Iterable[Claim], sources: Sequence[Source]) -> Cleared:
+    """Cover claims in the order of their gain per page, each by the cheapest offers, and only if
+    these harm less than it gains.
+
+    A claim of infinite gain must be covered if that is possible at all. An uncovered `overdue`
+    claim keeps the pages that become free, so that it is not overtaken forever; what is freed for a
+    covered one is promised to it.
+    """
+    budget = PageBudget(view)
+    actions = Actions()
+    promises: list[Promise] = []
+    uncovered: list[Claim] = []
+    for claim in sorted(claims, key=_order):
+        needs = budget.needs(claim)
+        lacked = budget.lacks(claim, needs)
+        if claim.gain < 0.0:
+            uncovered.append(claim)
+            continue
+        if lacked > 0:
+            chosen = cover_one(view, claim, sources, budget, lacked, by_price=True)
+            if chosen is None:
+                uncovered.append(claim)
+                if claim.overdue:
+                    promises += promised(claim, budget.hold(needs))
+                continue
+            actions.accept(_explained(view, claim, sources, chosen))
+            needs = budget.needs(claim)
+        there = needs <= budget.free
+        promises += promised(claim, budget.use(claim, needs))
+        if there and claim.then is not None:
+            actions.add(claim.then(needs))
+            budget.bring(claim)
+    return Cleared(actions.final, tuple(promises), uncovered)
+
+
+def _order(claim: Claim) -> tuple[float, object, str]:
+    return -claim.gain / max(1, claim.pages), claim.order, claim.model
+
+
+def _explained(
+    view: DeviceView, claim: Claim, sources: Sequence[Source], chosen: Sequence[AcceptedOffer]
+) -> list[AcceptedOffer]:
+    """Return accepted offers whose actions say what they cost, what the claim gains, and the
+    cheapest offers that were not taken."""
+    taken = {accepted.offer.key for accepted in chosen}
+    offers = chain.from_iterable(source(view, claim) for source in sources)
+    others = [
+        (offer.price() / offer.pages, offer)
+        for offer in offers
+        if offer.key not in taken and offer.pages > 0
+    ]
+    others.sort(key=lambda entry: (entry[0], entry[1].key))
+    names = [f"{' '.join(offer.key)} at {per_page:.2g}" for per_page, offer in others[:UNTAKEN]]
+    untaken = f"; not taken, a page: {', '.join(names)}" if names else ""
+    found = []
+    for accepted in chosen:
+        price = accepted.offer.price_of(accepted.pages)
+        why = f"{accepted.action.why}: harm {price:.2g}, gain {claim.gain:.2g}{untaken}"
+        found.append(replace(accepted, action=replace(accepted.action, why=why)))
+    return found

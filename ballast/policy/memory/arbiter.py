@@ -1,0 +1,170 @@
+"""Find memory by whatever harms least: cached prefixes, idle models, turns of models, preemption.
+
+The memory policy of preset `ballast`. Gains of claims and prices of offers are the expected rise in
+weighted misses of deadlines (`ballast.policy.market.harm`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ballast.core.actions import Action, Activate, Decision
+from ballast.core.cost import copy_seconds
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
+from ballast.policy.base import MemoryPolicy
+from ballast.policy.market.claim_and_offer import Claim, Source
+from ballast.policy.market.clearing import clear
+from ballast.policy.market.fair_shares import share_out
+from ballast.policy.market.idle_segments import last_evictions
+from ballast.policy.market.offers import lent_pages, loose_blocks, starving
+from ballast.policy.market.outlook import Outlook
+from ballast.policy.memory.balloon import undo_younger_work
+from ballast.policy.supply.cached_blocks import cached_blocks
+from ballast.policy.supply.parked_models import parked_models
+from ballast.policy.supply.preemption import running_requests
+from ballast.policy.supply.weights import idle_weights
+
+AGAIN = 0.1
+"""Seconds after which claims that cost more than they gain are compared again."""
+
+
+STARVES_AFTER = 30.0
+"""Seconds after which a model that got nothing is served whatever that costs others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arbiter(MemoryPolicy):
+    """Cover each claim by what harms least, if that is less than it gains.
+
+    Sources, each of which can be switched off (0): `reuse`, cached prefixes; `idle`, weights of
+    idle models; `parking`, weights of models with requests; `preempting`, running requests.
+    """
+
+    reuse: float = 1
+    idle: float = 1
+    parking: float = 1
+    preempting: float = 1
+    fair_shares: float = 1
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        sharing = share_out(view, fair=bool(self.fair_shares))
+        view = sharing.view
+        ahead = Outlook(view)
+        claims = list(_claims(ahead))
+        cleared = clear(view, claims, self._sources(ahead))
+        actions = [*sharing.holds, *last_evictions(cleared.actions)]
+        wake = view.now + AGAIN if cleared.uncovered and _moving(view) else None
+        return Decision(tuple(actions), None, wake, cleared.promises, sharing.holding)
+
+    def when_stuck(self, view: DeviceView) -> Sequence[Action]:
+        """Undo younger work at once, of any model."""
+        return undo_younger_work(view)
+
+    def _sources(self, ahead: Outlook) -> list[Source]:
+        known = (
+            (self.reuse, partial(cached_blocks, ahead)),
+            (1, loose_blocks),
+            (self.idle, partial(idle_weights, ahead)),
+            (1, lent_pages),
+            (self.parking, partial(parked_models, ahead)),
+            (self.preempting, partial(running_requests, ahead)),
+        )
+        return [source for on, source in known if on]
+
+
+def _claims(ahead: Outlook) -> Iterator[Claim]:
+    """Yield the claims of a view: of models to come, of requests that wait, of those that run."""
+    view = ahead.view
+    short = {(s.model, s.request_id): s for s in view.shortages if not s.limited}
+    for m in view.models:
+        if m.waiting and not m.held:
+            first = m.waiting[0]
+            lack = short.get((m.name, first.id))
+            if m.residency is Residency.ABSENT:
+                yield _activation(ahead, m)
+            elif lack is not None:
+                yield _admission(ahead, m, lack)
+            elif not m.running and m.residency in (Residency.RESIDENT, Residency.ACTIVATING):
+                pages = max(0, m.first_pages - view.borrowable(m))
+                gain = _gain(ahead, m, pages, 0.0)
+                yield Claim(m.name, first.order, pages, may_preempt=False, gain=gain)
+        for i, r in enumerate(m.running):
+            lack = short.get((m.name, r.id))
+            if lack is not None:
+                yield _growth(ahead, m, r, len(m.waiting) + i, lack)
+
+
+def _activation(ahead: Outlook, m: ModelView) -> Claim:
+    """Return the claim of an absent model: its missing weights, and KV of its first request."""
+    view, first = ahead.view, m.waiting[0]
+    kv = max(0, m.first_pages - view.borrowable(m))
+    if first.generated:  # its KV is cached
+        kv = max(0, kv - m.cached_pages)
+    pages = m.missing_pages + kv
+    rent = ahead.rent(m, m.missing_pages)
+    copy = copy_seconds(m.missing_pages * view.page_bytes, view.weights_bytes_per_second)
+    return Claim(
+        m.name,
+        first.order,
+        pages,
+        may_preempt=_starves(view, m),
+        weights=True,
+        first_pages=kv,
+        segments=m.shared,
+        then=partial(_activate, m.name),
+        gain=_gain(ahead, m, pages, copy) - rent,
+        overdue=_starves(view, m),
+    )
+
+
+def _activate(model: str, _: int) -> Sequence[Action]:
+    return (Activate(model, why="requests wait for it"),)
+
+
+def _admission(ahead: Outlook, m: ModelView, lack: Shortage) -> Claim:
+    """Return the claim of a resident model's first waiting request."""
+    first = m.waiting[0]
+    return Claim(
+        m.name,
+        first.order,
+        lack.pages,
+        may_preempt=_starves(ahead.view, m),
+        blocks=lack.blocks,
+        admission=True,
+        gain=_gain(ahead, m, lack.pages, 0.0),
+        overdue=first.place < 0 or _starves(ahead.view, m),
+    )
+
+
+def _growth(ahead: Outlook, m: ModelView, r: RequestView, place: int, lack: Shortage) -> Claim:
+    """Return the claim of a running request that cannot go on."""
+    return Claim(m.name, r.order, lack.pages, may_preempt=True, blocks=lack.blocks)
+
+
+def _gain(ahead: Outlook, m: ModelView, pages: int, copy: float) -> float:
+    """Return the harm of a model's waiting requests until `pages` have become free by themselves,
+    less that of covering the claim now, `copy` seconds before they can run."""
+    view = ahead.view
+    if _starves(view, m):
+        return math.inf
+    wait = ahead.coming.wait(pages + ahead.backlog - view.coming)
+    return ahead.rise_of_waiting(m, wait, copy)
+
+
+def _moving(view: DeviceView) -> bool:
+    """Whether jobs or copies are in flight: where nothing is, the device is stuck."""
+    return any(m.busy or m.residency is Residency.ACTIVATING for m in view.models)
+
+
+def _starves(view: DeviceView, m: ModelView) -> bool:
+    """Whether a model has got nothing for `STARVES_AFTER`: of such models the one that has waited
+    longest must be served."""
+    starved = [o.waiting[0].order for o in view.models if _got_nothing(view, o)]
+    return _got_nothing(view, m) and m.waiting[0].order == min(starved)
+
+
+def _got_nothing(view: DeviceView, m: ModelView) -> bool:
+    return starving(view, m) and view.now >= m.waiting[0].last + STARVES_AFTER

@@ -1,0 +1,11 @@
+"""Offer pages at the harm that taking them would do: the sources of the preset `ballast`.
+
+One module for each source. A source is a function of a view and a claim; its offers' prices are
+expected rises in weighted misses of deadlines (`ballast.policy.market.harm`). A new system joins by
+one more module here, and one more entry in `ballast.policy.memory.arbiter`.
+
+- `cached_blocks`: Cached prefixes, by how likely they are used again.
+- `parked_models`: Weights of models with requests, whose KV stays cached meanwhile.
+- `preemption`: Single running requests.
+- `weights`: Weights of idle models, by how likely a request is soon.
+"""
