@@ -48,8 +48,8 @@ def attained(of: ArbiterWorkload, work: Workload, preset: Preset, *, ample: bool
 def _with_memory(kind: Kind) -> Kind:
     hardware = kind.profile.hardware
     assert hardware is not None, "kinds of the workloads say what memory they have"
-    larger = replace(hardware, memory_bytes=AMPLE * hardware.memory_bytes)
-    return replace(kind, profile=replace(kind.profile, hardware=larger))
+    larger = hardware.model_copy(update={"memory_bytes": AMPLE * hardware.memory_bytes})
+    return replace(kind, profile=kind.profile.on(larger))
 
 
 def knowing(of: ArbiterWorkload, work: Workload) -> list[Preset]:

@@ -13,6 +13,7 @@ clock.
 - `cost`: Cost formulas of jobs, copies and activation memory, in seconds and bytes.
 - `entries`: The entries of a story as plain dictionaries without token ids.
 - `errors`: All exceptions, in one tree, named by fault and remedy.
+- `estimates`: When a model's next request comes, and how often cached blocks are used again.
 - `event`: Events that change a device's state, and outputs that it sends to clients.
 - `fairqueue`: A bounded queue in which owners take turns.
 - `fleet`: The view and the decision of a fleet policy: placement of models over devices.

@@ -14,4 +14,5 @@ cannot touch the memory that it decides about.
 - `memory`: Memory and residency on one device: one module for each memory policy.
 - `presets`: Named combinations of policies, and their options.
 - `requirements`: What a policy requires of its device, checked at start.
+- `supply`: Sources of pages at the harm that taking them would do: preset `ballast`.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -18,7 +19,7 @@ def seen(gaps: list[float]) -> Gaps:
 
 def test_without_gaps_arrivals_are_as_of_the_rate() -> None:
     assert Gaps().chance(5.0, 1.0, 0.0) == 0.0
-    assert seen([]).chance(0.0, 1.0, 1.0) == 0.0
+    assert Gaps().chance(3.0, 1.0, 1.0) == pytest.approx(1.0 - math.exp(-1.0))
 
 
 def test_poisson_arrivals_do_not_remember() -> None:
@@ -38,7 +39,7 @@ def test_a_burst_that_is_over_is_over() -> None:
 def test_periodic_arrivals_are_expected_at_their_period() -> None:
     found = seen([10.0] * 100)
     assert found.chance(1.0, 2.0, 0.1) < 0.1
-    assert found.chance(9.0, 3.0, 0.1) > 0.8
+    assert found.chance(9.0, 3.0, 0.1) > 0.7
 
 
 def test_chances_are_probabilities_that_grow_with_the_horizon() -> None:
@@ -47,7 +48,8 @@ def test_chances_are_probabilities_that_grow_with_the_horizon() -> None:
     for age in (0.0, 0.5, 5.0, 50.0, 1000.0):
         chances = [found.chance(age, s, 0.2) for s in (0.1, 1.0, 10.0, 100.0)]
         assert chances == sorted(chances)
-        assert 0.0 <= chances[0] and chances[-1] <= 1.0
+        assert chances[0] >= 0.0
+        assert chances[-1] <= 1.0
 
 
 def test_reuse_follows_what_prompts_find() -> None:

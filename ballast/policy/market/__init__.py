@@ -5,10 +5,13 @@ depends on no kind of action: an offer declares all effects of its action.
 
 - `claim_and_offer`: `Claim` and `Offer`: need for pages, and a way to free them with its price.
 - `claims`: The claims of a device: models to activate, and requests short of KV pages.
+- `clearing`: Cover claims in the order of their gain, by whatever harms least.
 - `cover`: Cover claims by offers in order of precedence, from fixed sources or by price.
 - `fair_shares`: Max-min fair shares of KV memory between models that contend for it.
+- `harm`: Expected rise in weighted misses of deadlines when requests are delayed.
 - `idle_segments`: The weights of idle models, segment by segment at marginal prices.
 - `offers`: Sources of offers: cached prefixes, idle models, younger requests, lent pages.
+- `outlook`: Forecasts of deadlines, of pages that become free, of what delays would harm.
 - `page_budget`: Account for the pages that the claims of one decision can count on.
 - `staged_blocks`: KV blocks of running requests as a source of pages: they go to the host.
 """

@@ -36,7 +36,7 @@ _LOGISTIC = math.sqrt(3.0) / math.pi
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class WorkAhead:
     """Deadlines of one model's requests, and the work ahead of each, as arrays of equal length.
 
     A request's next deadline: of its first token, then of its last one, given its expected length
@@ -74,7 +74,7 @@ def _rise(slack: Floats, ahead: Floats, weight: Floats, stretch: float, delay: f
     return float(weight @ late) + TIE * delay * float(weight.sum())
 
 
-def work_of(m: ModelView) -> Work:
+def work_of(m: ModelView) -> WorkAhead:
     """Return the deadlines of a model's requests, and the work ahead of each."""
     step = step_seconds(m)
     due: list[float] = []
@@ -95,7 +95,7 @@ def work_of(m: ModelView) -> Work:
             ahead.append(prefill * (r.generated < 2) + left * step)
     weights = [weight_of(r.order.rank) for r in (*m.waiting, *m.running)]
     arrays = (np.array(values, dtype=np.float64) for values in (due, ahead, weights))
-    return Work(*arrays, len(m.waiting))
+    return WorkAhead(*arrays, len(m.waiting))
 
 
 def step_seconds(m: ModelView) -> float:

@@ -1,8 +1,9 @@
 """Decide about the memory of one device: what is resident, what is preempted, dropped or rotated.
 
-A device's engine loop calls one of these policies. They import `core`, `policy.base` and
-`policy.market`, and touch no memory: they return actions.
+A device's engine loop calls one of these policies. They import `core`, `policy.base`,
+`policy.market` and `policy.supply`, and touch no memory: they return actions.
 
+- `arbiter`: Preset `ballast`: whatever harms least makes way, for whatever gains most.
 - `balloon`: Preset `balloon`: one elastic pool; idle weights and cached prefixes make way.
 - `defaults`: Decisions that all memory policies share, unless a policy overrides them.
 - `host_direct`: Preset `c2cserve`: weights stay in host memory, the device holds KV (C2CServe).

@@ -33,6 +33,11 @@ def running_requests(ahead: Outlook, view: DeviceView, claim: Claim) -> Iterator
 
 
 def _preempting(ahead: Outlook, m: ModelView, r: RequestView, place: int) -> Offer:
+    """Offer one request, the `place`th of its model's, waiting ones first.
+
+    Its harm: of its delay, until it is admitted again and computed; and of the lane's time.
+    """
+
     def price() -> float:
         seconds = m.costs.prefill_seconds(r.computed)
         waits = ahead.coming.wait(r.pages + ahead.backlog) + seconds * ahead.stretch

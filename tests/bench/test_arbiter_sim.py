@@ -1,0 +1,64 @@
+"""What `arbiter_sim` and `headroom` say of runs; the runs themselves are not made here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ballast.core.cost import UNMEASURED
+from ballast.workload.workload import Workload, WorkloadRequest
+from benchmarks import arbiter_sim
+from benchmarks.arbiter_workloads import SLO, WORKLOADS
+from benchmarks.headroom import bound
+
+
+def shares(ours: float, **others: float) -> dict[str, list[float]]:
+    rest = dict.fromkeys(arbiter_sim.OTHERS, 0.5) | others
+    return {arbiter_sim.OURS: [ours], **{p: [share] for p, share in rest.items()}}
+
+
+def test_the_worst_cell_and_the_headroom_are_of_the_best_other() -> None:
+    found = arbiter_sim.summary(
+        {
+            ("a", 4.0): {**shares(0.9, prism=0.8), arbiter_sim.AMPLE: [1.0]},
+            ("b", 4.0): {**shares(0.6, balloon=0.7), arbiter_sim.AMPLE: [0.7]},
+        }
+    )
+    assert found["worst_vs_best_other"] == pytest.approx(-10.0)
+    assert found["headroom_closed"] == pytest.approx(0.5)  # of the first alone
+    assert found["cells"]["b.4"]["best_other"] == "balloon"
+
+
+def test_paired_differences_have_an_interval() -> None:
+    low, high = arbiter_sim.interval([0.9, 0.8, 0.7], [0.8, 0.7, 0.6]) or (0.0, 0.0)
+    assert (low, high) == pytest.approx((10.0, 10.0))
+    assert arbiter_sim.interval([0.9], [0.8]) is None
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workloads_are_drawn_by_seed(name: str) -> None:
+    of = WORKLOADS[name]
+    one, again, other = (of.make(4.0, 10.0, seed) for seed in (1, 1, 2))
+    assert one.requests == again.requests != other.requests
+    assert {r.model for r in one.requests} <= set(of.names)
+
+
+def crowd(n: int, at: float = 0.0, tokens: int = 1000) -> list[WorkloadRequest]:
+    return [
+        WorkloadRequest(
+            id=int(1000 * at) + i, at=at, model="m", prompt_tokens=tokens, output_tokens=1
+        )
+        for i in range(n)
+    ]
+
+
+def test_requests_that_cannot_all_be_prefilled_in_time_bound_what_is_attained() -> None:
+    costs = {"m": replace(UNMEASURED, per_token=1e-3)}  # a second each
+    one = Workload.of("one", crowd(4))
+    assert bound(one, costs, 1, SLO.ttft) == 0.5
+    assert bound(one, costs, 2, SLO.ttft) == 1.0
+    apart = Workload.of("apart", [*crowd(2), *crowd(2, at=10.0)])
+    assert bound(apart, costs, 1, SLO.ttft) == 1.0
+    both = Workload.of("both", [*crowd(3), *crowd(3, at=10.0)])
+    assert bound(both, costs, 1, SLO.ttft) == pytest.approx(4 / 6)

@@ -1,0 +1,111 @@
+"""The preset `ballast`: what harms least is taken, if it gains more, and nobody starves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ballast.core.actions import Activate, DropCache, Evict, Preempt
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
+from ballast.policy.memory.arbiter import STARVES_AFTER, Arbiter
+from tests.policy.worlds import device, model, request
+
+ABSENT = Residency.ABSENT
+
+
+def parted(m: ModelView) -> ModelView:
+    """The model with weights of ten segments, all on the device."""
+    return replace(m, parts=(m.own_pages // 10,) * 10)
+
+
+def decoding(sequence: int, ahead: float, *, arrival: float = 0.0) -> RequestView:
+    """A running request that is so many seconds ahead of its pace at the time 100."""
+    r = request(sequence, arrival=arrival, pages=2, tokens=40, generated=20, max_tokens=60)
+    return r._replace(first=100.0 - 20 * r.pace + ahead, due=200.0)
+
+
+def at_100(*models: ModelView, free: int = 0, **more: object) -> DeviceView:
+    return replace(device(*models, free=free), now=100.0, **more)  # type: ignore[arg-type]
+
+
+def acts(view: DeviceView, policy: Arbiter | None = None) -> list[object]:
+    return list((policy or Arbiter(fair_shares=0))(view, None).actions)
+
+
+def urgent(sequence: int) -> RequestView:
+    """A waiting request whose first token is due soon at the time 100."""
+    return request(sequence, arrival=99.6)
+
+
+FIRST = model("first", running=(request(0, pages=2),), pages=20)
+"""A model whose request came before all others, which is never undone."""
+
+
+def test_an_absent_model_comes_onto_free_pages() -> None:
+    view = at_100(model("a", ABSENT, waiting=(urgent(1),), first=2), free=12)
+    assert acts(view) == [Activate("a", "requests wait for it")]
+
+
+def test_cached_prefixes_that_nobody_used_again_go_before_weights() -> None:
+    wanting = model("w", ABSENT, pages=10, waiting=(urgent(9),), first=1)
+    cached = model("c", kv=20, cached=20, running=(request(1, pages=1),))
+    idle = parted(model("i", pages=20, last_used=99.0))
+    busy = replace(idle.traffic.arrived(99.0), reuse=idle.traffic.reuse.and_one(10, 0))
+    found = acts(at_100(wanting, replace(cached, traffic=busy), replace(idle, traffic=busy)))
+    assert [type(a) for a in found] == [DropCache, Activate]
+
+
+def test_a_model_that_is_ahead_is_parked_for_an_urgent_one() -> None:
+    wanting = model("w", ABSENT, pages=8, waiting=(urgent(9), urgent(10)), first=1)
+    ahead = parted(model("ahead", pages=40, kv=2, running=(decoding(1, 20.0),)))
+    found = acts(at_100(FIRST, ahead, wanting))
+    parked = [a for a in found if isinstance(a, Evict)]
+    assert [(a.model, a.pages) for a in parked] == [("ahead", 12)]
+
+
+def test_a_model_is_not_parked_for_one_that_is_no_more_urgent() -> None:
+    patient = request(9, arrival=99.99)
+    wanting = model("w", ABSENT, pages=8, waiting=(patient,), first=1)
+    behind = parted(model("behind", pages=40, kv=2, running=(decoding(1, 0.2),)))
+    assert not [a for a in acts(at_100(FIRST, behind, wanting)) if isinstance(a, Evict)]
+
+
+def test_the_first_of_all_is_never_parked_nor_preempted() -> None:
+    wanting = model("w", ABSENT, pages=8, waiting=(urgent(9),), first=1)
+    oldest = parted(model("o", pages=40, kv=2, running=(decoding(1, 50.0),)))
+    assert acts(at_100(oldest, wanting)) == []
+
+
+def test_a_model_that_got_nothing_for_long_is_served() -> None:
+    hopeless = request(5, arrival=100.0 - STARVES_AFTER - 1)
+    wanting = model("w", ABSENT, pages=8, waiting=(hopeless,), first=1)
+    others = parted(model("o", pages=40, kv=2, running=(decoding(6, 0.2, arrival=99.0),)))
+    found = acts(at_100(FIRST, others, wanting))
+    assert [a.model for a in found if isinstance(a, Evict)] == ["o"]
+    soon = replace(wanting, waiting=(request(5, arrival=110.0 - STARVES_AFTER),))
+    assert not [a for a in acts(at_100(FIRST, others, soon)) if isinstance(a, Evict)]
+
+
+def test_a_running_request_that_cannot_go_on_preempts_a_later_one() -> None:
+    older, later = decoding(1, 1.0), decoding(2, 1.0, arrival=50.0)
+    m = model("m", kv=8, running=(older, later))
+    view = at_100(m, shortages=(Shortage("m", older.id, 2, limited=False),))
+    assert [a.request_id for a in acts(view) if isinstance(a, Preempt)] == [later.id]
+
+
+def test_a_source_can_be_switched_off() -> None:
+    wanting = model("w", ABSENT, pages=8, waiting=(urgent(9), urgent(10)), first=1)
+    ahead = parted(model("ahead", pages=40, kv=2, running=(decoding(1, 20.0),)))
+    view = at_100(FIRST, ahead, wanting)
+    assert acts(view, Arbiter(fair_shares=0, parking=0)) == []
+
+
+def test_decisions_say_what_they_cost_and_what_was_not_taken() -> None:
+    wanting = model("w", ABSENT, pages=8, waiting=(urgent(9), urgent(10)), first=1)
+    models = [
+        parted(model(name, pages=40, kv=2, running=(decoding(i, 20.0 - i),)))
+        for i, name in enumerate(("a", "b", "c"), 1)
+    ]
+    (parked,) = [a for a in acts(at_100(FIRST, *models, wanting)) if isinstance(a, Evict)]
+    assert "harm" in parked.why
+    assert "gain" in parked.why
+    assert parked.why.count("segments") == 2  # the two best that were not taken
