@@ -107,7 +107,7 @@ def terms(seconds: float) -> str:
 
 def knee(bench: Bench, workload: str) -> float:
     """Return the highest rate of `KNEES` up to which the best other preset attains `TARGET`."""
-    found = KNEES[0]
+    found: float = KNEES[0]
     for rate in KNEES:
         if max(bench.run([(workload, rate, other, 0) for other in OTHERS])) < TARGET:
             break

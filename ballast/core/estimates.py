@@ -49,9 +49,9 @@ class Gaps:
         at = bisect_right(EDGES, gap)
         beyond = sum(self.counts[at + 1 :])
         if at == len(EDGES):
-            return self.counts[at] * EDGES[-1] / gap
+            return float(self.counts[at] * EDGES[-1] / gap)
         low = EDGES[at - 1] if at else 0.0
-        return beyond + self.counts[at] * (EDGES[at] - gap) / (EDGES[at] - low)
+        return float(beyond + self.counts[at] * (EDGES[at] - gap) / (EDGES[at] - low))
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,7 @@ def work_of(m: ModelView) -> WorkAhead:
             due.append(r.first + (r.generated + left - 1) * r.pace)
             ahead.append(prefill * (r.generated < 2) + left * step)
     weights = [weight_of(r.order.rank) for r in (*m.waiting, *m.running)]
-    arrays = (np.array(values, dtype=np.float64) for values in (due, ahead, weights))
-    return WorkAhead(*arrays, len(m.waiting))
+    return WorkAhead(np.array(due), np.array(ahead), np.array(weights), len(m.waiting))
 
 
 def step_seconds(m: ModelView) -> float:

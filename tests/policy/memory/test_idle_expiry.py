@@ -115,7 +115,7 @@ def test_models_that_are_given_up_leave_unless_they_are_pinned_or_have_places() 
     view = worlds.device(*models, now=100.0, free=0)
     (eviction,) = expire(view).evictions
     assert eviction == Evict("given up", "the requests that waited for it have left")
-    on_demand = ("swap", "lru", "balloon", "prism", "swiftcache")
+    on_demand = ("swap", "lru", "balloon", "prism", "ballast", "swiftcache")
     for name in PRESETS:
         left = [e.model for e in resolve(name).memory.expire(view).evictions]
         assert left == (["given up"] if name in on_demand else []), name
