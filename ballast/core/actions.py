@@ -170,14 +170,14 @@ class SwapKv:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Have `blocks` of the KV blocks that a model's running requests use on the host.
+    """Have `staged` of the KV blocks that a model's running requests use on the host.
 
     They are copied beside the next job, those of younger requests first, and read through slots
     from then on: each job brings them layer by layer. Fewer than now: some come home.
     """
 
     model: str
-    blocks: int
+    staged: int
     why: str = ""
 
 

@@ -137,9 +137,9 @@ def _swap_kv(state: DeviceState, a: SwapKv) -> Refusal:
 
 def _stage(state: DeviceState, a: Stage) -> Refusal:
     m = state.models[a.model]
-    refused = staging.refusal(m, a.blocks)
+    refused = staging.refusal(m, a.staged)
     if refused is None:
-        m.stage_to = a.blocks
+        m.stage_to = a.staged
     return refused
 
 

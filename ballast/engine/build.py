@@ -153,8 +153,10 @@ def build_model(
     kv_stream = stream if swaps_kv else None
     if kv_stream is not None:
         kv_stream.add_kv(kv)
-    kv_staging = stream if kv.staged.most and isinstance(stream, BlockStream) else None
-    if kv_staging is not None:
+    kv_staging: BlockStream | None = None
+    streams: object = stream
+    if kv.staged.most and isinstance(streams, BlockStream):
+        kv_staging = streams
         kv_staging.add_staging(kv)
     kv.move = _layered_mover(kv, kv_stream, copy) if layered else _mover(kv, copy)
     weights = WeightsOnDevice(hosted.spec, pool, pool.vm, link, hosted.addresses, shared, stream)

@@ -180,6 +180,8 @@ class HostStream:
         if wanted != self._kv.rotation:
             with self._change:
                 self._stream.change(self._kv, wanted)
+            if wanted == WHOLE:
+                self._blocks.clear()
 
     def carry_kv(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
         assert self._spilled is not None, "it has KV"

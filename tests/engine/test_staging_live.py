@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Action, Decision, Stage
-from ballast.core.view import DeviceView
-from ballast.policy import presets
-from ballast.policy.memory.balloon import Balloon
-from ballast.policy.requirements import Requirements
 from tests.engine.checkpoints import make_llama
+from tests.engine.test_failed_jobs import Fragile
 from tests.engine.test_rotating import with_path
 from tests.live.test_live_device import NAMES, asked, fleet
+from tests.policy.random_stages import add_preset
 
-
-@dataclass(frozen=True)
-class RandomStages(Balloon):
-    """Serves as `balloon`, and has random numbers of blocks staged."""
-
-    rng: random.Random = field(default_factory=lambda: random.Random(1))
-
-    @property
-    def requires(self) -> Requirements:
-        return Requirements(kv_staging=True)
-
-    def __call__(self, view: DeviceView, memo: object) -> Decision:
-        decision = super().__call__(view, memo)
-        actions: list[Action] = list(decision.actions)
-        for m in view.models:
-            blocks = sum(r.computed // m.spec.block_tokens for r in m.running)
-            if blocks:
-                actions.append(Stage(m.name, self.rng.randint(0, blocks), "at random"))
-        return replace(decision, actions=tuple(actions), wake_at=view.now + 0.003)
+OFTEN = {"every": 0.003}
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +27,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def staging(monkeypatch: pytest.MonkeyPatch) -> str:
     """Name of a preset that stages blocks at random."""
-    kinds = {**presets._KINDS, "staging": presets._Kind(RandomStages)}
-    monkeypatch.setattr(presets, "_KINDS", kinds)
-    monkeypatch.setattr(presets, "PRESETS", tuple(kinds))
-    return "staging"
+    return add_preset(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +43,7 @@ def test_staged_blocks_change_no_token(
     with InProcess(settings) as server:
         alone = server.generate(requests)
     several = replace(settings.device, lanes=lanes, threads=2 if lanes > 1 else None)
-    with InProcess(replace(settings, device=several, preset=staging)) as server:
+    with InProcess(replace(settings, device=several, preset=staging, options=OFTEN)) as server:
         seen = set()
         server.listen = lambda now, output: seen.update(
             (name, len(m.kv.staged)) for name, m in server.device.state.models.items()
@@ -104,10 +80,29 @@ def test_a_context_longer_than_the_devices_kv_has_the_same_tokens(
     short = replace(settings, device=device)
     with InProcess(short) as server:
         assert "insufficient_memory" in str(server.generate([long])["long"])
-    with InProcess(replace(short, preset=staging)) as server:
+    with InProcess(replace(short, preset=staging, options=OFTEN)) as server:
         answers = server.generate(requests)
         server.drain()
         server.device.state.validate()
     for id, answer in answers.items():
         assert len(answer.tokens) > 0
+        assert answer.tokens == alone[id].tokens, id
+
+
+def test_jobs_that_fail_while_blocks_move_lose_nothing(
+    paths: dict[str, Path], staging: str
+) -> None:
+    """Both copies of a job's moves count only if it has succeeded."""
+    requests = [replace(r, max_tokens=20) for r in asked(3, models=NAMES[:1])]
+    settings = fleet({NAMES[0]: paths[NAMES[0]]})
+    with InProcess(settings) as server:
+        alone = server.generate(requests)
+    rng = random.Random(3)
+    with InProcess(replace(settings, preset=staging, options=OFTEN)) as server:
+        fragile = Fragile(server, NAMES[0], lambda work: len(work) > 1 and rng.random() < 0.3)
+        answers = server.generate(requests)
+        server.drain()
+        server.device.state.validate()
+    assert any(failed for _, failed in fragile.jobs)
+    for id, answer in answers.items():
         assert answer.tokens == alone[id].tokens, id

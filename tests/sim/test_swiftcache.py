@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +13,17 @@ from ballast.core.event import FinishedOutput
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.engine.state import DeviceState
+from ballast.engine.story_file import StoryFile
+from ballast.kv.staging import BlockStaging
 from ballast.sim.machine_profile import MachineProfile
+from ballast.sim.replay import replay
 from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.story_reader import read_device_stories
+from tests.policy.random_stages import add_preset
+from tests.sim import scenarios
+from tests.sim.scenarios import OPTIONS, Seeded, scenario
 from tests.sim.test_simulate import COSTS, OutputLog, fleet, spec, watch
+from tests.sim.watching import Run
 
 
 def asked(n: int, prompt: int, output: int) -> list[Submission]:
@@ -35,6 +46,7 @@ def run(
     pages: int,
     link: float,
     seen: Callable[[DeviceState], object] = lambda state: None,
+    sink: StoryFile | None = None,
 ) -> tuple[Simulated, OutputLog]:
     specs = [spec("m", weight_pages=4)]
     profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(link), overhead=0.0)
@@ -44,7 +56,9 @@ def run(
         watch(now, state)
         seen(state)
 
-    result = simulate(fleet(preset, specs, pages), specs, arrivals, profile, log, observe=observe)
+    write = None if sink is None else sink.write
+    settings = fleet(preset, specs, pages)
+    result = simulate(settings, specs, arrivals, profile, log, write, observe=observe)
     assert all(isinstance(end, FinishedOutput) for end in log.ended.values()), log.ended
     return result, log
 
@@ -80,3 +94,29 @@ def test_a_pass_waits_for_staged_layers_where_the_link_is_slow() -> None:
     (long,) = asked(1, 440, 40)
     slow, fast = (run("swiftcache", [long], 11, link)[0].seconds for link in (1e7, 1e11))
     assert slow > 2 * fast
+
+
+def test_stories_replay(tmp_path: Path) -> None:
+    file = StoryFile(tmp_path / "story", "device")
+    run("swiftcache", asked(6, 20, 200), 20, 1e10, sink=file)
+    file.close()
+    (life,) = read_device_stories(tmp_path / "story")
+    assert any(e.get("action") == "Stage" for e in life.entries)
+    found = replay(life)
+    assert (found.difference, found.stray) == (None, None)
+
+
+@pytest.mark.parametrize("seed", [103, 105, 107, 110])
+def test_random_scenarios_with_random_stages(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancellations, failing jobs, evictions and peers beside blocks that come and go."""
+    name, moved = add_preset(monkeypatch), Counter[str]()
+    monkeypatch.setitem(scenarios.OPTIONS, name, OPTIONS["balloon"])
+    end = BlockStaging.end_moves
+
+    def counted(kv: BlockStaging, tables: list[list[int]], *, done: bool) -> bool:
+        moved["stores"] += len(kv.moves.stores)
+        return end(kv, tables, done=done)
+
+    monkeypatch.setattr(BlockStaging, "end_moves", counted)
+    Run(scenario(Seeded(random.Random(seed)), (name,)))()
+    assert moved["stores"] > 0
