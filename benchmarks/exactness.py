@@ -288,7 +288,7 @@ def check_remap(scratch: Path, n: int, *, kv: bool = False) -> dict[str, Any]:
         for r in greedy:
             compare(models[r.model], r.prompt, answers[r.id], verdict)
         moved = verdict.ok and counted["Remap"] > 20 and counted["loads"] > 100
-        moved = moved and (not kv or min(counted["SwapKv"], counted["Evict"], counted["both"]) > 5)
+        moved = moved and (not kv or min(counted["Reside"], counted["Evict"], counted["both"]) > 5)
         found[path] = {**verdict.to_json(), **counted, "ok": moved}
     sampled = asked(list(paths), n, seed=3, temperature=0.8)
     counted = Counter[str]()

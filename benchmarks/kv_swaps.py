@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from ballast.core.actions import Action, Decision, SwapKv
+from ballast.core.actions import Action, Decision, Reside
 from ballast.core.kv_swap import spread
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.view import DeviceView, Residency
@@ -33,5 +33,5 @@ class RandomSwaps(MemoryPolicy):
             n = self.rng.randint(0, m.spec.n_layers)
             slots = self.rng.randint(1, 3)
             wanted = Rotation(spread(m.spec.n_layers, n), slots) if n > slots else WHOLE
-            actions.append(SwapKv(m.name, wanted, "at random"))
+            actions.append(Reside(m.name, replace(m.plan, kv=wanted), "at random"))
         return replace(decision, actions=tuple(actions), wake_at=view.now + 0.003)

@@ -134,8 +134,8 @@ class Reside:
 
     Carried out whole or refused. A job in flight ends first; pages that the plan takes are set
     aside at once. Units come (activation) or go (eviction, in part or whole), or, where all are
-    there, other layers of weights, of KV, or of both, get slots. `Activate`, `Evict`, `Remap` and
-    `SwapKv` are abbreviations.
+    there, other layers of weights, of KV, or of both, get slots. Layers whose KV gets slots contain
+    those before, or are contained in them. `Activate`, `Evict` and `Remap` are abbreviations.
     """
 
     model: str
@@ -148,19 +148,6 @@ class Remap:
     """Change which layers of a resident model rotate to those of `rotation` (`WHOLE`: none).
 
     A job in flight ends first. If this needs more pages than before, they are set aside at once.
-    """
-
-    model: str
-    rotation: Rotation
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SwapKv:
-    """Change whose layers' KV rotates to those of `rotation` (`WHOLE`: none).
-
-    Their KV is on the host except for layers in a slot: the one that runs and its neighbours. A job
-    in flight ends first. The new set contains the old one, or is contained in it.
     """
 
     model: str
@@ -218,7 +205,6 @@ ModelAction = (
     | Refuse
     | Reside
     | Remap
-    | SwapKv
     | Stage
 )
 Action = ModelAction | Recall | GiveBack

@@ -111,6 +111,16 @@ def _rotates(layers: Sequence[int], slots: int) -> str:
     return f"{which} rotate through {counted(slots, 'slot')}"
 
 
+def _residency(plan: Mapping[str, Any]) -> list[str]:
+    """Format what a plan of residency has elsewhere than in pages of its own."""
+    details = [_rotates(**plan[kind]) for kind in ("rotation", "kv") if kind in plan]
+    if "kv" in plan:
+        details[-1] = f"KV: {details[-1]}"
+    places = (("absent", "absent"), ("in_place", "read in place"))
+    details += [f"{counted(len(plan[k]), 'segment')} {what}" for k, what in places if k in plan]
+    return details or ["all in pages of its own"]
+
+
 def _decided(decision: Mapping[str, Any]) -> Decided:
     verb = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", str(decision.get("action", "?"))).lower()
     if decision.get("held") is False:
@@ -122,6 +132,8 @@ def _decided(decision: Mapping[str, Any]) -> Decided:
         details.append(str(why))
     if "rotation" in decision:
         details.append(_rotates(**decision["rotation"]))
+    if "plan" in decision:
+        details += _residency(decision["plan"])
     if "pages" in decision:
         pages = decision["pages"]
         unbounded = "all" if verb == "recall" else "no bound"

@@ -26,7 +26,6 @@ from ballast.core.actions import (
     Reorder,
     Reside,
     Stage,
-    SwapKv,
 )
 from ballast.core.event import Output
 from ballast.core.request import RequestState
@@ -130,11 +129,6 @@ def _remap(state: DeviceState, a: Remap) -> Refusal:
     return turn(state, m, replace(m.plan, rotation=a.rotation))
 
 
-def _swap_kv(state: DeviceState, a: SwapKv) -> Refusal:
-    m = state.models[a.model]
-    return turn(state, m, replace(m.plan, kv=a.rotation))
-
-
 def _stage(state: DeviceState, a: Stage) -> Refusal:
     m = state.models[a.model]
     refused = staging.refusal(m, a.staged)
@@ -162,6 +156,5 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], Refusal]] = {
     Reorder: _reorder,
     Reside: _reside,
     Remap: _remap,
-    SwapKv: _swap_kv,
     Stage: _stage,
 }

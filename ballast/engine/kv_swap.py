@@ -1,6 +1,6 @@
 """Change which layers' KV is swapped to the host, by a job that copies KV and computes nothing.
 
-Used by `apply` (action `SwapKv`), by the dispatcher through `DeviceState.begin_swap`, and by
+Used by `reside`, by the dispatcher through `DeviceState.begin_swap`, and by
 `jobs` at the job's end. Layers that begin to rotate are stored to the host, then their pages are
 freed; layers that stop rotating get pages, then are loaded. All running requests of the model are
 in this job, so that cancellations, preemptions and evictions wait for its end, as for any job.

@@ -3,6 +3,7 @@
 `bench` and the command line may import it. It imports `cluster`, `engine` and what is below them;
 it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibration.
 
+- `abbreviations`: Actions of older stories, in place of the plans that policies state today.
 - `calibrate`: Measure this machine's job costs, link and loop overhead.
 - `change_queue`: Internal changes of a simulated world (ends of flows, of layers) in time order.
 - `cluster_files`: Placement, links and lending of a simulated cluster, from files.

@@ -25,6 +25,7 @@ from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import resolve
+from ballast.sim.abbreviations import as_recorded
 from ballast.sim.device import copy_nothing, hosted_nowhere
 from ballast.sim.story_events import Impossible, StoryEvents, StoryLanes, StoryStream, Unknown
 from ballast.sim.story_reader import DeviceStory
@@ -250,6 +251,9 @@ class _Replay:
         self._replayed.clear()
         self._count(again)
         recorded = [{k: v for k, v in e.items() if k not in _PRIVATE} for e in self._of(turn)]
+        again = [as_recorded(a, b) for a, b in zip(recorded, again, strict=False)] + again[
+            len(recorded) :
+        ]
         for i, (a, b) in enumerate(itertools.zip_longest(recorded, again)):
             cut_off = a is None and turn.stop == len(self._entries) and not self._over
             same = a == b if self._reasons else _without_reasons(a) == _without_reasons(b)

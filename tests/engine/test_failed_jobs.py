@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import Answer, InProcess
-from ballast.core.actions import Change, SwapKv
+from ballast.core.actions import Change, Reside
 from ballast.core.event import FailedOutput, JobResult
 from ballast.core.job import SequenceWork
 from ballast.core.report import DeviceReport
@@ -212,7 +212,8 @@ def test_kv_that_cannot_be_swapped_costs_nobody_the_answer(paths: Paths) -> None
             m = state.models["c"]
             if m.life.swap_to is None and m.running:
                 wanted = Rotation((0, 1, 2), 1) if m.kv.rotation == WHOLE else WHOLE
-                tried.append(apply(state, SwapKv("c", wanted, "a test"), []))
+                swap = Reside("c", replace(m.plan, kv=wanted), "a test")
+                tried.append(apply(state, swap, []))
 
         fragile = Fragile(server, "c", lambda work: not any(w.tokens for w in work))
         server.listen = swap

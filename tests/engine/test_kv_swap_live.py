@@ -83,7 +83,9 @@ def test_where_kv_is_short_it_is_swapped_and_nobody_starts_again(paths: dict[str
         answers = server.generate(requests)
         server.drain()
         state = server.device.state
-        result = [d for d in server.device.decisions() if d["action"] == "SwapKv"]
+        result = [
+            d for d in server.device.decisions() if d["action"] == "Reside" and "kv" in d["plan"]
+        ]
         assert result
         m = state.models[NAMES[0]]
         m.kv.validate([])

@@ -23,7 +23,7 @@ from ballast.core.actions import (
     LoopCommand,
     Preempt,
     Remap,
-    SwapKv,
+    Reside,
 )
 from ballast.core.event import CancelEvent, CommandEvent, Event, Output, PauseEvent, ResumeEvent
 from ballast.core.link import LinkRates
@@ -212,8 +212,8 @@ class Device(RuleBasedStateMachine):
         name = ("c", self.model(pick))[pick % 2]
         self.policy.script += [
             Activate(name, "at random"),
+            Reside(name, replace(self.state.models[name].plan, kv=rotation), "at random"),
             Remap(name, rotation, "at random"),
-            SwapKv(name, rotation, "at random"),
         ]
 
     @rule(seconds=st.sampled_from([0.003, 0.01, 0.03, 0.1]))

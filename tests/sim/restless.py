@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from ballast.core.actions import Action, Activate, Decision, Evict, Remap, Reside, SwapKv
+from ballast.core.actions import Action, Activate, Decision, Evict, Remap, Reside
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.rotation import WHOLE, Rotation
@@ -46,16 +46,21 @@ class Restless(MemoryPolicy):
         result = [(m.decode_seconds, m.prefill_seconds) for m in view.models]
         rng = random.Random(repr((asked, result)))
         there = [m for m in view.models if m.residency is Residency.RESIDENT and m.rotatable]
-        remaps: list[Action] = []
+        changes: list[Action] = []
+        remap: Remap | None = None
         if there and rng.random() < 0.5:
             m = rng.choice(there)
-            remaps.append(Remap(m.name, self._rotation(m.rotatable, rng), "restless"))
+            remap = Remap(m.name, self._rotation(m.rotatable, rng), "restless")
+            changes = [remap]
         swappable = [m for m in there if m.kv_rotation is not None and not m.kv_swapping]
         if swappable and rng.random() < 0.5:
             m = rng.choice(swappable)
-            remaps.append(SwapKv(m.name, self._nested(m, rng), "restless"))
+            plan = replace(m.plan, kv=self._nested(m, rng))
+            if remap is not None and remap.model == m.name:  # both at once, in its place
+                plan, changes = replace(plan, rotation=remap.rotation), []
+            changes.append(Reside(m.name, plan, "restless"))
         soon = view.now + rng.random() * self.every
-        actions = (*decision.actions, *remaps)
+        actions = (*decision.actions, *changes)
         return replace(
             decision,
             actions=as_plans(view, actions) if self.planned else actions,
@@ -83,15 +88,14 @@ def as_plans(view: DeviceView, actions: Iterable[Action]) -> tuple[Action, ...]:
     plans = {m.name: m.plan for m in view.models}
     changed: list[Action] = []
     for a in actions:
-        if isinstance(a, Activate | Evict | Remap | SwapKv):
+        if isinstance(a, Activate | Evict | Remap):
             plan = plans[a.model]
             if isinstance(a, Activate):
                 plan = plan.whole()
             elif isinstance(a, Evict):
                 plan = plan.without(a.pages)
             else:
-                part = "rotation" if isinstance(a, Remap) else "kv"
-                plan = replace(plan, **{part: a.rotation})
+                plan = replace(plan, rotation=a.rotation)
             plans[a.model] = plan
             a = Reside(a.model, plan, a.why)
         changed.append(a)

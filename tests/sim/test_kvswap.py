@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.core.actions import Action, DropCache, Preempt, Remap, SwapKv
+from ballast.core.actions import Action, DropCache, Preempt, Reside
 from ballast.core.clock import VirtualClock
 from ballast.core.event import FinishedOutput, JobDoneEvent
 from ballast.core.job import Job
 from ballast.core.kv_swap import swapped_seconds
 from ballast.core.link import LinkRates
+from ballast.core.residency_plan import NOTHING
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.view import ModelView, Shortage
 from ballast.engine.apply import apply
@@ -65,9 +66,10 @@ def run(
 
 
 def swaps(entries: list[dict[str, Any]]) -> list[Rotation]:
-    outcome = [e for e in entries if e.get("action") == "SwapKv"]
+    outcome = [e for e in entries if e.get("action") == "Reside"]
     assert not any("refused" in e for e in outcome)
-    return [Rotation(tuple(e["rotation"]["layers"]), e["rotation"]["slots"]) for e in outcome]
+    found = (e["plan"].get("kv", {"layers": (), "slots": 0}) for e in outcome)
+    return [Rotation(tuple(kv["layers"]), kv["slots"]) for kv in found]
 
 
 @pytest.mark.parametrize("pooled", [0, 1])
@@ -110,7 +112,7 @@ def test_stories_replay(tmp_path: Path) -> None:
     run("kvswap", sink=file.write)
     file.close()
     (life,) = read_device_stories(tmp_path / "story")
-    assert any(e.get("action") == "SwapKv" for e in life.entries)
+    assert any(e.get("action") == "Reside" for e in life.entries)
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
 
@@ -168,7 +170,7 @@ def on_two_lanes(rates: LinkRates, **options: float) -> tuple[Simulated, list[di
 def test_kv_is_swapped_on_several_lanes() -> None:
     """Jobs on part of the compute wait for it, and longer than on all of it."""
     _, entries = on_two_lanes(FAST, cap=0)
-    rotating = {e["model"] for e in entries if e.get("action") == "SwapKv"}
+    rotating = {e["model"] for e in entries if e.get("action") == "Reside"}
     assert rotating == {"a", "b"}
     jobs = [(e["lane"], e["parts"]) for e in entries if "lane" in e]
     assert {(0, 1), (1, 1)} <= set(jobs), "each with half of the compute"
@@ -215,8 +217,8 @@ def test_kv_comes_home_while_a_part_of_what_kv_has_stays_free() -> None:
     m = replace(m, spec=SPEC, kv_rotation=rotating, kv_layer_pages=10)
     view = worlds.device(m, free=26, total=1000)
     (change,) = KvSwap(reserve=0.1)(view, KvSwap()(view, None).memo).actions
-    assert isinstance(change, SwapKv)
-    assert change.rotation == WHOLE
+    assert isinstance(change, Reside)
+    assert change.plan.kv == WHOLE
     tight = worlds.device(m, free=15, total=1000)
     assert KvSwap(reserve=0.1)(tight, KvSwap()(tight, None).memo).actions == ()
 
@@ -232,8 +234,8 @@ def test_kv_comes_home_where_other_models_caches_fill_the_pool() -> None:
     drop, change = KvSwap(reserve=0.1)(view, KvSwap()(view, None).memo).actions
     assert isinstance(drop, DropCache)
     assert (drop.model, drop.pages) == ("b", 8)
-    assert isinstance(change, SwapKv)
-    assert change.rotation == WHOLE
+    assert isinstance(change, Reside)
+    assert change.plan.kv == WHOLE
     scarce = worlds.device(rotating, replace(hoarder, cached_pages=16), free=2, total=1008)
     assert KvSwap(reserve=0.1)(scarce, KvSwap()(scarce, None).memo).actions == ()
 
@@ -248,8 +250,8 @@ def test_what_a_model_has_cached_itself_pays_for_its_layers_first() -> None:
     drop, change = KvSwap(reserve=0.1)(view, KvSwap()(view, None).memo).actions
     assert isinstance(drop, DropCache)
     assert (drop.model, drop.pages) == ("a", 35)
-    assert isinstance(change, SwapKv)
-    assert (change.model, change.rotation) == ("a", WHOLE)
+    assert isinstance(change, Reside)
+    assert (change.model, change.plan.kv) == ("a", WHOLE)
 
 
 def test_blocks_are_moved_together_without_memory_behind_them() -> None:
@@ -289,7 +291,7 @@ def test_layers_come_home_once_steps_are_longer_than_is_tolerated(fair: int) -> 
     others = tuple(worlds.request(n, pages=10) for n in (5, 6))
     other = replace(worlds.model("b", kv=20, running=others), kv_rotation=WHOLE)
     short = Shortage("b", "r5", 4, limited=False)
-    home = SwapKv("a", WHOLE, "there is room for its KV again")
+    home = Reside("a", NOTHING, "there is room for its KV again")
 
     def rotating(tokens: int) -> ModelView:
         running = tuple(worlds.request(n, pages=15, tokens=tokens) for n in range(1, 5))
@@ -309,8 +311,8 @@ def test_layers_come_home_once_steps_are_longer_than_is_tolerated(fair: int) -> 
         loaded, stored = 4 * tokens * each, 4 * (tokens + 1) * each
         return swapped_seconds(LAYERS, Rotation((2, 5), 1), 0.01, loaded, stored, rates) / 0.01 - 1
 
-    hidden = [a for a in actions(100, policy) if isinstance(a, SwapKv) and a.model == "a"]
-    assert all(len(a.rotation.layers) >= 2 for a in hidden)
+    hidden = [a for a in actions(100, policy) if isinstance(a, Reside) and a.model == "a"]
+    assert all(len(a.plan.kv.layers) >= 2 for a in hidden)
     tokens = next(n for n in range(100, 5000, 10) if policy.slack < longer(n) < policy.tolerance)
     assert home not in actions(tokens, policy)
     assert home in actions(tokens, replace(policy, tolerance=policy.slack))
@@ -336,7 +338,7 @@ def test_layers_do_not_come_home_for_requests_to_be_admitted_and_preempted(
         entries: list[dict[str, Any]] = []
         settings = replace(fleet(preset, TWO, pages), options=options)
         state = simulate(settings, TWO, arrivals, profile, OutputLog(), entries.extend, watch).state
-        changes = sum(e.get("action") == "SwapKv" for e in entries)
+        changes = sum(e.get("action") == "Reside" for e in entries)
         return state.now, sum(m.preemptions for m in state.models.values()), changes
 
     end, preempted, changes = served("kvswap")
@@ -352,10 +354,9 @@ def test_a_job_that_moves_kv_passes_no_layer() -> None:
     slow = LinkRates.even(1e5)
     profile = MachineProfile(costs={"a": COSTS}, link=slow, overhead=1e-4)
     wanted = [
-        Remap("a", Rotation((1, 3, 5), 1)),
-        SwapKv("a", Rotation((2, 4, 6), 1)),
-        Remap("a", WHOLE),
-        SwapKv("a", Rotation((2, 4, 6), 2)),
+        {"rotation": Rotation((1, 3, 5), 1)},
+        {"kv": Rotation((2, 4, 6), 1)},
+        {"rotation": WHOLE, "kv": Rotation((2, 4, 6), 2)},  # the job that follows copies nothing
     ]
     loads = list[bool]()
 
@@ -367,9 +368,8 @@ def test_a_job_that_moves_kv_passes_no_layer() -> None:
         assert m.weights.may_be_loading or not loads[-1]
         turning = m.rotation != m.weights.slots.rotation or m.life.swap_to is not None
         if m.running and m.job is not None and wanted and not turning:
-            assert apply(state, wanted.pop(0), []) is None
-            if len(wanted) == 1:  # so that nothing is copied by the job that follows
-                assert apply(state, wanted.pop(0), []) is None
+            plan = replace(m.plan, **wanted.pop(0))
+            assert apply(state, Reside("a", plan), []) is None
 
     device = SimDevice(
         settings.of_one_device("this test"),

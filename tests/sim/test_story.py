@@ -125,7 +125,7 @@ def test_rotations_replay_to_the_same_actions(
         )
         found = replay(life)
         assert (found.difference, found.stray) == (None, None), f"seed {seed}: {found.difference}"
-        seen["swaps"] += sum(e.get("action") == "SwapKv" for e in life.entries)
+        seen["swaps"] += sum(e.get("action") == "Reside" for e in life.entries)
         seen["remaps"] += sum("rotation" in e and "refused" not in e for e in life.entries)
         seen["refused"] += sum("rotation" in e and "refused" in e for e in life.entries)
         seen["settled"] += sum(e.get("event") == "Settled" for e in life.entries)

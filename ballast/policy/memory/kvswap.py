@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from ballast.core.actions import Action, Decision, DropCache, Promise, SwapKv
+from ballast.core.actions import Action, Decision, DropCache, Promise, Reside
 from ballast.core.cost import copy_seconds
 from ballast.core.job import JobLoad
 from ballast.core.kv_swap import SLOTS, spread, swapped_seconds
@@ -202,7 +202,7 @@ class KvSwap(PlacedModels):
         pages = (plan.rotation.n_freed - m.kv_rotation.n_freed) * m.kv_layer_pages
         moving = copy_seconds(pages * view.page_bytes, view.link_bytes_per_second)
         price = partial(_slowing, m, plan, moving)
-        act = partial(_swap, m.name, plan.rotation)
+        act = partial(_swap, m, plan.rotation)
         return Offer(("kv layers", m.name), m.name, pages, price, act)
 
     def plan(self, view: DeviceView, m: ModelView, freed: int, least: int) -> SwapPlan | None:
@@ -361,7 +361,7 @@ class KvSwap(PlacedModels):
                 return ()
             rotation = plan.rotation
         why = "there is room for its KV again"
-        change = SwapKv(m.name, rotation, why)
+        change = Reside(m.name, replace(m.plan, kv=rotation), why)
         return (DropCache(m.name, m.cached_pages, why), change) if m.cached_pages else (change,)
 
 
@@ -370,8 +370,8 @@ def _cached_by_others(own: Collection[str], view: DeviceView, claim: Claim) -> I
     return (offer for offer in cached_prefixes(view, claim) if offer.owner not in own)
 
 
-def _swap(model: str, rotation: Rotation, _: int, claim: Claim) -> SwapKv:
-    return SwapKv(model, rotation, why=f"{claim.model} needs pages")
+def _swap(m: ModelView, rotation: Rotation, _: int, claim: Claim) -> Reside:
+    return Reside(m.name, replace(m.plan, kv=rotation), why=f"{claim.model} needs pages")
 
 
 def _slowing(m: ModelView, plan: SwapPlan, moving: float) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.core.actions import Preempt, SwapKv
+from ballast.core.actions import Preempt, Reside
 from ballast.core.cost import StepCosts
 from ballast.core.kv_swap import SLOTS, spread, swapped_seconds
 from ballast.core.link import LinkRates
@@ -88,7 +88,7 @@ def test_layers_are_swapped_where_a_step_hides_their_copies_and_only_there() -> 
             policy, m = KvSwap(dirty=dirty), swappable()
             view = short(m, rate)
             actions = policy(view, None).actions
-            swaps = [a for a in actions if isinstance(a, SwapKv)]
+            swaps = [a for a in actions if isinstance(a, Reside)]
             plan = policy.plan(view, m, 1, 1)
             assert plan is not None
             assert bool(swaps) == (plan.seconds <= STEP * (1 + policy.slack))
@@ -109,11 +109,11 @@ def test_the_price_is_that_of_moving_whole_layers_and_of_longer_steps(
     claim = Claim("a", RUNNING[0].order, LAYER_PAGES, may_preempt=True)
     offer = next(iter(policy.layers(view)(view, claim)))
     swap = offer.act(offer.pages, claim)
-    assert isinstance(swap, SwapKv)
-    layers = swap.rotation.n_freed - before
+    assert isinstance(swap, Reside)
+    layers = swap.plan.kv.n_freed - before
     assert layers >= 1
     assert offer.pages == layers * LAYER_PAGES
-    plan = policy.plan(view, m, swap.rotation.n_freed, len(rotation.layers) + 1)
+    plan = policy.plan(view, m, swap.plan.kv.n_freed, len(rotation.layers) + 1)
     assert plan is not None
     moving = layers * LAYER_PAGES * PAGE / rate
     longer = max(0.0, plan.seconds - STEP) * max(1.0, SWAPPED / plan.seconds)
