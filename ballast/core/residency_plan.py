@@ -131,24 +131,6 @@ class ResidencyPlan:
         """Pages that the model's own units read in place would take on the device."""
         return sum(self.units[i].pages for i in self.in_place if not self.units[i].shared)
 
-    def bytes_from(self, now: ResidencyPlan) -> int:
-        """Return the bytes to bring in order to get here from the plan `now`: of units that get
-        pages of their own, and of one layer for each slot."""
-        brought = (i for i in range(len(self.units)) if self._is_own(i) and not now.has_own(i))
-        away, was_away = self.absent | self.in_place, now.absent | now.in_place
-        shared = (i for i in was_away - away if self.units[i].shared)
-        anew = [] if self.rotation == now.rotation else [1 + i for i in self.rotation.first]
-        return sum(self.units[i].n_bytes for i in (*brought, *shared, *anew))
-
-    def calls_from(self, now: ResidencyPlan) -> int:
-        """Return the pages to map and to unmap in order to get here from the plan `now`."""
-        calls = 0
-        for i, unit in enumerate(self.units):
-            places = self.place(i), now.place(i)
-            if places[0] != places[1]:
-                calls += unit.pages * sum(place.site is not Site.HOST for place in places)
-        return calls
-
     # -- giving up and bringing back --------------------------------------------------------------
 
     @cached_property
@@ -190,12 +172,9 @@ class ResidencyPlan:
         rotation = WHOLE if units else self.rotation
         return replace(self, rotation=rotation, absent=self.absent - units, in_place=units)
 
-    def has_own(self, unit: int) -> bool:
-        """Whether the unit has pages of its own, or those of a shared segment."""
-        return self.place(unit).site is Site.DEVICE
-
     def _is_own(self, unit: int) -> bool:
-        return self.has_own(unit) and not self.units[unit].shared
+        """Whether the unit has pages of its own."""
+        return self.place(unit).site is Site.DEVICE and not self.units[unit].shared
 
     def _leaving(self) -> Iterator[int]:
         """Yield the units that it gives up part by part, in that order."""
