@@ -57,8 +57,9 @@ Placed = Annotated[
     str | None,
     typer.Option(
         "--placement",
-        help="weights, work, follow, both, kvpr or link: by weights, or by expected work as well; "
-        "for good, as the load goes, to the least KV pressure, or within a shared link's budget. "
+        help="weights, work, follow, both, kvpr, link or swiftcache: by weights, or by expected "
+        "work as well; for good, as the load goes, to the least KV pressure, or within a shared "
+        "link's budget. "
         "Default: the fleet file's, else the preset's own. For simulate also a .toml file that "
         "names each model's devices.",
     ),

@@ -121,8 +121,10 @@ class Controller:
         if fleet.server.spare_worker:
             await self._spare.prepare()
         policy = self.devices.fleet_policy
-        if policy.moves and fleet.others:
-            runner = FleetPolicyRunner(self.devices, self.commands, self.migrations, policy)
+        if policy.decides and fleet.others:
+            runner = FleetPolicyRunner(
+                self.devices, self.commands, self.migrations, policy, self.leases
+            )
             self._policy_task = asyncio.create_task(runner.run())
 
     def configure(self, server: ServerSettings) -> None:

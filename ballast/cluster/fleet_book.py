@@ -7,14 +7,17 @@ the caller executes the returned actions and reports them by `settle`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from ballast.core.fleet import (
     DeviceLoad,
     FleetAction,
     FleetView,
     Hosting,
+    LeaseView,
     Need,
     Place,
+    PlacementAction,
     Room,
 )
 from ballast.core.report import DeviceReport
@@ -44,13 +47,15 @@ class FleetBook:
         device; `rooms`: budgets of the devices."""
         self.homes = {model: tuple(on) for model, on in homes.items()}
         self.epoch = 0
-        self.wake_at = 0.0 if policy.moves else None
+        self.wake_at = 0.0 if policy.decides else None
         """Time of the next call of the policy, seconds; None: never."""
         self.policy, self._needs, self._rooms = policy, tuple(needs), tuple(rooms)
         self._memo: object = None
         self._seen: dict[tuple[str, str], float] = {}
         """By (device, model): lane seconds up to the last view."""
         self._seen_at = 0.0
+        self._copied: dict[str, float] = {}
+        """By device: seconds of copies of layers up to the last view."""
 
     def choose(self, model: str, look_at: LookAt) -> str:
         """Return the device for a request; calls `look_at` only where there are several."""
@@ -59,11 +64,19 @@ class FleetBook:
             return homes[0]
         return self.policy.route(for_prefill([look_at(name) for name in homes]))
 
-    def decide(self, now: float, reports: Mapping[str, DeviceReport]) -> tuple[FleetAction, ...]:
-        """Return the policy's actions. `reports`: by device, all as of `now`."""
-        if not self.policy.moves:
+    def decide(
+        self,
+        now: float,
+        reports: Mapping[str, DeviceReport],
+        leases: Sequence[LeaseView] = (),
+        pairs: Sequence[tuple[str, str]] = (),
+    ) -> tuple[FleetAction, ...]:
+        """Return the policy's actions. `reports`: by device, all as of `now`; `leases`, `pairs`: as
+        in `FleetView`."""
+        if not self.policy.decides:
             return ()
-        decision = self.policy(self._view(now, reports), self._memo)
+        view = replace(self._view(now, reports), leases=tuple(leases), pairs=tuple(pairs))
+        decision = self.policy(view, self._memo)
         self._memo, self.wake_at = decision.memo, decision.wake_at
         return decision.actions
 
@@ -76,7 +89,7 @@ class FleetBook:
             self.epoch += 1
         self._needs = tuple(needs)
 
-    def objection(self, action: FleetAction) -> str | None:
+    def objection(self, action: PlacementAction) -> str | None:
         """Return why an action cannot be carried out now; None if it can."""
         homes = self.homes.get(action.model)
         if homes is None:
@@ -87,7 +100,7 @@ class FleetBook:
         others = [name for name in homes if name != action.device]
         return None if there and others else f"{action.model} is served by {', '.join(homes)}"
 
-    def settle(self, action: FleetAction) -> None:
+    def settle(self, action: PlacementAction) -> None:
         """Note that an action has been carried out."""
         homes = self.homes[action.model]
         self.epoch += 1
@@ -99,13 +112,27 @@ class FleetBook:
     def _view(self, now: float, reports: Mapping[str, DeviceReport]) -> FleetView:
         """Build the policy's view; each model's work is averaged since the last view."""
         seconds = max(now - self._seen_at, 1e-9)
-        loads = tuple(
-            DeviceLoad(room, tuple(self._hosting(reports[room.device], room.device, seconds)))
-            for room in self._rooms
-            if room.device in reports
-        )
+        loads = []
+        for room in self._rooms:
+            report = reports.get(room.device)
+            if report is None:
+                continue
+            copied = sum(m.copy_seconds for m in report.models)
+            before = self._copied.get(room.device, 0.0)
+            self._copied[room.device] = copied
+            hosting = tuple(self._hosting(report, room.device, seconds))
+            loads.append(
+                DeviceLoad(
+                    room,
+                    hosting,
+                    report.page_bytes,
+                    report.total,
+                    report.free + report.reclaiming,
+                    max(copied - before, 0.0) / seconds,
+                )
+            )
         self._seen_at = now
-        return FleetView(now, loads, self._needs)
+        return FleetView(now, tuple(loads), self._needs)
 
     def _hosting(self, report: DeviceReport, device: str, seconds: float) -> list[Hosting]:
         found = []
@@ -116,5 +143,16 @@ class FleetBook:
             work = max(m.lane_seconds - before, 0.0) / seconds
             weights = m.weight_pages * report.page_bytes
             n_open = m.waiting + m.running + m.paused
-            found.append(Hosting(m.name, work, n_open, m.late, weights, homed, m.traffic))
+            hosting = Hosting(m.name, work, n_open, m.late, weights, homed, m.traffic)
+            found.append(
+                replace(
+                    hosting,
+                    kv_pages=m.kv_pages,
+                    cached_pages=m.cached_pages,
+                    borrowed_pages=m.borrowed_pages,
+                    waiting=m.waiting,
+                    waiting_tokens=m.waiting_tokens,
+                    longest_tokens=m.longest_tokens,
+                )
+            )
         return found

@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import asdict
 
 from ballast.cluster.awaited_moves import Moves, move_requests
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.fleet_book import FleetBook
 from ballast.cluster.fleet_commands import FleetCommands
+from ballast.cluster.lending.awaited_leases import AwaitedLeases
 from ballast.cluster.placing import need_of
+from ballast.control.device_leases import command_of
+from ballast.control.lease_events import OrderEnded
 from ballast.core.actions import Activate
 from ballast.core.command import Remove
 from ballast.core.errors import Unavailable
-from ballast.core.fleet import FleetAction, Need, Place, Room
+from ballast.core.fleet import (
+    FleetAction,
+    LendingAction,
+    Need,
+    Place,
+    PlacementAction,
+    Room,
+)
 from ballast.policy.base import FleetPolicy
 
 log = logging.getLogger(__name__)
@@ -42,11 +53,13 @@ class FleetPolicyRunner:
         commands: FleetCommands,
         migrations: Moves,
         policy: FleetPolicy,
+        leases: AwaitedLeases,
     ) -> None:
         rooms = [Room(d.name, d.fleet.device.budget_bytes) for d in devices.values()]
         self._devices = devices
         self._commands = commands
         self._migrations = migrations
+        self._leases = leases
         self._book = FleetBook(self._homes(), self._needs(), rooms, policy)
 
     async def run(self) -> None:
@@ -68,10 +81,14 @@ class FleetPolicyRunner:
         epoch = self._book.epoch
         devices = [d for d in self._devices.values() if d.down is None and not d.cordoned]
         reports = {d.name: d.report for d in devices if d.report is not None}
-        for action in self._book.decide(now, reports):
+        pairs = self._pairs() if self._book.policy.lends else ()
+        for action in self._book.decide(now, reports, self._leases.standing, pairs):
+            if isinstance(action, LendingAction):
+                self._order_lending(now, action, epoch)
+                continue
             async with self._commands.changing:
                 refused = await self._do(action, epoch)
-            self._tell(now, action, epoch, refused)
+            self._record(now, action, epoch, refused)
             if refused is None:
                 self._book.settle(action)
                 epoch += 1
@@ -91,7 +108,21 @@ class FleetPolicyRunner:
         devices = [device for device, _ in self._devices.fleet.devices.values()]
         return [need_of(self._devices.specs[model], devices, {}) for model in self._homes()]
 
-    async def _do(self, action: FleetAction, epoch: int) -> str | None:
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Return the devices that can lend to each other, and whose lending is up to the policy."""
+        leases, names = self._leases, list(self._devices)
+        able = [(a, b) for a in names for b in names if a != b and leases.can_lend(a, b)]
+        return [pair for pair in able if not leases.reserved(*pair)]
+
+    def _order_lending(self, now: float, action: LendingAction, epoch: int) -> None:
+        """Order what the policy lends or recalls; how it ended is recorded then."""
+
+        def ended(order: OrderEnded) -> None:
+            self._record(now, action, epoch, order.refused)
+
+        self._leases.order(action.lender, command_of(action), ended)
+
+    async def _do(self, action: PlacementAction, epoch: int) -> str | None:
         """Carry out an action; return the reason if it was refused, else None."""
         self._book.follow(self._homes(), self._needs())
         if epoch != self._book.epoch:
@@ -133,16 +164,11 @@ class FleetPolicyRunner:
             log.warning("%s stays on %s: %s", model, device.name, outcome.reason)
             device.leaving.discard(model)
 
-    def _tell(self, now: float, action: FleetAction, epoch: int, refused: str | None) -> None:
-        what = {
-            "action": type(action).__name__,
-            "model": action.model,
-            "device": action.device,
-            "why": action.why,
-            "by": "the fleet's policy",
-            "epoch": epoch,
-        }
+    def _record(self, now: float, action: FleetAction, epoch: int, refused: str | None) -> None:
+        """Record an action among the decisions, with the reason if it was refused."""
+        kind = type(action).__name__
+        what = {"action": kind, **asdict(action), "by": "the fleet's policy", "epoch": epoch}
         if refused is not None:
             what["refused"] = refused
-        log.info("%s %s: %s", what["action"], action.model, refused or action.device)
+        log.info("%s: %s", kind, refused or action.why)
         self._devices.decisions.append((now, what))

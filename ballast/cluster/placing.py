@@ -117,8 +117,17 @@ def need_of(
         arena = set_aside([spec], served)
         here = 0 if in_place else weight_pages([spec], page) * page
         most = max(most, here + kv + arena + page)
-    kv, tpot = spec.kv_bytes_per_token, spec.slo.tpot
-    return Need(spec.name, most, weights, work, spec.pinned, peak or {}, kv, tpot)
+    return Need(
+        spec.name,
+        most,
+        weights,
+        work,
+        spec.pinned,
+        peak or {},
+        spec.kv_bytes_per_token,
+        spec.block_tokens,
+        spec.slo.tpot,
+    )
 
 
 def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int) -> FleetSettings:

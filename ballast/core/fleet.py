@@ -1,7 +1,7 @@
-"""Define the view and the decision of a fleet policy: placement of models over devices.
+"""Define the view and the decision of a fleet policy: models over devices, pages between them.
 
-Built by `FleetBook` from the devices' reports; fleet policies (`policy.fleet`) only read it and
-return `Place` and `Withdraw` actions.
+Built by `FleetBook` from the devices' reports and the controller's book of leases; fleet policies
+(`policy.fleet`) only read it and return actions.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ballast.core.actions import RECALL_SECONDS
 from ballast.core.cost import Traffic
 
 
@@ -28,6 +29,8 @@ class Need:
     peak: Mapping[str, float] = field(default_factory=dict)
     """`work` at the peak of its traffic; empty: only the mean is known."""
     kv_bytes_per_token: int = 0
+    block_tokens: int = 1
+    """Tokens of a block of its KV."""
     tpot: float = float("inf")
     """Service level: seconds per output token."""
 
@@ -65,6 +68,18 @@ class Hosting:
     its devices."""
     traffic: Traffic = field(default_factory=Traffic)
     """Recent traffic of its requests on the device."""
+    kv_pages: int = 0
+    """Pages of the device that back its KV, cached prefixes included."""
+    cached_pages: int = 0
+    """Part of `kv_pages` that dropping cached prefixes would free."""
+    borrowed_pages: int = 0
+    """Pages of other devices that back its KV."""
+    waiting: int = 0
+    """Requests that wait."""
+    waiting_tokens: int = 0
+    """Tokens of these, whose KV they lack."""
+    longest_tokens: int = 0
+    """Tokens of the longest request of the last minute or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +88,18 @@ class DeviceLoad:
 
     room: Room
     hosting: tuple[Hosting, ...]
+    page_bytes: int = 1
+    total: int = 0
+    """Pages of its pool."""
+    free: int = 0
+    """Pages that nobody has, or that are about to be free."""
+    link_load: float = 0.0
+    """Part of the time since the previous view in which its link to the host carried layers."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return sum(h.waiting for h in self.hosting)
 
     @property
     def name(self) -> str:
@@ -114,6 +141,11 @@ class FleetView:
     devices: tuple[DeviceLoad, ...]
     needs: tuple[Need, ...]
     """Needs of the models, in the fleet's order."""
+    leases: tuple[LeaseView, ...] = ()
+    """All that is lent, by lender and borrower."""
+    pairs: tuple[tuple[str, str], ...] = ()
+    """(lender, borrower) of all devices that can lend to each other now, without those between
+    which an operator has lent or recalled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +169,31 @@ class Withdraw:
     why: str = ""
 
 
-FleetAction = Place | Withdraw
+@dataclass(frozen=True, slots=True)
+class LendPages:
+    """Have a device lend free pages to another, which may use them for KV."""
+
+    lender: str
+    borrower: str
+    pages: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecallPages:
+    """Have a device recall pages that it has lent; a borrower that keeps them is killed."""
+
+    lender: str
+    borrower: str
+    pages: int | None
+    """None: all."""
+    seconds: float = RECALL_SECONDS
+    why: str = ""
+
+
+PlacementAction = Place | Withdraw
+LendingAction = LendPages | RecallPages
+FleetAction = PlacementAction | LendingAction
 
 
 @dataclass(frozen=True, slots=True)

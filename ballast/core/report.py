@@ -56,6 +56,10 @@ class ModelReport:
     output_tokens: int
     whole_pages: int = 0
     """Pages of all of its weights, on the device or not."""
+    waiting_tokens: int = 0
+    """Tokens of the waiting requests, whose KV they lack."""
+    longest_tokens: int = 0
+    """Tokens of the longest request of the last minute or two (`core.traffic.LongestRequest`)."""
     paused: int = 0
     """Paused requests: the client does not read, or the grammar is being compiled."""
     borrowed_pages: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ballast.core.errors import BrokenPromise
@@ -246,6 +246,17 @@ class Request:
             unscored=len(submission.prompt) if submission.prompt_logprobs is None else 1,
             first_token_at=None if since is None else now - since,
             last_token_at=None if since is None else now,
+        )
+
+    def continued(self, at: float) -> Submission:
+        """Return the request as it goes on elsewhere at `at`, after the tokens that its client
+        has."""
+        submission, first = self.submission, self.first_token_at
+        return replace(
+            submission,
+            resumed=tuple(self.output),
+            age=at - submission.arrival,
+            first_token_age=None if first is None else at - first,
         )
 
     @property

@@ -67,6 +67,35 @@ class Lengths:
         return math.sqrt(self.variance)
 
 
+@dataclass(slots=True)
+class LongestRequest:
+    """The longest request of the last one to two `WINDOW`s: a maximum over two windows, of which
+    the older one is forgotten."""
+
+    _since: float = 0.0
+    _current: int = 0
+    _before: int = 0
+
+    def add(self, now: float, tokens: int) -> None:
+        """Count a request of `tokens` tokens at `now`."""
+        self._turn(now)
+        self._current = max(self._current, tokens)
+
+    def tokens(self, now: float) -> int:
+        """Return the tokens of the longest request; 0 if there was none."""
+        windows = (now - self._since) / WINDOW
+        if windows >= 2:
+            return 0
+        return self._current if windows >= 1 else max(self._current, self._before)
+
+    def _turn(self, now: float) -> None:
+        windows = int((now - self._since) / WINDOW)
+        if windows >= 1:
+            self._before = self._current if windows == 1 else 0
+            self._current = 0
+            self._since += windows * WINDOW
+
+
 @dataclass(frozen=True, slots=True)
 class TrafficStats:
     """Arrivals and lengths of the requests of one model, its adapters' included."""

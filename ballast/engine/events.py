@@ -100,6 +100,7 @@ def _arrives(state: DeviceState, event: ArrivalEvent) -> list[Output]:
     m.last_used = s.arrival if s.resumed is None else max(m.last_used, s.arrival)
     if s.resumed is None:
         m.traffic = m.traffic.arrived(s.arrival)
+    m.longest.add(state.now, request.prompt_tokens)
     return []
 
 

@@ -138,6 +138,7 @@ def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) 
     m.cached_tokens += request.cached_tokens
     m.output_tokens += request.generated - len(request.submission.resumed or ())
     m.traffic = m.traffic.ended(request.prompt_tokens, request.generated, request.cached_tokens)
+    m.longest.add(state.now, request.prompt_tokens + request.generated)
     state.remember(m, request)
     output = FinishedOutput(
         request.id,

@@ -19,7 +19,7 @@ from ballast.core.request import Request
 from ballast.core.residency_plan import ResidencyPlan
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import Slo
-from ballast.core.traffic import TrafficStats
+from ballast.core.traffic import LongestRequest, TrafficStats
 from ballast.core.view import ModelView, Residency, Shortage
 from ballast.engine.batch import Batch, Paused
 from ballast.engine.cost_estimator import CostEstimator
@@ -119,6 +119,8 @@ class ModelState:
     prefill_seconds: float | None = None
     """Seconds of its last job with prefill, without waiting for layers."""
     traffic: TrafficStats = field(default_factory=TrafficStats)
+    longest: LongestRequest = field(default_factory=LongestRequest)
+    """Its longest request lately; of no view."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     """Names under which its requests are refused, since they failed; no policy sees it."""
     prompt_tokens: int = 0

@@ -67,6 +67,8 @@ def _model(m: ModelState, now: float) -> ModelReport:
         cached_pages_of=dict(m.kv.cached_pages_of),
         waiting=len(m.waiting),
         running=len(m.running),
+        waiting_tokens=sum(len(r.tokens) for r in tuple(m.waiting)),
+        longest_tokens=m.longest.tokens(now),
         paused=len(m.paused),
         late=m.late(now),
         lane_seconds=m.lane_seconds,

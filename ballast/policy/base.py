@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from ballast.core.actions import Action, Decision
 from ballast.core.compute import ComputeDecision, ComputeView
@@ -134,15 +135,28 @@ class ComputePolicy(Policy, ABC):
 
 
 class FleetPolicy(Policy, ABC):
-    """Decides which devices serve which models, and which of a model's devices gets a request."""
+    """Decides which devices serve which models, which of a model's devices gets a request, and
+    which devices lend pages to which."""
 
     __slots__ = ()
 
+    options: ClassVar[tuple[str, ...]] = ()
+    """Fields of the policy, a dataclass, that are options of presets with it."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether it may have devices lend pages to each other."""
+        return False
+
     @property
     def moves(self) -> bool:
-        """Whether it decides again after the start. If not, it is never called, and only operators
-        move models."""
+        """Whether it places models after the start. If not, only operators move models."""
         return False
+
+    @property
+    def decides(self) -> bool:
+        """Whether it decides again after the start. If not, it is never called."""
+        return self.moves or self.lends
 
     @property
     def replicates(self) -> bool:

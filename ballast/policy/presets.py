@@ -20,6 +20,7 @@ from ballast.policy.compute.adbs import AdaptiveBatches
 from ballast.policy.compute.basic_orders import FirstComeFirstServed, RoundRobin
 from ballast.policy.compute.chunks import Chunks
 from ballast.policy.compute.deadline import Deadline
+from ballast.policy.fleet.elastic_lending import ElasticLending
 from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.fleet.link_aware import LinkAware
 from ballast.policy.fleet.migrate import LeastPressure
@@ -52,6 +53,7 @@ PLACEMENTS: Mapping[str, FleetPolicy] = {
     "both": ReplicateUnderLoad(by_work=True),
     "kvpr": LeastPressure(),
     "link": LinkAware(),
+    "swiftcache": ElasticLending(),
 }
 """Fleet policies, by the values of `placement` in a fleet file."""
 JOIN = "+"
@@ -77,14 +79,17 @@ class Preset:
 
     @property
     def fleet(self) -> FleetPolicy:
-        """The fleet policy."""
-        return PLACEMENTS[self.placement]
+        """The fleet policy, with its options."""
+        policy = PLACEMENTS[self.placement]
+        given = {name: self.options[name] for name in policy.options if name in self.options}
+        return dataclasses.replace(policy, **given) if given else policy  # type: ignore[type-var]
 
     @property
     def values(self) -> dict[str, float]:
         """Values of all options, given or default."""
         policies = (self.memory, self.compute, self.admission)
-        return {name: getattr(p, name) for p in policies for name in _fields(type(p))}
+        values = {name: getattr(p, name) for p in policies for name in _fields(type(p))}
+        return values | {name: getattr(self.fleet, name) for name in self.fleet.options}
 
     @property
     def requires(self) -> Requirements:
@@ -128,7 +133,7 @@ _KINDS = {
     "kvswap": _Kind(KvSwap),
     "muxserve": _Kind(Quotas, "adbs"),
     "prism": _Kind(Balloon, "deadline", "kvpr", Slack),
-    "swiftcache": _Kind(SwiftCache, "deadline"),
+    "swiftcache": _Kind(SwiftCache, "deadline", "swiftcache"),
     "c2cserve": _Kind(HostDirect, "chunks", "link"),
     "ballast": _Kind(Arbiter, "deadline", admission=Slack),
 }
@@ -136,14 +141,14 @@ PRESETS = tuple(_KINDS)
 
 
 def option_names(name: str) -> tuple[str, ...]:
-    """Return the options of preset `name`: of its memory policy, its order of compute and its order
-    of admission.
+    """Return the options of preset `name`: of its memory policy, its order of compute, its order of
+    admission and its fleet policy.
 
     An option means the same, and has the same default, in every preset that has it. Raises
     ConfigError for an unknown preset.
     """
     kind, compute, _ = _parts(name)
-    return _all_fields(kind, ORDERS[compute])
+    return _all_fields(kind, ORDERS[compute], kind.placement)
 
 
 def shared_options(name: str, options: Mapping[str, float]) -> dict[str, float]:
@@ -170,14 +175,14 @@ def resolve(
         if order not in ORDERS:
             raise ConfigError("order", order, f"use one of {', '.join(ORDERS)}")
         order_name = order
-    given = dict(options or {})
-    known = _all_fields(kind, ORDERS[order_name])
-    for key in given.keys() - set(known):
-        allowed = ", ".join(known) or "none"
-        raise ConfigError(f"options.{key}", given[key], f"preset {name!r} has options: {allowed}")
     placement = placement or kind.placement
     if placement not in PLACEMENTS:
         raise ConfigError("placement", placement, f"use one of {', '.join(PLACEMENTS)}")
+    given = dict(options or {})
+    known = _all_fields(kind, ORDERS[order_name], placement)
+    for key in given.keys() - set(known):
+        allowed = ", ".join(known) or "none"
+        raise ConfigError(f"options.{key}", given[key], f"preset {name!r} has options: {allowed}")
     return Preset(
         name,
         kind.memory(**_own(kind.memory, given)),
@@ -217,8 +222,11 @@ def _fields(policy: Callable[..., object]) -> list[str]:
     return [f.name for f in dataclasses.fields(policy)]  # type: ignore[arg-type]
 
 
-def _all_fields(kind: _Kind, compute: Callable[..., ComputePolicy]) -> tuple[str, ...]:
-    return (*_fields(kind.memory), *_fields(compute), *_fields(kind.admission))
+def _all_fields(
+    kind: _Kind, compute: Callable[..., ComputePolicy], placement: str
+) -> tuple[str, ...]:
+    own = (*_fields(kind.memory), *_fields(compute), *_fields(kind.admission))
+    return (*own, *PLACEMENTS[placement].options)
 
 
 def _own(policy: Callable[..., object], options: Mapping[str, float]) -> dict[str, float]:

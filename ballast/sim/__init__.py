@@ -31,6 +31,7 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `measure_link`: Measured bandwidth of this machine's link.
 - `migration`: Migration of requests between simulated devices.
 - `model_catalogue`: Sizes of public models by name.
+- `no_bytes`: Stand-ins for memory and host tier that hold no bytes.
 - `page_costs`: Charge a simulated loop for mapping and unmapping pages.
 - `placement_answers`: Solve placement problems given in JSON (`ballast place`).
 - `roles`: Roles of devices, and devices as replicas for a request.

@@ -30,7 +30,7 @@ from ballast.sim.cluster_files import NO_FILES, ClusterFiles
 from ballast.sim.controller import OnMove, SimController
 from ballast.sim.cost_switches import ALL, CostSwitches
 from ballast.sim.device import SendTokens, SimDevice
-from ballast.sim.lending import carry_out
+from ballast.sim.lending import SimLeases, leases_of
 from ballast.sim.machine_profile import MachineProfile, OnParts, unmeasured
 from ballast.sim.migration import migrations_of
 from ballast.sim.profile import DeviceProfile, device_profile
@@ -191,7 +191,7 @@ class Cluster:
         """By name, devices that serve a model or may come to serve one."""
         for name, site in sites.items():
             own = [s for s in specs if name in homes[s.name]]
-            if not own and not policy.moves:
+            if not own and not policy.decides:
                 continue
             observe = None if watch is None else functools.partial(watch, name)
             send = functools.partial(self._on_prefill_output if prefilling else on_output, name)
@@ -208,7 +208,6 @@ class Cluster:
                 steps=steps,
             )
         placed = {name: (device, sites[name].place) for name, device in self.devices.items()}
-        _schedule_lending(files, preset, placed, list(sites))
         self._on_output = on_output
         self.controller = SimController(
             self.devices,
@@ -217,6 +216,7 @@ class Cluster:
             lambda device, spec: sites[device].kind.costs(spec),
             on_move,
             functools.partial(migrations_of, placed if policy.moves or prefilling else {}, policy),
+            _leases(files, preset, placed, list(sites), policy.lends),
         )
 
     def _on_prefill_output(self, device: str, at: float, output: Output) -> None:
@@ -307,17 +307,18 @@ def _homes(
     return policy.place(needs, rooms)  # which device does what is up to whoever names them
 
 
-def _schedule_lending(
+def _leases(
     files: ClusterFiles,
     preset: Preset,
     placed: Mapping[str, tuple[SimDevice, HostPlace]],
     names: Sequence[str],
-) -> None:
-    """Schedule the orders to lend and recall pages. Raises ConfigError."""
+    lends: bool,
+) -> list[SimLeases]:
+    """Build the leases of each host, and schedule orders to lend and recall. Raises ConfigError."""
     if files.orders and preset.requires.kv_swapping:
         allowed = "another preset: KV that lies layer by layer never lies on borrowed pages"
         raise ConfigError("orders", preset.name, allowed)
-    carry_out(files.orders, placed, names)
+    return leases_of(files.orders, placed, names, lends)
 
 
 def _settings(kind: Kind, served: DeviceSettings, name: str) -> DeviceSettings:

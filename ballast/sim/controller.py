@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ballast.cluster.fleet_book import FleetBook
+from ballast.control.device_leases import command_of
 from ballast.core.actions import Activate
 from ballast.core.cost import StepCosts
-from ballast.core.fleet import FleetAction, Place
+from ballast.core.fleet import FleetAction, LendingAction, Place, PlacementAction
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.engine.report import report
 from ballast.policy.fleet.replica_choice import Replica
 from ballast.sim.device import SimDevice
-from ballast.sim.lending import WAY
+from ballast.sim.lending import WAY, SimLeases
 from ballast.sim.migration import Homes, SimMigrations
 from ballast.sim.roles import replica_of
 
@@ -42,6 +44,7 @@ class SimController:
         costs: CostsOn,
         on_move: OnMove = lambda at, action, refused: None,
         migrations_of: Callable[[Homes], Sequence[SimMigrations]] = lambda homes: (),
+        leases: Sequence[SimLeases] = (),
     ) -> None:
         """`on_move` is called with every action of the fleet's policy; `migrations_of` makes the
         migrations between devices that reach each other."""
@@ -51,6 +54,9 @@ class SimController:
         """By model or adapter, the model."""
         self._costs, self._on_move = costs, on_move
         self.migrations = tuple(migrations_of(self._homes))
+        self.leases = tuple(leases)
+        for each in self.leases:
+            each.on_crash += [migrations.lose for migrations in self.migrations]
 
     def choose(self, submission: Submission) -> str:
         """Choose the device for a request that arrives now; devices that serve its model are
@@ -68,8 +74,14 @@ class SimController:
         reports = {}
         for name, device in self.devices.items():
             device.advance(now)
-            reports[name] = report(device.state, name)
-        for action in self.book.decide(now, reports):
+            if not device.down:
+                reports[name] = report(device.state, name)
+        standing = [lease for each in self.leases for lease in each.standing]
+        pairs = [pair for each in self.leases for pair in each.pairs()]
+        for action in self.book.decide(now, reports, standing, pairs):
+            if isinstance(action, LendingAction):
+                self._order_lending(now, action)
+                continue
             refused = self.book.objection(action) or self._do(now, action)
             if refused is None:
                 self.book.settle(action)
@@ -94,7 +106,15 @@ class SimController:
         """Devices of a model or adapter."""
         return self.book.homes[self._bases[served]]
 
-    def _do(self, now: float, action: FleetAction) -> str | None:
+    def _order_lending(self, now: float, action: LendingAction) -> None:
+        ended = partial(self._on_move, now, action)
+        leases = next((each for each in self.leases if each.serves(action.lender)), None)
+        if leases is None:
+            ended(f"{action.lender} lends to no device")
+        else:
+            leases.order(now, action.lender, command_of(action), ended)
+
+    def _do(self, now: float, action: PlacementAction) -> str | None:
         """Carry out one action; returns the reason if it is refused, else None."""
         device = self.devices[action.device]
         if not isinstance(action, Place):

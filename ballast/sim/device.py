@@ -24,15 +24,15 @@ from ballast.core.event import (
     Output,
 )
 from ballast.core.model import ModelSpec
-from ballast.core.request import Request, Submission
+from ballast.core.request import Request, RequestState, Submission
 from ballast.core.settings import DeviceSettings
 from ballast.core.story import Story
 from ballast.core.view import Residency
-from ballast.engine.build import Hosted, build_newcomer, build_state
+from ballast.engine.build import build_newcomer, build_state
+from ballast.engine.life_rules import Membership
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
-from ballast.memory.vm_null import NullVm
 from ballast.policy.fleet.replica_choice import LinkUse
 from ballast.policy.presets import Preset
 from ballast.policy.requirements import Requirements
@@ -44,6 +44,7 @@ from ballast.sim.layer_stream import SimStreams
 from ballast.sim.leap import leap
 from ballast.sim.link import Path, Route, SimLink
 from ballast.sim.machine_profile import MachineProfile
+from ballast.sim.no_bytes import copy_nothing, hosted_nowhere, vm_of
 from ballast.sim.page_costs import LoopTime, TimedVm
 from ballast.sim.runner import SimRunner
 from ballast.sim.steps_ahead import StepsAheadHeap
@@ -93,47 +94,75 @@ class SimDevice:
             raise ConfigError("tensor_parallel", settings.tensor_parallel, allowed)
         self._world = World() if world is None else world
         self.clock = VirtualClock()
-        self._heap = StepsAheadHeap(self.clock, profile.ahead, self._world.agenda)
-        calls, needs = LoopTime(self.clock), preset.requires
-        self.link = self._make_link(settings, profile, path, calls)
-        self._streams = SimStreams(self._heap, self.clock, self.link, profile.early, needs.dirty)
-        self.state = self._make_state(settings, specs, profile, calls, needs)
-        self._machine, self._knob = profile.in_place, KnobSetting.of(preset.values)
-        self.in_place = {s.name: self._reads(s, profile.costs[s.name]) for s in specs}
+        self._settings, self._preset, self._profile = settings, preset, profile
+        self._path, self._sink = path, sink
         self._specs = {s.name: s for s in specs}
         self._costs, self._overhead = dict(profile.costs), profile.overhead
-        self._runner = self._make_runner(settings, profile, calls)
-        self.story = Story(sink=sink, overhead=profile.overhead)
         self._client, self._answer = send, profile.answer
         self._leaps, self._steps, self._observe = leaps, steps, observe
         self.unsaid: Container[str] = ()
         """Requests whose end here is not sent to clients: they continue on another device."""
+        self.on_restart: list[Callable[[], None]] = []
+        """Called when a new worker serves in place of one that crashed, to connect it."""
+        self.down = False
+        """Whether its worker has crashed, and no other serves yet."""
+        self._waiting: list[Submission] = []
+        """Requests that wait for the next worker."""
+        self._drained_from: float | None = None
         self._answers: dict[str, str | None] = {}
         """Reasons of refused operations, by id; only of operations that have ended."""
         self._leaving: dict[str, ModelState] = {}
         """By the id of the operation."""
-        self._on_refusal: dict[str, Callable[[], None]] = {}
+        self._on_answer: dict[str, Callable[[str | None], None]] = {}
         self._left: Counter[str] = Counter()
-        self._loop = Loop(
-            self.state,
-            preset,
-            self._heap,
-            self._runner,
-            self.clock,
-            self._tell,
-            self.story,
-            self._answered,
-        )
-        self._loop.begin()
+        self._boot(specs)
         self._world.add(self)
 
-    def _make_link(
-        self, settings: DeviceSettings, profile: MachineProfile, path: Path | None, calls: LoopTime
-    ) -> SimLink:
-        fluid = self._world.fluid
-        route = Route.alone(fluid, profile.link) if path is None else Route(fluid, path)
-        mapping = profile.moving(settings.page_bytes)
-        return SimLink(self._heap, self.clock, profile.link, mapping, route, calls)
+    def _boot(self, specs: Sequence[ModelSpec]) -> None:
+        """Build what a worker's process has: its memory, state and loop, and the events for it."""
+        settings, profile, preset = self._settings, self._profile, self._preset
+        self._heap = StepsAheadHeap(self.clock, profile.ahead, self._world.agenda)
+        calls, needs = LoopTime(self.clock), preset.requires
+        fluid, mapping = self._world.fluid, profile.moving(settings.page_bytes)
+        alone = Route.alone(fluid, profile.link)
+        route = alone if self._path is None else Route(fluid, self._path)
+        self.link = SimLink(self._heap, self.clock, profile.link, mapping, route, calls)
+        parts = (self._heap, self.clock, self.link)
+        self._streams = SimStreams(*parts, profile.early, needs.dirty)
+        self.state = self._make_state(settings, specs, profile, calls, needs)
+        self._machine, self._knob = profile.in_place, KnobSetting.of(preset.values)
+        self.in_place = {s.name: self._reads(s, self._costs[s.name]) for s in specs}
+        self._runner = self._make_runner(settings, profile, calls)
+        self.story = Story(sink=self._sink, overhead=profile.overhead)
+        tell = (self._tell, self.story, self._answered)
+        self._loop = Loop(self.state, preset, self._heap, self._runner, self.clock, *tell)
+        self._loop.begin()
+
+    def crash(self) -> None:
+        """End the worker, with all that it holds; open requests wait for `restart`. Bytes on their
+        way go on to nowhere."""
+        now = self.clock.now()
+        ended = (RequestState.FINISHED, RequestState.FAILED)
+        requests = [r for r in self.state.requests.values() if r.state not in ended]
+        self._waiting = [r.continued(now) for r in requests] + self._heap.arrivals()
+        self.down = True
+        self._loop.commands.give_up("the worker is gone")
+
+    def restart(self, at: float) -> None:
+        """Let a new worker serve from `at` on: the same models, and the requests that wait."""
+        self.clock.advance_to(at)
+        for m in self.state.models.values():
+            self._left.update({what: getattr(m, what) for what in COUNTED})
+        present = (m for m in self.state.models.values() if m.life.stay is not Membership.LEAVING)
+        self.down = False
+        self._boot([m.spec for m in present])
+        for connect in self.on_restart:
+            connect()
+        waiting, self._waiting = self._waiting, []
+        for submission in waiting:
+            self.submit(submission)
+        if self._drained_from is not None:
+            self.drain(max(self._drained_from, at))
 
     def _make_state(
         self,
@@ -143,7 +172,7 @@ class SimDevice:
         calls: LoopTime,
         needs: Requirements,
     ) -> DeviceState:
-        vm = _memory(settings, profile, calls)
+        vm = vm_of(settings, profile.pages, calls)
         known = profile.reading_in_place(specs) if needs.in_place else profile.lane_costs
         state = build_state(
             settings,
@@ -189,13 +218,13 @@ class SimDevice:
     @property
     def over(self) -> bool:
         """Whether the device has drained and all requests are answered."""
-        return self.state.over
+        return self.state.over and not self.down
 
     @property
     def due(self) -> float:
         """Time of the loop's next turn, as far as known: changes in the queue may bring earlier
         events. inf if nothing is due, or the device is over."""
-        if self.state.over:
+        if self.state.over or self.down:
             return math.inf
         event, timer = self._heap.next, self._loop.until
         if timer is None:
@@ -207,6 +236,8 @@ class SimDevice:
         """Requests that have been sent here and have not ended, as of its clock. They count from
         when they are routed, as in the live controller: of those that arrive at one moment, each
         is routed by what the ones before it got."""
+        if self.down:
+            return len(self._waiting)
         return len(self.state.requests) + self._heap.undelivered
 
     def held_tokens(self, submission: Submission) -> int:
@@ -270,7 +301,7 @@ class SimDevice:
 
     def submit(self, submission: Submission) -> None:
         """Schedule a request at its `arrival`, or now if that is past."""
-        self._heap.schedule(submission.arrival, ArrivalEvent(submission))
+        self.receive(submission.arrival, ArrivalEvent(submission))
 
     def advance(self, until: float) -> None:
         """Process everything in the device's world that is due before `until`."""
@@ -278,7 +309,8 @@ class SimDevice:
 
     def drain(self, at: float) -> None:
         """Stop accepting requests at `at`."""
-        self._heap.schedule(at, DrainEvent())
+        self._drained_from = at
+        self.receive(at, DrainEvent())
 
     def finish(self, drained_from: float) -> None:
         """Drain, and run until everything has been answered."""
@@ -304,18 +336,23 @@ class SimDevice:
             self._observe(self.clock.now(), self.state)
 
     def receive(self, at: float, event: Event) -> None:
-        """Schedule an external `event` at `at`."""
-        self._heap.schedule(at, event)
+        """Schedule an external `event` at `at`. While no worker serves requests wait, and all else
+        is lost."""
+        if not self.down:
+            self._heap.schedule(at, event)
+        elif isinstance(event, ArrivalEvent):
+            self._waiting.append(event.submission)
 
     def order(
         self,
         at: float,
         id: str,
         operation: LoopCommand,
-        refused: Callable[[], None] = lambda: None,
+        answered: Callable[[str | None], None] = lambda refused: None,
     ) -> None:
-        """Schedule a command at `at`; `refused` is called if it is refused or fails."""
-        self._on_refusal[id] = refused
+        """Schedule a command at `at`; `answered` is called when it has ended, with the reason if it
+        was refused or has failed."""
+        self._on_answer[id] = answered
         self.receive(at, CommandEvent(id, operation))
 
     def borrows_over(self, source: Callable[[str], LayerSource]) -> None:
@@ -335,9 +372,9 @@ class SimDevice:
 
     def _answered(self, id: str, refused: str | None) -> None:
         self._answers[id] = refused
-        on_refusal = self._on_refusal.pop(id, None)
-        if on_refusal is not None and refused is not None:
-            on_refusal()
+        on_answer = self._on_answer.pop(id, None)
+        if on_answer is not None:
+            on_answer(refused)
         m = self._leaving.pop(id, None)
         if m is not None and refused is None:
             self._left.update({what: getattr(m, what) for what in COUNTED})
@@ -358,20 +395,3 @@ class SimDevice:
 
     def _said(self, now: float, output: Output) -> None:
         self._client(now + self._answer, output)
-
-
-def hosted_nowhere(spec: ModelSpec) -> Hosted:
-    """Do nothing: there is no host tier."""
-    return Hosted(spec, [0] * len(spec.segment_bytes))
-
-
-def copy_nothing(dst: int, src: int, n_bytes: int) -> None:
-    """Do nothing: there are no bytes."""
-
-
-def _memory(settings: DeviceSettings, profile: MachineProfile, calls: LoopTime) -> NullVm:
-    """Build a vm without memory; mapping takes the loop's time where the profile has its cost."""
-    n_pages = settings.budget_bytes // settings.page_bytes
-    if profile.pages is None:
-        return NullVm(settings.page_bytes, n_pages)
-    return TimedVm(settings.page_bytes, n_pages, profile.pages, calls)

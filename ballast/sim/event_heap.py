@@ -47,6 +47,7 @@ from ballast.core.migration import (
     KvReadEvent,
     KvTailEvent,
 )
+from ballast.core.request import Submission
 from ballast.sim.change_queue import ChangeQueue
 
 RANK: dict[type[Event], int] = {
@@ -107,6 +108,11 @@ class EventHeap:
         if then is not None:
             self._then[self._sequence] = then
         return self._sequence
+
+    def arrivals(self) -> list[Submission]:
+        """Return the requests that have not arrived yet."""
+        left = (entry for entry in sorted(self._heap) if entry[2] not in self._forgotten)
+        return [e.submission for *_, e in left if isinstance(e, ArrivalEvent)]
 
     def forget(self, number: int) -> None:
         """Cancel the event scheduled under `number`, which has not been taken."""

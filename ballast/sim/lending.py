@@ -1,26 +1,48 @@
-"""Simulate page lending between devices of a host: messages, borrowed KV, recalls.
+"""Simulate page lending between devices of a host: the driver of `control.leases`.
 
 All devices are peers from the start; a message arrives `WAY` seconds later. KV on borrowed pages is
 read where it is: a job transfers its part of the KV that it reads over the links between the two
 devices, beside its work, and ends when both are done. Moving blocks back to the borrower's own
-pages costs nothing here. Used by `sim.cluster`, which passes the orders to lend and recall.
+pages costs nothing here. Used by `sim.cluster`, for orders of operators and of the fleet policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 
-from ballast.core.actions import Lend, LoopCommand, Recall
-from ballast.core.errors import BrokenPromise, ConfigError
+from ballast.control.lease_events import (
+    AnnouncePeerEnd,
+    DeviceReapedEvent,
+    IntroducePeer,
+    KillWorker,
+    LeaseEvent,
+    LeaseInstruction,
+    LeaseMessageEvent,
+    LendOrder,
+    MemoryOpenedEvent,
+    OrderAnsweredEvent,
+    OrderDevice,
+    OrderEnded,
+    PassLeaseMessage,
+    PeerReportEvent,
+    RecallOrder,
+    ReplaceWorker,
+)
+from ballast.control.leases import Leases
+from ballast.control.migration_events import DeviceLostEvent, LookEvent
+from ballast.core.actions import Lend, Recall
+from ballast.core.errors import ConfigError
+from ballast.core.fleet import LeaseView
 from ballast.core.lease import (
     LendingMessage,
-    PagesLentEvent,
-    PagesRecalledEvent,
-    PagesReturnedEvent,
+    PeerGoneEvent,
     PeerMetEvent,
+    PeerMetReport,
     PeerOverdueReport,
+    PeerReleasedReport,
 )
 from ballast.core.units import format_bytes
 from ballast.sim.cluster_files import LendingOrder, device_named
@@ -33,63 +55,173 @@ from ballast.sim.world import World
 WAY = 3e-4
 """Delay of a message between devices, in seconds: half of a recall as measured live, including a
 message each way and the unmapping between them."""
+START_SECONDS = 2.0
+"""Time from the end of a killed worker until its successor serves; an assumption: a spare process
+stands ready, and the weights are in host memory still."""
+Ended = Callable[[str | None], object]
 
 
-class Lenders:
-    """Deliver lending messages between devices of one world. Implements `sim.world.Reaching`."""
+class SimLeases:
+    """Lends pages between devices of one world. Implements `control.lease_events.LendingDevices`
+    and `sim.world.Reaching`."""
 
     def __init__(self, world: World, devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> None:
         """`devices`: by name, with where they are. Raises ConfigError for devices that cannot lend
         to each other."""
         self._devices = {name: device for name, (device, _) in devices.items()}
+        self._places = {name: place for name, (_, place) in devices.items()}
+        self._agenda, self._fluid = world.agenda, world.fluid
+        self._machine = Leases(self)
+        self._numbers = itertools.count(1)
+        self._ended: dict[int, Ended] = {}
         self._orders: list[float] = []
         """Times of operators' orders, ascending."""
-        self._ids = 0
+        self._looks_at = 0.0
+        """Time of the last `LookEvent` that has been scheduled."""
+        self.on_crash: list[Callable[[float, str], None]] = []
+        """Called with (time, device) when a worker is killed."""
         sizes = {device.state.settings.page_bytes for device in self._devices.values()}
         if len(sizes) > 1:
             raise ConfigError("orders", sorted(sizes), "devices that lend have pages of one size")
-        for epoch, (name, (device, place)) in enumerate(devices.items(), 1):
-            device.state.lending.send = partial(self._pass_on, name)
-            streams = {}
-            for other, (lender, there) in devices.items():
-                if other == name:
-                    continue
-                pair = min(epoch, list(devices).index(other) + 1)
-                exported = lender.state.pool.vm.export(())
-                device.state.lending.exports[other, pair] = exported
-                device.receive(0.0, PeerMetEvent(other, pair, exported.n_pages))
-                if place.host.joints.peers is not PeerLinks.MEMORY:
-                    fluid = place.host.world.fluid
-                    streams[other] = Stream(device.link, fluid, there.to_peer(place))
-            if streams:
-                device.borrows_over(partial(SimBorrowed, device, streams))
+        for name, device in self._devices.items():
+            self._connect(name)
+            device.on_restart.append(partial(self._connect, name))
+        for name in self._devices:
+            self._handle(0.0, MemoryOpenedEvent(name, name))
         world.reaching.append(self)
 
-    def order(self, at: float, device: str, operation: LoopCommand) -> None:
+    @property
+    def standing(self) -> tuple[LeaseView, ...]:
+        """All that is lent, by lender and borrower."""
+        return self._machine.standing
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the devices that can lend to each other, and whose lending is up to policies."""
+        names, machine = list(self._devices), self._machine
+        able = [(a, b) for a in names for b in names if a != b and machine.can_lend(a, b)]
+        return [pair for pair in able if not machine.reserved(*pair)]
+
+    def serves(self, device: str) -> bool:
+        """Return whether it is one of these devices."""
+        return device in self._devices
+
+    def schedule(self, at: float, lender: str, command: Lend | Recall) -> None:
         """Let an operator order something of a device at `at`."""
-        self._ids += 1
         self._orders = sorted([*self._orders, at])
-        self._devices[device].order(at, f"order-{self._ids}", operation)
+        self._agenda.schedule(at, lambda now: self.order(now, lender, command, by_operator=True))
+
+    def order(
+        self,
+        now: float,
+        lender: str,
+        command: Lend | Recall,
+        ended: Ended = lambda refused: None,
+        *,
+        by_operator: bool = False,
+    ) -> None:
+        """Have a device lend pages or recall them; `ended` is called when that has been done, or
+        with the reason why not."""
+        number, borrower, why = next(self._numbers), command.to, command.why
+        self._ended[number] = ended
+        event: LendOrder | RecallOrder
+        if isinstance(command, Lend):
+            event = LendOrder(number, lender, borrower, command.pages, why, by_operator)
+        else:
+            pages, seconds = command.pages, command.seconds
+            event = RecallOrder(number, lender, borrower, pages, seconds, why, by_operator)
+        self._handle(now, event)
 
     def horizon(self, now: float, near: float) -> float:
         """Time before which no message that has not been sent yet can reach a device; `near`: the
         earliest next turn of any other device."""
+        if self._ended or self._machine.due < inf or self._machine.standing:
+            return near + WAY
         if any(d.state.lending.lent or d.state.lending.borrowed for d in self._devices.values()):
             return near + WAY
         while self._orders and self._orders[0] < now:
             del self._orders[0]
         return self._orders[0] + WAY if self._orders else inf
 
-    def _pass_on(self, name: str, word: LendingMessage) -> None:
+    # -- `LendingDevices` -------------------------------------------------------------------------
+
+    def is_up(self, device: str) -> bool:
+        return not self._devices[device].down
+
+    def objection(self, lender: str, borrower: str) -> str | None:
+        known = lender in self._devices and borrower in self._devices
+        return None if known else f"there is no lending from {lender!r} to {borrower!r}"
+
+    def own_pages(self, device: str) -> int:
+        return self._devices[device].state.pool.total
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def _connect(self, name: str) -> None:
+        """Let a device's worker send messages about leases, and read what lies on borrowed
+        pages."""
+        device, place = self._devices[name], self._places[name]
+        device.state.lending.send = partial(self._hear, name)
+        streams = {}
+        if place.host.joints.peers is not PeerLinks.MEMORY:
+            for other, there in self._places.items():
+                if other != name:
+                    streams[other] = Stream(device.link, self._fluid, there.to_peer(place))
+        if streams:
+            device.borrows_over(partial(SimBorrowed, device, streams))
+
+    def _hear(self, name: str, word: LendingMessage) -> None:
         now = self._devices[name].clock.now()
-        match word:
-            case PagesLentEvent(lease) | PagesRecalledEvent(lease):
-                self._devices[lease.borrower].receive(now + WAY, word)
-            case PagesReturnedEvent(lease):
-                self._devices[lease.lender].receive(now + WAY, word)
-            case PeerOverdueReport(peer, _):
-                why = f"{peer} did not return what {name} had lent it; live it would be killed"
-                raise BrokenPromise(why)
+        if isinstance(word, PeerMetReport | PeerOverdueReport | PeerReleasedReport):
+            self._handle(now, PeerReportEvent(name, word))
+        else:
+            self._handle(now, LeaseMessageEvent(name, word))
+
+    def _handle(self, now: float, event: LeaseEvent) -> None:
+        for instruction in self._machine.handle(now, event):
+            self._do(now, instruction)
+        due = self._machine.due
+        if due < inf and not now < self._looks_at <= due:
+            self._looks_at = due
+            self._agenda.schedule(due, lambda at: self._handle(at, LookEvent()))
+
+    def _do(self, now: float, instruction: LeaseInstruction) -> None:
+        at = now + WAY
+        match instruction:
+            case IntroducePeer(device, peer, epoch, _):
+                exported = self._devices[peer].state.pool.vm.export(())
+                self._devices[device].state.lending.exports[peer, epoch] = exported
+                met = PeerMetEvent(peer, epoch, exported.n_pages)
+                self._devices[device].receive(now, met)
+            case PassLeaseMessage(device, message):
+                self._devices[device].receive(at, message)
+            case AnnouncePeerEnd(device, peer, epoch):
+                self._devices[device].receive(at, PeerGoneEvent(peer, epoch))
+            case KillWorker(device, _):
+                self._agenda.schedule(at, partial(self._kill, device))
+            case ReplaceWorker(device):
+                self._agenda.schedule(now + START_SECONDS, partial(self._restart, device))
+            case OrderDevice(number, device, command):
+                answered = partial(self._answered, number, device)
+                self._devices[device].order(at, f"lending-{number}", command, answered)
+            case OrderEnded(number, refused):
+                self._ended.pop(number)(refused)
+
+    def _answered(self, number: int, device: str, refused: str | None) -> None:
+        now = self._devices[device].clock.now()
+        self._handle(now, OrderAnsweredEvent(number, refused))
+
+    def _kill(self, device: str, now: float) -> None:
+        if self._devices[device].down:
+            return
+        self._devices[device].crash()
+        for crashed in self.on_crash:
+            crashed(now, device)
+        self._handle(now, DeviceLostEvent(device))
+        self._handle(now, DeviceReapedEvent(device))
+
+    def _restart(self, device: str, now: float) -> None:
+        self._devices[device].restart(now)
+        self._handle(now, MemoryOpenedEvent(device, device))
 
 
 class SimBorrowed:
@@ -141,29 +273,34 @@ class SimBorrowed:
             self._job.closed(now)
 
 
-def carry_out(
+def leases_of(
     orders: Sequence[LendingOrder],
     devices: Mapping[str, tuple[SimDevice, HostPlace]],
     names: Sequence[str],
-) -> None:
-    """Schedule the lending orders of a user's file.
+    lends: bool,
+) -> list[SimLeases]:
+    """Build the leases of each host whose devices lend: those that a user's file of orders names
+    or, if the fleet policy `lends`, all that reach each other; and schedule the orders.
 
     `devices`: by name, those that serve, with their places; `names`: all of the cluster, in order.
     Raises ConfigError for an order that devices cannot carry out.
     """
     pairs = [[device_named("orders", at, names) for at in (o.lender, o.borrower)] for o in orders]
-    lenders: dict[World, Lenders] = {}
     for pair in pairs:
         for name in pair:
             if name not in devices:
                 raise ConfigError("orders", name, "a device that serves a model")
         if len({devices[name][1].host for name in pair}) > 1 or len(set(pair)) < 2:
             raise ConfigError("orders", pair, "two devices of one host: see `per_host`")
-    named = {name for pair in pairs for name in pair}
+    lending = {name for pair in pairs for name in pair}
+    if lends:
+        apart = PeerLinks.NONE
+        lending |= {n for n, (_, at) in devices.items() if at.host.joints.peers is not apart}
+    leases: dict[World, SimLeases] = {}
     for world in dict.fromkeys(place.host.world for _, place in devices.values()):
-        there = {n: at for n, at in devices.items() if n in named and at[1].host.world is world}
-        if there:
-            lenders[world] = Lenders(world, there)
+        there = {n: at for n, at in devices.items() if n in lending and at[1].host.world is world}
+        if len(there) > 1:
+            leases[world] = SimLeases(world, there)
     for order, (lender, borrower) in zip(orders, pairs, strict=True):
         device, place = devices[lender]
         page, n_bytes = device.state.settings.page_bytes, order.lend or order.recall
@@ -171,7 +308,8 @@ def carry_out(
         if pages == 0:
             raise ConfigError("orders", n_bytes, f"a page or more, of {format_bytes(page)}")
         if order.lend is None or pages is None:
-            operation: LoopCommand = Recall(borrower, pages, order.seconds, "ordered")
+            command: Lend | Recall = Recall(borrower, pages, order.seconds, "ordered")
         else:
-            operation = Lend(borrower, pages, "ordered")
-        lenders[place.host.world].order(order.at, lender, operation)
+            command = Lend(borrower, pages, "ordered")
+        leases[place.host.world].schedule(order.at, lender, command)
+    return list(leases.values())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from ballast.control.migration_events import (
@@ -17,6 +16,7 @@ from ballast.control.migration_events import (
     BatchEnded,
     BlockFilledEvent,
     ContinueRequest,
+    DeviceLostEvent,
     Event,
     Instruction,
     LookEvent,
@@ -78,12 +78,29 @@ class SimMigrations:
         self._looks_at = 0.0
         """Time of the last `LookEvent` that has been scheduled."""
         for name, (device, place) in devices.items():
-            migration = device.state.migration
-            migration.exports = True
-            migration.bytes = SimBytes(device, _streams(name, device, place, devices))
-            migration.send = partial(self._hear, name)
-            device.unsaid = self._machine.under_way
+            connect = partial(self._connect, name, device, place, devices)
+            connect()
+            device.on_restart.append(connect)
         world.reaching.append(self)
+
+    def _connect(
+        self,
+        name: str,
+        device: SimDevice,
+        place: HostPlace,
+        devices: Mapping[str, tuple[SimDevice, HostPlace]],
+    ) -> None:
+        """Let a device's worker export its requests and read those of others."""
+        migration = device.state.migration
+        migration.exports = True
+        migration.bytes = SimBytes(device, _streams(name, device, place, devices))
+        migration.send = partial(self._hear, name)
+        device.unsaid = self._machine.under_way
+
+    def lose(self, now: float, device: str) -> None:
+        """Note that a device's worker has crashed."""
+        if device in self._devices:
+            self._handle(now, DeviceLostEvent(device))
 
     @property
     def busy(self) -> bool:
@@ -118,7 +135,7 @@ class SimMigrations:
     # -- `Devices` --------------------------------------------------------------------------------
 
     def is_up(self, device: str) -> bool:
-        return True
+        return not self._devices[device].down
 
     def memory_of(self, device: str) -> str:
         return device
@@ -188,9 +205,9 @@ class SimMigrations:
             case SendStep(device, step):
                 self._devices[device].receive(at, step)
             case OrderActivation(device, model, why):
-                refused = partial(self._refuse, device, model)
+                answered = partial(self._activated, device, model)
                 self._devices[device].order(
-                    at + WAY, f"migration-{next(self._numbers)}", Activate(model, why), refused
+                    at + WAY, f"migration-{next(self._numbers)}", Activate(model, why), answered
                 )
             case MarkDeparting(source, request_id):
                 self._departing[request_id] = self._devices[source].state.requests[request_id]
@@ -207,23 +224,17 @@ class SimMigrations:
         self._retries -= 1
         self.move_all(now, source, model)
 
-    def _refuse(self, device: str, model: str) -> None:
-        now = self._devices[device].clock.now()
-        self._handle(now, ActivationRefusedEvent(device, model))
+    def _activated(self, device: str, model: str, refused: str | None) -> None:
+        if refused is not None:
+            now = self._devices[device].clock.now()
+            self._handle(now, ActivationRefusedEvent(device, model))
 
     def _continue(self, at: float, order: ContinueRequest) -> None:
         request = self._departing[order.request_id]
         if not order.departed:
             self._devices[order.source].receive(at, CancelEvent(order.request_id))
         self.moved += order.with_kv
-        first, arrival = request.first_token_at, request.submission.arrival
-        coming = replace(
-            request.submission,
-            resumed=tuple(request.output),
-            age=at - arrival,
-            first_token_age=None if first is None else at - first,
-        )
-        self._devices[order.target].receive(at, ArrivalEvent(coming))
+        self._devices[order.target].receive(at, ArrivalEvent(request.continued(at)))
 
 
 def _streams(

@@ -26,7 +26,7 @@ from ballast.memory.transfer import ACTIVATIONS
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import resolve
 from ballast.sim.abbreviations import as_recorded
-from ballast.sim.device import copy_nothing, hosted_nowhere
+from ballast.sim.no_bytes import copy_nothing, hosted_nowhere
 from ballast.sim.story_events import Impossible, StoryEvents, StoryLanes, StoryStream, Unknown
 from ballast.sim.story_reader import DeviceStory
 

@@ -20,6 +20,7 @@ from ballast.core.event import (
     ResumeEvent,
 )
 from ballast.core.job import Job
+from ballast.core.request import Submission
 from ballast.sim.change_queue import ChangeQueue
 from ballast.sim.event_heap import EventHeap
 
@@ -57,6 +58,10 @@ class StepsAheadHeap(EventHeap):
     def undelivered_models(self) -> set[str]:
         """Models and adapters of these requests."""
         return set(self._undelivered.values())
+
+    def arrivals(self) -> list[Submission]:
+        late = (e.submission for e in self._held if isinstance(e, ArrivalEvent))
+        return [*super().arrivals(), *late]
 
     def schedule(self, at: float, event: Event, then: Callable[[], None] | None = None) -> int:
         number = super().schedule(at, event, then)

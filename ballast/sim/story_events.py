@@ -35,7 +35,7 @@ from ballast.kv.staged import BlockMoves
 from ballast.memory.copies import Copy
 from ballast.memory.vm import Exported
 from ballast.residency.arrival import ArrivalPlan
-from ballast.sim.device import copy_nothing, hosted_nowhere
+from ballast.sim.no_bytes import copy_nothing, hosted_nowhere
 from ballast.sim.stand_in_tokens import StandInTokens
 from ballast.sim.story_reader import DeviceStory
 from ballast.weights.weight_stream import Loads

@@ -36,7 +36,7 @@ class Turning(Protocol):
 
 class Reaching(Protocol):
     """Messages by which devices of a world affect each other, besides shared links:
-    `sim.lending.Lenders` and `sim.migration.SimMigrations`."""
+    `sim.lending.SimLeases` and `sim.migration.SimMigrations`."""
 
     def horizon(self, now: float, near: float) -> float:
         """Time before which no message that has not been sent by `now` can reach a device; `near`:

@@ -45,7 +45,9 @@ class Script(FleetPolicy):
 
 
 def policy_runner(controller: Controller, policy: FleetPolicy) -> FleetPolicyRunner:
-    return FleetPolicyRunner(controller.devices, controller.commands, controller.migrations, policy)
+    return FleetPolicyRunner(
+        controller.devices, controller.commands, controller.migrations, policy, controller.leases
+    )
 
 
 def fleet_decisions(controller: Controller) -> list[dict[str, object]]:

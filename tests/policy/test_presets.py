@@ -423,9 +423,10 @@ def test_an_option_has_one_default_in_all_presets() -> None:
     for name in NAMES:
         chosen = resolve(name)
         for option in option_names(name):
-            owners = [
-                p for p in (chosen.memory, chosen.compute, chosen.admission) if hasattr(p, option)
-            ]
+            parts = [chosen.memory, chosen.compute, chosen.admission]
+            owners: list[object] = [p for p in parts if hasattr(p, option)]
+            if option in chosen.fleet.options:
+                owners.append(chosen.fleet)
             assert len(owners) == 1, f"{name}: {option} is not one policy's own"
             defaults.setdefault(option, set()).add(getattr(owners[0], option))
     assert {name: of for name, of in defaults.items() if len(of) > 1} == {}
@@ -526,7 +527,7 @@ def test_a_preset_names_its_fleet_policy_and_a_fleet_may_name_another() -> None:
     for name in PRESETS:
         chosen = resolve(name)
         assert chosen.fleet is PLACEMENTS[chosen.placement]
-        wanted = {"prism": "kvpr", "c2cserve": "link"}.get(name, "work")
+        wanted = {"prism": "kvpr", "c2cserve": "link", "swiftcache": "swiftcache"}.get(name, "work")
         assert chosen.placement == wanted, "by weights alone where no work is expected"
         fleet = FleetSettings(models=(), device=DeviceSettings(budget_bytes=2**20), preset=name)
         assert preset_of(fleet).fleet == chosen.fleet

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from ballast.core.actions import Lend, Recall
-from ballast.core.errors import BrokenPromise, ConfigError
-from ballast.core.event import FailedOutput, FinishedOutput, Output
+from ballast.core.errors import ConfigError
+from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.kv.layout import fitted
 from ballast.policy.presets import resolve
 from ballast.sim.device import SimDevice
-from ballast.sim.lending import WAY, Lenders
+from ballast.sim.lending import WAY, SimLeases
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.topology import ClusterLinks, PeerLinks, places
 from tests.engine.fresh import check_views
@@ -59,10 +59,12 @@ class Pair:
             )
         last = max(r.arrival for r in requests)
         there = {n: (self.devices[n], place) for n, place in zip(NAMES, at, strict=True)}
-        lenders = Lenders(at[0].host.world, there)
-        lenders.order(0.05, "d0", Lend("d1", 30))
-        lenders.order(last / 2, "d0", Lend("d1", 20))
-        lenders.order(last + 0.3, "d0", Recall("d1", None, recall))
+        self.leases = SimLeases(at[0].host.world, there)
+        self.crashed: list[str] = []
+        self.leases.on_crash.append(lambda at, name: self.crashed.append(name))
+        self.leases.schedule(0.05, "d0", Lend("d1", 30))
+        self.leases.schedule(last / 2, "d0", Lend("d1", 20))
+        self.leases.schedule(last + 0.3, "d0", Recall("d1", None, recall))
         asked = [replace(r, id=f"{r.id}-{i}") for i in range(3) for r in requests]
         for r in asked:
             self.devices["d1"].submit(r)
@@ -97,6 +99,16 @@ class Pair:
         return sum(float(e.get("stall", 0.0)) for e in done)
 
 
+def tokens(pair: Pair) -> dict[str, int]:
+    """Number of tokens of each request; none twice."""
+    found: Counter[str] = Counter()
+    for _, _, output in pair.recorded:
+        if isinstance(output, TokenOutput):
+            assert output.index == found[output.request_id]
+            found[output.request_id] += 1
+    return dict(found)
+
+
 def by_device(pair: Pair) -> list[list[tuple[float, Output]]]:
     return [[(at, o) for d, at, o in pair.recorded if d == name] for name in NAMES]
 
@@ -121,7 +133,7 @@ def test_a_word_takes_its_time() -> None:
     pair = Pair(0, MEMORY, leaps=True)
     ((name, at), *_) = pair.events("Lent")
     assert name == "d1"
-    assert at == pytest.approx(0.05 + WAY)
+    assert at == pytest.approx(0.05 + 2 * WAY)  # to the lender, and on to the borrower
 
 
 def test_kv_on_borrowed_pages_is_read_over_the_way_between_the_devices() -> None:
@@ -137,5 +149,15 @@ def test_kv_on_borrowed_pages_is_read_over_the_way_between_the_devices() -> None
 def test_devices_that_cannot_lend_say_why() -> None:
     with pytest.raises(ConfigError, match="do not reach each other"):
         Pair(0, ClusterLinks(per_host=2), leaps=True)
-    with pytest.raises(BrokenPromise, match="did not return"):
-        Pair(0, MEMORY, leaps=True, recall=0.0)
+
+
+@pytest.mark.parametrize("joints", [MEMORY, PORTS])
+def test_a_borrower_that_is_late_is_killed_and_its_successor_answers(joints: ClusterLinks) -> None:
+    calm, late = Pair(0, joints, leaps=True), Pair(0, joints, leaps=True, recall=0.0)
+    assert late.crashed == ["d1"]
+    assert tokens(late) == tokens(calm)
+    assert late.leases.standing == ()
+    for device in late.devices.values():
+        assert device.state.lending.lent == device.state.lending.borrowed == {}
+    again = Pair(0, joints, leaps=False, recall=0.0)
+    assert by_device(again) == by_device(late)

@@ -3,6 +3,8 @@
 The fleet's controller calls these policies; they import `core` and `policy.base`, and nothing that
 decides about a single device.
 
+- `elastic_cache`: Sizes of SwiftCache's caches and units, and its Algorithm 1.
+- `elastic_lending`: Fleet policy that lends idle KV memory to devices that lack it (SwiftCache).
 - `fixed_placement`: Fleet policy that leaves models where they were placed.
 - `initial_placement`: Place models on devices by size and expected work, before anything arrives.
 - `kv_pressure`: KV pressure ratio of devices, and greedy placement (Prism, 6.1, Algorithm 1).

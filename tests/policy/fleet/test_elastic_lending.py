@@ -1,0 +1,143 @@
+"""Which devices lend to which, and when they take back, by SwiftCache's algorithm and corrected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ballast.core.cost import Traffic
+from ballast.core.fleet import (
+    DeviceLoad,
+    FleetDecision,
+    FleetView,
+    Hosting,
+    LeaseView,
+    LendPages,
+    Need,
+    RecallPages,
+    Room,
+)
+from ballast.policy.fleet.elastic_lending import ElasticLending
+from ballast.policy.presets import resolve
+
+PAGE = 1024
+NEEDS = (Need("m", 0, 0, kv_bytes_per_token=64, block_tokens=16),)
+"""A page is a block of 16 tokens."""
+
+
+def device(
+    name: str,
+    free: int,
+    kv: int = 0,
+    cached: int = 0,
+    waiting: int = 0,
+    tokens: int = 0,
+    longest: int = 0,
+    mean: int = 0,
+) -> DeviceLoad:
+    """`tokens`: of all that wait."""
+    hosting = replace(
+        Hosting("m", 0.0, waiting, 0, traffic=Traffic(1.0, mean, 0)),
+        kv_pages=kv,
+        cached_pages=cached,
+        waiting=waiting,
+        waiting_tokens=tokens,
+        longest_tokens=longest,
+    )
+    return DeviceLoad(Room(name, 100 * PAGE), (hosting,), PAGE, 100, free)
+
+
+def view(now: float, *devices: DeviceLoad, leases: Sequence[LeaseView] = ()) -> FleetView:
+    names = [d.name for d in devices]
+    pairs = tuple((a, b) for a in names for b in names if a != b)
+    return FleetView(now, devices, NEEDS, tuple(leases), pairs)
+
+
+def asked(decision: FleetDecision) -> list[tuple[str, str, str, int | None]]:
+    found = []
+    for a in decision.actions:
+        assert isinstance(a, LendPages | RecallPages)
+        found.append((type(a).__name__, a.lender, a.borrower, a.pages))
+    return found
+
+
+def decide(
+    policy: ElasticLending, *devices: DeviceLoad, leases: Sequence[LeaseView] = ()
+) -> list[object]:
+    return [*asked(policy(view(0.0, *devices, leases=leases), None))]
+
+
+def test_any_device_borrows_what_it_lacks_from_those_that_can_spare_most() -> None:
+    a = device("a", 10, kv=80, cached=10, waiting=2, tokens=40 * 16)
+    assert decide(ElasticLending(), a, device("b", 15), device("c", 8), device("d", 4)) == [
+        ("LendPages", "b", "a", 15),
+        ("LendPages", "c", "a", 6),  # 41 blocks in whole ones, 10 free, 10 cached
+    ]
+    assert decide(ElasticLending(), replace(a, free=90), device("b", 15)) == []
+
+
+def test_a_device_keeps_what_it_needed_lately_and_one_more_request() -> None:
+    policy = ElasticLending(window=10.0)
+    short = device("a", 0, waiting=1, tokens=1000 * 16)
+    memo = policy(view(0.0, device("b", 40, kv=50)), None).memo
+    calm = device("b", 90, mean=5 * 16)
+    decision = policy(view(5.0, short, calm), memo)
+    assert asked(decision) == [("LendPages", "b", "a", 90 - 50 - 5)]
+    assert asked(policy(view(11.0, short, calm), memo)) == [("LendPages", "b", "a", 90 - 5)]
+
+
+def test_a_lender_takes_back_what_its_requests_lack_and_no_more() -> None:
+    lender = device("b", 3, kv=10, waiting=1, tokens=8 * 16)
+    lease = LeaseView("b", "a", 30, 0)
+    assert decide(ElasticLending(), device("a", 0, kv=99), lender, leases=[lease]) == [
+        ("RecallPages", "b", "a", 5)
+    ]
+    lease = LeaseView("b", "a", 30, 5)
+    assert decide(ElasticLending(), device("a", 0, kv=99), lender, leases=[lease]) == []
+
+
+def test_pages_that_their_borrower_needs_no_more_go_home() -> None:
+    policy, lease = ElasticLending(window=10.0), LeaseView("b", "a", 30, 0)
+    memo: object = None
+    for now in range(18):
+        kv, borrowed = (99, 20) if now < 8 else (40, 0)
+        d = device("a", 100 - kv, kv=kv)
+        d = replace(d, hosting=(replace(d.hosting[0], borrowed_pages=borrowed),))
+        decision = policy(view(float(now), d, device("b", 20), leases=[lease]), memo)
+        memo = decision.memo
+        expected = [("RecallPages", "b", "a", 30)] if now >= 17 else []
+        assert asked(decision) == expected, now
+
+
+def test_pairs_that_operators_have_taken_are_left_alone() -> None:
+    seen = view(0.0, device("a", 0, waiting=1, tokens=99), device("b", 50))
+    assert asked(ElasticLending()(seen, None))
+    assert asked(ElasticLending()(replace(seen, pairs=(("a", "b"),)), None)) == []
+
+
+def test_a_master_alone_borrows() -> None:
+    short = [device(name, 0, waiting=1, tokens=64 * 16) for name in "ab"]
+    policy = ElasticLending(master=2)
+    assert decide(policy, *short, device("c", 20)) == [("LendPages", "c", "b", 20)]
+
+
+def test_algorithm_1_as_published() -> None:
+    """It lends all but the longest request's room, though many run at once, and takes nothing back
+    for a request that would fit if nobody else were there."""
+    policy = ElasticLending(published=1)
+    busy = device("b", 20, kv=60, waiting=9, tokens=9 * 4 * 16, longest=6 * 16)
+    master = device("a", 0, waiting=1, tokens=200 * 16)
+    assert decide(policy, master, busy) == [("LendPages", "b", "a", 20)]
+    lease = [LeaseView("b", "a", 20, 0)]
+    empty = replace(busy, free=0)
+    assert decide(policy, master, empty, leases=lease) == []
+    assert decide(ElasticLending(), master, empty, leases=lease) == [("RecallPages", "b", "a", 20)]
+    long = device("b", 0, kv=60, waiting=1, tokens=70 * 16)
+    assert decide(policy, master, long, leases=lease) == [("RecallPages", "b", "a", 10)]
+
+
+def test_the_preset_has_the_fleet_policys_options() -> None:
+    preset = resolve("swiftcache", {"published": 1, "master": 2})
+    assert preset.fleet == ElasticLending(published=1, master=2)
+    assert preset.values["published"] == 1
+    assert resolve("swiftcache").fleet == ElasticLending()
