@@ -61,7 +61,7 @@ LLAMA = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }
-LENGTHS = {"prompt": LogNormal.of_cv(48.0, 0.8, 224), "output": LogNormal.of_cv(24.0, 0.8, 96)}
+PROMPTS, OUTPUTS = LogNormal.of_cv(48.0, 0.8, 224), LogNormal.of_cv(24.0, 0.8, 96)
 AT_ONCE = 8
 """Requests of mean length whose KV fits beside the weights of `N_FIT` models."""
 ALPHA = 1.5
@@ -182,7 +182,7 @@ def prepare(scratch: Path) -> Setting:
         state = server.device.state
         page = server.device.fleet.device.page_bytes
         m = next(iter(state.models.values()))
-        tokens = AT_ONCE * sum(length.mean for length in LENGTHS.values())
+        tokens = AT_ONCE * (PROMPTS.mean + OUTPUTS.mean)
         kv = round(tokens * m.spec.kv_bytes_per_token / page) + N_MODELS
         pages = state.arena.pages + N_FIT * m.weights.pages + kv
         roomy = state.arena.pages + N_MODELS * m.weights.pages + 4 * kv
@@ -195,7 +195,7 @@ def prepare(scratch: Path) -> Setting:
 
 def one_by_one(setting: Setting) -> Workload:
     """Requests of mean length that don't meet, two of each model."""
-    prompt, output = (round(length.mean) for length in LENGTHS.values())
+    prompt, output = round(PROMPTS.mean), round(OUTPUTS.mean)
     return Workload.of(
         "one by one",
         [
@@ -238,8 +238,15 @@ def traffic(setting: Setting, rate: float, seconds: float, rounds: int) -> dict[
         seen: dict[str, list[Report]] = {row: [] for row in COMPARED.rows}
 
         def once(row: str, paced: bool = paced, seen: dict[str, list[Report]] = seen) -> float:
-            seed = len(seen[row])
-            work = independent(setting.names, rate, seconds, alpha=ALPHA, seed=seed, **LENGTHS)
+            work = independent(
+                setting.names,
+                rate,
+                seconds,
+                alpha=ALPHA,
+                prompt=PROMPTS,
+                output=OUTPUTS,
+                seed=len(seen[row]),
+            )
             seen[row].append(run(setting, row, work, slos, paced=paced))
             return RequestStats.of(seen[row][-1].records, slos).attainment
 
