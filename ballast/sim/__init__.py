@@ -20,6 +20,7 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `in_place`: Passes that read weights in host memory, over the shared link.
 - `job_spread`: Random variation of job durations.
 - `lanes`: Jobs of several lanes that share compute and memory bandwidth.
+- `kv_tiers`: KV of simulated devices in a virtual host tier.
 - `layer_passes`: Forward passes that wait for layers in transfer.
 - `layer_stream`: Layers that stream, in virtual time.
 - `leap_lanes`: Skip over decode steps of models on several lanes.

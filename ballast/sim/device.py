@@ -39,6 +39,7 @@ from ballast.policy.requirements import Requirements
 from ballast.sim.decoding import DecodeBatch, tokens_of
 from ballast.sim.in_place import InPlaceReads, KnobSetting
 from ballast.sim.job_spread import JobFactors
+from ballast.sim.kv_tiers import VirtualStore, sim_tiers
 from ballast.sim.layer_passes import LayerSource
 from ballast.sim.layer_stream import SimStreams
 from ballast.sim.leap import leap
@@ -82,9 +83,11 @@ class SimDevice:
         world: World | None = None,
         path: Path | None = None,
         steps: SendTokens | None = None,
+        kv_store: VirtualStore | None = None,
     ) -> None:
         """Build as `simulate` does. `world`: the world to join (None: its own); `path`: the route
-        of its bytes there; `steps` gets tokens that leaps pass over, in place of `send`.
+        of its bytes there; `steps` gets tokens that leaps pass over, in place of `send`. With a
+        `kv_store`, its host's, it does not leap.
 
         Raises ConfigError where the budget holds no job's activations, and for a device of several
         ranks: a group is simulated as a device of larger pages (`sim.cluster`).
@@ -95,11 +98,11 @@ class SimDevice:
         self._world = World() if world is None else world
         self.clock = VirtualClock()
         self._settings, self._preset, self._profile = settings, preset, profile
-        self._path, self._sink = path, sink
+        self._path, self._sink, self._kv_store = path, sink, kv_store
         self._specs = {s.name: s for s in specs}
         self._costs, self._overhead = dict(profile.costs), profile.overhead
         self._client, self._answer = send, profile.answer
-        self._leaps, self._steps, self._observe = leaps, steps, observe
+        self._leaps, self._steps, self._observe = leaps and kv_store is None, steps, observe
         self.unsaid: Container[str] = ()
         """Requests whose end here is not sent to clients: they continue on another device."""
         self.on_restart: list[Callable[[], None]] = []
@@ -110,7 +113,7 @@ class SimDevice:
         """Requests that wait for the next worker."""
         self._drained_from: float | None = None
         self._answers: dict[str, str | None] = {}
-        """Reasons of refused operations, by id; only of operations that have ended."""
+        """Reasons of refused operations that have ended, by id."""
         self._leaving: dict[str, ModelState] = {}
         """By the id of the operation."""
         self._on_answer: dict[str, Callable[[str | None], None]] = {}
@@ -130,6 +133,7 @@ class SimDevice:
         parts = (self._heap, self.clock, self.link)
         self._streams = SimStreams(*parts, profile.early, needs.dirty)
         self.state = self._make_state(settings, specs, profile, calls, needs)
+        self.state.tiers.copies = sim_tiers(self._kv_store, *parts)
         self._machine, self._knob = profile.in_place, KnobSetting.of(preset.values)
         self.in_place = {s.name: self._reads(s, self._costs[s.name]) for s in specs}
         self._runner = self._make_runner(settings, profile, calls)

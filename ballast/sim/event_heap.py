@@ -32,6 +32,7 @@ from ballast.core.event import (
     TransferDoneEvent,
 )
 from ballast.core.job import Job
+from ballast.core.kv_tiers import KvFetchedEvent, KvFoundEvent
 from ballast.core.lease import (
     PagesLentEvent,
     PagesRecalledEvent,
@@ -67,7 +68,7 @@ RANK: dict[type[Event], int] = {
         )
     )
 }
-RANK[FirstJobReadyEvent] = RANK[TransferDoneEvent]
+RANK |= dict.fromkeys((FirstJobReadyEvent, KvFoundEvent, KvFetchedEvent), RANK[TransferDoneEvent])
 RANK |= dict.fromkeys((PauseEvent, ResumeEvent, GrammarReadyEvent), RANK[ArrivalEvent])
 RANK |= dict.fromkeys(
     (PeerMetEvent, PeerGoneEvent, PagesLentEvent, PagesRecalledEvent, PagesReturnedEvent),

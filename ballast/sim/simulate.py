@@ -17,6 +17,7 @@ from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset, resolve
 from ballast.sim.controller import SimController
 from ballast.sim.device import OnDeviceTurn, SendOutput, SendTokens, SimDevice
+from ballast.sim.kv_tiers import virtual_store
 from ballast.sim.machine_profile import MachineProfile
 
 AHEAD = 10.0
@@ -52,6 +53,7 @@ def simulate(
     `leaps` (`sim/leap.py`) the answers, their times and the books are the same. `preset`: policies
     without a registered name; None: the fleet's. `steps`: see `SimDevice`.
     """
+    kept = fleet.kv.host_bytes
     device = SimDevice(
         fleet.of_one_device("this simulation"),
         specs,
@@ -62,6 +64,7 @@ def simulate(
         observe,
         leaps,
         steps=steps,
+        kv_store=virtual_store(kept) if kept else None,
     )
     last = 0.0
     for submission in arrivals:

@@ -1,0 +1,233 @@
+"""What a conversation's second turn waits for, when its KV was taken from the device meanwhile.
+
+A random Llama of 110M parameters in bfloat16, over HTTP (`ballast serve`). Each round is a
+conversation of its own: a first turn of so many tokens, then one of three mishaps, then the second
+turn, which goes on with 200 more tokens. Before the second turn a short request to the same model
+brings the weights back and compiles what a new process has to, so that only KV is compared. Two
+servers in turns: one keeps KV on the host and on disk, the other has neither and computes the
+history again.
+
+`kept_ttft_ratio`: median time to the first token of the second turn, over the same without tiers,
+when the model was `evicted`, its worker `killed` (SIGKILL), the server `restarted`. `paced`: over
+a link as fast, in relation to this machine's prefill, as PCIe 5 is to an H100's of an 8B model
+(fetching a token's KV takes 1/17 of computing it); else unpaced. `cached`: the smallest share of
+the first turn that the second found.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from rich.table import Table
+from transformers import LlamaConfig
+
+from ballast.bench.server_process import Serving, serving
+from ballast.fleet.text import documents
+from ballast.fleet.tokenizer import train_tokenizer
+from benchmarks.common import finish, options
+from benchmarks.single_model import save_random
+
+MISHAPS = ("evicted", "killed", "restarted")
+NEW, MORE = 8, 200
+"""Output tokens of each turn, and tokens that the second adds."""
+ADMIN = "keeps-what-it-had"
+TOKENS = range(10, 3000)
+PCIE5 = 17.0
+"""Prefill seconds of a token over those of fetching its KV: Llama-3.1-8B on an H100 (40 us a token,
+128 KiB at 55 GB/s)."""
+TIMEOUT = 600.0
+
+
+@dataclass(slots=True)
+class Arm:
+    """One kind of server, and its seconds to the second turn's first token."""
+
+    file: Path
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {m: [] for m in MISHAPS})
+    cached: list[float] = field(default_factory=list)
+
+
+def make_model(directory: Path, context: int) -> int:
+    """Write a checkpoint; returns the bytes of KV of a token."""
+    tokenizer = train_tokenizer(documents(), 4000, 1024)
+    config = LlamaConfig(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=context,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        dtype=torch.bfloat16,
+    )
+    from transformers import LlamaForCausalLM
+
+    save_random(LlamaForCausalLM, config, directory / "m")
+    tokenizer.save_pretrained(directory / "m")
+    return 2 * 2 * 12 * 768
+
+
+def fleet(directory: Path, name: str, tiers: bool, bandwidth: float | None) -> Path:
+    file = directory / f"{name}.yaml"
+    kept = f"kv_host: 2GiB\nkv_disk: {{path: {name}-kv, bytes: 4GiB}}\n" if tiers else ""
+    link = "" if bandwidth is None else f"links: [{{bandwidth: {int(bandwidth)}}}]\n"
+    file.write_text(
+        f"preset: balloon\n{kept}{link}devices: [{{budget: 2GiB}}]\n"
+        f"models: [{{name: m, path: m}}]\nserver: {{admin_key: {ADMIN}}}\n"
+    )
+    return file
+
+
+@contextmanager
+def client_of(running: Serving) -> Iterator[httpx.Client]:
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    with httpx.Client(base_url=running.url, timeout=TIMEOUT, headers=headers) as client:
+        yield client
+
+
+def ask(client: httpx.Client, prompt: Sequence[int]) -> tuple[float, int]:
+    """Seconds to the first token, and tokens found in a cache."""
+    body = {
+        "model": "m",
+        "prompt": list(prompt),
+        "max_tokens": NEW,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    began, first, cached = time.perf_counter(), 0.0, 0
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                first = first or time.perf_counter() - began
+                if '"cached_tokens":' in line:
+                    cached = int(line.rsplit('"cached_tokens":', 1)[1].split("}")[0])
+    return first, cached
+
+
+def healthy(client: httpx.Client) -> None:
+    deadline = time.perf_counter() + TIMEOUT
+    while time.perf_counter() < deadline:
+        if client.get("/health").status_code == 200:
+            return
+        time.sleep(0.1)
+    raise TimeoutError("the server does not answer")
+
+
+def settle(client: httpx.Client, tiers: bool) -> None:
+    """Wait until the turn's KV has been stored, in all tiers."""
+    before: object = None
+    while tiers:
+        time.sleep(1.0)
+        now = client.get("/admin/kv").json()
+        if now == before:
+            return
+        before = now
+
+
+def conversation(arm: Arm, rng: random.Random, length: int, tiers: bool) -> None:
+    """One conversation for each mishap."""
+    for mishap in MISHAPS:
+        history = rng.choices(TOKENS, k=length)
+        with (
+            serving(arm.file, "--log-level", "warning", "--no-changes") as running,
+            client_of(running) as client,
+        ):
+            ask(client, rng.choices(TOKENS, k=20))
+            ask(client, history)
+            settle(client, tiers)
+            if mishap == "evicted":
+                client.post("/admin/models/m/evict").raise_for_status()
+            elif mishap == "killed":
+                os.kill(running.worker, signal.SIGKILL)
+                time.sleep(0.5)
+                healthy(client)
+            if mishap != "restarted":
+                _second(arm, mishap, client, rng, history)
+        if mishap == "restarted":
+            with (
+                serving(arm.file, "--log-level", "warning", "--no-changes") as running,
+                client_of(running) as client,
+            ):
+                _second(arm, mishap, client, rng, history)
+
+
+def _second(
+    arm: Arm, mishap: str, client: httpx.Client, rng: random.Random, history: list[int]
+) -> None:
+    ask(client, rng.choices(TOKENS, k=MORE))
+    seconds, cached = ask(client, [*history, *rng.choices(TOKENS, k=MORE)])
+    arm.seconds[mishap].append(seconds)
+    arm.cached.append(cached / len(history))
+
+
+def measure(length: int, rounds: int, scratch: Path, paced: bool) -> dict[str, Any]:
+    directory = scratch / f"{length}-{paced}"
+    directory.mkdir()
+    kv_bytes = make_model(directory, length + 1024)
+    rng = random.Random(length)
+    without = Arm(fleet(directory, "computed", False, None))
+    conversation(without, rng, length, False)
+    per_token = statistics.median(without.seconds["evicted"]) / (length + MORE)
+    bandwidth = PCIE5 * kv_bytes / per_token if paced else None
+    kept = Arm(fleet(directory, "kept", True, bandwidth))
+    for i in range(rounds):
+        conversation(kept, rng, length, True)
+        if i + 1 < rounds:
+            conversation(without, rng, length, False)
+    median = statistics.median
+    return {
+        "kept_ttft_ratio": {
+            m: median(kept.seconds[m]) / median(without.seconds[m]) for m in MISHAPS
+        },
+        "kept_ms": {m: 1e3 * median(kept.seconds[m]) for m in MISHAPS},
+        "computed_ms": {m: 1e3 * median(without.seconds[m]) for m in MISHAPS},
+        "cached": min(kept.cached),
+        "link_bytes_per_second": bandwidth,
+    }
+
+
+def show(result: dict[str, dict[str, Any]]) -> Table:
+    table = Table("conversation", *(f"{m}: kept / computed, ms" for m in MISHAPS), "cached")
+    for name, of in result.items():
+        cells = (
+            f"{of['kept_ttft_ratio'][m]:.2f} ({of['kept_ms'][m]:.0f} / {of['computed_ms'][m]:.0f})"
+            for m in MISHAPS
+        )
+        table.add_row(name, *cells, f"{of['cached']:.2f}")
+    return table
+
+
+def main() -> None:
+    args = options(__doc__)
+    lengths, rounds = ((2000,), 1) if args.quick else ((2000, 8000), 3)
+    result: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for length in lengths:
+            for paced in (False,) if args.quick else (False, True):
+                name = f"{length} tokens, {'paced' if paced else 'unpaced'}"
+                result[name] = measure(length, rounds, Path(scratch), paced)
+    finish(args, "kept", result, show(result))
+
+
+if __name__ == "__main__":
+    main()
