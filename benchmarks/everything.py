@@ -108,6 +108,7 @@ RUNS = (
     Run("sim_costs", timed=False),
     Run("sim_speed"),
     Run("crash"),
+    Run("kept"),
     Run("fleet_faults"),
     Run("overload"),
     Run("robustness"),
