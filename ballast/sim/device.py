@@ -86,8 +86,7 @@ class SimDevice:
         kv_store: VirtualStore | None = None,
     ) -> None:
         """Build as `simulate` does. `world`: the world to join (None: its own); `path`: the route
-        of its bytes there; `steps` gets tokens that leaps pass over, in place of `send`. With a
-        `kv_store`, its host's, it does not leap.
+        of its bytes; `steps` gets tokens that leaps pass over; with a `kv_store` it does not leap.
 
         Raises ConfigError where the budget holds no job's activations, and for a device of several
         ranks: a group is simulated as a device of larger pages (`sim.cluster`).
