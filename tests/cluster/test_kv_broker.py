@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import cast
+from typing import TypeVar, cast
 
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
@@ -22,31 +23,31 @@ from ballast.memory.host_cells import CELL_BYTES, Runs
 from tests.kv.test_directory import MODEL, chain, found, memory_only, names, put
 from tests.policy import worlds
 
+T = TypeVar("T")
 BLOCKS = 700
 """More than fit one message."""
 
 
+def answer_of(ask: Callable[[Callable[[T], object]], object]) -> T:
+    """Ask, and wait for the answer."""
+    answers: SimpleQueue[T] = SimpleQueue()
+    ask(answers.put)
+    return answers.get(timeout=60)
+
+
 def reserved(client: KvClient, blocks: Sequence[KvBlock]) -> Sequence[Runs | None]:
-    answers: list[Sequence[Runs | None]] = []
+    found: list[Runs | None] = []
     for at in range(0, len(blocks), 64):
-        done = threading.Event()
-        client.reserve(blocks[at : at + 64], lambda cells, d=done: (answers.append(cells), d.set()))  # type: ignore[misc]
-        assert done.wait(60)
-    return [cells for answer in answers for cells in answer]
+        found += answer_of(partial(client.reserve, blocks[at : at + 64]))
+    return found
 
 
 def looked_up(client: KvClient, blocks: Sequence[KvBlock]) -> str:
-    done, answers = threading.Event(), list[str]()
-    client.look_up(MODEL, names(list(blocks)), lambda t: (answers.append(t), done.set()))
-    assert done.wait(60)
-    return answers[0]
+    return answer_of(partial(client.look_up, MODEL, names(list(blocks))))
 
 
 def fetched(client: KvClient, blocks: Sequence[KvBlock]) -> Sequence[Slot]:
-    done, answers = threading.Event(), list[Sequence[Slot]]()
-    client.fetch(MODEL, names(list(blocks)), lambda s: (answers.append(s), done.set()))
-    assert done.wait(60)
-    return answers[0]
+    return answer_of(partial(client.fetch, MODEL, names(list(blocks))))
 
 
 def test_workers_share_what_they_stored_and_leave_nothing_locked() -> None:
