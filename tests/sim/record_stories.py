@@ -210,6 +210,7 @@ CASES: dict[str, Case | Lending | Played] = {
     "static-fcfs-1": Case("static+fcfs", talking, (1, 4)),
     "muxserve-2": Case("muxserve", plain, (0, 3, 7), lanes=2, options=QUICKLY),
     "prism-1": Case("prism", talking, (2, 6), options={"aging": 0.05}),
+    "ballast-1": Case("ballast", talking, (2, 6)),
     "played-static": Played("static", (1004, 1010)),
     "played-swap": Played("swap", (1004, 1010)),
     "played-balloon": Played("balloon", (1002, 1007, 1009, 1011)),
