@@ -43,7 +43,8 @@ def reserved(client: KvClient, blocks: Sequence[KvBlock]) -> Sequence[Runs | Non
 
 
 def looked_up(client: KvClient, blocks: Sequence[KvBlock]) -> str:
-    return answer_of(partial(client.look_up, MODEL, names(list(blocks))))
+    found: str = answer_of(partial(client.look_up, MODEL, names(list(blocks))))
+    return found
 
 
 def fetched(client: KvClient, blocks: Sequence[KvBlock]) -> Sequence[Slot]:
