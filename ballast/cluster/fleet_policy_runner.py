@@ -59,7 +59,7 @@ class FleetPolicyRunner:
         self._devices = devices
         self._commands = commands
         self._migrations = migrations
-        self._leases = leases
+        self._leases, self._lends = leases, policy.lends
         self._book = FleetBook(self._homes(), self._needs(), rooms, policy)
 
     async def run(self) -> None:
@@ -104,9 +104,11 @@ class FleetPolicyRunner:
         }
 
     def _needs(self) -> list[Need]:
-        """Return the memory that each model of `_homes` needs of a device."""
+        """Return the memory that models need of a device."""
         devices = [device for device, _ in self._devices.fleet.devices.values()]
-        return [need_of(self._devices.specs[model], devices, {}) for model in self._homes()]
+        # Where operators have placed a model, pages can still be lent for it.
+        models = self._devices.specs if self._lends else self._homes()
+        return [need_of(self._devices.specs[model], devices, {}) for model in models]
 
     def _pairs(self) -> list[tuple[str, str]]:
         """Return the devices that can lend to each other, and whose lending is up to the policy."""
