@@ -211,6 +211,8 @@ CASES: dict[str, Case | Lending | Played] = {
     "muxserve-2": Case("muxserve", plain, (0, 3, 7), lanes=2, options=QUICKLY),
     "prism-1": Case("prism", talking, (2, 6), options={"aging": 0.05}),
     "ballast-1": Case("ballast", talking, (2, 6)),
+    "swiftcache-1": Case("swiftcache", talking, (2, 6)),
+    "c2cserve-1": Case("c2cserve", plain, (0, 3)),
     "played-static": Played("static", (1004, 1010)),
     "played-swap": Played("swap", (1004, 1010)),
     "played-balloon": Played("balloon", (1002, 1007, 1009, 1011)),
