@@ -7,6 +7,7 @@ workers through the controller. It writes no HTTP responses: the routes do, by t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -48,6 +49,8 @@ from ballast.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+TEXTS_PER_TURN = 256
+"""Texts to embed that are prepared in one turn of the event loop."""
 PROMPT_END = 16
 """Tokens at the end of a prompt that may open the reasoning of its answer."""
 _MOST_WARNED, _LONGEST_WARNED = 1000, 80
@@ -174,6 +177,8 @@ class Service:
         prompts = await self.prompts.encode_prompts(request.texts, spec, tokenizer, "input")
         submissions = []
         for i, prompt in enumerate(prompts):
+            if i % TEXTS_PER_TURN == TEXTS_PER_TURN - 1:
+                await asyncio.sleep(0)
             check_fits(spec, len(prompt), 1, "input")
             submissions.append(
                 Submission(
