@@ -39,7 +39,8 @@ from ballast.kv.tier_messages import (
 )
 from ballast.kv.tier_shelf import KvBlock
 from ballast.kv.tiered_store import TieredStore
-from ballast.memory.host_cells import HostCells, Runs
+from ballast.memory.cell_book import Runs
+from ballast.memory.host_cells import HostCells
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from ballast.kv.tier_messages import (
 )
 from ballast.kv.tier_shelf import KvBlock
 from ballast.live.own_store import MappedCells
-from ballast.memory.host_cells import Runs
+from ballast.memory.cell_book import Runs
 from ballast.memory.share import receive
 
 log = logging.getLogger(__name__)

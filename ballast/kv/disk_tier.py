@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from ballast.core.errors import DeviceError
 from ballast.kv.disk_file import DiskFile
 from ballast.kv.tier_shelf import KvBlock
-from ballast.memory.host_cells import HostCells, Runs
+from ballast.memory.cell_book import Runs
+from ballast.memory.host_cells import HostCells
 
 log = logging.getLogger(__name__)
 

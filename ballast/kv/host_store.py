@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ballast.kv.directory import BlockDirectory, Tier
 from ballast.kv.tier_shelf import KvBlock
-from ballast.memory.host_cells import CELL_BYTES, CellBook, HostCells, Runs
+from ballast.memory.cell_book import CELL_BYTES, CellBook, Runs
 
 log = logging.getLogger(__name__)
 
@@ -229,6 +229,6 @@ class HostStore:
         if held.is_listed or held.users.total():
             return
         self._outlived = [(n, h) for n, h in self._outlived if h is not held]
-        if held.is_secret and isinstance(self.cells, HostCells):
+        if held.is_secret:
             self.cells.wipe(held.runs)
         self.cells.release(held.runs)

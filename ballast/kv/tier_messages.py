@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from ballast.kv.host_store import Slot
-from ballast.memory.host_cells import Runs
+from ballast.memory.cell_book import Runs
 
 MOST_BLOCKS = 256
 """Bound of the blocks in one request, so that it fits the socket's buffer."""

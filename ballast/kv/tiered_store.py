@@ -16,7 +16,8 @@ from ballast.kv.directory import BlockDirectory, Tier, TierSettings
 from ballast.kv.disk_file import DiskFile
 from ballast.kv.disk_tier import BATCH, DiskBlock, DiskTier, Post
 from ballast.kv.host_store import HostStore
-from ballast.memory.host_cells import CELL_BYTES, HostCells
+from ballast.memory.cell_book import CELL_BYTES
+from ballast.memory.host_cells import HostCells
 
 log = logging.getLogger(__name__)
 

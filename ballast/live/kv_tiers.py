@@ -25,8 +25,8 @@ from ballast.engine.kv_tiers import BlockToStore
 from ballast.kv.host_store import Slot
 from ballast.kv.tier_shelf import KvBlock
 from ballast.live.own_store import own_connection
+from ballast.memory.cell_book import CELL_BYTES, Runs
 from ballast.memory.copies import Copy
-from ballast.memory.host_cells import CELL_BYTES, Runs
 from ballast.memory.transfer import CopyGate, HostLink, Link
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from ballast.core.kv_tiers import KvTierSettings
 from ballast.kv.host_store import Slot
 from ballast.kv.tier_shelf import KvBlock
 from ballast.kv.tiered_store import TieredStore
-from ballast.memory.host_cells import HostCells, Runs
+from ballast.memory.cell_book import Runs
+from ballast.memory.host_cells import HostCells
 
 
 class MappedCells:

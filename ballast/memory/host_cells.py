@@ -13,59 +13,19 @@ import os
 import threading
 
 from ballast.core.errors import DeviceError
-from ballast.core.units import KiB, MiB, ceil_div, format_bytes
+from ballast.core.units import MiB, format_bytes
+from ballast.memory.cell_book import CELL_BYTES, CellBook, Runs
 from ballast.memory.host_memory import available
-from ballast.memory.runs import runs_of
 
 log = logging.getLogger(__name__)
 
-CELL_BYTES = 32 * KiB
-"""Unit of allocation: a block of KV takes whole cells, which need not be neighbours."""
 AHEAD_BYTES = 256 * MiB
 """Bytes that have memory before they are used, so that nobody waits for fresh memory."""
 STEP_BYTES = 4 * MiB
 """Bytes that get memory at a time."""
 LEAST_LEFT = 256 * MiB
 """Bytes of the machine's memory that are left to others."""
-Runs = tuple[tuple[int, int], ...]
-"""(first cell, cells) of neighbours, in the order in which they hold a block's bytes."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-class CellBook:
-    """Which cells are free. Used ones are given back in any order."""
-
-    def __init__(self, n_cells: int) -> None:
-        self.n_cells = n_cells
-        self.ready = n_cells
-        """Cells, from the first, that can be handed out."""
-        self._end = 0
-        """No cell from here on was ever used."""
-        self._free: list[int] = []
-
-    @property
-    def used(self) -> int:
-        return self._end - len(self._free)
-
-    @property
-    def end(self) -> int:
-        """Number of cells, from the first, of which each was used at some time."""
-        return self._end
-
-    def allocate(self, n_bytes: int) -> Runs | None:
-        """Return cells for `n_bytes`; None if too few are free."""
-        n = ceil_div(n_bytes, CELL_BYTES)
-        fresh = max(0, n - len(self._free))
-        if self._end + fresh > self.ready:
-            return None
-        cells = [self._free.pop() for _ in range(n - fresh)]
-        cells += range(self._end, self._end + fresh)
-        self._end += fresh
-        return tuple(runs_of(sorted(cells)))
-
-    def release(self, runs: Runs) -> None:
-        for first, n in reversed(runs):
-            self._free += range(first + n - 1, first - 1, -1)
 
 
 class HostCells(CellBook):

@@ -13,7 +13,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ballast.core.clock import Clock
 from ballast.core.errors import BallastError, DeviceError
@@ -23,7 +23,9 @@ from ballast.core.units import MiB
 from ballast.memory import syscalls
 from ballast.memory.copies import Copy, CopyBytes, batches, copy_checked
 from ballast.memory.fair_queueing import StartTimeFairQueues
-from ballast.memory.shared_pace import SharedPace
+
+if TYPE_CHECKING:
+    from ballast.memory.shared_pace import SharedPace
 
 PRIOR_BYTES_PER_SECOND = 4e9
 """Assumed bandwidth of an unpaced link until it has copied something."""

@@ -16,7 +16,7 @@ from ballast.core.link import Direction
 from ballast.engine.kv_tiers import BlockToStore
 from ballast.kv.directory import BlockDirectory, Tier, TierSettings
 from ballast.kv.host_store import HostStore
-from ballast.memory.host_cells import CELL_BYTES, CellBook
+from ballast.memory.cell_book import CELL_BYTES, CellBook
 from ballast.sim.link import SimLink
 
 LOOK_SECONDS = 3e-4

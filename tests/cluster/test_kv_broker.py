@@ -19,7 +19,7 @@ from ballast.core.command import Remove
 from ballast.core.settings import KeySettings, ServerSettings
 from ballast.kv.host_store import Slot
 from ballast.kv.tier_shelf import KvBlock
-from ballast.memory.host_cells import CELL_BYTES, Runs
+from ballast.memory.cell_book import CELL_BYTES, Runs
 from tests.kv.test_directory import MODEL, chain, found, memory_only, names, put
 from tests.policy import worlds
 

@@ -12,7 +12,7 @@ from ballast.kv.directory import BlockDirectory, Tier, TierSettings
 from ballast.kv.host_store import HostStore
 from ballast.kv.tier_shelf import KvBlock
 from ballast.kv.tiered_store import TieredStore
-from ballast.memory.host_cells import CELL_BYTES, CellBook
+from ballast.memory.cell_book import CELL_BYTES, CellBook
 
 MODEL = "finger:float32:2x2x16x1x8:"
 

@@ -22,7 +22,8 @@ from ballast.kv.directory import Tier
 from ballast.kv.disk_file import NAME, DiskFile
 from ballast.kv.tier_shelf import KvBlock
 from ballast.kv.tiered_store import TieredStore
-from ballast.memory.host_cells import CELL_BYTES, HostCells
+from ballast.memory.cell_book import CELL_BYTES
+from ballast.memory.host_cells import HostCells
 from tests.kv.test_directory import MODEL, chain, names
 
 

@@ -561,7 +561,7 @@ def test_only_who_expects_work_gives_a_busy_model_several_devices() -> None:
     rooms = [Room("x", 100), Room("y", 100)]
     busy, quiet = Need("busy", 10, 10, {"": 1.2}), Need("quiet", 10, 10)
     for placement, policy in PLACEMENTS.items():
-        by_work = placement in ("work", "both")
+        by_work = placement in ("work", "both", "swiftcache")
         everywhere = placement == "link"
         assert len(policy.place([busy, quiet], rooms)["busy"]) == (
             2 if by_work or everywhere else 1

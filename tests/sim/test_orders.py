@@ -170,7 +170,7 @@ def test_a_short_answer_of_a_model_alone_does_not_wait_for_the_next_prompt() -> 
     only = replace(spec("only", 10), slo=Slo(ttft=0.5, tpot=0.015))
     requests = [request(0, "only", 0.0, 100, 2), request(1, "only", 0.01, 250, 2)]
     found = {o: kept(serve(f"balloon+{o}", [only], requests)[0], [only]) for o in ORDERS}
-    assert found == {"round-robin": 1, "deadline": 2, "fcfs": 1, "adbs": 1}
+    assert found == {"round-robin": 1, "deadline": 2, "fcfs": 1, "adbs": 1, "chunks": 2}
 
 
 # -- nobody starves -----------------------------------------------------------------------------

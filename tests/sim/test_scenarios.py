@@ -331,7 +331,7 @@ def _flush(patch: pytest.MonkeyPatch) -> None:
 
 def _take_all(patch: pytest.MonkeyPatch) -> None:
     """A claim that cannot be covered takes everything from those after it."""
-    cover_one = ballast.policy.market.cover._cover_one
+    cover_one = ballast.policy.market.cover.cover_one
 
     def cover(
         view: DeviceView,
@@ -346,7 +346,7 @@ def _take_all(patch: pytest.MonkeyPatch) -> None:
             budget.coming = budget.free = budget.borrowed = 0
         return chosen
 
-    patch.setattr(ballast.policy.market.cover, "_cover_one", cover)
+    patch.setattr(ballast.policy.market.cover, "cover_one", cover)
 
 
 def _hold_nothing(patch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,10 @@ class ElasticLending(FleetPolicy):
     def lends(self) -> bool:
         return True
 
+    @property
+    def replicates(self) -> bool:
+        return True
+
     def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
         return spread(needs, rooms, by_work=True)
 

@@ -33,6 +33,8 @@ from ballast.server.serve import HttpServer
 from tests.server.observe.test_metrics import Scraped
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+ASKED = REQUEST.replace(b"/ ", b"/v1/models ", 1)
+"""Of a route for those with a key."""
 
 
 def hello(until: asyncio.Event | None = None) -> ASGIApp:
@@ -379,16 +381,16 @@ def test_a_connection_is_an_admitted_clients_from_its_first_such_request(
         app = Watch(Guard(hello(), keys), Scraped().metrics, VirtualClock(0.0))
         async with serving(connections, base=base, app=app) as connect:
             known = await connect()
-            known.say(REQUEST.replace(b"host: x", b"host: x\r\nauthorization: Bearer sk-a"))
+            known.say(ASKED.replace(b"host: x", b"host: x\r\nauthorization: Bearer sk-a"))
             await known.read_past(b"hello")
             strangers = []
             for _ in range(SPARE + 20):
                 strangers.append(await connect())
             assert await strangers[0].closed()
             late = await connect()
-            late.say(REQUEST)
+            late.say(ASKED)
             await late.read_past(b"invalid_api_key")
-            known.say(REQUEST.replace(b"host: x", b"host: x\r\nauthorization: Bearer sk-a"))
+            known.say(ASKED.replace(b"host: x", b"host: x\r\nauthorization: Bearer sk-a"))
             await known.read_past(b"hello")
 
     asyncio.run(scenario())
