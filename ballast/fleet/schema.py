@@ -352,9 +352,9 @@ class FleetKeys(Keys):
 
     preset: str = "balloon"
     options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
-    placement: (
-        Literal["weights", "work", "follow", "both", "kvpr", "link", "swiftcache"] | None
-    ) = None
+    placement: Literal["weights", "work", "follow", "both", "kvpr", "link", "swiftcache"] | None = (
+        None
+    )
     story: str | None = None
     story_bytes: Size = STORY_BYTES
     story_parts: Count = STORY_PARTS

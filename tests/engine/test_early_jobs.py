@@ -58,7 +58,7 @@ class Stepwise:
         self._waits: dict[str, threading.Event] = {}
         """By model, whether a job has come to a layer that it was to wait for."""
         self._of: Callable[[int], str] = lambda transfer_id: ""
-        patch.setattr("ballast.engine.apply.bytes_ahead", lambda state, m: 1 << 40)
+        patch.setattr("ballast.engine.reside.bytes_ahead", lambda state, m: 1 << 40)
         patch.setattr("ballast.memory.transfer.copy_checked", self._copy)
         self.broken = False
         """Copies fail."""
