@@ -9,6 +9,7 @@ carries out and chooses nothing.
 - `cuda`: Package: memory of GPUs through the CUDA driver.
 - `group`: Package: memory of a tensor-parallel group as that of one device.
 - `control_groups`: Control groups that limit this process: its own and all above it.
+- `cell_book`: Counts which cells of the KV host tier are free.
 - `host_cells`: Cells of a memfd that all workers map: memory of the KV host tier.
 - `host_memory`: Installed and available memory of this machine.
 - `huge_pages`: Transparent huge pages of shared memory: check and request them.
