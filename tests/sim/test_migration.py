@@ -131,8 +131,10 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize("joints", JOINED)
-@pytest.mark.parametrize("preset", ["balloon", "prism", "recompute+fcfs"])
+@pytest.mark.parametrize(
+    ("preset", "joints"),
+    [*(("balloon", joints) for joints in JOINED), ("prism", "pcie"), ("recompute+fcfs", "nvlink")],
+)
 def test_every_request_is_told_whole_and_once(preset: str, joints: str, tmp_path: Path) -> None:
     ran = Run(preset, JOINED[joints], tmp_path / "story")
     assert ran.cluster.controller.moved > 10
