@@ -252,6 +252,9 @@ def test_ten_thousand_odd_requests_are_answered_and_none_hurts(own: ServerProces
         **SOUND,
         "POST /admin/models": {"name": "scratch", "path": MODELS[0], "pinned": False},
         f"PATCH /admin/models/{MODELS[1]}": LEVELS,
+        "PATCH /admin/kv": {"host": "1MiB"},
+        "POST /v1/load_lora_adapter": {"lora_name": "lora", "lora_path": "/none"},
+        "POST /v1/unload_lora_adapter": {"lora_name": "lora"},
         "POST /admin/devices/cpu:0/lend": {"to": "cpu:1", "memory": "1MiB"},
         "POST /admin/devices/cpu:0/recall": {"to": "cpu:1", "memory": "1MiB", "seconds": 1.0},
     }
@@ -270,7 +273,8 @@ def test_ten_thousand_odd_requests_are_answered_and_none_hurts(own: ServerProces
     check_answered(hits, own)
     assert len(hits) == BODIES + STRAYS
     accepted = Counter(f"{h.shot.method} {h.shot.path}" for h in hits if h.status < 300)
-    alone = {route for route in bodies if "/devices/" in route}  # there is nobody to lend to
+    # There is nobody to lend to, no adapter and no tier.
+    alone = {r for r in bodies if "/devices/" in r or "lora" in r or r.endswith("/kv")}
     assert all(accepted[route] for route in bodies.keys() - alone), accepted
     check_unharmed(own, worker, **ADMIN)
 
