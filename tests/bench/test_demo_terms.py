@@ -101,7 +101,7 @@ def terms_on(profile: MachineProfile, seed: int = 0) -> DemoTerms:
 
 
 @pytest.mark.parametrize("slower", [0.25, 0.5, 1.0])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_preset_keeps_more_levels_than_balloon_on_machines_of_any_speed(
     slower: float, seed: int
 ) -> None:

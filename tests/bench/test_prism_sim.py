@@ -128,6 +128,7 @@ def test_a_row_that_the_most_devices_do_not_serve_has_no_number() -> None:
     assert prism_sim.summary_of([3, None]) == {"mean": None, "least": 3, "most": None}
 
 
+@pytest.mark.slow
 def test_settings_of_the_sensitivity_change_what_they_name() -> None:
     window = traffic.WINDOW
     by_need = prism_sim.under(SMALL, 0, None, window)

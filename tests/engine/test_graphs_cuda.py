@@ -32,6 +32,7 @@ LONG = 60.0
 GRAPHS = 64 * MiB
 
 
+@pytest.mark.slow
 def test_tokens_are_the_same_while_pages_move(paths: dict[str, Path]) -> None:  # noqa: F811
     """Models evict each other between the waves, and graphs of the first serve the second."""
     requests = asked(3)

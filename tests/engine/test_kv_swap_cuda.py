@@ -23,7 +23,8 @@ BANDWIDTH = 1e13
 """Bytes a second, on the stand-in's clock: stalls are there, and nothing beside real seconds."""
 
 
-@pytest.mark.parametrize("dirty", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dirty", [0, 1])
 def test_swapped_kv_changes_no_token_on_a_gpu(paths: dict[str, Path], dirty: int) -> None:  # noqa: F811
     asked_for = [*asked(2), *(replace(r, id=f"{r.id}-warm") for r in asked(2, 0.8))]
     requests = [replace(r, max_tokens=15) for r in asked_for]

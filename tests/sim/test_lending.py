@@ -110,7 +110,9 @@ class Pair(Neighbours):
             file.close()
 
 
-@pytest.mark.parametrize("preset", ["static", "swap", "balloon"])
+@pytest.mark.parametrize(
+    "preset", ["static", "swap", pytest.param("balloon", marks=pytest.mark.slow)]
+)
 def test_books_agree_and_stories_replay(preset: str, tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     for seed in range(10):
