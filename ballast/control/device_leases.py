@@ -34,7 +34,7 @@ from ballast.control.lease_events import (
 from ballast.control.leases import Leases
 from ballast.control.migration_events import DeviceLostEvent, LookEvent
 from ballast.control.routed_devices import D, RoutedDevices
-from ballast.control.timers import Timer, Timers
+from ballast.control.timers import Alarm, Timers
 from ballast.core.actions import Lend, Recall
 from ballast.core.command import CommandOutcome
 from ballast.core.fleet import LeaseView, LendingAction, LendPages
@@ -67,7 +67,7 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
         """By order, what to call when it has ended."""
         self._replaced: dict[str, Callable[[], object]] = {}
         """By device whose worker has been reaped, what starts its successor."""
-        self._timer: Timer | None = None
+        self._alarm = Alarm(timers, partial(self._handle, LookEvent()))
 
     @property
     def standing(self) -> tuple[LeaseView, ...]:
@@ -104,8 +104,7 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
 
     def close(self) -> None:
         """Await nothing any more."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.set(inf)
 
     # -- events of workers ------------------------------------------------------------------------
 
@@ -146,12 +145,7 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
         now = self._timers.now()
         for instruction in self._machine.handle(now, event):
             self._do(instruction)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if self._machine.due < inf:
-            look = partial(self._handle, LookEvent())
-            self._timer = self._timers.call_later(self._machine.due - now, look)
+        self._alarm.set(self._machine.due)
 
     def _do(self, instruction: LeaseInstruction) -> None:
         match instruction:

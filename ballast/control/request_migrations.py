@@ -33,7 +33,7 @@ from ballast.control.migration_events import (
 from ballast.control.migrations import Migrations
 from ballast.control.request_router import RequestRouter, S
 from ballast.control.routed_devices import D, RoutedDevices
-from ballast.control.timers import Timer, Timers
+from ballast.control.timers import Alarm, Timers
 from ballast.core.actions import Activate
 from ballast.core.command import CommandOutcome
 from ballast.core.migration import MigrationAnswer
@@ -56,7 +56,7 @@ class RequestMigrations(DeviceObserver[D], Generic[D, S]):
         self._numbers = itertools.count(1)
         self._ended: dict[int, Callable[[int], object]] = {}
         """By batch, what to call when it has ended."""
-        self._timer: Timer | None = None
+        self._alarm = Alarm(timers, partial(self._handle, LookEvent()))
 
     @property
     def busy(self) -> bool:
@@ -79,8 +79,7 @@ class RequestMigrations(DeviceObserver[D], Generic[D, S]):
 
     def close(self) -> None:
         """Await nothing any more."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.set(inf)
 
     # -- messages of workers ----------------------------------------------------------------------
 
@@ -138,12 +137,7 @@ class RequestMigrations(DeviceObserver[D], Generic[D, S]):
         now = self._timers.now()
         for instruction in self._machine.handle(now, event):
             self._do(instruction)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if self._machine.due < inf:
-            look = partial(self._handle, LookEvent())
-            self._timer = self._timers.call_later(self._machine.due - now, look)
+        self._alarm.set(self._machine.due)
 
     def _activated(self, device: str, model: str, outcome: CommandOutcome) -> None:
         if outcome.code is not None:
