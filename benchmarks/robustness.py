@@ -2,7 +2,8 @@
 
 A fleet of tiny random models in `ballast serve`, with keys. While clients and checkpoints mean it
 harm, a witness in a process of its own probes `/live` and reads streams of a model that nobody
-attacks. Nothing is expected of how fast an attack is answered, only of what others notice.
+attacks. Nothing is expected of how fast an attack is answered, only of what others notice. Who
+attacks would have a machine of his own: here his threads run at a lower priority than the server.
 
 - `failed`: attacks of which something else was seen than expected (goal 0).
 - `attacks`: each with `expected`, `seen`, `ok` and `seconds`.
@@ -16,8 +17,10 @@ import argparse
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +55,8 @@ QUIET_SECONDS = 5.0
 SETTLING_SECONDS, SETTLING_ROUNDS, STILL_MIB = 2.0, 15, 2.0
 """Memory of a server that has started changes by less in one round."""
 AFTER_SECONDS = 0.5
+NICENESS = 10
+"""Of the threads that attack."""
 SAMPLE_SECONDS = 0.05
 
 
@@ -88,7 +93,8 @@ def attempt(attack: Attack, target: Target, by: WitnessProcess) -> dict[str, Any
         before = memory.now()
         by.begin()
         try:
-            seen, ok = attack.run(target), True
+            with ThreadPoolExecutor(1, initializer=_yield_to_server) as attacker:
+                seen, ok = attacker.submit(attack.run, target).result(), True
         except AssertionError as error:
             seen, ok = str(error), False
         except Exception as error:  # noqa: BLE001  whatever it is, the next attack is to be tried
@@ -112,6 +118,11 @@ def attempt(attack: Attack, target: Target, by: WitnessProcess) -> dict[str, Any
         "errors": noticed.errors[:3],
         "server": target.pid,
     }
+
+
+def _yield_to_server() -> None:
+    """Lower the priority of this thread, and of what it starts."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def unhurt(seen: Seen) -> bool:
