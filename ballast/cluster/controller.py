@@ -118,6 +118,7 @@ class Controller:
     async def note_loaded(self) -> None:
         """Prepare the spare worker and start the fleet policy, once the fleet has been loaded."""
         fleet = self.devices.fleet
+        self.kept_kv.fleet_loaded()
         if fleet.server.spare_worker:
             await self._spare.prepare()
         policy = self.devices.fleet_policy

@@ -14,6 +14,7 @@ from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.kv_broker import KvBroker
 from ballast.control.device_observer import DeviceObserver
 from ballast.core.command import DeviceCommand, Remove
+from ballast.core.errors import NotKept
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ServerSettings
 from ballast.kv.directory import Tier
@@ -60,6 +61,13 @@ class KeptKv(DeviceObserver[RemoteDevice]):
         if isinstance(command, Remove) and not self._devices.assigned(command.model):
             self._forget(command.model)
 
+    def fleet_loaded(self) -> None:
+        """Scrub KV that an earlier server left of models that the fleet has no longer; none while
+        a model could not be loaded, whose KV that may be."""
+        if self._broker is not None and not self._devices.failed:
+            self._note(self._devices.specs)
+            self._broker.store.scrub_others(set[str]().union(*self._prints.values()))
+
     def configure(self, old: ServerSettings, new: ServerSettings) -> None:
         """Scrub KV of keys that there are no longer, and store none of it from now on."""
         gone = {key.name for key in old.keys} - {key.name for key in new.keys}
@@ -71,13 +79,16 @@ class KeptKv(DeviceObserver[RemoteDevice]):
 
     def scrub(self, model: str | None, key: str | None) -> int:
         """Remove KV of a model (by its name) or of a key, or of both together; None: of all.
-        Returns the number of blocks. Raises KeyError for a model that is not known."""
+        Returns the number of blocks. Raises KeyError for a model that is not known, and NotKept
+        where a disk that was given up keeps KV."""
         if self._broker is None:
             return 0
-        if model is None:
-            return self._broker.store.scrub(tenant=key)
-        prints = self._prints[model]
-        return sum(self._broker.store.scrub(model=one, tenant=key) for one in prints)
+        store = self._broker.store
+        prints = [None] if model is None else self._prints[model]
+        scrubbed = sum(store.scrub(model=one, tenant=key) for one in prints)
+        if store.disk_keeps:
+            raise NotKept(f"kv_disk was given up, and its file remains: {store.disk_fault}")
+        return scrubbed
 
     def resize(self, host_bytes: int) -> bool:
         """Change the host tier's capacity, up to the size with which the server started; returns

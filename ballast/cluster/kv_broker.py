@@ -44,6 +44,9 @@ from ballast.memory.host_cells import HostCells
 
 log = logging.getLogger(__name__)
 
+LONGEST_STAGE = 30.0
+"""Seconds for which a fetch waits for the disk."""
+
 
 class KvBroker:
     """Answers workers on the event loop. Each connection owns what it reserves and fetches."""
@@ -132,7 +135,7 @@ class KvBroker:
                 found = store.look_up(message.model, message.names)
                 return FoundMsg(message.number, found)
             case FetchMsg():
-                store.stage(message.model, message.names, lambda: self._fetch(owner, message))
+                self._stage(owner, message)
             case ReserveMsg():
                 return self._reserve(owner, message)
             case ReleaseMsg():
@@ -144,6 +147,27 @@ class KvBroker:
                     else:
                         store.land(owner, name, checksum)
         return None
+
+    def _stage(self, owner: socket.socket, message: FetchMsg) -> None:
+        """Bring what is on disk to the host, then answer; a disk that hangs is not waited for."""
+        late: list[asyncio.TimerHandle] = []
+        answered = False
+
+        def staged() -> None:
+            nonlocal answered
+            if not answered:
+                answered = True
+                self._fetch(owner, message)
+            for timer in late:
+                timer.cancel()
+
+        def hang() -> None:
+            self.store.give_up_disk(f"it has not answered for {LONGEST_STAGE:.0f} seconds")
+            staged()
+
+        self.store.stage(message.model, message.names, staged)
+        if not answered:
+            late.append(asyncio.get_running_loop().call_later(LONGEST_STAGE, hang))
 
     def _fetch(self, owner: socket.socket, message: FetchMsg) -> None:
         """Answer a fetch, of which all that could be was brought to the host."""

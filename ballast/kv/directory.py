@@ -177,6 +177,11 @@ class BlockDirectory:
                 self.drop(block.name, tier)
         return found
 
+    def models(self) -> set[str]:
+        """Return the fingerprints of the models and adapters whose blocks are listed."""
+        parts = (listed.block.model.split(":") for listed in self._listed.values())
+        return {one for of in parts for one in (of[0], of[-1]) if one}
+
     def resize(self, tier: Tier, capacity: int) -> tuple[KvBlock, ...]:
         """Change a tier's capacity; return the blocks that made way."""
         return tuple(self._unlist(name, tier) for name in self.shelves[tier].resize(capacity))

@@ -3,7 +3,7 @@
 Used by `kv.disk_tier`, on one thread. SQLite reads by `pread`, so that a file that is truncated or
 overwritten beneath it is an error and not a signal; it is there wherever Python is. The file is
 private to the user and to one server at a time, and bounded in size. Nothing in it is needed: where
-it cannot be used, KV is computed.
+it cannot be used, KV is computed, and the file removed, so that it keeps no KV that nobody manages.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import sqlite3
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from ballast import __version__
 from ballast.core.errors import DeviceError
@@ -29,6 +32,18 @@ _SLACK = 1.1
 _TABLE = """CREATE TABLE IF NOT EXISTS blocks (
     name BLOB PRIMARY KEY, parent BLOB, model TEXT, tenant TEXT, n_bytes INTEGER, seconds REAL,
     checksum INTEGER, data BLOB)"""
+_LIST = """SELECT name, parent, n_bytes, model, tenant, seconds, checksum FROM blocks
+    ORDER BY rowid"""
+_Row = tuple[
+    bytes,
+    bytes,
+    Annotated[int, msgspec.Meta(ge=1)],
+    str,
+    str,
+    Annotated[float, msgspec.Meta(ge=0)],
+    Annotated[int, msgspec.Meta(ge=0)],
+]
+"""Types of a row of `_LIST`."""
 
 
 class DiskFile:
@@ -39,8 +54,10 @@ class DiskFile:
         self.path = directory / NAME
         self.found_unusable = ""
         """Why what was there has been removed; empty: it was not."""
+        self.found: list[tuple[KvBlock, int]] = []
+        """Blocks that were there when it was opened, and their checksums, the oldest first."""
         try:
-            _make_private(directory, self.path)
+            self._inode = _make_private(directory, self.path)
             try:
                 self._open(capacity)
             except sqlite3.OperationalError as error:
@@ -54,23 +71,23 @@ class DiskFile:
         except sqlite3.Error as error:
             raise DeviceError("kv_disk", f"{directory}: {error}") from error
 
-    def blocks(self) -> list[tuple[KvBlock, int]]:
-        """Return the blocks that are there, and their checksums, the oldest first."""
-        with _faults():
-            rows = self._file.execute(
-                "SELECT name, parent, n_bytes, model, tenant, seconds, checksum FROM blocks"
-                " ORDER BY rowid"
-            )
-            return [(KvBlock(*row[:6]), row[6]) for row in rows]
-
-    def write(self, blocks: Iterable[tuple[KvBlock, int, bytes]]) -> None:
-        """Write blocks with their checksums and bytes: all of them, or none."""
+    def write(self, blocks: Iterable[tuple[KvBlock, int, bytes]]) -> bool:
+        """Write blocks with their checksums and bytes: all of them, or none. Returns False where
+        the disk has no room for them."""
         rows = (
             (b.name, b.parent, b.model, b.tenant, b.n_bytes, b.seconds, checksum, data)
             for b, checksum, data in blocks
         )
-        with _faults(), self._file:
-            self._file.executemany("REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        if not self._is_there():
+            raise DeviceError("kv_disk", f"{self.path} is not there any more")
+        try:
+            with _faults(), self._file:
+                self._file.executemany("REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        except DeviceError as error:
+            if getattr(error.__cause__, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+                return False
+            raise
+        return True
 
     def read(self, name: bytes) -> bytes | None:
         """Return a block's bytes, whatever they are now; None: it is not there."""
@@ -86,6 +103,28 @@ class DiskFile:
     def close(self) -> None:
         with contextlib.suppress(sqlite3.Error):
             self._file.close()
+
+    def discard(self) -> bool:
+        """Close and remove the file; returns whether no KV is left of it."""
+        self.close()
+        try:
+            if self._is_there():
+                self._remove()
+        except OSError:
+            return False
+        return True
+
+    def _is_there(self) -> bool:
+        """Return whether the path still leads to the file that was opened."""
+        try:
+            found = self.path.lstat()
+        except FileNotFoundError:
+            return False
+        return (found.st_dev, found.st_ino) == self._inode
+
+    def _remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self.path.with_name(f"{NAME}-journal").unlink(missing_ok=True)
 
     def _open(self, capacity: int) -> None:
         self._file = file = sqlite3.connect(
@@ -111,6 +150,7 @@ class DiskFile:
                     file.execute("INSERT INTO format VALUES (?)", (FORMAT,))
             if version is not None and version[0] != FORMAT:
                 raise sqlite3.DatabaseError(f"it has format {version[0]}")
+            self.found = [_found(row) for row in file.execute(_LIST)]
         except BaseException:
             file.close()
             raise
@@ -118,9 +158,8 @@ class DiskFile:
     def _start_anew(self, capacity: int, why: str) -> None:
         """Remove what is there, which is of another version or damaged."""
         self.found_unusable = why
-        self.path.unlink(missing_ok=True)
-        self.path.with_name(f"{NAME}-journal").unlink(missing_ok=True)
-        _make_private(self.path.parent, self.path)
+        self._remove()
+        self._inode = _make_private(self.path.parent, self.path)
         self._open(capacity)
 
 
@@ -132,8 +171,19 @@ def _faults() -> Iterator[None]:
         raise DeviceError("kv_disk", str(error)) from error
 
 
-def _make_private(directory: Path, file: Path) -> None:
-    """Make the directory and file, for this user alone. Raises OSError."""
+def _found(row: tuple[object, ...]) -> tuple[KvBlock, int]:
+    """Return a block that was there, and its checksum. Raises DatabaseError for what no server has
+    written."""
+    try:
+        *fields, checksum = msgspec.convert(row, _Row)
+    except msgspec.ValidationError as error:
+        raise sqlite3.DatabaseError(f"a row is damaged: {error}") from error
+    return KvBlock(*fields), checksum
+
+
+def _make_private(directory: Path, file: Path) -> tuple[int, int]:
+    """Make the directory and file, for this user alone; return the file's device and inode. Raises
+    OSError."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -143,5 +193,7 @@ def _make_private(directory: Path, file: Path) -> None:
     fd = os.open(file, flags, 0o600)
     try:
         os.fchmod(fd, 0o600)
+        made = os.fstat(fd)
     finally:
         os.close(fd)
+    return made.st_dev, made.st_ino

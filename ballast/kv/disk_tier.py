@@ -1,7 +1,7 @@
 """Copy KV blocks between the host tier and a disk, on a thread of their own.
 
-Part of `HostStore`. What has landed on the host is written behind; what a request's fetch needs is
-read into host cells first. A disk that fails is given up, once, and said: KV is computed.
+Part of `TieredStore`. What has landed on the host is written behind; what a request's fetch needs
+is read into host cells first. A disk that fails is given up, once, and said: KV is computed.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ballast.core.errors import DeviceError
 from ballast.kv.disk_file import DiskFile
 from ballast.kv.tier_shelf import KvBlock
 from ballast.memory.cell_book import Runs
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 BATCH = 32
 """Blocks that are written in one transaction."""
+T = TypeVar("T")
 Post = Callable[[Callable[[], object]], object]
 """Has a function called in the store's thread."""
 
@@ -44,64 +45,77 @@ class DiskTier:
         self._thread = ThreadPoolExecutor(1, "kv-disk")
         self.fault = ""
         """Why the disk was given up; empty: it is used."""
+        self.has_room = True
+        """False: the last write found too little."""
+        self.is_removed = True
+        """Whether a disk that was given up keeps no KV."""
 
-    def write(self, blocks: Sequence[DiskBlock], ended: Callable[[bool], object]) -> None:
-        """Write blocks; `ended` is called with whether they are there now."""
+    def write(
+        self, blocks: Sequence[DiskBlock], ended: Callable[[Collection[bytes]], object]
+    ) -> None:
+        """Write blocks; `ended` is called with the names of those that are there now."""
 
-        def work() -> None:
-            read = self._cells.read
-            rows = [(b.block, b.checksum, read(b.runs, b.block.n_bytes)) for b in blocks]
-            # A block that changed in host memory is not kept for longer.
-            good = all(zlib.crc32(data) == checksum for _, checksum, data in rows)
-            done = good and self._does(lambda: self._file.write(rows))
-            self._post(lambda: ended(done))
+        def work() -> Collection[bytes]:
+            rows: list[tuple[KvBlock, int, bytes]] = []
+            for b in blocks:
+                data = self._cells.read(b.runs, b.block.n_bytes)
+                if zlib.crc32(data) == b.checksum:  # one that has changed is not kept for longer
+                    rows.append((b.block, b.checksum, data))
+            if not self._file.write(rows):
+                self.has_room = False
+                return ()
+            return [block.name for block, _, _ in rows]
 
-        self._thread.submit(work)
+        self._run(work, (), ended)
 
     def read(self, blocks: Sequence[DiskBlock], ended: Callable[[int], object]) -> None:
         """Read blocks into their cells; `ended` is called with how many of them, from the first,
         have the right checksum."""
 
+        good: list[DiskBlock] = []
+
         def work() -> None:
-            good = 0
             for b in blocks:
-                if not self._reads(b):
+                data = self._file.read(b.block.name)
+                if data is None or len(data) != b.block.n_bytes or zlib.crc32(data) != b.checksum:
                     break
-                good += 1
-            self._post(lambda: ended(good))
+                self._cells.write(b.runs, data)
+                good.append(b)
 
-        self._thread.submit(work)
+        # Those before a fault are as good as without it.
+        self._run(work, None, lambda _: ended(len(good)))
 
-    def delete(self, names: Sequence[bytes]) -> None:
-        if names:
-            self._thread.submit(self._does, lambda: self._file.delete(names))
+    def delete(self, names: Sequence[bytes], ended: Callable[[], object]) -> None:
+        """Delete blocks, and overwrite their bytes; then `ended` is called."""
+        self._run(lambda: self._file.delete(names), None, lambda _: ended())
 
     def close(self, seconds: float) -> None:
-        """End what was begun, for so many seconds at most."""
+        """End what was begun, in `seconds` at most."""
         until = time.monotonic() + seconds
         ended = self._thread.submit(self._file.close)
         while not ended.done() and time.monotonic() < until:
             time.sleep(0.01)
         self._thread.shutdown(wait=ended.done(), cancel_futures=True)
 
-    def _reads(self, b: DiskBlock) -> bool:
-        """Read a block into its cells; return whether its checksum was right."""
-        found: list[bytes | None] = []
-        self._does(lambda: found.append(self._file.read(b.block.name)))
-        data = found[0] if found else None
-        if data is None or len(data) != b.block.n_bytes or zlib.crc32(data) != b.checksum:
-            return False
-        self._cells.write(b.runs, data)
-        return True
+    def give_up(self, why: str) -> None:
+        """Use the disk no more: the calls that follow fail at once. Said once."""
+        if not self.fault:
+            self.fault, self.is_removed = why, False
+            log.warning("KV is kept on disk no longer, and computed instead: %s", why)
 
-    def _does(self, call: Callable[[], object]) -> bool:
-        """Call, and return whether it succeeded; the first failure is the last call."""
-        if self.fault:
-            return False
-        try:
-            call()
-        except DeviceError as error:
-            self.fault = str(error)
-            log.warning("KV is kept on disk no longer, and computed instead: %s", error)
-            return False
-        return True
+    def _run(self, work: Callable[[], T], failed: T, ended: Callable[[T], object]) -> None:
+        """Have the thread do `work`, and the store's `ended` called with its result, or with
+        `failed`. The first failure is the last call: the file is removed."""
+
+        def call() -> None:
+            result = failed
+            try:
+                if not self.fault:
+                    result = work()
+            except Exception as error:  # noqa: BLE001 - whatever it was, somebody waits for the end
+                self.give_up(str(error))
+            if self.fault and not self.is_removed:
+                self.is_removed = self._file.discard()
+            self._post(lambda: ended(result))
+
+        self._thread.submit(call)

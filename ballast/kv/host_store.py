@@ -194,9 +194,15 @@ class HostStore:
             self.counts.refused += 1
             if demotion.room:
                 self.directory.drop(block.name, Tier.HOST)
+                self._fit_memory()
             return None
         self._held[block.name] = _Held(runs, Counter({owner: 1}))
         return runs
+
+    def _fit_memory(self) -> None:
+        """Bound the tier by the memory that the machine had for it, so that blocks make way."""
+        if self.cells.n_cells * CELL_BYTES < self.directory.shelves[Tier.HOST].capacity:
+            self.resize(self.cells.n_cells * CELL_BYTES)
 
     def _is_refused(self, block: KvBlock) -> bool:
         if not self._refused:

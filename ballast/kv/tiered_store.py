@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from pathlib import Path
 
 from ballast.core.errors import DeviceError
@@ -16,6 +16,7 @@ from ballast.kv.directory import BlockDirectory, Tier, TierSettings
 from ballast.kv.disk_file import DiskFile
 from ballast.kv.disk_tier import BATCH, DiskBlock, DiskTier, Post
 from ballast.kv.host_store import HostStore
+from ballast.kv.tier_shelf import KvBlock
 from ballast.memory.cell_book import CELL_BYTES
 from ballast.memory.host_cells import HostCells
 
@@ -62,7 +63,7 @@ class TieredStore(HostStore):
             log.warning("KV on disk is not used, and computed: %s", file.found_unusable)
         tiers[Tier.DISK] = TierSettings(settings.disk_bytes, DISK_BYTES_PER_SECOND)
         store = cls(BlockDirectory(tiers), cells, DiskTier(file, cells, post))
-        store._find_again(file, tenants)
+        store._find_again(file.found, tenants)
         return store
 
     def land(self, owner: Hashable, name: bytes, checksum: int) -> None:
@@ -95,9 +96,13 @@ class TieredStore(HostStore):
 
     def scrub(self, *, model: str | None = None, tenant: str | None = None) -> int:
         names = self._scrub(model, tenant)
-        if self._disk is not None:
-            self._disk.delete(names)
+        self._delete(names)
         return len(names)
+
+    def scrub_others(self, models: Collection[str]) -> int:
+        """Scrub all blocks of models and adapters but these, by their fingerprints; return their
+        number."""
+        return sum(self.scrub(model=one) for one in self.directory.models() - set(models))
 
     def close(self) -> None:
         """Write what can be written in a few seconds, and give the memory back."""
@@ -105,10 +110,21 @@ class TieredStore(HostStore):
             self._disk.close(LAST_SECONDS)
         self._memory.close()
 
+    def give_up_disk(self, why: str) -> None:
+        """Use the disk no more: it does not answer."""
+        if self._disk is not None:
+            self._disk.give_up(why)
+        self._lose_failed()
+
     @property
     def disk_fault(self) -> str:
         """Why the disk is not used any more; empty: it is, or there is none."""
         return "" if self._disk is None else self._disk.fault
+
+    @property
+    def disk_keeps(self) -> bool:
+        """Whether KV is left on a disk that was given up, so that no order reaches it."""
+        return self._disk is not None and not self._disk.is_removed
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -116,20 +132,24 @@ class TieredStore(HostStore):
     def _uses_disk(self) -> bool:
         return self._disk is not None and not self._disk.fault
 
-    def _find_again(self, file: DiskFile, tenants: Collection[str] | None) -> None:
+    def _find_again(
+        self, found: Iterable[tuple[KvBlock, int]], tenants: Collection[str] | None
+    ) -> None:
         """List what an earlier server has written; remove what there is no room for, and blocks of
         tenants that there are no longer."""
         gone: list[bytes] = []
-        for block, checksum in file.blocks():
-            known = tenants is None or not block.tenant or block.tenant in tenants
-            if known and self.directory.demote(block, Tier.DISK).room:
+        for block, checksum in found:
+            if tenants is not None and block.tenant and block.tenant not in tenants:
+                gone.append(block.name)
+                continue
+            demotion = self.directory.demote(block, Tier.DISK)
+            gone += [other.name for other in demotion.gone]
+            if demotion.room:
                 self.directory.land(block.name, Tier.DISK, checksum)
             else:
                 gone.append(block.name)
-        assert self._disk is not None, "it was opened"
-        self._disk.delete(gone)
-        n = len(self.directory)
-        log.info("%d blocks of KV are on disk", n)
+        self._delete(gone)
+        log.info("%d blocks of KV are on disk", len(self.directory))
 
     def _write_behind(self) -> None:
         """Begin to write the next blocks that have landed, unless a write is under way."""
@@ -143,26 +163,43 @@ class TieredStore(HostStore):
                 continue  # it has made way before it was written
             block = self.directory.block(name)
             demotion = self.directory.demote(block, Tier.DISK)
-            self._disk.delete([gone.name for gone in demotion.gone])
+            self._delete([gone.name for gone in demotion.gone])
             if demotion.room:
                 self.directory.promote(block.model, (name,), Tier.HOST)
                 batch.append(DiskBlock(block, self._use(_DISK, name), checksum))
         if batch:
             self._is_writing = True
-            self._disk.write(batch, lambda done: self._written(batch, done))
+            self._disk.write(batch, lambda names: self._written(batch, names))
 
-    def _written(self, batch: Sequence[DiskBlock], done: bool) -> None:
+    def _written(self, batch: Sequence[DiskBlock], names: Collection[bytes]) -> None:
+        """End a write, of which the blocks `names` are on disk."""
         self._is_writing = False
         for b in batch:
             name = b.block.name
             self.release(_DISK, (name,))
-            if done:
+            if name in names:
                 self.directory.land(name, Tier.DISK, b.checksum)
             else:
                 self.directory.drop(name, Tier.DISK)
+        if self._disk is not None and not self._disk.has_room:
+            self._disk.has_room = True
+            self._shrink_disk(sum(b.block.n_bytes for b in batch))
         self._lose_failed()
         if self._uses_disk:
             self._write_behind()
+
+    def _shrink_disk(self, n_bytes: int) -> None:
+        """Bound a disk that has less room than it was given by what it holds, less `n_bytes`, which
+        others may take."""
+        shelf = self.directory.shelves[Tier.DISK]
+        self.say("kv_disk has no room for more KV than it holds: some makes way for other")
+        gone = self.directory.resize(Tier.DISK, max(0, shelf.n_bytes - n_bytes))
+        self._delete([block.name for block in gone])
+
+    def _delete(self, names: Sequence[bytes]) -> None:
+        """Delete blocks from the disk, in its order of work."""
+        if names and self._disk is not None:
+            self._disk.delete(names, self._lose_failed)
 
     def _staged(self, reading: Sequence[DiskBlock], good: int) -> None:
         for i, b in enumerate(reading):
@@ -178,8 +215,8 @@ class TieredStore(HostStore):
 
     def _drop_from_disk(self, name: bytes) -> None:
         """Remove a block whose bytes are wrong, or gone."""
-        if self.directory.drop(name, Tier.DISK) and self._disk is not None:
-            self._disk.delete([name])
+        if self.directory.drop(name, Tier.DISK):
+            self._delete([name])
             self.counts.corrupt += 1
             self.say("a block of KV on disk had changed: it is computed again")
 

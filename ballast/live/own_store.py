@@ -31,10 +31,12 @@ class MappedCells:
 class OwnConnection:
     """Access to a store of this process; several may share one."""
 
-    def __init__(self, store: TieredStore, lock: threading.RLock | None = None) -> None:
-        """`lock`: held by all who use the store."""
+    def __init__(
+        self, store: TieredStore, lock: threading.RLock | None = None, *, owns: bool = False
+    ) -> None:
+        """`lock`: held by all who use the store. `owns`: the store closes with the connection."""
         assert isinstance(store.cells, HostCells), "a store with memory"
-        self._store, self._lock = store, lock or threading.RLock()
+        self._store, self._lock, self._owns = store, lock or threading.RLock(), owns
         cells = MappedCells(store.cells.fd, store.cells.n_bytes)
         self.address, self.memory = cells.address, cells.memory
 
@@ -76,6 +78,8 @@ class OwnConnection:
     def close(self) -> None:
         with self._lock:
             self._store.end(self)
+        if self._owns:
+            self._store.close()
 
 
 def own_connection(settings: KvTierSettings) -> OwnConnection:
@@ -86,4 +90,4 @@ def own_connection(settings: KvTierSettings) -> OwnConnection:
         with lock:
             call()
 
-    return OwnConnection(TieredStore.made(settings, post), lock)
+    return OwnConnection(TieredStore.made(settings, post), lock, owns=True)

@@ -10,6 +10,9 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TypeVar, cast
 
+import pytest
+
+from ballast.cluster import kv_broker
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.kept_kv import KeptKv
@@ -86,6 +89,25 @@ def test_workers_share_what_they_stored_and_leave_nothing_locked() -> None:
         clients[1].close()
 
     asyncio.run(serve())
+
+
+def test_a_disk_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, blocks = memory_only(8 * CELL_BYTES), chain("a", 4)
+    put(store, blocks[:2])
+    monkeypatch.setattr(kv_broker, "LONGEST_STAGE", 0.02)
+    monkeypatch.setattr(store, "stage", lambda model, names, ended: None)
+    given_up: list[str] = []
+    monkeypatch.setattr(store, "give_up_disk", given_up.append)
+
+    async def serve() -> None:
+        broker = KvBroker(store)
+        client = KvClient(broker.open()[1].detach())
+        assert len(await asyncio.to_thread(fetched, client, blocks)) == 2
+        broker.shut()
+        client.close()
+
+    asyncio.run(serve())
+    assert len(given_up) == 1
 
 
 def test_kv_of_models_and_keys_that_have_gone_is_scrubbed_and_stored_no_more() -> None:

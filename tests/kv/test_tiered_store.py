@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sqlite3
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from unittest.mock import Mock, patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ballast.core.errors import DeviceError
 from ballast.core.kv_tiers import KvTierSettings
@@ -22,9 +27,10 @@ from ballast.kv.directory import Tier
 from ballast.kv.disk_file import NAME, DiskFile
 from ballast.kv.tier_shelf import KvBlock
 from ballast.kv.tiered_store import TieredStore
+from ballast.memory import host_cells
 from ballast.memory.cell_book import CELL_BYTES
 from ballast.memory.host_cells import HostCells
-from tests.kv.test_directory import MODEL, chain, names
+from tests.kv.test_directory import MODEL, chain, found, memory_only, names, put
 
 
 class Opened:
@@ -32,10 +38,10 @@ class Opened:
 
     def __init__(self, path: Path, host: int, disk: int, tenants: set[str] | None) -> None:
         self.calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        settings = KvTierSettings(
+        sizes = KvTierSettings(
             host_bytes=host * CELL_BYTES, disk_path=str(path), disk_bytes=disk * CELL_BYTES
         )
-        self.store = TieredStore.made(settings, self.calls.put, tenants, threaded=False)
+        self.store = TieredStore.made(sizes, self.calls.put, tenants, threaded=False)
 
     def turn(self, n: int = 1) -> None:
         for _ in range(n):
@@ -86,6 +92,12 @@ def opened(
         made.store.close()
 
 
+def _file(made: Opened) -> sqlite3.Connection:
+    """The disk's connection, of which this test takes another's part."""
+    assert made.store._disk is not None
+    return made.store._disk._file._file
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "kv"
@@ -114,8 +126,9 @@ def test_it_is_bounded(path: Path) -> None:
         assert not made.store.disk_fault
     assert (path / NAME).stat().st_size <= 1.1 * 12 * CELL_BYTES + 65 * 32 * KiB
     with opened(path, disk=4) as made:  # it is given less
-        assert len(made.store.directory.shelves[Tier.DISK]) <= 4
-        made.store._disk.delete([])  # type: ignore[union-attr]
+        assert len(made.store.directory.shelves[Tier.DISK]) == 4
+    with opened(path, disk=64) as made:
+        assert len(made.store.directory.shelves[Tier.DISK]) == 4, "others are in the file no more"
 
 
 def test_keys_that_are_gone_and_scrubbed_models_leave_nothing(path: Path) -> None:
@@ -130,7 +143,8 @@ def test_keys_that_are_gone_and_scrubbed_models_leave_nothing(path: Path) -> Non
         assert len(made.got(mine)) == 3
     assert secret not in (path / NAME).read_bytes()
     with opened(path, tenants={"me"}) as made:
-        assert made.store.scrub(model="finger") == 6
+        assert made.store.scrub_others(["finger", "another"]) == 0
+        assert made.store.scrub_others(["another"]) == 6
     rest = (path / NAME).read_bytes()
     assert mine[0].name * 8 not in rest
     assert shared[0].name * 8 not in rest
@@ -157,14 +171,55 @@ def test_what_is_unusable_is_computed_again(
     else:
         file.write_bytes(os.urandom(size))
     with caplog.at_level(logging.WARNING), opened(path) as made:
-        found = made.got(blocks)
-        assert found == [content(b) for b in blocks[: len(found)]]
-        assert len(found) < 12
-        assert len(found) == 5 or how != "overwritten"
+        got = made.got(blocks)
+        assert got == [content(b) for b in blocks[: len(got)]]
+        assert len(got) < 12
+        assert len(got) == 5 or how != "overwritten"
     assert sum("KV" in record.message for record in caplog.records) == 1
     with opened(path) as made:  # it goes on
         made.put(chain("new", 4))
         assert len(made.got(chain("new", 4))) == 4
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=60)), max_size=8))
+def test_no_damage_of_the_file_gives_a_wrong_block_or_keeps_a_server_from_starting(
+    damage: list[tuple[float, bytes]],
+) -> None:
+    blocks, others = chain("a", 6), chain("b", 4)
+    with TemporaryDirectory() as scratch:
+        path = Path(scratch) / "kv"
+        with opened(path) as made:
+            made.put(blocks)
+        data = bytearray((path / NAME).read_bytes())
+        for where, what in damage:
+            # Heads of pages say where everything is: half of the damage is there.
+            at = int(where * len(data)) if len(what) % 2 else int(where * 8) * 32 * KiB
+            data[at : at + len(what)] = what
+        (path / NAME).write_bytes(data)
+        for _ in range(2):
+            with opened(path) as made:
+                got = made.got(blocks)
+                assert got == [content(b) for b in blocks[: len(got)]]
+                made.put(others)
+                assert made.got(others) == [content(b) for b in others]
+
+
+def test_rows_that_no_server_has_written_are_not_used(path: Path) -> None:
+    blocks = chain("a", 3)
+    for column, value in (
+        ("n_bytes", "'x'"),
+        ("n_bytes", -5),
+        ("name", "NULL"),
+        ("model", "x'05'"),
+    ):
+        with opened(path) as made:
+            made.put(blocks)
+        with sqlite3.connect(path / NAME) as file:
+            file.execute(f"UPDATE blocks SET {column} = {value} WHERE rowid = 2")
+        file.close()
+        with opened(path) as made:
+            assert made.got(blocks) == []
 
 
 def test_a_file_that_changes_while_it_is_used_gives_no_wrong_block(path: Path) -> None:
@@ -173,33 +228,118 @@ def test_a_file_that_changes_while_it_is_used_gives_no_wrong_block(path: Path) -
         made.put(blocks)
     with opened(path, host=8) as made:
         os.truncate(path / NAME, 3 * 32 * KiB)
-        found = made.got(blocks)
-        assert found == [content(b) for b in blocks[: len(found)]]
+        got = made.got(blocks)
+        assert got == [content(b) for b in blocks[: len(got)]]
         made.got(chain("b", 3))
         made.store.validate()
 
 
-def test_a_deleted_directory_and_a_full_disk_end_the_tier_once(
-    path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["deleted", "read-only", "replaced", "unreadable"])
+def test_a_disk_that_fails_is_given_up_once_and_keeps_nothing(
+    path: Path, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = chain("a", 6)
     with caplog.at_level(logging.WARNING), opened(path) as made:
         made.put(blocks)
-        made.store._disk._file._file.execute("PRAGMA max_page_count = 1")  # type: ignore[union-attr]
-        made.put(chain("b", 9))
+        if how == "deleted":
+            shutil.rmtree(path)
+        elif how == "read-only":
+            _file(made).execute("PRAGMA query_only = ON")
+        elif how == "replaced":
+            (path / NAME).unlink()
+            (path / NAME).write_bytes(b"another server's")
+        else:
+            monkeypatch.setattr(DiskFile, "write", Mock(side_effect=MemoryError("none left")))
+        made.put(chain("b", 3))
         assert made.store.disk_fault
+        assert not made.store.disk_keeps
         assert made.got(blocks) == [content(b) for b in blocks], "what the host has stays"
         made.put(chain("c", 1))
     assert len(caplog.records) == 1
+    left = (path / NAME).read_bytes() if (path / NAME).exists() else b""
+    assert left in (b"", b"another server's"), "nobody would scrub it"
 
 
-def test_two_servers_do_not_share_a_directory(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with opened(path) as first, caplog.at_level(logging.WARNING), opened(path) as second:
+def test_a_disk_that_cannot_be_cleaned_says_so_to_who_scrubs(path: Path) -> None:
+    with opened(path) as made:
+        made.put(chain("a", 2))
+        with patch.object(DiskFile, "discard", return_value=False):
+            _file(made).execute("PRAGMA query_only = ON")
+            made.put(chain("b", 2))
+            assert made.store.disk_keeps
+        made.store.scrub(tenant="x")
+        made.store._delete([b"any"])  # tried again with the next order
+        made.turn()
+        assert not made.store.disk_keeps
+    assert not (path / NAME).exists()
+
+
+def test_a_full_disk_keeps_what_it_has_room_for(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), opened(path, host=40, disk=64) as made:
+        made.put(chain("a", 12))
+        _file(made).execute("PRAGMA max_page_count = 1")  # as many as there are
+        for i in range(5):
+            made.put(chain(f"b{i}", 6))
+        assert not made.store.disk_fault
+        shelf = made.store.directory.shelves[Tier.DISK]
+        assert 0 < len(shelf) <= 12
+        made.put(chain("last", 3))
+    assert len(caplog.records) == 1
+    with opened(path) as made:
+        assert len(made.store.directory.shelves[Tier.DISK]) == len(shelf)
+        assert made.got(chain("last", 3)) == [content(b) for b in chain("last", 3)]
+
+
+def test_one_bad_block_costs_the_disk_no_other(path: Path) -> None:
+    blocks = chain("a", 4)
+    with opened(path) as made:
+        made.store._is_writing = True  # all of them in one batch
+        for block in blocks:
+            (runs,) = made.store.reserve("w", [block])
+            assert runs is not None
+            made.cells.write(runs, content(block))
+            made.store.land("w", block.name, zlib.crc32(content(block)) + (block is blocks[2]))
+        made.store._is_writing = False
+        made.store._write_behind()
+        made.turn()
+        assert [made.store.directory.has(b.name, Tier.DISK) for b in blocks] == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("version", ["the same version", "another version"])
+def test_two_servers_do_not_share_a_directory(
+    path: Path,
+    version: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened(path) as first, ExitStack() as closing:
+        if version == "another version":
+            monkeypatch.setattr(disk_file, "FORMAT", "another")
+        with caplog.at_level(logging.WARNING):
+            second = closing.enter_context(opened(path))
         assert "in use by a server" in caplog.text
         blocks = chain("a", 4)
         second.put(blocks)
         first.put(blocks)
         assert second.got(blocks) == first.got(blocks)
+
+
+def test_a_host_with_less_memory_than_was_promised_goes_on_with_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    enough = iter([1 << 40] * 2)  # steps of 128 cells
+    monkeypatch.setattr(host_cells, "available", lambda: (next(enough, 0), 0))
+    with caplog.at_level(logging.WARNING):
+        store = memory_only(400 * CELL_BYTES)
+        for i in range(12):
+            put(store, chain(f"c{i}", 60))
+    assert store.cells.used <= 256
+    assert found(store, chain("c11", 60)) == 60
+    assert len(caplog.records) == 1
+    store.validate()
+    store.close()
 
 
 def test_links_and_strangers_directories_are_not_used(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +17,9 @@ from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import MiB
+from ballast.kv.directory import Tier
 from ballast.kv.tiered_store import TieredStore
-from ballast.live.own_store import OwnConnection
+from ballast.live.own_store import OwnConnection, own_connection
 from tests.engine.checkpoints import VOCAB, make_llama
 from tests.kv.test_directory import memory_only
 from tests.live.test_command_executor import ordered
@@ -96,20 +99,43 @@ def test_kv_survives_eviction_and_its_device(settings: FleetSettings) -> None:
     store.validate()
 
 
-def test_a_block_that_has_changed_is_computed_again(settings: FleetSettings) -> None:
-    store = memory_only(8 * MiB)
-    with with_store(settings, store) as server:
+def test_damaged_and_deleted_tiers_cost_time_alone(
+    settings: FleetSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = KvTierSettings(host_bytes=8 * MiB, disk_path=str(tmp_path / "kv"), disk_bytes=8 * MiB)
+    connection = own_connection(kv)
+    store = connection._store
+    costs = dict.fromkeys("ab", UNMEASURED)
+    shelves = store.directory.shelves
+    with InProcess(replace(settings, kv=kv), costs=costs, kv_store=connection) as server:
         first = server.generate([turn("1", FIRST)])["1"]
         size = server.device.specs["a"].block_tokens
-        until(lambda: store.counts.stored == (len(FIRST) + 23) // size)
+        full = (len(FIRST) + 23) // size
         expected = server.generate([turn("2", second(first))])["2"]
-        assert ordered(server, Evict("a")).code is None
-        held = list(store._held.values())
-        store.cells.write(held[3].runs, b"torn")
-        again = server.generate([turn("3", second(first))])["3"]
-        check(again, expected)
-        assert again.finished.cached_tokens == 3 * size
-    assert store.counts.corrupt == 1
+
+        def again(id: str) -> int:
+            """Answer it again after an eviction; return the tokens that were found."""
+            assert ordered(server, Evict("a")).code is None
+            found = server.generate([turn(id, second(first))])[id]
+            check(found, expected)
+            return found.finished.cached_tokens
+
+        until(lambda: len(shelves[Tier.DISK]) > full)
+        store.cells.write(list(store._held.values())[3].runs, b"torn")
+        assert again("3") == 3 * size
+        assert store.counts.corrupt == 1
+        with connection._lock:
+            store.resize(0)
+            store.resize(8 * MiB)
+        assert again("4") >= full * size
+        assert server.device.state.tiers.fetched_tokens[Tier.DISK] >= full * size
+        shutil.rmtree(tmp_path / "kv")
+        server.generate([turn("5", FIRST[::-1])])
+        until(lambda: bool(store.disk_fault))
+        with connection._lock:
+            store.resize(0)
+        assert again("6") == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2, caplog.text
     store.validate()
 
 
