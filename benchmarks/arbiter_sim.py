@@ -1,16 +1,18 @@
 """The preset `ballast` against the others: ten workloads on H100s with PCIe 5, in virtual time.
 
-Each workload at two rates: its knee, the highest at which the best of the others attains 90 % on
-the first seed, and twice that. A *cell* is a workload at a rate. Seeds are paired. A preset that
-lies more than ten points behind the best of a cell after the first seed is not run on further ones.
-With `--state FILE` results are kept there, and a run that was stopped goes on.
+Each workload at two rates: its knee, the highest up to which one of `KNEE_OF` attains 90 % on the
+first seed, and twice that. A *cell* is a workload at a rate. Seeds are paired. Each rival has, in
+each cell, the better of its own order of compute and `deadline`, on the first seed, and the same
+options as ours. Rivals more than ten points behind the best after that seed are not run on further
+ones. With `--state FILE` results are kept there, and a run that was stopped goes on. `--quick`:
+fewer rivals, one seed, 15 s of arrivals.
 
-`worst_vs_best_other`: the least over cells of attainment less that of the best other preset, in
-points, of means over seeds. `headroom_closed`: the mean, over cells in which eight times the memory
-brings a point or more, of the part of that which lies between. `mean_rate_vs_best_fixed`: mean over
-workloads of the rate at which `ballast` attains 95 %, over that of the one other preset which is
-best over all; between measured rates by a line. `cells`: means, with 95 % intervals of the paired
-differences where there are seeds enough.
+`worst_vs_best_other`: the least over cells of attainment less that of the best rival, in points, of
+means over seeds. `headroom_closed`: the mean, over cells in which eight times the memory brings a
+point or more to the best of `KNEE_OF`, of the part of that which lies between.
+`mean_rate_vs_best_fixed`: mean over workloads of the rate at which `ballast` attains 95 %, over
+that of the one rival which is best over all; between measured rates by a line. `cells`: means, with
+95 % intervals of the paired differences where there are seeds enough.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -33,11 +36,28 @@ from rich.table import Table
 from ballast.policy.presets import resolve
 from benchmarks.arbiter_workloads import SLO, TRACES, WORKLOADS
 from benchmarks.common import finish, options
+from benchmarks.contenders import defaults
 from benchmarks.headroom import attained
 from benchmarks.rate_curves import Curve
 
 OURS = "ballast"
-OTHERS = ("lru+deadline", "recompute+deadline", "balloon", "prism")
+RIVALS = ("recompute", "balloon", "prism", "lru", "mirage", "kvswap", "swap", "static")
+"""Presets of the papers that serve several models from one device."""
+QUICK_RIVALS = RIVALS[:4]
+ORDERS = ("round-robin", "deadline")
+"""Each rival has the better of these."""
+ROWS = {rival: tuple(f"{rival}+{order}" for order in ORDERS) for rival in RIVALS}
+COMPARED = defaults(OURS, *chain.from_iterable(ROWS.values()))
+OWN = (
+    "memory/arbiter.py",
+    "market/clearing.py",
+    "market/harm.py",
+    "market/outlook.py",
+    "supply/",
+    "presets.py",
+)
+"""Files of policies that `ballast` alone uses, and the table that names it."""
+KNEE_OF = ("prism+deadline", "balloon+deadline")
 AMPLE = "ample memory"
 KNEES = tuple(2.0 ** (k / 2) for k in range(2, 11))
 """Requests per second at which a knee may lie."""
@@ -57,76 +77,95 @@ def key(workload: str, rate: float, preset: str, seed: int) -> str:
     return f"{workload} {rate:g} {preset} {seed}"
 
 
-def measure(seconds: float, workload: str, rate: float, preset: str, seed: int) -> float:
+def measure(seconds: float, workload: str, rate: float, row: str, seed: int) -> float:
     """Return the share of requests that attain their service levels in one run."""
     of = WORKLOADS[workload]
     work = of.make(rate, seconds, seed)
-    ample = preset == AMPLE
-    return attained(of, work, resolve("balloon" if ample else preset), ample=ample)
+    if row == AMPLE:
+        presets = map(resolve, KNEE_OF)
+        return max(attained(of, work, preset, ample=True) for preset in presets)
+    return attained(of, work, resolve(row, COMPARED.options(row)))
 
 
 class Bench:
-    """Runs that are measured at most once, in several processes, kept in a file."""
+    """Runs that are measured at most once, in several processes, kept in a file.
+
+    Runs of rivals stay when code changes that `ballast` alone uses.
+    """
 
     def __init__(self, pool: ProcessPoolExecutor, seconds: float, state: Path | None) -> None:
         self._pool, self._measure, self._state = pool, partial(measure, seconds), state
-        self._terms = terms(seconds)
-        self.runs: Runs = {}
+        self._terms = {whose: terms(seconds, ours=whose == "ours") for whose in ("ours", "rivals")}
+        self._runs: dict[str, Runs] = {"ours": {}, "rivals": {}}
         if state is not None and state.is_file():
-            kept = json.loads(state.read_text())
-            if kept["terms"] == self._terms:
-                self.runs = kept["runs"]
+            for whose, kept in json.loads(state.read_text()).items():
+                if kept["terms"] == self._terms[whose]:
+                    self._runs[whose] = kept["runs"]
 
     def run(self, wanted: Sequence[tuple[str, float, str, int]]) -> list[float]:
         """Return the attainment of each wanted run, in order."""
-        missing = [w for w in dict.fromkeys(wanted) if key(*w) not in self.runs]
+        missing = [w for w in dict.fromkeys(wanted) if key(*w) not in self._kept(w)]
         coming = [(w, self._pool.submit(self._measure, *w)) for w in missing]
         for w, share in coming:
-            self.runs[key(*w)] = share.result()
-            self._keep()
-        return [self.runs[key(*w)] for w in wanted]
+            self._kept(w)[key(*w)] = share.result()
+            self._write()
+        return [self._kept(w)[key(*w)] for w in wanted]
 
-    def _keep(self) -> None:
+    def _kept(self, wanted: tuple[str, float, str, int]) -> Runs:
+        return self._runs["ours" if wanted[2] == OURS else "rivals"]
+
+    def _write(self) -> None:
         if self._state is not None:
-            self._state.write_text(json.dumps({"terms": self._terms, "runs": self.runs}))
+            kept = {w: {"terms": self._terms[w], "runs": runs} for w, runs in self._runs.items()}
+            self._state.write_text(json.dumps(kept))
 
 
-def terms(seconds: float) -> str:
-    """Return what runs that are kept depend on, code of policies and workloads included."""
+def terms(seconds: float, *, ours: bool) -> str:
+    """Return what runs that are kept depend on, code of policies and workloads included; of rivals,
+    without the code that `ballast` alone uses."""
     here = Path(__file__).resolve().parents[1]
-    files = [
-        *sorted((here / "ballast/policy").rglob("*.py")),
-        here / "benchmarks/arbiter_workloads.py",
-    ]
+    policy = here / "ballast/policy"
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
+    for file in [*sorted(policy.rglob("*.py")), here / "benchmarks/arbiter_workloads.py"]:
+        if ours or not is_own(file.relative_to(here).as_posix()):
+            digest.update(file.read_bytes())
     traces = sorted(p.name for p in TRACES.glob("*.gz")) if TRACES.is_dir() else []
     return json.dumps([digest.hexdigest(), seconds, asdict(SLO), traces])
 
 
+def is_own(file: str) -> bool:
+    """Return whether a file of policies is used by `ballast` alone, or is a table that names it."""
+    return any(file.startswith(f"ballast/policy/{own}") for own in OWN)
+
+
 def knee(bench: Bench, workload: str) -> float:
-    """Return the highest rate of `KNEES` up to which the best other preset attains `TARGET`."""
-    found: float = KNEES[0]
-    for rate in KNEES:
-        if max(bench.run([(workload, rate, other, 0) for other in OTHERS])) < TARGET:
-            break
-        found = rate
+    """Return the highest rate of `KNEES`, found by bisection, at which one of `KNEE_OF` attains
+    `TARGET`; the lowest if none does."""
+    low, high = 0, len(KNEES)
+    while high - low > 1:
+        middle = (low + high) // 2
+        shares = bench.run([(workload, KNEES[middle], row, 0) for row in KNEE_OF])
+        low, high = (middle, high) if max(shares) >= TARGET else (low, middle)
+    return KNEES[low]
+
+
+def cell(
+    bench: Bench, workload: str, rate: float, seeds: int, rivals: Sequence[str]
+) -> dict[str, list[float]]:
+    """Return attainment by preset and seed, of rivals in their better order; those dropped have the
+    first seed's alone."""
+    rows = [OURS, AMPLE, *chain.from_iterable(ROWS[rival] for rival in rivals)]
+    first = dict(zip(rows, bench.run([(workload, rate, row, 0) for row in rows]), strict=True))
+    better = {rival: max(ROWS[rival], key=lambda row: first[row]) for rival in rivals}
+    best = max(first[row] for row in better.values())
+    kept = {OURS: OURS} | {r: row for r, row in better.items() if first[row] >= best - BEHIND}
+    wanted = [(workload, rate, row, seed) for seed in range(1, seeds) for row in kept.values()]
+    shares = iter(bench.run(wanted))
+    found = {p: [first[row]] for p, row in ({OURS: OURS, AMPLE: AMPLE} | better).items()}
+    for _ in range(1, seeds):
+        for preset in kept:
+            found[preset].append(next(shares))
     return found
-
-
-def cell(bench: Bench, workload: str, rate: float, seeds: int) -> dict[str, list[float]]:
-    """Return attainment by preset and seed; those dropped have the first seed's alone."""
-    presets = (OURS, *OTHERS)
-    first = bench.run([(workload, rate, p, 0) for p in presets])
-    kept = [p for p, share in zip(presets, first, strict=True) if share >= max(first) - BEHIND]
-    kept = [OURS, *(p for p in kept if p != OURS)]
-    wanted = [(workload, rate, p, seed) for seed in range(1, seeds) for p in kept]
-    bench.run(wanted)
-    return {
-        p: [bench.runs[key(workload, rate, p, s)] for s in range(seeds if p in kept else 1)]
-        for p in presets
-    }
 
 
 def interval(ours: Sequence[float], other: Sequence[float]) -> tuple[float, float] | None:
@@ -146,8 +185,9 @@ def summary(cells: Mapping[tuple[str, float], Mapping[str, Sequence[float]]]) ->
     closed: list[float] = []
     for (workload, rate), by_preset in cells.items():
         means = {p: 100 * fmean(shares) for p, shares in by_preset.items()}
-        full = {p for p in OTHERS if len(by_preset[p]) == len(by_preset[OURS])}
-        best = max(full or OTHERS, key=lambda p: means[p])
+        others = by_preset.keys() - {OURS, AMPLE}
+        full = sorted(p for p in others if len(by_preset[p]) == len(by_preset[OURS]))
+        best = max(full, key=lambda p: means[p])
         margins.append(means[OURS] - means[best])
         room = means[AMPLE] - means[best]
         if room >= 1.0:
@@ -155,7 +195,7 @@ def summary(cells: Mapping[tuple[str, float], Mapping[str, Sequence[float]]]) ->
         found[f"{workload}.{rate:g}"] = {
             **means,
             "best_other": best,
-            "interval": interval(by_preset[OURS], by_preset[best]) if full else None,
+            "interval": interval(by_preset[OURS], by_preset[best]),
         }
     return {
         "worst_vs_best_other": min(margins),
@@ -168,7 +208,8 @@ def summary(cells: Mapping[tuple[str, float], Mapping[str, Sequence[float]]]) ->
 
 def _rates(cells: Mapping[tuple[str, float], Mapping[str, Sequence[float]]]) -> float | None:
     """Return the mean of rates at `RATE_TARGET` over those of the best other preset over all."""
-    of_all = {p: fmean(fmean(by[p]) for by in cells.values()) for p in OTHERS}
+    rivals = set.intersection(*(by.keys() - {OURS, AMPLE} for by in cells.values()))
+    of_all = {p: fmean(fmean(by[p]) for by in cells.values()) for p in sorted(rivals)}
     fixed = max(of_all, key=lambda p: of_all[p])
     ratios = []
     for workload in dict.fromkeys(w for w, _ in cells):
@@ -193,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(__doc__, argv, extra)
     seconds = 15.0 if args.quick else args.seconds
     seeds = 1 if args.quick else args.seeds
+    rivals = QUICK_RIVALS if args.quick else RIVALS
     cells: dict[tuple[str, float], dict[str, list[float]]] = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, context) as pool:
@@ -200,11 +242,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for workload in args.only.split(","):
             at = knee(bench, workload)
             for rate in (k * at for k in MULTIPLES):
-                found = cell(bench, workload, rate, seeds)
-                found[AMPLE] = bench.run([(workload, rate, AMPLE, 0)])
-                cells[workload, rate] = found
+                cells[workload, rate] = cell(bench, workload, rate, seeds, rivals)
     result = summary(cells)
-    columns = (OURS, *OTHERS, AMPLE)
+    columns = (OURS, *rivals, AMPLE)
     table = Table("cell", *columns, "best other, interval", title="attainment, %")
     for name, row in result["cells"].items():
         between = row["interval"]

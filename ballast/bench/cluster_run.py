@@ -29,6 +29,7 @@ from ballast.policy.presets import Preset
 from ballast.sim.cluster import SERVED, Cluster, Kind
 from ballast.sim.cluster_files import NO_FILES, ClusterFiles
 from ballast.sim.device import COUNTED, SimDevice
+from ballast.sim.known_traffic import reveal
 from ballast.workload.workload import Workload, WorkloadRequest
 
 
@@ -97,11 +98,13 @@ def run_cluster(
     sink_of: SinkOf = lambda device: None,
     files: ClusterFiles = NO_FILES,
     planned: bool = True,
+    known: bool = False,
 ) -> ClusterRun:
     """Simulate a cluster that serves the workload.
 
     The traffic that a fleet policy expects is the workload's own, on average and in each model's
-    busiest seconds; `planned`: so do the models' settings. `files`: see `Cluster`. `progress` gets
+    busiest seconds; `planned`: so do the models' settings. `known`: devices' estimates of arrivals
+    and lengths are what will come (`sim.known_traffic`). `files`: see `Cluster`. `progress` gets
     the number of requests that have arrived, `missed` the model of each request whose first token
     is late, or that fails; `sink_of` returns the sink of a device's story. Raises ConfigError, and
     errors of the callbacks.
@@ -123,6 +126,9 @@ def run_cluster(
         steps=observer.recorder.tokens,
     )
     observer.devices = cluster.devices
+    if known:
+        for device in cluster.devices.values():
+            reveal(device.state.models.values(), workload)
     seconds = cluster.run(_arrivals(workload, specs, observer, progress))
     progress(len(workload.requests))
     report = Report.of(

@@ -116,6 +116,10 @@ class TrafficStats:
         """Return empty statistics whose counting begins at `now`."""
         return cls(Arrivals(0.0, now, now))
 
+    def restarted(self, now: float) -> TrafficStats:
+        """Return statistics whose counting begins at `now`, without what was observed before."""
+        return TrafficStats.since(now)
+
     def arrived(self, at: float) -> TrafficStats:
         """Return these with one more arrival."""
         before = self.arrivals
@@ -132,6 +136,10 @@ class TrafficStats:
             reuse=self.reuse.and_one(prompt, cached),
         )
 
+    def rate(self, now: float) -> float:
+        """Return the mean requests per second over about the last `WINDOW` seconds."""
+        return self.arrivals.per_second(now)
+
     def chance(self, now: float, seconds: float) -> float:
         """Return the probability that a request arrives within `seconds` from `now`."""
         arrivals = self.arrivals
@@ -145,7 +153,7 @@ class TrafficStats:
 
     def expected(self, now: float) -> Traffic:
         """Return the expected traffic: the recent rate as of `now`, and the mean lengths."""
-        return Traffic(self.arrivals.per_second(now), self.prompts.mean, self.outputs.mean)
+        return Traffic(self.rate(now), self.prompts.mean, self.outputs.mean)
 
     def expected_outputs(self, left: int) -> int:
         """Return the expected number of tokens that a request will still generate, at least 1.

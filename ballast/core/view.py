@@ -205,7 +205,7 @@ class ModelView:
     def arrival_rate(self, now: float) -> float:
         """Return its mean requests per second over about the last minute before `now` (pass
         `DeviceView.now`)."""
-        return self.traffic.arrivals.per_second(now)
+        return self.traffic.rate(now)
 
     def expected_outputs(self, request: RequestView) -> int:
         """Return the expected number of tokens that a request will still generate, at least 1."""

@@ -12,7 +12,6 @@ from typing import Protocol
 from ballast.core.clock import Clock
 from ballast.core.event import CommandEvent, Event, Output, TimerEvent
 from ballast.core.story import Story
-from ballast.core.traffic import TrafficStats
 from ballast.engine.commands import CommandEnded, CommandHandler
 from ballast.engine.decider import MemoryDecider
 from ballast.engine.dispatcher import ROUNDS, Dispatcher, Runner
@@ -91,7 +90,7 @@ class Loop:
         self.state.now = now = self.clock.now()
         self.state.link_bytes_per_second = self.state.link.bytes_per_second
         for m in self.state.models.values():
-            m.traffic = TrafficStats.since(now)
+            m.traffic = m.traffic.restarted(now)
         if self.story.whole:
             self.story.record_snapshot(now, snapshot(self.state, self.preset, self.story))
         outputs: list[Output] = []

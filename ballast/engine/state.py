@@ -20,7 +20,6 @@ from ballast.core.job import SequenceWork
 from ballast.core.model import kv_room
 from ballast.core.request import Request, RequestState
 from ballast.core.settings import DeviceSettings
-from ballast.core.traffic import TrafficStats
 from ballast.core.view import Residency
 from ballast.engine import kv_swap
 from ballast.engine.activation_rate import ActivationRate
@@ -115,7 +114,7 @@ class DeviceState:
 
     def enrol(self, m: ModelState) -> None:
         """Add a model to the device."""
-        m.traffic = TrafficStats.since(self.now)
+        m.traffic = m.traffic.restarted(self.now)
         m.report_to(self.news)
         self.tiers.watch(m)
         self.news.n += 1

@@ -19,6 +19,7 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `frozen_heap`: Keep full garbage collections out of live measurements.
 - `in_place`: Passes that read weights in host memory, over the shared link.
 - `job_spread`: Random variation of job durations.
+- `known_traffic`: Traffic whose future is known: oracle estimates.
 - `lanes`: Jobs of several lanes that share compute and memory bandwidth.
 - `kv_tiers`: KV of simulated devices in a virtual host tier.
 - `layer_passes`: Forward passes that wait for layers in transfer.

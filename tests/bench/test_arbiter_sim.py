@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import cast
 
 import pytest
 
+import ballast.policy
 from ballast.core.cost import UNMEASURED
 from ballast.workload.workload import Workload, WorkloadRequest
 from benchmarks import arbiter_sim
@@ -14,7 +17,7 @@ from benchmarks.headroom import bound
 
 
 def shares(ours: float, **others: float) -> dict[str, list[float]]:
-    rest = dict.fromkeys(arbiter_sim.OTHERS, 0.5) | others
+    rest = dict.fromkeys(arbiter_sim.RIVALS, 0.5) | others
     return {arbiter_sim.OURS: [ours], **{p: [share] for p, share in rest.items()}}
 
 
@@ -28,6 +31,46 @@ def test_the_worst_cell_and_the_headroom_are_of_the_best_other() -> None:
     assert found["worst_vs_best_other"] == pytest.approx(-10.0)
     assert found["headroom_closed"] == pytest.approx(0.5)  # of the first alone
     assert found["cells"]["b.4"]["best_other"] == "balloon"
+
+
+def test_rivals_have_the_better_of_both_orders_and_are_dropped_ten_points_behind() -> None:
+    by_row = {
+        "prism+round-robin": 0.9,
+        "prism+deadline": 0.8,
+        "balloon+round-robin": 0.7,
+        "balloon+deadline": 0.85,
+        arbiter_sim.OURS: 0.6,
+        arbiter_sim.AMPLE: 1.0,
+    }
+    asked = []
+
+    class Measured:
+        def run(self, wanted: list[tuple[str, float, str, int]]) -> list[float]:
+            asked.extend(wanted)
+            return [by_row.get(row, 0.3) - 0.01 * seed for _, _, row, seed in wanted]
+
+    bench = cast(arbiter_sim.Bench, Measured())
+    found = arbiter_sim.cell(bench, "steady", 4.0, 2, ["prism", "balloon", "lru"])
+    assert found["prism"] == pytest.approx([0.9, 0.89])
+    assert found["balloon"] == pytest.approx([0.85, 0.84])
+    assert found["lru"] == pytest.approx([0.3])
+    assert found[arbiter_sim.OURS] == pytest.approx([0.6, 0.59])
+    assert {row for *_, row, seed in asked if seed} == {
+        arbiter_sim.OURS,
+        "prism+round-robin",
+        "balloon+deadline",
+    }
+
+
+def test_kept_runs_of_rivals_depend_on_no_code_of_ours() -> None:
+    """No policy of a rival imports a file whose changes keep the runs of rivals."""
+    policy = Path(ballast.policy.__file__).parent
+    names = [own.removesuffix(".py").rstrip("/").replace("/", ".") for own in arbiter_sim.OWN]
+    for file in policy.rglob("*.py"):
+        if not arbiter_sim.is_own(f"ballast/policy/{file.relative_to(policy).as_posix()}"):
+            text = file.read_text()
+            assert not [name for name in names if f"import ballast.policy.{name}" in text]
+            assert not [name for name in names if f"from ballast.policy.{name}" in text], file
 
 
 def test_paired_differences_have_an_interval() -> None:

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from ballast.policy.presets import resolve
-from benchmarks import fleet, mirage_live, mux_sim, prices, prism_live, seam, sim_fidelity
+from benchmarks import (
+    arbiter_sim,
+    fleet,
+    mirage_live,
+    mux_sim,
+    prices,
+    prism_live,
+    seam,
+    sim_fidelity,
+)
 from benchmarks.contenders import SHARINGS, Comparison, Contender, defaults
 from benchmarks.mirage_curves import COMPARED, KVSWAPS, POOL_ROWS, SHARE_ROWS
 from benchmarks.mirage_sweeps import SWEEPS
@@ -17,6 +26,7 @@ TABLES = {
     "seam": seam.COMPARED,
     "sim_fidelity": sim_fidelity.COMPARED,
     "prices": prices.COMPARED,
+    "arbiter_sim": arbiter_sim.COMPARED,
     "mux_sim": mux_sim.COMPARED,
     "prism_live": prism_live.COMPARED,
     "mirage, pool": SHARINGS["pool"],
