@@ -38,7 +38,7 @@ class DeviceRecord(ABC):
         self.requests = OpenRequests(
             suspicions, timers, self._queue_of, self._began, self._residency_of
         )
-        self.specs: Mapping[str, ModelSpec] = {}
+        self.specs = {}
         self.failed: Mapping[str, str] = {}
         """Models of its fleet that it could not load, with the reason."""
         self.report: DeviceReport | None = None
@@ -112,6 +112,16 @@ class DeviceRecord(ABC):
 
     # -- its models -------------------------------------------------------------------------------
 
+    @property
+    def specs(self) -> Mapping[str, ModelSpec]:
+        """The models that it serves, by name."""
+        return self._specs
+
+    @specs.setter
+    def specs(self, specs: Mapping[str, ModelSpec]) -> None:
+        self._specs = specs
+        self._queues = {s.name: (s, base) for base in specs.values() for s in base.served}
+
     def base_of(self, name: str) -> ModelSpec | None:
         """Return the model that runs requests for `name`, a model or adapter; None: unknown."""
         found = self._queue_of(name)
@@ -119,12 +129,12 @@ class DeviceRecord(ABC):
 
     def serves(self, name: str) -> bool:
         """Return whether it serves `name`, a model or an adapter of one."""
-        return any(name in _names(base) for base in self.specs.values())
+        return name in self._queues
 
     def takes(self, name: str) -> bool:
         """Return whether it accepts new requests for a model, or an adapter of one."""
-        found = (base.name for base in self.specs.values() if name in _names(base))
-        accepted = any(base not in self.leaving for base in found)
+        base = self.base_of(name)
+        accepted = base is not None and base.name not in self.leaving
         return accepted and not self.cordoned and name not in self.set_aside
 
     @property
@@ -180,7 +190,7 @@ class DeviceRecord(ABC):
     def _given(self, submission: Submission) -> tuple[ModelSpec, RoutedPrefixes, str] | None:
         """Return the base of a request's model, the prefixes routed for it, and the request's
         salt."""
-        base = next((b for b in self.specs.values() if submission.model in _names(b)), None)
+        base = self.base_of(submission.model)
         if base is None:
             return None
         prefixes = self._prefixes.get(base.name)
@@ -195,8 +205,7 @@ class DeviceRecord(ABC):
     def _queue_of(self, name: str) -> tuple[ModelSpec, ModelSpec] | None:
         """Return a model or adapter as clients see it, and the base in whose queue its requests
         wait; None: unknown."""
-        served = ((s, base) for base in self.specs.values() for s in base.served)
-        return next((found for found in served if found[0].name == name), None)
+        return self._queues.get(name)
 
 
 def _names(base: ModelSpec) -> list[str]:
