@@ -5,7 +5,7 @@ conversation of its own: a first turn of so many tokens, then one of three misha
 turn, which goes on with 200 more tokens. Before the second turn a short request to the same model
 brings the weights back and compiles what a new process has to, so that only KV is compared. Two
 servers in turns: one keeps KV on the host and on disk, the other has neither and computes the
-history again.
+history again. (`--quick`: 2,000 tokens, unpaced, one round: four server starts.)
 
 `kept_ttft_ratio`: median time to the first token of the second turn, over the same without tiers,
 when the model was `evicted`, its worker `killed` (SIGKILL), the server `restarted`. `paced`: over
@@ -16,6 +16,7 @@ the first turn that the second found.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -57,6 +58,10 @@ class Arm:
     file: Path
     seconds: dict[str, list[float]] = field(default_factory=lambda: {m: [] for m in MISHAPS})
     cached: list[float] = field(default_factory=list)
+
+    @property
+    def medians(self) -> dict[str, float]:
+        return {m: statistics.median(seconds) for m, seconds in self.seconds.items()}
 
 
 def make_model(directory: Path, context: int) -> int:
@@ -119,15 +124,17 @@ def ask(client: httpx.Client, prompt: Sequence[int]) -> tuple[float, int]:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 first = first or time.perf_counter() - began
-                if '"cached_tokens":' in line:
-                    cached = int(line.rsplit('"cached_tokens":', 1)[1].split("}")[0])
+                if usage := json.loads(line[6:]).get("usage"):
+                    cached = usage["prompt_tokens_details"]["cached_tokens"]
     return first, cached
 
 
-def healthy(client: httpx.Client) -> None:
+def replaced(client: httpx.Client) -> None:
+    """Wait until another worker serves in place of the first."""
     deadline = time.perf_counter() + TIMEOUT
     while time.perf_counter() < deadline:
-        if client.get("/health").status_code == 200:
+        device = client.get("/admin/state").json()["devices"][0]
+        if device["restarts"] and device["status"] == "ok":
             return
         time.sleep(0.1)
     raise TimeoutError("the server does not answer")
@@ -144,64 +151,70 @@ def settle(client: httpx.Client, tiers: bool) -> None:
         before = now
 
 
-def conversation(arm: Arm, rng: random.Random, length: int, tiers: bool) -> None:
-    """One conversation for each mishap."""
-    for mishap in MISHAPS:
-        history = rng.choices(TOKENS, k=length)
+class Rounds:
+    """Rounds of one arm. A server is restarted in each; it goes on with the next one's turns."""
+
+    def __init__(self, arm: Arm, rng: random.Random, length: int, tiers: bool) -> None:
+        self._arm, self._rng, self._length, self._tiers = arm, rng, length, tiers
+        self._unfinished: list[int] | None = None
+        """The conversation whose server ends between its turns."""
+
+    def run(self, more: bool) -> None:
+        """Finish the round before, if there was one, and, if `more`, begin the next."""
         with (
-            serving(arm.file, "--log-level", "warning", "--no-changes") as running,
+            serving(self._arm.file, "--log-level", "warning", "--no-changes") as running,
             client_of(running) as client,
         ):
-            ask(client, rng.choices(TOKENS, k=20))
-            ask(client, history)
-            settle(client, tiers)
-            if mishap == "evicted":
-                client.post("/admin/models/m/evict").raise_for_status()
-            elif mishap == "killed":
-                os.kill(running.worker, signal.SIGKILL)
-                time.sleep(0.5)
-                healthy(client)
-            if mishap != "restarted":
-                _second(arm, mishap, client, rng, history)
-        if mishap == "restarted":
-            with (
-                serving(arm.file, "--log-level", "warning", "--no-changes") as running,
-                client_of(running) as client,
-            ):
-                _second(arm, mishap, client, rng, history)
+            if self._unfinished is not None:
+                self._second(client, "restarted", self._unfinished)
+            if not more:
+                return
+            history = self._first(client)
+            client.post("/admin/models/m/evict").raise_for_status()
+            self._second(client, "evicted", history)
+            history = self._first(client)
+            os.kill(running.worker, signal.SIGKILL)
+            replaced(client)
+            self._second(client, "killed", history)
+            self._unfinished = self._first(client)
+
+    def _first(self, client: httpx.Client) -> list[int]:
+        """Answer a conversation's first turn; returns its prompt."""
+        history = self._rng.choices(TOKENS, k=self._length)
+        ask(client, self._rng.choices(TOKENS, k=20))
+        ask(client, history)
+        settle(client, self._tiers)
+        return history
+
+    def _second(self, client: httpx.Client, mishap: str, history: list[int]) -> None:
+        ask(client, self._rng.choices(TOKENS, k=MORE))
+        seconds, cached = ask(client, [*history, *self._rng.choices(TOKENS, k=MORE)])
+        self._arm.seconds[mishap].append(seconds)
+        self._arm.cached.append(cached / len(history))
 
 
-def _second(
-    arm: Arm, mishap: str, client: httpx.Client, rng: random.Random, history: list[int]
-) -> None:
-    ask(client, rng.choices(TOKENS, k=MORE))
-    seconds, cached = ask(client, [*history, *rng.choices(TOKENS, k=MORE)])
-    arm.seconds[mishap].append(seconds)
-    arm.cached.append(cached / len(history))
-
-
-def measure(length: int, rounds: int, scratch: Path, paced: bool) -> dict[str, Any]:
-    directory = scratch / f"{length}-{paced}"
-    directory.mkdir()
-    kv_bytes = make_model(directory, length + 1024)
+def measure(
+    directory: Path, kv_bytes: int, length: int, rounds: int, paced: bool
+) -> dict[str, Any]:
     rng = random.Random(length)
-    without = Arm(fleet(directory, "computed", False, None))
-    conversation(without, rng, length, False)
-    per_token = statistics.median(without.seconds["evicted"]) / (length + MORE)
+    name = f"{length}-{'paced' if paced else 'unpaced'}"
+    without = Arm(fleet(directory, f"{name}-computed", False, None))
+    computed = Rounds(without, rng, length, False)
+    computed.run(True)
+    per_token = without.seconds["evicted"][0] / (length + MORE)
     bandwidth = PCIE5 * kv_bytes / per_token if paced else None
-    kept = Arm(fleet(directory, "kept", True, bandwidth))
+    with_tiers = Arm(fleet(directory, f"{name}-kept", True, bandwidth))
+    kept = Rounds(with_tiers, rng, length, True)
     for i in range(rounds):
-        conversation(kept, rng, length, True)
-        if i + 1 < rounds:
-            conversation(without, rng, length, False)
-    median = statistics.median
+        kept.run(True)
+        computed.run(i + 1 < rounds)
+    kept.run(False)
+    found, expected = with_tiers.medians, without.medians
     return {
-        "kept_ttft_ratio": {
-            m: median(kept.seconds[m]) / median(without.seconds[m]) for m in MISHAPS
-        },
-        "kept_ms": {m: 1e3 * median(kept.seconds[m]) for m in MISHAPS},
-        "computed_ms": {m: 1e3 * median(without.seconds[m]) for m in MISHAPS},
-        "cached": min(kept.cached),
+        "kept_ttft_ratio": {m: found[m] / expected[m] for m in MISHAPS},
+        "kept_ms": {m: 1e3 * found[m] for m in MISHAPS},
+        "computed_ms": {m: 1e3 * expected[m] for m in MISHAPS},
+        "cached": min(with_tiers.cached),
         "link_bytes_per_second": bandwidth,
     }
 
@@ -222,10 +235,12 @@ def main() -> None:
     lengths, rounds = ((2000,), 1) if args.quick else ((2000, 8000), 3)
     result: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        kv_bytes = make_model(directory, max(lengths) + 1024)
         for length in lengths:
             for paced in (False,) if args.quick else (False, True):
                 name = f"{length} tokens, {'paced' if paced else 'unpaced'}"
-                result[name] = measure(length, rounds, Path(scratch), paced)
+                result[name] = measure(directory, kv_bytes, length, rounds, paced)
     finish(args, "kept", result, show(result))
 
 

@@ -182,6 +182,8 @@ class TokenOutput:
     """Seconds from the request's arrival to its first admission; set with its first token only."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission; set with its first token only."""
+    fetched: tuple[tuple[str, int], ...] = ()
+    """Of these, tokens whose KV came from tiers below the device, by tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,8 @@ class FinishedOutput:
     output_tokens: int
     cached_tokens: int
     preemptions: int
+    fetched: tuple[tuple[str, int], ...] = ()
+    """Of the cached tokens, those whose KV came from tiers below the device, by tier."""
 
 
 @dataclass(frozen=True, slots=True)

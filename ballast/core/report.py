@@ -64,6 +64,9 @@ class ModelReport:
     """Paused requests: the client does not read, or the grammar is being compiled."""
     borrowed_pages: int = 0
     """Pages of other devices that back its KV."""
+    staged_blocks: int = 0
+    """KV blocks of its requests that lie on the host and are read layer by layer."""
+    staged_bytes: int = 0
     layers: int = 0
     """Number of layers."""
     resident_layers: int = 0

@@ -196,6 +196,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
+    fetched: tuple[tuple[str, int], ...] = ()
+    """Of these, tokens whose KV came from tiers below the device, by tier."""
     preemptions: int = 0
     in_flight: bool = False
     """Whether it is part of a job that has been started and has not ended."""

@@ -133,18 +133,21 @@ def _numbers(now: ServerNow, rates: Rates, width: int) -> list[Text]:
 
 
 def _kept(now: ServerNow) -> list[Text]:
-    """Draw the KV tiers below the devices, if there are any."""
+    """Draw the KV that is not on the devices, if there is any: in tiers below them, and staged."""
+    staged = sum(m.report.staged_bytes for m in now.models)
+    parts = [f"staged {format_bytes(staged)}"] if staged else []
     if now.kv is None:
-        return []
-    tiers = (
-        f"{tier.tier} {format_bytes(tier.used_bytes)} of {format_bytes(tier.capacity_bytes)}"
-        for tier in now.kv.tiers
-    )
-    fetched = sum(n for device in now.devices for n in device.fetched_tokens.values())
-    line = _line((f"{'kept KV':{_INDENT}}", _FAINT), (_GAP.join(tiers), ""))
+        return [_line((f"{'kept KV':{_INDENT}}", _FAINT), (_GAP.join(parts), ""))] if parts else []
+    fetched = sum((Counter(device.fetched_tokens) for device in now.devices), Counter[str]())
+    tiers = [
+        f"{t.tier} {format_bytes(t.used_bytes)} of {format_bytes(t.capacity_bytes)}, "
+        f"{fetched[t.tier]} tokens fetched"
+        for t in now.kv.tiers
+    ]
+    line = _line((f"{'kept KV':{_INDENT}}", _FAINT), (_GAP.join([*tiers, *parts]), ""))
     if now.kv.disk_fault:
         line.append(f"{_GAP}disk: {now.kv.disk_fault}", "red")
-    return [line.append(f"{_GAP}{fetched} tokens fetched", _FAINT)]
+    return [line]
 
 
 def _pool(name: str, of: ServerNow | DeviceNow, width: int) -> Text:

@@ -121,14 +121,16 @@ def _token(
     state: DeviceState, m: ModelState, request: Request, new: SampledToken, now: float
 ) -> list[Output]:
     """Append a sampled token to a request, and finish the request if it was the last one."""
-    queued, cached = None, 0
+    queued, cached, fetched = None, 0, ()
     if request.first_token_at is None:
         assert request.admitted_at is not None
         queued = request.admitted_at - request.submission.arrival
-        cached = request.cached_tokens
+        cached, fetched = request.cached_tokens, request.fetched
     m.running.extend(request, new.token, now)
     n = request.generated
-    output = TokenOutput(request.id, new.token, n - 1, new.logprob, new.top, queued, cached)
+    output = TokenOutput(
+        request.id, new.token, n - 1, new.logprob, new.top, queued, cached, fetched
+    )
     reason = "stop" if new.ends else finish_reason(m, request.submission, new.token, n)
     return [output] if reason is None else [output, _finished(state, m, request, reason)]
 
@@ -147,6 +149,7 @@ def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) 
         request.generated,
         request.cached_tokens,
         request.preemptions,
+        request.fetched,
     )
     return state.end(request, RequestState.FINISHED, output)
 

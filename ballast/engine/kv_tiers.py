@@ -190,10 +190,12 @@ class KvTiers:
         if not came:
             return
         assert here.tiers is not None
-        for letter in here.tiers[here.start : here.start + came]:
-            self.fetched_tokens[TIER_OF[letter]] += size
+        letters = Counter(here.tiers[here.start : here.start + came])
+        fetched = {tier: letters[a] * size for a, tier in TIER_OF.items() if letters[a]}
+        self.fetched_tokens.update(fetched)
         if r.cached_tokens == r.computed and not r.generated:
             r.cached_tokens += came * size
+            r.fetched = tuple((tier.value, n) for tier, n in fetched.items())
         m.running.compute(r, (here.start + came) * size)
         m.kv.hit_tokens += came * size
         m.kv.remember(r.tokens, r.blocks, r.computed, r.salt, r.submission.tenant)

@@ -79,6 +79,8 @@ def _model(m: ModelState, now: float) -> ModelReport:
         cached_tokens=m.cached_tokens,
         output_tokens=m.output_tokens,
         borrowed_pages=m.kv.borrowed_pages,
+        staged_blocks=len(m.kv.staged),
+        staged_bytes=len(m.kv.staged) * m.spec.block_bytes,
         layers=layers,
         resident_layers=layers - rotating - absent - in_place if here else 0,
         in_place_layers=in_place,

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from ballast.cluster.kept_kv import KvReport, TierReport
 from ballast.core.settings import Slo
 from ballast.dashboard.columns import rows
 from ballast.dashboard.memory import pool
@@ -246,3 +247,15 @@ def test_tokens_per_second_are_drawn_once_there_were_some() -> None:
         now = reading(present("a", names=[served("a", tokens)]), uptime=uptime)
         rates.add(now)
     assert line(shown(now, rates=rates), "requests").endswith("20.0 tokens/s  ▃█")
+
+
+def test_kept_kv_is_said_by_tier_and_what_is_staged() -> None:
+    model = present("a", weight_pages=20, staged_blocks=3, staged_bytes=3 << 20)
+    now = reading(model)
+    assert "staged 3MiB" in line(shown(now), "kept KV")
+    device = msgspec.structs.replace(one_of(now, "cpu:0"), fetched_tokens={"host": 96})
+    tiers = [TierReport("host", 4 << 30, 1 << 30, 9, {}), TierReport("disk", 8 << 30, 0, 0, {})]
+    kept = msgspec.structs.replace(now, devices=[device], kv=KvReport(tiers, {}, ""))
+    found = line(shown(kept), "kept KV")
+    assert "host 1GiB of 4GiB, 96 tokens fetched" in found
+    assert "disk 0B of 8GiB, 0 tokens fetched" in found

@@ -89,6 +89,7 @@ def test_kv_survives_eviction_and_its_device(settings: FleetSettings) -> None:
         again = server.generate([turn("2", second(first))])["2"]
         check(again, expected)
         assert again.finished.cached_tokens == full * size
+        assert again.finished.fetched == (("host", full * size),)
         assert server.device.state.tiers.fetched_tokens.total() == full * size
         server.drain()
         server.device.state.validate()

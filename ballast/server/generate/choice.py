@@ -64,6 +64,8 @@ class Choice:
         """Output tokens from the end of the tag that opens reasoning to that of the one that closes
         it."""
         self.cached_tokens = 0
+        self.fetched: tuple[tuple[str, int], ...] = ()
+        """Of the cached tokens, those whose KV came from tiers below the device, by tier."""
         self.finish_reason: str | None = None
         self.echo = echo
         self._silent = silent
@@ -95,7 +97,7 @@ class Choice:
     def add_token(self, output: TokenOutput) -> OutputPiece:
         """Add one token, and return its text. It ends the choice if it completes a stop string."""
         if output.index == 0:
-            self.cached_tokens = output.cached_tokens
+            self.cached_tokens, self.fetched = output.cached_tokens, output.fetched
         if self._silent:
             return OutputPiece(self.index, "")
         self.output_tokens += 1

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from ballast.cluster.output_stream import OutputStream
@@ -80,11 +81,15 @@ class Generation(RequestAnswer):
         choices = list(self._choices.values())
         # Each prompt counts once, by its first choice: the others find what that one has cached.
         prompts = {c.prompt: c for c in reversed(choices)}.values()
+        fetched = Counter[str]()
+        for c in prompts:
+            fetched.update(dict(c.fetched))
         return Usage.of(
             sum(c.prompt_tokens for c in prompts),
             sum(c.output_tokens for c in choices),
             sum(c.cached_tokens for c in prompts),
             sum(c.reasoning_tokens for c in choices),
+            fetched,
         )
 
     def _add_outputs(self, outputs: Iterable[Output], pieces: list[OutputPiece]) -> Fault | None:

@@ -191,6 +191,8 @@ _MODEL_GAUGES = (
         "paused",
     ),
     ("ballast_cached_pages", "Pages that hold cached prefixes only", "cached_pages"),
+    ("ballast_staged_blocks", "KV blocks read on the host, layer by layer", "staged_blocks"),
+    ("ballast_staged_bytes", "Bytes of these", "staged_bytes"),
     ("ballast_layers", "Decoder layers", "layers"),
     ("ballast_resident_layers", "Layers on the device in memory of their own", "resident_layers"),
     ("ballast_in_place_layers", "Layers that are read in host memory", "in_place_layers"),

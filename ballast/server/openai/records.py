@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -15,6 +17,8 @@ StopReason = str | int | msgspec.UnsetType
 
 class PromptDetails(msgspec.Struct):
     cached_tokens: int
+    cached_tokens_by_tier: dict[str, int] | msgspec.UnsetType = UNSET
+    """Where their KV was: `device`, `host`, `disk`; unset where all of it was on the device."""
 
 
 class CompletionDetails(msgspec.Struct):
@@ -31,8 +35,17 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionDetails
 
     @classmethod
-    def of(cls, prompt: int, completion: int, cached: int, reasoning: int = 0) -> Usage:
-        details = PromptDetails(cached), CompletionDetails(reasoning)
+    def of(
+        cls,
+        prompt: int,
+        completion: int,
+        cached: int,
+        reasoning: int = 0,
+        fetched: Mapping[str, int] = MappingProxyType({}),
+    ) -> Usage:
+        """`fetched`: of the cached tokens, those from tiers below the device."""
+        tiers = {"device": cached - sum(fetched.values()), **fetched} if fetched else UNSET
+        details = PromptDetails(cached, tiers), CompletionDetails(reasoning)
         return cls(prompt, completion, prompt + completion, *details)
 
 

@@ -108,6 +108,7 @@ OUTPUTS = [
     TokenOutput("r-0", 5, 0, -0.25),
     TokenOutput("r-0", 6, 1),
     FinishedOutput("r-0", "length", 3, 2, 1, 0),
+    FinishedOutput("r-2", "length", 90, 2, 64, 0, (("host", 48), ("disk", 16))),
     FailedOutput("r-1", "internal_error", "why"),
     CancelledOutput("r-2"),
 ]
