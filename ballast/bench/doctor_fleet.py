@@ -28,6 +28,7 @@ from ballast.memory.cuda.devices import reach_of
 from ballast.memory.cuda.driver import CudaDriver
 from ballast.models.parallel.model import check_parallel
 from ballast.policy.presets import preset_of
+from ballast.policy.requirements import Requirements
 from ballast.weights import packing
 from ballast.weights.checkpoint import clipped_context, read_spec
 from ballast.weights.gguf_tensors import is_gguf_checkpoint
@@ -77,14 +78,14 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
         yield Finding("devices", Verdict.FAIL, str(error), cure)
         return
     devices = [device for device, _ in settings.devices.values()]
-    layered = preset_of(settings).requires.kv_swapping
+    requires = preset_of(settings).requires
     for i, device in enumerate(devices):
         own = [spec for spec in specs if device.name in homes[spec.name]]
         where = f" on {device.name}" if settings.others else ""
         if own and device.tensor_parallel > 1:
             yield from _group([s.name for s in own], settings, device, i, where, isolation)
         elif own:
-            yield from _device(own, device, i, where, layered)
+            yield from _device(own, device, i, where, requires)
         if unproven := never_run(settings, device):
             cure = "do without, or expect faults"
             found = f"no GPU has ever run {'; '.join(unproven)}: see {WHERE}"
@@ -129,8 +130,8 @@ def _group(
             cure = f"change `devices[{i}].tensor_parallel`, or place the model elsewhere"
             yield Finding(model.name + where, Verdict.FAIL, str(error), cure)
     if specs:
-        layered = preset_of(settings).requires.kv_swapping
-        yield from _device(specs, settings_of_rank(device), i, f"{where}, on each rank", layered)
+        requires = preset_of(settings).requires
+        yield from _device(specs, settings_of_rank(device), i, f"{where}, on each rank", requires)
 
 
 def lending(settings: FleetSettings) -> Finding:
@@ -155,22 +156,23 @@ def _reaches(settings: FleetSettings) -> dict[str, GpuReach | None]:
 
 
 def _device(
-    specs: list[ModelSpec], device: DeviceSettings, i: int, where: str, layered: bool
+    specs: list[ModelSpec], device: DeviceSettings, i: int, where: str, requires: Requirements
 ) -> Iterator[Finding]:
     """Findings about one device, `devices[i]`, and its models, which it takes in and refuses as a
-    server does; `layered`: as of `check_room`."""
+    server does; `requires`: the memory policy's."""
+    layered, in_place = requires.kv_swapping, requires.in_place
     served: list[ModelSpec] = []
     refused: dict[str, str] = {}
     for spec in specs:
         try:
-            check_room(spec, served, device, layered=layered)
+            check_room(spec, served, device, layered=layered, in_place=in_place)
         except ConfigError as error:
             refused[spec.name] = str(error)
         else:
             served.append(spec)
     for spec in specs:
         there = [*(o for o in served if o is not spec), spec]
-        yield _model(spec, there, device, i, where, layered, refused.get(spec.name))
+        yield _model(spec, there, device, i, where, requires, refused.get(spec.name))
     yield _budget(specs, device, where)
 
 
@@ -180,7 +182,7 @@ def _model(
     device: DeviceSettings,
     i: int,
     where: str,
-    layered: bool,
+    requires: Requirements,
     refused: str | None,
 ) -> Finding:
     """Report the longest request that a device serves beside the other models in `there`.
@@ -188,11 +190,12 @@ def _model(
     `refused`: why the device cannot serve the model at all.
     """
     page = device.page_bytes
-    layout = kv_layout(spec, device, layered=layered)
+    layout = kv_layout(spec, device, layered=requires.kv_swapping)
     weights = spec.weight_pages(page)
     full = layout.pages(ceil_div(spec.max_model_len, spec.block_tokens))
     left = device.budget_bytes // page - pages_aside(there, device)
-    alone = kv_room(left, [o for o in there if o.pinned or o is spec], page, None)
+    beside = () if requires.in_place else [o for o in there if o.pinned or o is spec]
+    alone = kv_room(left, beside, page, None)
     tokens = max(0, alone // layout.slab_pages) * layout.blocks_per_slab * spec.block_tokens
     found = (
         f"{spec.dtype}, {format_bytes(weights * page)} of weights, "

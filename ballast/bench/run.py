@@ -83,9 +83,10 @@ def compare_virtual(
     profile = calibrate(fleet, progress=progress) if device is None else device.of(specs)
     for preset in presets:
         chosen = replace(fleet, preset=preset, options=options_of(fleet, preset))
-        layered = resolve(preset, chosen.options).requires.kv_swapping
+        needs = resolve(preset, chosen.options).requires
         for i, spec in enumerate(specs):
-            check_room(spec, specs[:i], fleet.device, layered=layered)
+            layered, in_place = needs.kv_swapping, needs.in_place
+            check_room(spec, specs[:i], fleet.device, layered=layered, in_place=in_place)
         with stories(fresh(story, preset, presets)) as sink_of:
             sink = sink_of(fleet.device.name)
             slos = slos_of(fleet)

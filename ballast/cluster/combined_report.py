@@ -93,7 +93,7 @@ def _sum(a: ModelReport, b: ModelReport) -> ModelReport:
     counts = {
         f.name: getattr(a, f.name) + getattr(b, f.name)
         for f in fields(ModelReport)
-        if f.name not in ("name", "residency", "set_aside", "cached_pages_of")
+        if f.name not in ("name", "residency", "set_aside", "cached_pages_of", "costs")
     }
     # One that another device still serves is not set aside.
     aside = {n: why for n, why in a.set_aside.items() if n in b.set_aside}

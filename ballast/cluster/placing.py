@@ -33,9 +33,8 @@ def homes_of(fleet: FleetSettings) -> dict[str, list[str]]:
     homes = {m.name: named(m, fleet) for m in fleet.models if m.devices}
     largest = max((device for device, _ in fleet.devices.values()), key=lambda d: d.budget_bytes)
     free = [m for m in fleet.models if not m.devices]
-    misfits = [
-        m for m in free if fleet.others and approximate_bytes(m, fleet) > largest.budget_bytes
-    ]
+    on_device = bool(fleet.others) and not preset_of(fleet).requires.in_place
+    misfits = [m for m in free if on_device and approximate_bytes(m, fleet) > largest.budget_bytes]
     found = placed([m for m in free if m not in misfits], fleet, homes)
     return homes | found | {m.name: [largest.name] for m in misfits}
 
@@ -60,7 +59,11 @@ def placed(
     devices = fleet.devices
     if len(devices) == 1:
         return {m.name: list(devices) for m in models}
-    sizes = {m.name: approximate_bytes(m, fleet) for m in (*fleet.models, *models)}
+    preset = preset_of(fleet)
+    if preset.requires.in_place:  # no model takes more of a device than its KV
+        sizes = {m.name: 1 for m in (*fleet.models, *models)}
+    else:
+        sizes = {m.name: approximate_bytes(m, fleet) for m in (*fleet.models, *models)}
     taken = dict.fromkeys(devices, 0)
     for name, at in homes.items():
         for device in at:
@@ -79,7 +82,7 @@ def placed(
         for name, (device, _) in devices.items()
     ]
     roles = {name: device.role for name, (device, _) in devices.items()}
-    return placed_by_role(preset_of(fleet).fleet, needs, rooms, roles)
+    return placed_by_role(preset.fleet, needs, rooms, roles)
 
 
 def placed_by_role(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ballast.core.cost import Traffic
+from ballast.core.cost import StepCosts, Traffic
 
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the histogram buckets of tokens per job; the same as vLLM's."""
@@ -91,6 +91,8 @@ class ModelReport:
     """Pages that hold cached prefixes only, by tenant (API key; empty: without one)."""
     set_aside: dict[str, str] = field(default_factory=dict)
     """Why requests for its name, or an adapter's, are refused: its last ones failed."""
+    costs: StepCosts | None = None
+    """Costs of its jobs, learned or given."""
     traffic: Traffic = field(default_factory=Traffic)
     """Recent traffic: rate of accepted requests, mean lengths of ended ones."""
 

@@ -184,6 +184,8 @@ class ModelView:
     """Part of `own_pages` that is read in host memory, and takes none on the device."""
     in_place: int = 0
     """Segments that are read in host memory, shared ones included."""
+    promoting: int = 0
+    """Pages to which segments read in host memory are being copied, beside passes."""
     plan: ResidencyPlan = NOTHING
     """Where its weights and KV are, or will be by orders."""
     _derived: dict[Callable[[ModelView], Any], Any] = field(

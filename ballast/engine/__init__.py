@@ -29,6 +29,7 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `migration`: Export and import of running requests' KV between devices.
 - `model`: One model on one device: weights, KV cache, costs, requests.
 - `pausing`: Pause and resume of requests.
+- `places`: Change which segments passes read in host memory, while a model stays.
 - `plan`: Form a model's next job: decodes, prefill chunks, admissions.
 - `promises`: Pages reserved for models whose claims have been covered.
 - `quarantine`: Set aside models whose requests fail with non-finite numbers.

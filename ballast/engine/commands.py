@@ -173,9 +173,11 @@ class CommandHandler:
         It replaces the model's present spec, if it has one."""
         state = self._state
         others = [m.spec for m in state.models.values() if m.spec.name != spec.name]
-        layered = state.swaps_kv
+        layered, in_place, aside = state.swaps_kv, state.weights_in_place, state.set_aside
         try:
-            check_room(spec, others, state.settings, layered=layered, aside=state.set_aside)
+            check_room(
+                spec, others, state.settings, layered=layered, in_place=in_place, aside=aside
+            )
         except ConfigError as error:
             return str(error)
         return None
@@ -264,6 +266,10 @@ class CommandHandler:
             return False
         if m.residency in (Residency.ACTIVATING, Residency.EVICTING):
             return False  # bytes may still be on their way into its pages
+        if m.weights.promotion.awaited:
+            m.weights.promotion.cancel()
+            m.version.n += 1
+            return False
         if m.weights.may_be_loading:
             if m.residency is Residency.RESIDENT:
                 layer_remap.drive_out(state, m)

@@ -47,7 +47,7 @@ from ballast.core.migration import (
 )
 from ballast.core.request import Request, RequestState, WaitsFor
 from ballast.core.units import ceil_div
-from ballast.engine import jobs, layer_remap, pausing, staging
+from ballast.engine import jobs, layer_remap, pausing, places, staging
 from ballast.engine.admission import finish_reason, fitted, refusal
 from ballast.engine.lending import Heard
 from ballast.engine.state import DeviceState
@@ -139,7 +139,10 @@ def _grammar_ready(state: DeviceState, event: GrammarReadyEvent) -> list[Output]
 
 
 def _transfer_done(state: DeviceState, event: TransferDoneEvent) -> list[Output]:
-    m = next(m for m in state.models.values() if m.life.transfer_id == event.transfer_id)
+    models = state.models.values()
+    m = next((m for m in models if m.life.transfer_id == event.transfer_id), None)
+    if m is None:
+        return places.promoted(state, event)
     failed = event.error is not None
     state.activation_rate.end(event.transfer_id, event.n_bytes, state.now, failed=failed)
     if m.life.stopping:

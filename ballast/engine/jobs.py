@@ -31,11 +31,13 @@ def done(state: DeviceState, event: JobDoneEvent) -> list[Output]:
     m.lane_seconds += event.seconds * state.lanes.share(event.job)
     if not m.life.moving and any(work.tokens for work in event.job.work):
         load = event.job.load
-        # One that ran beside the copies it waited for says little of those to come.
-        seconds = None if m.life.early else event.seconds - event.stall
+        # One that ran beside the copies it waited for says little of those to come. What passes
+        # read in host memory they read each time.
+        stall = 0.0 if m.weights.plan.in_place else event.stall
+        seconds = None if m.life.early else event.seconds - stall
         m.took(seconds, load)
         if seconds is not None:
-            m.cost(now - m.life.job_began - event.stall, load)
+            m.cost(now - m.life.job_began - stall, load)
         m.weights.job_passed()
     for work in event.job.work:
         request = state.requests[work.request_id]

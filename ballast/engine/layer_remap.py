@@ -1,4 +1,5 @@
-"""Remap a model's layers (change which of them rotate), or evict the model, when it is safe.
+"""Remap a model's layers (change which of them rotate or are read in place), or evict the model,
+when it is safe.
 
 Used by `apply`, by commands, and at the end of jobs and loads. A remap or eviction is ordered at
 once but carried out only when neither a job nor a load of a layer of the model is in flight, as
@@ -10,17 +11,17 @@ from __future__ import annotations
 from ballast.core.actions import Short
 from ballast.core.event import Output, RotationSettledEvent
 from ballast.core.residency_plan import ResidencyPlan
-from ballast.core.rotation import Rotation
 from ballast.core.view import Residency
 from ballast.engine.life_rules import Step
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 
 
-def remap(state: DeviceState, m: ModelState, wanted: Rotation) -> Short | None:
-    """Order a remap of a resident model to `wanted`. Additional pages that it needs are promised
-    to it now; if they are not free, returns the shortage and changes nothing."""
-    back = (m.weights.slots.rotation.n_freed - wanted.n_freed) * m.weights.slots.layer_pages
+def remap(state: DeviceState, m: ModelState, wanted: ResidencyPlan) -> Short | None:
+    """Order that other layers of a resident model rotate, as in `wanted`. Additional pages that it
+    needs are promised to it now; if they are not free, returns the shortage and changes nothing."""
+    slots = m.weights.slots
+    back = (slots.rotation.n_freed - wanted.rotation.n_freed) * slots.layer_pages
     short = state.pool.replace_promise(m.weights.owner, max(0, back))
     if short is not None:
         return short
@@ -91,8 +92,12 @@ def settled(state: DeviceState, event: RotationSettledEvent) -> list[Output]:
     return []
 
 
-def _turn(state: DeviceState, m: ModelState, wanted: Rotation) -> None:
-    if m.weights.remap(wanted) is not None:
+def _turn(state: DeviceState, m: ModelState, wanted: ResidencyPlan) -> None:
+    moves = wanted.in_place != m.weights.plan.in_place
+    if moves:
+        m.weights.read_in_place(wanted.in_place)
+    turns = wanted.rotation != m.weights.slots.rotation or not moves
+    if turns and not m.weights.plan.in_place and m.weights.remap(wanted.rotation) is not None:
         # Its promise is worth less than it was: pages that others were to give back are not
         # there yet. The policy will see, and may ask again; layers stay as they are.
         m.weights.remap(m.weights.slots.rotation)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from ballast.core.change_counter import ChangeCounter
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import Job
+from ballast.core.residency_plan import ResidencyPlan
 from ballast.core.rotation import Rotation
 from ballast.core.view import Residency
 from ballast.engine.life_rules import (
@@ -74,7 +75,7 @@ class Life:
         self._transfer: int | None = None
         self._broken: str | None = None
         self._job: Job | None = None
-        self._remap: Rotation | None = None
+        self._remap: ResidencyPlan | None = None
         self._swap: Rotation | None = None
         self._stuck: str | None = None
 
@@ -121,8 +122,8 @@ class Life:
         return self._job
 
     @property
-    def remap_to(self) -> Rotation | None:
-        """Rotation ordered by a remap that has not been carried out yet."""
+    def remap_to(self) -> ResidencyPlan | None:
+        """Plan of weights ordered by a remap that has not been carried out yet."""
         return self._remap
 
     @property
@@ -252,8 +253,9 @@ class Life:
         self._go(Transition.END_JOB)
         self._job = None
 
-    def order_remap(self, wanted: Rotation) -> None:
-        """Order a remap to `wanted`, for when no job and no load is in flight."""
+    def order_remap(self, wanted: ResidencyPlan) -> None:
+        """Order a remap to `wanted` (layers that rotate, segments read in place), for when no job
+        and no load is in flight."""
         self._go(Transition.ORDER_REMAP)
         self._remap = wanted
 
@@ -261,8 +263,8 @@ class Life:
         """Begin to wait for the end of loads of layers."""
         self._go(Transition.SETTLE)
 
-    def settled(self) -> Rotation | None:
-        """End the wait for loads; return the rotation to be put in force, None: no change."""
+    def settled(self) -> ResidencyPlan | None:
+        """End the wait for loads; return the plan to be put in force, None: no change."""
         self._go(Transition.SETTLED)
         wanted, self._remap = self._remap, None
         return wanted

@@ -11,7 +11,7 @@ residency  absent, activating, resident, evicting,     the weights
            failed
 landing    shut, open, broken                          jobs while the weights still arrive
 work       idle, busy                                  the job in flight
-layers     still, ordered, settling, quieting          which layers' weights rotate
+layers     still, ordered, settling, quieting          which layers rotate, or are read in place
 kv         still, ordered, moving, stuck               which layers' KV rotates
 stay       served, leaving, gone                       whether it belongs to the device
 =========  ==========================================  ===================================
@@ -45,7 +45,7 @@ class Work(enum.Enum):
 
 
 class RemapPhase(enum.Enum):
-    """Phase of a change of the layers that rotate."""
+    """Phase of a change of the layers that rotate, or are read in place."""
 
     STILL = "still"
     """No change is ordered."""

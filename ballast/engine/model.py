@@ -189,22 +189,24 @@ class ModelState:
     def rotation(self) -> Rotation:
         """Rotation that is ordered, or else in force."""
         wanted = self.life.remap_to
-        return self.weights.slots.rotation if wanted is None else wanted
+        return self.weights.slots.rotation if wanted is None else wanted.rotation
 
     @property
     def plan(self) -> ResidencyPlan:
         """Where its units are or, by orders, will be: of weights, and of KV."""
-        of_weights = self.weights.plan
-        rotation, kv = self.rotation, self.life.swap_to or self.kv.rotation
-        if rotation == of_weights.rotation and kv == WHOLE:
-            return of_weights
-        return replace(of_weights, rotation=rotation, kv=kv)
+        now, wanted = self.weights.plan, self.life.remap_to
+        kv = self.life.swap_to or self.kv.rotation
+        if wanted is not None:
+            return replace(now, rotation=wanted.rotation, in_place=wanted.in_place, kv=kv)
+        return now if kv == WHOLE else replace(now, kv=kv)
 
     @property
     def pages_to_take(self) -> int:
         """Pages that an ordered remap will take (negative: free)."""
-        slots = self.weights.slots
-        return (slots.rotation.n_freed - self.rotation.n_freed) * slots.layer_pages
+        slots, now = self.weights.slots, self.weights.plan
+        laid = (now.units[i] for i in self.plan.in_place - now.in_place)
+        freed = sum(unit.pages for unit in laid if not unit.shared)
+        return (slots.rotation.n_freed - self.rotation.n_freed) * slots.layer_pages - freed
 
     def took(self, seconds: float | None, load: JobLoad, jobs: int = 1) -> None:
         """Record a job that has ended, the last of `jobs` jobs with the same number of tokens.

@@ -25,7 +25,7 @@ def report(state: DeviceState, device: str, graphs: GraphReport | None = None) -
         owners[s.owner] = len(s.pages)
     for m in present:
         slots = m.weights.slots.pages
-        owners[m.weights.owner] = m.weights.present_pages - slots
+        owners[m.weights.owner] = m.weights.present_pages - slots + m.weights.promotion.pages
         if slots:
             owners[m.weights.slots.owner] = slots
         owners[f"kv:{m.spec.name}"] = m.kv.pages
@@ -60,7 +60,7 @@ def _model(m: ModelState, now: float) -> ModelReport:
     return ModelReport(
         name=m.spec.name,
         residency=m.residency.value,
-        weight_pages=plan.device_pages + sum(s.n_pages for s in held),
+        weight_pages=plan.device_pages + m.weights.promotion.pages + sum(s.n_pages for s in held),
         whole_pages=m.weights.pages,
         kv_pages=m.kv.pages,
         cached_pages=m.kv.cached_pages,
@@ -93,5 +93,6 @@ def _model(m: ModelState, now: float) -> ModelReport:
         stall_seconds=loads.stall_seconds,
         steps=StepTokens(tuple(m.step_counts), m.step_tokens),
         set_aside=dict(m.quarantine.reasons),
+        costs=m.costs,
         traffic=m.traffic.expected(now),
     )

@@ -1,8 +1,9 @@
 """Carry a model's residency plan out, whole, or refuse it with a reason.
 
 Called by `apply` for the action `Reside` and its abbreviations. A plan differs from the present one
-in one of three ways: units come, units go, or layers of weights and KV get other slots. What has to
-wait for jobs and loads is ordered here and done by `layer_remap` and `kv_swap`.
+in one of four ways: units come, units go, layers of weights and KV get other slots, or units are
+read in host memory instead of pages, or the other way round. What has to wait for jobs and loads is
+ordered here and done by `layer_remap`, `kv_swap` and `places`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from ballast.core.residency_plan import ResidencyPlan
 from ballast.core.rotation import WHOLE
 from ballast.core.view import Residency
-from ballast.engine import kv_swap, layer_remap
+from ballast.engine import kv_swap, layer_remap, places
 from ballast.engine.head_start import bytes_ahead
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -31,6 +32,8 @@ def reside(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:
         return bring(state, m, plan)
     if going:
         return give_up(state, m, plan)
+    if plan.in_place != m.plan.in_place or (plan == m.plan and m.weights.promotion.segments):
+        return places.change(state, m, plan)
     return turn(state, m, plan)
 
 
@@ -92,7 +95,7 @@ def turn(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:
     if plan == now:
         return "its layers are so already"
     if plan.in_place != now.in_place:
-        return "units are read in place from an activation to an eviction"
+        return "units change places with all layers out of slots"
     turns, swaps = plan.rotation != now.rotation, plan.kv != now.kv
     if turns and now.in_place:
         return "units are read in place: no layer passes through slots beside them"
@@ -103,7 +106,7 @@ def turn(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:
     if swaps and (refused := kv_swap.refusal(m, plan.kv)) is not None:
         return refused
     if turns:
-        short = layer_remap.remap(state, m, plan.rotation)
+        short = layer_remap.remap(state, m, plan)
         if short is not None:
             return f"short of {short.pages} pages"
     if swaps:

@@ -28,21 +28,24 @@ def check_room(
     settings: DeviceSettings,
     *,
     layered: bool = False,
+    in_place: bool = False,
     aside: int = 0,
 ) -> None:
     """Raise ConfigError if, with `spec` added to the device, it or one of `others` could serve no
     request even on an otherwise empty device.
 
     A model needs its weights and the first slab of its KV cache, beside what is set aside for
-    activations and graphs and the weights of pinned models. `layered`: KV lies layer by layer,
-    whatever `settings.kv_layout` is; `aside`: pages that are set aside already. Sizes in the
-    message are those of one rank.
+    activations and graphs and the weights of pinned models; or no weights, if passes read all of
+    them `in_place`, in host memory. `layered`: KV lies layer by layer, whatever
+    `settings.kv_layout` is; `aside`: pages that are set aside already. Sizes in the message are
+    those of one rank.
     """
     specs = [*others, spec]
     page = settings.page_bytes
     aside = max(aside, pages_aside(specs, settings))
     for m in specs:
-        weights = weight_pages([o for o in specs if o.pinned or o is m], page)
+        there = () if in_place else [o for o in specs if o.pinned or o is m]
+        weights = weight_pages(there, page)
         kv = kv_layout(m, settings, layered=layered).whole_pages
         least = aside + weights + kv
         if least * page <= settings.budget_bytes:

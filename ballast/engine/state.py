@@ -298,7 +298,7 @@ class DeviceState:
         return (
             self.lanes.busy
             or self.tiers.awaiting
-            or any(m.life.awaited for m in self.models.values())
+            or any(m.life.awaited or m.weights.promotion.awaited for m in self.models.values())
         )
 
     @property

@@ -97,6 +97,7 @@ def made_anew(m: ModelState) -> ModelView:
         plan=m.plan,
         in_place_pages=m.weights.plan.in_place_pages,
         in_place=len(m.weights.plan.in_place),
+        promoting=m.weights.promotion.pages,
     )
 
 
@@ -109,6 +110,8 @@ def deferred_pages(m: ModelState) -> int:
     deferred = sum(m.kv.if_freed(r.blocks)[0] for r in m.running.leaving)
     if life.remap_to is not None:
         deferred += max(0, -m.pages_to_take)
+    if m.weights.promotion.cancelled:
+        deferred += m.weights.promotion.pages
     if life.swap_to is not None:
         deferred += max(0, life.swap_to.n_freed - m.kv.rotation.n_freed) * m.kv.layer_pages
     return deferred

@@ -108,7 +108,7 @@ class LiveDevice:
         with ExitStack() as closing:
             self._open_machine(make_machine, vet, closing)
             device = _with_threads(self.machine.device)
-            self.models.load_all(device, progress, layered=preset.requires.kv_swapping)
+            self.models.load_all(device, progress, preset.requires)
             self._build_state(device, preset, costs or {}, closing)
             self._start_grammar_compiler(closing)
             self._make_all_executors()

@@ -13,6 +13,7 @@ from ballast.core.errors import BallastError, brief
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.engine.sizing import check_room
 from ballast.live.machine import Machine
+from ballast.policy.requirements import Requirements
 from ballast.weights.checkpoint import THREADS, clipped_context
 from ballast.weights.host import HostModel, HostTier
 
@@ -41,16 +42,17 @@ class HostedModels:
         """Models and adapters of the fleet that are not served, with the reason."""
 
     def load_all(
-        self, device: DeviceSettings, progress: Callable[[], object], *, layered: bool
+        self, device: DeviceSettings, progress: Callable[[], object], requires: Requirements
     ) -> None:
         """Load the fleet's models; one that cannot be read or has no room on `device` is refused.
-        `layered`: see `check_room`."""
+        `requires`: the memory policy's."""
+        layered, in_place = requires.kv_swapping, requires.in_place
         for settings in self._fleet.models:
             name = settings.name
             try:
                 others = [h.spec for h in self.by_name.values()]
                 host = self.by_name[name] = self.load(settings)
-                check_room(host.spec, others, device, layered=layered)
+                check_room(host.spec, others, device, layered=layered, in_place=in_place)
                 self.failed |= host.failed
             except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
                 self.refuse(name, error)

@@ -1,11 +1,32 @@
-"""Order the segments of a load so that the first job can begin before its end (decision 051)."""
+"""Find the segments that a load brings, and order them so that the first job can begin before its
+end (decision 051)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ballast.residency.arrival import ArrivalPlan
 from ballast.weights.segment_table import PlacedSegment
+from ballast.weights.shared import SharedSegment
+
+
+def segments_to_bring(
+    segments: Sequence[PlacedSegment], unfilled: Collection[int], in_place: Collection[int]
+) -> tuple[list[int], list[SharedSegment]]:
+    """Return the segments whose bytes are neither present nor in flight, and the shared ones among
+    them, each once. `unfilled`: own segments without bytes; `in_place`: read in host memory."""
+    wanted: list[int] = []
+    brought: list[SharedSegment] = []
+    for i, s in enumerate(segments):
+        if s.shared is None or i in in_place:
+            here = i not in unfilled
+        else:
+            here = s.shared.filled or s.shared.filler is not None or s.shared in brought
+            if not here:
+                brought.append(s.shared)
+        if not here:
+            wanted.append(i)
+    return wanted, brought
 
 
 def load_order(

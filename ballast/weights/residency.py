@@ -30,7 +30,8 @@ from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
-from ballast.weights.load_order import load_order
+from ballast.weights.load_order import load_order, segments_to_bring
+from ballast.weights.promotion import Promotion
 from ballast.weights.segment_mapping import SegmentMapping
 from ballast.weights.segment_table import PlacedSegment, place_segments
 from ballast.weights.shared import SharedSegment
@@ -81,6 +82,8 @@ class WeightsOnDevice:
         self._range = BackedRange(pool, vm, f"weights:{spec.name}", n_pages * vm.page_bytes)
         self._mapping = SegmentMapping(pool, self._range)
         self.slots = Slots(spec.name, pool, self._range)
+        self.promotion = Promotion(spec.name, pool, self._range, link)
+        """Brings segments that passes read in place to pages."""
         self.stream = stream
         self._tabulate(place_segments(spec, self._range, host_addresses, shared or {}))
         layers = self.segments[1 : 1 + spec.n_layers]
@@ -132,16 +135,14 @@ class WeightsOnDevice:
         `in_place`: absent segments that are read in place instead, without pages or copies.
 
         Segments that another model has loaded are mapped, not copied; if all are, `filled` holds at
-        once and no transfer starts. `Short.pages`: pages that the pool lacks. If a mapping or the
-        link fails, the pages are freed and the error is raised.
+        once and no transfer starts. If a mapping or the link fails, the pages are freed and the
+        error is raised.
         """
         absent = self._absent
         if not absent:
             raise BrokenPromise(f"{self.spec.name}: its weights are on the device already")
-        direct = absent.intersection(in_place)
-        paged = absent - direct
-        lacking = self._mapping.map(self.segments, paged, direct)
-        if lacking is not None:
+        direct, paged = absent.intersection(in_place), absent.difference(in_place)
+        if (lacking := self._mapping.map(self.segments, paged, direct)) is not None:
             return lacking
         before = self._in_place
         self._unfilled = frozenset(i for i in paged if self.segments[i].shared is None)
@@ -157,24 +158,13 @@ class WeightsOnDevice:
         return None
 
     def fill(self, transfer_id: int, ahead: int = 0) -> None:
-        """Start a transfer of all bytes that are neither present nor in flight; `ahead`: as for
-        `activate`.
+        """Start a transfer of all bytes that are neither present nor in flight (`activate`).
 
         Whole models are loaded in one stream of the link, in order: when this transfer has ended,
         so have earlier ones that load shared segments. Its end is posted as `TransferDoneEvent`,
         upon which `transfer_landed` is to be called.
         """
-        wanted: list[int] = []
-        brought: list[SharedSegment] = []
-        for i, s in enumerate(self.segments):
-            if s.shared is None or i in self._in_place:
-                here = i not in self._unfilled
-            else:
-                here = s.shared.filled or s.shared.filler is not None or s.shared in brought
-                if not here:
-                    brought.append(s.shared)
-            if not here:
-                wanted.append(i)
+        wanted, brought = segments_to_bring(self.segments, self._unfilled, self._in_place)
         if not self._fill_ahead(transfer_id, wanted, brought, ahead):
             self._link.start(transfer_id, [self.segments[i].copy for i in wanted])
         for segment in brought:
@@ -227,11 +217,9 @@ class WeightsOnDevice:
         return self._going is None or replace(self.plan, absent=self._after).empty
 
     def remap(self, wanted: Rotation) -> Short | None:
-        """Change which layers rotate; or change nothing, if the pool is short.
-
-        No job of the model is in flight, and its stream is settled. Raises BrokenPromise for layers
-        that cannot rotate (`Slots.refusal`).
-        """
+        """Change which layers rotate; or change nothing, if the pool is short. No job of the model
+        is in flight, and its stream is settled. Raises BrokenPromise for layers that cannot rotate
+        (`Slots.refusal`)."""
         if self.stream is None or self._absent or self._in_place:
             raise BrokenPromise(f"{self.spec.name}: its layers cannot rotate now")
         contents = self.slots.remap(wanted, self.stream.held)
@@ -241,6 +229,16 @@ class WeightsOnDevice:
         self.version.n += 1
         self.stream.remap(wanted, contents.held, contents.missing)
         return None
+
+    def read_in_place(self, wanted: Collection[int]) -> None:
+        """Have passes read present segments in place that are in `wanted`, and others in pages to
+        which they were brought (`promotion`). Raises DeviceError. No job of the model is in flight,
+        no layer rotates, and its stream is settled."""
+        laid = frozenset(wanted) - self._in_place - self._absent
+        self._mapping.lay(self.segments, laid)
+        placed = self.promotion.place(self.segments, self._in_place.difference(wanted))
+        self._set_places(self._absent, (self._in_place | laid) - placed)
+        self._free_unused()
 
     def transfer_failed(self) -> None:
         """Handle the failure of the transfer while a job that waits for its layers still keeps the
@@ -259,6 +257,7 @@ class WeightsOnDevice:
     def announce_eviction(self, after: ResidencyPlan | None = None) -> None:
         """Order an eviction: of the segments that are absent in the plan `after`, rotating layers
         among them, or of all. Shared segments then have this model as a leaving holder."""
+        self.promotion.cancel()
         self._going = (after or self.plan.without(None)).absent - self._absent
         self.version.n += 1
         if self.leaves_whole:
@@ -338,6 +337,7 @@ class WeightsOnDevice:
                 raise BrokenPromise(f"{self.owner}: holds {segment.owner} against its word")
             segment.validate(self)
         self._mapping.validate(self.segments, self._absent, self._in_place)
+        self.promotion.validate()
 
     def _tabulate(self, table: Sequence[PlacedSegment]) -> None:
         self.segments = tuple(table)

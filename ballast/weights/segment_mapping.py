@@ -67,6 +67,13 @@ class SegmentMapping:
                 self._range.unalias(s.at, s.n_pages, s.shared.owner)
         self._release(own_stretches(segments, paged))
 
+    def lay(self, segments: Sequence[PlacedSegment], laid: Collection[int]) -> None:
+        """Map host memory beneath segments in place of their pages; those that are the model's own
+        are freed. A failing map raises DeviceError."""
+        self.unmap(segments, laid, ())
+        for s in (segments[i] for i in sorted(laid)):
+            self._range.map_host(s.at, s.host_address, s.n_bytes)
+
     def validate(
         self, segments: Sequence[PlacedSegment], absent: Collection[int], in_place: Collection[int]
     ) -> None:

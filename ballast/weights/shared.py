@@ -93,6 +93,11 @@ class SharedSegment:
         self.pages = pages
         return None
 
+    def adopt(self, owner: str, pages: tuple[int, ...]) -> None:
+        """Take pages of another owner, which contain its bytes. It has none."""
+        self._pool.hand_over(owner, self.owner, pages)
+        self.pages, self.filled = pages, True
+
     def free(self) -> None:
         """Free the pages. No range may have them mapped."""
         self._pool.give_back(self.owner, self.pages)

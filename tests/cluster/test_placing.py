@@ -81,6 +81,14 @@ def test_a_model_larger_than_every_device_is_left_to_the_largest_to_refuse(tmp_p
         placed([large], both, {})
 
 
+def test_models_whose_weights_stay_on_the_host_are_on_all_devices(tmp_path: Path) -> None:
+    """However many, and however large each is."""
+    models = [checkpoint(tmp_path, name, 9 * MiB) for name in "abc"]
+    everywhere = replace(fleet(*models), preset="c2cserve")
+    assert homes_of(everywhere) == {name: ["cpu:0", "cpu:1"] for name in "abc"}
+    assert placed(models[:1], everywhere, {"b": ["cpu:0"]}) == {"a": ["cpu:0", "cpu:1"]}
+
+
 def test_a_device_that_there_is_not_is_named() -> None:
     with pytest.raises(ConfigError, match=r"a: devices.*gpu.*known here: cpu:0, cpu:1"):
         homes_of(fleet(ModelSettings(name="a", path="a", devices=("cpu:0", "gpu"))))

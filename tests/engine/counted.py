@@ -31,6 +31,7 @@ def of_weights(weights: WeightsOnDevice) -> object:
     slots = weights.slots
     shared = [(s.owner, s.n_pages, s.staying) for s in weights.shared]
     here = weights.backed, weights.pages, weights.present_pages, weights.plan.parts
+    here = (*here, weights.promotion.pages, weights.promotion.cancelled)
     return here, slots.rotation, slots.rotatable, slots.layer_pages, shared
 
 

@@ -17,7 +17,7 @@ def check_views(state: DeviceState) -> None:
         life = m.life
         assert seen.residency is life.residency
         assert seen.busy == (life.work is Work.BUSY) == any(r.in_flight for r in seen.running)
-        assert seen.rotation == (life.remap_to or m.weights.slots.rotation)
+        assert seen.rotation == (life.remap_to or m.weights.plan).rotation
         assert seen.kv_swapping == (life.kv in (SwapPhase.ORDERED, SwapPhase.MOVING))
         assert (seen.kv_rotation or m.kv.rotation) == (life.swap_to or m.kv.rotation)
         here = life.residency in (Residency.RESIDENT, Residency.EVICTING)

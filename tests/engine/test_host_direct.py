@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Action, Activate, Decision, Evict
+from ballast.core.actions import Action, Activate, Decision, Evict, Reside
+from ballast.core.residency_plan import ResidencyPlan
 from ballast.core.view import DeviceView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claims import earliest
@@ -27,7 +28,8 @@ from tests.live.test_live_device import NAMES, asked, fleet, need
 @dataclass
 class RandomPlaces(MemoryPolicy):
     """Asks `policy`; half of the models that it activates are read in place, and every few
-    milliseconds some go, wholly or in part, whatever requests they run.
+    milliseconds some go, wholly or in part, or have some of their segments elsewhere, whatever
+    requests they run.
 
     Not pure: it draws from its own generator.
     """
@@ -41,11 +43,27 @@ class RandomPlaces(MemoryPolicy):
     """Models that were read in place when they were evicted."""
     left: int = 12
     """Evictions to come."""
+    moves: int = 24
+    """Changes of places to come."""
+    plans: dict[str, ResidencyPlan] = field(default_factory=dict)
+    moved: Counter[bool] = field(default_factory=Counter)
+    """Segments that were laid in host memory (True), or got pages, with requests running."""
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         decision = self.policy(view, memo)
         actions: list[Action] = [self._placed(a) for a in decision.actions]
-        if view.now >= self.due and self.left:
+        self._count(view)
+        if view.now >= self.due and self.moves > self.left:
+            self.due = view.now + self.every * self.rng.uniform(0.2, 1.0)
+            self.moves -= 1
+            here = [m for m in view.models if m.residency is Residency.RESIDENT]
+            busy = [m for m in here if m.running] or here
+            if busy and not actions:
+                m = self.rng.choice(busy)
+                units = range(len(m.plan.units))
+                read = [i for i in units if self.rng.random() < self.rng.choice((0.0, 0.5, 1.0))]
+                actions.append(Reside(m.name, m.plan.reading(frozenset(read))))
+        elif view.now >= self.due and self.left:
             self.due = view.now + self.every * self.rng.uniform(0.2, 2.0)
             asked_for = {getattr(a, "model", "") for a in actions}
             here = [m for m in view.models if m.residency is Residency.RESIDENT]
@@ -57,8 +75,17 @@ class RandomPlaces(MemoryPolicy):
                 self.gone += m.in_place > 0
                 self.left -= 1
                 actions.append(Evict(m.name, "", pages))
-        wake = self.due if self.left else None
+        wake = self.due if self.left or self.moves else None
         return replace(decision, actions=tuple(actions), wake_at=earliest(decision.wake_at, wake))
+
+    def _count(self, view: DeviceView) -> None:
+        """Count the segments of running models that have changed places since the last view."""
+        for m in view.models:
+            before = self.plans.get(m.name, m.plan)
+            if m.running and not (before.absent or m.plan.absent):
+                self.moved[True] += len(m.plan.in_place - before.in_place)
+                self.moved[False] += len(before.in_place - m.plan.in_place)
+            self.plans[m.name] = m.plan
 
     def _placed(self, action: Action) -> Action:
         if not isinstance(action, Activate):
@@ -92,9 +119,10 @@ def test_no_token_changes(tmp_path: Path) -> None:
         policy = RandomPlaces(loop.preset.memory)
         loop.use_preset(Preset("random", policy, loop.preset.compute, loop.preset.order))
         answers = {id: a for wave in waves for id, a in server.generate(wave).items()}
-        policy.left = 0
+        policy.left = policy.moves = 0
         check(server)
     assert min(policy.places[False], policy.places[True], policy.gone) > 0
+    assert min(policy.moved[False], policy.moved[True]) > 0
     for id, answer in answers.items():
         assert answer.tokens == alone[id].tokens, id
         assert answer.logprobs == pytest.approx(alone[id].logprobs, abs=1e-4)

@@ -36,6 +36,14 @@ def test_a_model_needs_its_weights_and_a_slab_of_kv(layered: bool) -> None:
     check_room(m, [other], enough, layered=layered)
 
 
+def test_weights_that_passes_read_in_host_memory_need_no_room() -> None:
+    m, pinned = spec("m", pages=10), spec("pinned", pages=3, pinned=True)
+    slab = kv_layout(m, device(99, [m])).whole_pages
+    check_room(m, [pinned], device(slab, [m, pinned]), in_place=True)
+    with pytest.raises(ConfigError, match="for weights"):
+        check_room(m, [pinned], device(slab - 1, [m, pinned]), in_place=True)
+
+
 def test_layers_apart_need_more_than_layers_together() -> None:
     m = spec()
     apart = replace(device(99, [m]), kv_layout=KvLayout.PER_LAYER)
