@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 
 from ballast.control.open_requests import OpenRequests
 from ballast.control.routed_prefixes import RoutedPrefixes
@@ -16,11 +17,17 @@ from ballast.control.suspicion import Suspicions
 from ballast.control.timers import Timers
 from ballast.core.capability import GpuReach
 from ballast.core.command import CommandOutcome, DeviceCommand
+from ballast.core.cost import StepCosts
+from ballast.core.link_budget import link_demand
 from ballast.core.model import ModelSpec
+from ballast.core.pass_traffic import decode_bytes
 from ballast.core.report import DeviceReport
 from ballast.core.request import Request, Submission
 from ballast.core.settings import FleetSettings
+from ballast.core.units import ceil_div
 from ballast.core.view import Residency
+from ballast.policy.fleet.replica_choice import LinkUse
+from ballast.policy.presets import preset_of
 from ballast.transport.worker_messages.codec import ToWorker
 from ballast.transport.worker_messages.lifecycle_messages import ReadyMsg
 
@@ -180,6 +187,39 @@ class DeviceRecord(ABC):
         holds = any(m.kv_pages or m.borrowed_pages for m in here)
         return prefixes.tokens(submission.prompt, salt) if holds else 0
 
+    def link_use(self, submission: Submission) -> LinkUse | None:
+        """Return what a request's model, and those with open requests here, read over the link of
+        the device; None where it has no known bandwidth, or weights are not read in place."""
+        pace, base = self.fleet.link.pace, self.base_of(submission.model)
+        if pace is None or base is None or not self.reads_in_place:
+            return None
+        opened = (self.requests.get(i) for i in self.requests)
+        bases = map(self.base_of, {r.submission.model for r in opened if r is not None})
+        active = {m.name: _link_demand(m) for m in bases if m is not None}
+        n_bytes, prompt = decode_bytes(base), len(submission.prompt)
+        passes = ceil_div(prompt, self.fleet.device.step_tokens)
+        costs = self._costs_of(base.name)
+        seconds = 0.0 if costs is None else costs.prefill_seconds(prompt)
+        return LinkUse(
+            host="" if self.fleet.link.shared else self.name,
+            capacity=pace.to_device,
+            model=base.name,
+            demand=_link_demand(base),
+            active=active,
+            prefill_seconds=max(seconds, passes * n_bytes / pace.to_device),
+            ttft=base.slo.ttft,
+        )
+
+    @cached_property
+    def reads_in_place(self) -> bool:
+        """Whether the preset leaves all weights in host memory, which never changes."""
+        return preset_of(self.fleet).requires.in_place
+
+    def _costs_of(self, base: str) -> StepCosts | None:
+        """Return the costs of a model's jobs by the last report; None: unknown."""
+        models = () if self.report is None else self.report.models
+        return next((m.costs for m in models if m.name == base), None)
+
     def remember(self, submission: Submission) -> None:
         """Note that a prompt is routed to this device, for `held_tokens`."""
         found = self._given(submission)
@@ -206,6 +246,11 @@ class DeviceRecord(ABC):
         """Return a model or adapter as clients see it, and the base in whose queue its requests
         wait; None: unknown."""
         return self._queues.get(name)
+
+
+def _link_demand(base: ModelSpec) -> float:
+    """Return the bytes per second of the link by which a lone stream keeps its TPOT level."""
+    return link_demand(decode_bytes(base), base.slo.tpot)
 
 
 def _names(base: ModelSpec) -> list[str]:

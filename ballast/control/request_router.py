@@ -133,5 +133,5 @@ class RequestRouter(DeviceObserver[D], Generic[D, S]):
 def _replica(d: DeviceRecord, submission: Submission) -> Replica:
     """Return the state of a device that the fleet policy sees for a request."""
     held, resident = d.held_tokens(submission), d.has_weights(submission.model)
-    prompt = len(submission.prompt)
-    return Replica(d.name, len(d.requests), held, resident, d.fleet.device.role, prompt)
+    prompt, role, link = len(submission.prompt), d.fleet.device.role, d.link_use(submission)
+    return Replica(d.name, len(d.requests), held, resident, role, prompt, link)

@@ -72,6 +72,18 @@ class PassSizes:
         return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** rows)
 
 
+def decode_bytes(spec: ModelSpec) -> float:
+    """Return the bytes that a decode step of one row reads of weights that are all in host memory:
+    of embeddings, only where they are the head as well; of experts, those chosen."""
+    tied = len(spec.segment_bytes) <= spec.n_layers + 1
+    read = sum(spec.segment_bytes if tied else spec.segment_bytes[1:])
+    sizes = PassSizes.of(spec)
+    if not sizes.experts:
+        return read
+    away = sizes.experts - sizes.chosen
+    return read - sizes.layers * away * sizes.item * sum(n * k for n, k in sizes.expert)
+
+
 def pass_traffic(
     sizes: PassSizes, rows: int, samples: int, os_share: float, multiprocessors: int
 ) -> GemmTraffic:

@@ -22,8 +22,8 @@ prompts of a model begin with is no reason to crowd them on the devices that had
 class LinkUse:
     """What a request's model, and others, read over the link of a device's host (C2CServe, 6.2)."""
 
-    host: int
-    """The host, whose devices share the link, by some number."""
+    host: int | str
+    """The host, whose devices share the link, by some number or name."""
     capacity: float
     """Bytes per second of the link."""
     model: str
