@@ -13,5 +13,7 @@ depends on no kind of action: an offer declares all effects of its action.
 - `offers`: Sources of offers: cached prefixes, idle models, younger requests, lent pages.
 - `outlook`: Forecasts of deadlines, of pages that become free, of what delays would harm.
 - `page_budget`: Account for the pages that the claims of one decision can count on.
+- `supply_curve`: What all sources offer for the claims of a decision, the cheapest page first.
+- `work_ahead`: Deadlines, work and pages of requests in arrays.
 - `staged_blocks`: KV blocks of running requests as a source of pages: they go to the host.
 """

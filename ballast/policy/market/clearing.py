@@ -6,15 +6,17 @@ the memory policy `arbiter`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
+from itertools import islice
 
 from ballast.core.actions import Action, Promise
 from ballast.core.view import DeviceView
-from ballast.policy.market.claim_and_offer import Claim, Source
+from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.cover import AcceptedOffer, Actions, cover_one, promised
 from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.market.supply_curve import SupplyCurve
 
 UNTAKEN = 2
 """Most offers that were not taken which an explanation names."""
@@ -30,7 +32,7 @@ class Cleared:
     """Claims that cost more than they gain so far."""
 
 
-def clear(view: DeviceView, claims: Iterable[Claim], sources: Sequence[Source]) -> Cleared:
+def clear(view: DeviceView, claims: Iterable[Claim], supply: SupplyCurve) -> Cleared:
     """Cover claims in the order of their gain per page, each by the cheapest offers, and only if
     these harm less than it gains.
 
@@ -49,13 +51,15 @@ def clear(view: DeviceView, claims: Iterable[Claim], sources: Sequence[Source]) 
             uncovered.append(claim)
             continue
         if lacked > 0:
-            chosen = cover_one(view, claim, sources, budget, lacked, by_price=True)
+            find = partial(supply.cheapest, budget, claim, lacked)
+            chosen = cover_one(claim, find, budget, lacked, by_price=True)
             if chosen is None:
                 uncovered.append(claim)
                 if claim.overdue:
                     promises += promised(claim, budget.hold(needs))
                 continue
-            actions.accept(_explained(view, claim, sources, chosen))
+            supply.take([accepted.offer for accepted in chosen])
+            actions.accept(_explained(claim, chosen, _left(budget, find())))
             needs = budget.needs(claim)
         there = needs <= budget.free
         promises += promised(claim, budget.use(claim, needs))
@@ -70,23 +74,21 @@ def _order(claim: Claim) -> tuple[float, object, str]:
 
 
 def _explained(
-    view: DeviceView, claim: Claim, sources: Sequence[Source], chosen: Sequence[AcceptedOffer]
+    claim: Claim, chosen: Sequence[AcceptedOffer], others: Iterable[Offer]
 ) -> list[AcceptedOffer]:
     """Return accepted offers whose actions say what they cost, what the claim gains, and the
-    cheapest offers that were not taken."""
+    cheapest offers that were not taken, of `others`."""
     taken = {accepted.offer.key for accepted in chosen}
-    offers = chain.from_iterable(source(view, claim) for source in sources)
-    others = [
-        (offer.price() / offer.pages, offer)
-        for offer in offers
-        if offer.key not in taken and offer.pages > 0
-    ]
-    others.sort(key=lambda entry: (entry[0], entry[1].key))
-    names = [f"{' '.join(offer.key)} at {per_page:.2g}" for per_page, offer in others[:UNTAKEN]]
-    untaken = f"; not taken, a page: {', '.join(names)}" if names else ""
+    best = islice((offer for offer in others if offer.key not in taken), UNTAKEN)
+    untaken = [f"{' '.join(o.key)} at {o.price() / o.pages:.2g}" for o in best]
+    names = f"; not taken, a page: {', '.join(untaken)}" if untaken else ""
     found = []
     for accepted in chosen:
         price = accepted.offer.price_of(accepted.pages)
-        why = f"{accepted.action.why}: harm {price:.2g}, gain {claim.gain:.2g}{untaken}"
+        why = f"{accepted.action.why}: harm {price:.2g}, gain {claim.gain:.2g}{names}"
         found.append(replace(accepted, action=replace(accepted.action, why=why)))
     return found
+
+
+def _left(budget: PageBudget, offers: Iterable[Offer]) -> Iterator[Offer]:
+    return (offer for offer in offers if offer.pages > 0 and not budget.used_up(offer))

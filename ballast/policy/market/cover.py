@@ -6,8 +6,9 @@ promises that keep freed pages for their claims. It applies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 
@@ -15,6 +16,7 @@ from ballast.core.actions import Action, Promise
 from ballast.core.view import DeviceView
 from ballast.policy.market.claim_and_offer import Claim, Offer, Source
 from ballast.policy.market.page_budget import Mark, PageBudget
+from ballast.policy.market.supply_curve import unit_price
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ def cover(
         needs = budget.needs(claim)
         lacked = budget.lacks(claim, needs)
         if lacked > 0:
-            chosen = cover_one(view, claim, sources, budget, lacked, by_price)
+            find = partial(_found, view, claim, sources, budget, lacked, by_price)
+            chosen = cover_one(claim, find, budget, lacked, by_price=by_price)
             if chosen is None:
                 if claim.overdue and not claim.may_preempt:
                     held = budget.hold(needs)
@@ -180,15 +183,31 @@ def _gather(
     return found
 
 
-def cover_one(
+def _found(
     view: DeviceView,
     claim: Claim,
     sources: Sequence[Source],
     budget: PageBudget,
     lacked: int,
     by_price: bool,
+) -> Iterable[Offer]:
+    """Return the offers for a claim, in the order of the sources or by price."""
+    offers = _offers(view, claim, sources)
+    if not by_price:
+        return offers
+    return sorted(offers, key=lambda offer: unit_price(budget, offer, lacked))
+
+
+def cover_one(
+    claim: Claim,
+    find: Callable[[], Iterable[Offer]],
+    budget: PageBudget,
+    lacked: int,
+    *,
+    by_price: bool,
 ) -> list[AcceptedOffer] | None:
-    """Take offers that cover one claim; None, with nothing taken, if they do not suffice.
+    """Take offers that cover one claim, in the order in which `find` returns them; None, with
+    nothing taken, if they do not suffice, or with `by_price` cost as much as the claim gains.
 
     A model whose weights are shared may free nothing alone but much together with other holders, so
     it is evicted on trial; offers that turn out to be in vain are spared in another try. Where a
@@ -197,11 +216,9 @@ def cover_one(
     before = budget.mark()
     spared: set[tuple[str, ...]] = set()
     while True:
-        offers: Iterable[Offer] = _offers(view, claim, sources)
+        offers = find()
         if spared:
             offers = [offer for offer in offers if offer.key not in spared]
-        if by_price:
-            offers = _cheapest_first(budget, lacked, offers)
         chosen, trials = _try(claim, offers, budget, lacked)
         if chosen is None:
             budget.undo(before)
@@ -211,9 +228,10 @@ def cover_one(
             break
         budget.undo(before)
         spared |= vain
-    ousts = any(accepted.offer.everything and accepted.offer.undoes for accepted in chosen)
-    if by_price or ousts:
-        chosen = _needed(claim, chosen, budget, before)
+    if len(chosen) > 1:
+        ousts = any(accepted.offer.everything and accepted.offer.undoes for accepted in chosen)
+        if by_price or ousts:
+            chosen = _needed(claim, chosen, budget, before)
     if by_price and sum(map(_price, chosen)) >= claim.gain:
         budget.undo(before)
         return None
@@ -242,19 +260,6 @@ def _try(
         if lacked <= 0:
             return chosen, trials
     return None, trials
-
-
-def _cheapest_first(budget: PageBudget, lacked: int, offers: Iterable[Offer]) -> list[Offer]:
-    """Sort offers by price per page of the claim that they would cover."""
-
-    def unit_price(offer: Offer) -> float:
-        if budget.used_up(offer):
-            return float("inf")
-        pages = budget.left(offer, lacked)
-        useful = min(lacked, budget.gives(offer, pages))
-        return offer.price_of(pages) / useful if useful > 0 else float("inf")
-
-    return sorted(offers, key=unit_price)
 
 
 def _needed(

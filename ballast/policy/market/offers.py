@@ -134,10 +134,10 @@ def loose_blocks(view: DeviceView, claim: Claim) -> Iterable[Offer]:
 
     A copy within the device is priced as one over the link, which is the slower.
     """
-    return view.derived(_loose_blocks)
+    return view.derived(compactions)
 
 
-def _loose_blocks(view: DeviceView) -> Sequence[Offer]:
+def compactions(view: DeviceView) -> Sequence[Offer]:
     """Offer compaction of each model whose blocks can be moved now, the largest gain first."""
     found = [m for m in view.models if m.loose_pages > 0 and not m.busy]
     found.sort(key=lambda m: (-m.loose_pages, m.name))
@@ -296,10 +296,11 @@ def oldest(m: ModelView) -> Precedence:
 def lent_pages(view: DeviceView, claim: Claim) -> Iterable[Offer]:
     """Offer to recall pages lent to other devices; the KV on them is moved by the borrower, or
     lost."""
-    return view.derived(_lent) if view.lent else ()
+    return view.derived(recalls) if view.lent else ()
 
 
-def _lent(view: DeviceView) -> Sequence[Offer]:
+def recalls(view: DeviceView) -> Sequence[Offer]:
+    """Offer to recall the pages lent to each device."""
     return [
         Offer(
             ("lent", device),

@@ -6,102 +6,30 @@ preset `ballast` (`ballast.policy.supply`) and gains of its claims are made of t
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ballast.core.cost import copy_seconds
-from ballast.core.job import JobLoad
+from ballast.core.request import Precedence
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
-from ballast.policy.market.harm import TIE, Forecast, harm, weight_of
+from ballast.policy.market.harm import TIE, Forecast, harm
+from ballast.policy.market.work_ahead import (
+    LEAST_SPREAD,
+    SPREAD,
+    DeviceWork,
+    Floats,
+    rise_of_missing,
+    step_seconds,
+    work_of,
+)
 
-Floats = NDArray[np.float64]
-
-LEAST_SPREAD = 0.05
-"""Seconds that a forecast may be off by, however little is ahead."""
-SPREAD = 0.25
-"""Standard deviation of a forecast, as a part of the work ahead."""
 MOST_DECODING = 0.9
 """Most of the lane's time that decodes are taken to need, for what is left to prefills."""
 FOREVER = 10.0
 """Seconds for which a request is taken to wait if nothing that runs will free its pages."""
-_LOGISTIC = math.sqrt(3.0) / math.pi
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WorkAhead:
-    """Deadlines of one model's requests, and the work ahead of each, as arrays of equal length.
-
-    A request's next deadline: of its first token, then of its last one, given its expected length
-    and the pace that its service level allows.
-    """
-
-    due: Floats
-    """Seconds on the device's clock; -inf: it is hopeless."""
-    ahead: Floats
-    """Seconds of the lane that its model needs before."""
-    weight: Floats
-    waiting: int
-    """The first so many wait to be admitted; the others run."""
-
-    def rise(self, now: float, stretch: float, delay: float, base: float = 0.0) -> float:
-        """Return the harm of delaying all of them by `delay` beyond `base` seconds."""
-        return _rise(self.due - now - base, self.ahead, self.weight, stretch, delay)
-
-    def rise_of_waiting(self, now: float, stretch: float, delay: float, base: float) -> float:
-        """Return the harm as `rise`, of those that wait."""
-        n = self.waiting
-        return _rise(self.due[:n] - now - base, self.ahead[:n], self.weight[:n], stretch, delay)
-
-
-def _rise(slack: Floats, ahead: Floats, weight: Floats, stretch: float, delay: float) -> float:
-    """Sum `harm` over requests, with forecasts as of `Outlook.forecast`."""
-    if not len(weight) or delay <= 0.0:
-        return 0.0
-    work = ahead * stretch
-    scale = (LEAST_SPREAD + SPREAD * work) * _LOGISTIC
-    x = (slack - work) / scale
-    with np.errstate(over="ignore"):
-        late = 1.0 / (1.0 + np.exp(np.clip(x - delay / scale, -60.0, 60.0)))
-        late -= 1.0 / (1.0 + np.exp(np.clip(x, -60.0, 60.0)))
-    return float(weight @ late) + TIE * delay * float(weight.sum())
-
-
-def work_of(m: ModelView) -> WorkAhead:
-    """Return the deadlines of a model's requests, and the work ahead of each."""
-    step = step_seconds(m)
-    due: list[float] = []
-    ahead: list[float] = []
-    before = 0.0
-    for r in (*m.waiting, *m.running):
-        prefill = m.costs.prefill_seconds(r.tokens - r.computed) if r.computed < r.tokens else 0.0
-        if r.first is None:
-            before += prefill
-            due.append(r.due)
-            ahead.append(before)
-        elif r.first > r.due:
-            due.append(-math.inf)
-            ahead.append(step)
-        else:
-            left = m.expected_outputs(r)
-            due.append(r.first + (r.generated + left - 1) * r.pace)
-            ahead.append(prefill * (r.generated < 2) + left * step)
-    weights = [weight_of(r.order.rank) for r in (*m.waiting, *m.running)]
-    return WorkAhead(np.array(due), np.array(ahead), np.array(weights), len(m.waiting))
-
-
-def step_seconds(m: ModelView) -> float:
-    """Return the seconds of a model's decode step with its present batch, or one request."""
-    n = max(1, len(m.running))
-    context = sum(r.tokens for r in m.running)
-    return m.costs.of(JobLoad(0, 0, 0, n, context))
 
 
 def _request_pages(m: ModelView) -> float:
@@ -123,21 +51,26 @@ def waiting_pages(m: ModelView) -> int:
     return ceil_div(blocks, m.slab_blocks) * m.slab_pages
 
 
-@dataclass(frozen=True, slots=True)
 class Coming:
     """Pages that become free by themselves: as running requests end, the earliest first."""
 
-    times: Sequence[float]
-    """Seconds from now, ascending."""
-    pages: Sequence[int]
-    """Pages free by then, in all."""
+    def __init__(self, seconds: Floats, pages: Floats) -> None:
+        """`seconds` from now until requests end, and the `pages` that each then frees."""
+        order = np.argsort(seconds, kind="stable")
+        self._times = np.append(np.minimum(seconds[order], FOREVER), FOREVER)
+        self._pages = np.cumsum(pages[order])
+        """Pages free by then, in all."""
 
     def wait(self, pages: int) -> float:
         """Return the seconds until so many pages have become free; `FOREVER` at most."""
         if pages <= 0:
             return 0.0
-        i = bisect_left(self.pages, pages)
-        return min(FOREVER, self.times[i]) if i < len(self.times) else FOREVER
+        return float(self._times[self._pages.searchsorted(pages)])
+
+    def waits(self, pages: Floats) -> Floats:
+        """Return the seconds as `wait` for each number of pages."""
+        times: Floats = self._times[self._pages.searchsorted(pages)]
+        return np.where(pages > 0, times, 0.0)
 
 
 class Outlook:
@@ -145,30 +78,34 @@ class Outlook:
 
     def __init__(self, view: DeviceView) -> None:
         self.view, self.now = view, view.now
-        running = [m for m in view.models if m.running]
-        decoding = sum(_lane_share(m) for m in running)
-        self.stretch = 1.0 / (1.0 - min(MOST_DECODING, decoding))
+
+    @cached_property
+    def work(self) -> DeviceWork:
+        """The work ahead of all requests."""
+        return DeviceWork(self.view.models)
+
+    @cached_property
+    def stretch(self) -> float:
         """Seconds until work of a second is done beside the decodes of all models."""
-        self.round_seconds = sum(m.derived(step_seconds) for m in running)
+        decoding = sum(m.derived(_lane_share) for m in self.view.models if m.running)
+        return 1.0 / (1.0 - min(MOST_DECODING, decoding))
+
+    @cached_property
+    def round_seconds(self) -> float:
         """Seconds of a decode step of every model that runs."""
-        self._first = min((m.running[0].order for m in running), default=None)
+        return sum(m.derived(step_seconds) for m in self.view.models if m.running)
 
     @cached_property
     def lane_price(self) -> float:
         """Harm of a second of the lane: all requests of the device are delayed by it."""
-        busy = (m for m in self.view.models if not m.idle)
-        return sum(self.rise(m, LANE_STEP) for m in busy) / LANE_STEP
+        return self.work.of_all.rise(self.now, self.stretch, LANE_STEP) / LANE_STEP
 
     @cached_property
     def coming(self) -> Coming:
         """Pages that become free by themselves."""
-        ends = sorted(
-            (m.expected_outputs(r) * self.round_seconds, r.pages)
-            for m in self.view.models
-            for r in m.running
-            if r.pages
-        )
-        return Coming([at for at, _ in ends], list(accumulate(pages for _, pages in ends)))
+        work = self.work.of_all
+        holding = work.pages > 0
+        return Coming(work.left[holding] * self.round_seconds, work.pages[holding])
 
     @cached_property
     def spare(self) -> int:
@@ -221,6 +158,10 @@ class Outlook:
         """Whether a running request is the first of all, which is never undone."""
         return r.order == self._first
 
+    @cached_property
+    def _first(self) -> Precedence | None:
+        return min((m.running[0].order for m in self.view.models if m.running), default=None)
+
     def holds_first(self, m: ModelView) -> bool:
         """Whether the first of all running requests is a model's."""
         return bool(m.running) and self.is_first(m.running[0])
@@ -235,10 +176,22 @@ class Outlook:
 
     def arrival_harm(self, m: ModelView, delay: float) -> float:
         """Return the harm to a request that arrives when a model cannot run for `delay` seconds."""
-        prompt = max(1, round(m.traffic.prompts.mean))
-        prefill = m.costs.prefill_seconds(prompt) * self.stretch
+        prefill = m.derived(_mean_prefill) * self.stretch
         spread = LEAST_SPREAD + SPREAD * (prefill + delay)
         return harm(delay, Forecast(m.spec.slo.ttft - prefill, spread))
+
+    def harms_of_delays(self, models: Sequence[ModelView], delays: Floats) -> Floats:
+        """Return, for each of some models with requests, the harm of its not running for a delay of
+        its own: `rise`, and `arrival_harm` of the requests that are to be expected meanwhile."""
+        if not models:
+            return delays
+        now, stretch = self.now, self.stretch
+        found = self.work.harms(models, now, stretch, delays)
+        rates = np.array([m.arrival_rate(now) for m in models])
+        prefill = np.array([m.derived(_mean_prefill) for m in models]) * stretch
+        slack = np.array([m.spec.slo.ttft for m in models]) - prefill
+        late = rise_of_missing(slack, LEAST_SPREAD + SPREAD * (prefill + delays), delays)
+        return found + rates * delays * (late + TIE * delays)
 
     def forecast(self, m: ModelView, place: int) -> Forecast:
         """Return the forecast of a model's request: its `place` counts waiting ones, then running
@@ -251,6 +204,11 @@ class Outlook:
 
 LANE_STEP = 0.25
 """Seconds of the lane over which its price is taken."""
+
+
+def _mean_prefill(m: ModelView) -> float:
+    """Return the seconds to prefill a prompt of a model's mean length."""
+    return m.costs.prefill_seconds(max(1, round(m.traffic.prompts.mean)))
 
 
 def _lane_share(m: ModelView) -> float:

@@ -15,16 +15,17 @@ from ballast.core.actions import Action, Activate, Decision
 from ballast.core.cost import copy_seconds
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
 from ballast.policy.base import MemoryPolicy
-from ballast.policy.market.claim_and_offer import Claim, Source
+from ballast.policy.market.claim_and_offer import Claim
 from ballast.policy.market.clearing import clear
 from ballast.policy.market.fair_shares import share_out
 from ballast.policy.market.idle_segments import last_evictions
-from ballast.policy.market.offers import lent_pages, loose_blocks, starving
+from ballast.policy.market.offers import compactions, recalls, starving
 from ballast.policy.market.outlook import Outlook
+from ballast.policy.market.supply_curve import ListedOffers, OfferTable, SupplyCurve
 from ballast.policy.memory.balloon import undo_younger_work
-from ballast.policy.supply.cached_blocks import cached_blocks
-from ballast.policy.supply.parked_models import parked_models
-from ballast.policy.supply.preemption import running_requests
+from ballast.policy.supply.cached_blocks import CachedBlocks
+from ballast.policy.supply.parked_models import ParkedModels
+from ballast.policy.supply.preemption import RunningRequests
 from ballast.policy.supply.weights import idle_weights
 
 AGAIN = 0.1
@@ -54,7 +55,9 @@ class Arbiter(MemoryPolicy):
         view = sharing.view
         ahead = Outlook(view)
         claims = list(_claims(ahead))
-        cleared = clear(view, claims, self._sources(ahead))
+        if not claims:
+            return Decision(tuple(sharing.holds), None, None, (), sharing.holding)
+        cleared = clear(view, claims, self._supply(ahead))
         actions = [*sharing.holds, *last_evictions(cleared.actions)]
         wake = view.now + AGAIN if cleared.uncovered and _moving(view) else None
         return Decision(tuple(actions), None, wake, cleared.promises, sharing.holding)
@@ -63,16 +66,18 @@ class Arbiter(MemoryPolicy):
         """Undo younger work at once, of any model."""
         return undo_younger_work(view)
 
-    def _sources(self, ahead: Outlook) -> list[Source]:
-        known = (
-            (self.reuse, partial(cached_blocks, ahead)),
-            (1, loose_blocks),
-            (self.idle, partial(idle_weights, ahead)),
-            (1, lent_pages),
-            (self.parking, partial(parked_models, ahead)),
-            (self.preempting, partial(running_requests, ahead)),
-        )
-        return [source for on, source in known if on]
+    def _supply(self, ahead: Outlook) -> SupplyCurve:
+        view = ahead.view
+        tables: list[OfferTable] = [CachedBlocks(ahead)] if self.reuse else []
+        listed = [ListedOffers(view.derived(compactions)), ListedOffers(view.derived(recalls))]
+        if self.idle:
+            listed.append(ListedOffers(idle_weights(ahead), for_others=True))
+        tables += (offers for offers in listed if offers)
+        if self.parking:
+            tables.append(ParkedModels(ahead))
+        if self.preempting:
+            tables.append(RunningRequests(ahead))
+        return SupplyCurve(tables)
 
 
 def _claims(ahead: Outlook) -> Iterator[Claim]:

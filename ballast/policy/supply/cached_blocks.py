@@ -2,33 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 
 from ballast.core.actions import DropCache
 from ballast.core.units import ceil_div
-from ballast.core.view import DeviceView, ModelView
+from ballast.core.view import ModelView
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.outlook import Outlook
+from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.market.supply_curve import ListedOffers, Priced, by_price
 
 REUSE = 0.05
 """Part of cached prefixes that is used again, as long as nothing is known."""
 
 
-def cached_blocks(ahead: Outlook, view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """Offer cached prefixes that no request uses now, but not the one that the claim's own request
-    would use.
+class CachedBlocks:
+    """Cached prefixes that no request uses now, but not the one that the claim's own request would
+    use.
 
     Those of preempted requests, which need them for certain, come last, at what computing them
     again costs; of the others a part is used again.
     """
-    for m in view.models:
-        pages = m.cached_pages + (0 if claim.weights else m.cached_borrowed)
-        own = bool(m.waiting) and m.waiting[0].order == claim.order
-        spared = m.first_cached_pages if own else 0
-        if pages > spared:
-            spare = m.waiting[0].id if spared else ""
-            yield from _by_use(ahead, m, pages - spared, spare)
+
+    def __init__(self, ahead: Outlook) -> None:
+        self._ahead = ahead
+        models = ahead.view.models
+        self._models = [m for m in models if m.cached_pages or m.cached_borrowed]
+        self._lists: dict[bool, ListedOffers] = {}
+        """Offers for KV, and for weights, which cannot lie on borrowed pages."""
+
+    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Priced]:
+        """As of `OfferTable`."""
+        if not self._models:
+            return ()
+        listed = self._lists.get(claim.weights)
+        if listed is None:
+            offers = [o for m in self._models for o in self._of(m, claim.weights)]
+            listed = self._lists[claim.weights] = ListedOffers(offers)
+        found = listed.cheapest(budget, claim, lacked)
+        for m in self._models:
+            if m.name == claim.model and m.waiting and m.waiting[0].order == claim.order:
+                others = (priced for priced in found if priced[1].owner != m.name)
+                own = by_price(budget, self._of(m, claim.weights, m.first_cached_pages), lacked)
+                return heapq.merge(others, own, key=itemgetter(0))
+        return found
+
+    def take(self, offers: Sequence[Offer]) -> None:
+        """As of `OfferTable`."""
+        for listed in self._lists.values():
+            listed.take(offers)
+
+    def _of(self, m: ModelView, weights: bool, spared: int = 0) -> Iterator[Offer]:
+        pages = m.cached_pages + (0 if weights else m.cached_borrowed) - spared
+        if pages > 0:
+            yield from _by_use(self._ahead, m, pages, m.waiting[0].id if spared else "")
 
 
 def _by_use(ahead: Outlook, m: ModelView, pages: int, spare: str) -> Iterator[Offer]:

@@ -8,58 +8,107 @@ take turns between tokens (Aegaeon, 2025), where that is cheaper than anything e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from operator import itemgetter
+
+import numpy as np
 
 from ballast.core.actions import Evict
 from ballast.core.cost import copy_seconds
-from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.core.view import ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.offers import evictable
-from ballast.policy.market.outlook import Outlook, work_of
+from ballast.policy.market.outlook import Outlook
+from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.market.supply_curve import Priced, by_price
+from ballast.policy.market.work_ahead import work_of
 
+SEGMENTS = "segments"
+"""First part of the keys of offers of a model's weights."""
 MARGIN = 2.0
 """A model is parked only for one whose requests would lose this many times as much by waiting
 instead, so that models that are alike do not take turns for nothing."""
 
 
-def parked_models(ahead: Outlook, view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """Offer to park models with requests, each with as many segments as the claim lacks pages.
+class ParkedModels:
+    """Models with requests to park, each with as many segments as the claim lacks pages.
 
     Not the model of the first of all running requests, nor one whose requests are more important
     than the claim's, nor one that would lose about as much as the claim's model if that waited for
     the same time. A model that is absent already may miss more.
     """
-    lacking = max(1, claim.pages - view.coming)
-    for m in view.models:
-        if m.idle or m.name == claim.model or not evictable(m) or ahead.holds_first(m):
-            continue
-        if min(r.order.rank for r in (*m.running[:1], *m.waiting[:1])) < claim.order.rank:
-            continue
-        if not claim.weights:
-            yield from _relief(ahead, m, lacking)
-            continue
-        pages = _segments(m, lacking)
-        if not pages:
-            continue
+
+    def __init__(self, ahead: Outlook) -> None:
+        self._ahead = ahead
+        able = (m for m in ahead.view.models if not m.idle and evictable(m))
+        self._able = [(m, _rank(m)) for m in able if not ahead.holds_first(m)]
+        self._reliefs: dict[tuple[int, int], list[tuple[float, int, Offer]]] = {}
+        """Offers for KV claims by price, each with the rank of its model's requests, for each
+        number of pages that a claim lacks alone, and beside others."""
+
+    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Priced]:
+        """As of `OfferTable`."""
+        if not self._able:
+            return ()
+        rank, lacking = claim.order.rank, max(1, claim.pages - self._ahead.view.coming)
+        if claim.weights:
+            able = [m for m, r in self._able if r >= rank and m.name != claim.model]
+            turns = (o for m in able for o in _turn(self._ahead, m, claim, lacking))
+            return by_price(budget, turns, lacked)
+        known = self._reliefs.get((lacking, lacked))
+        if known is None:
+            known = self._reliefs[lacking, lacked] = self._relief(lacking, lacked)
+        return ((price, o) for price, r, o in known if r >= rank and o.owner != claim.model)
+
+    def take(self, offers: Sequence[Offer]) -> None:
+        """As of `OfferTable`."""
+        taken = {offer.owner for offer in offers if offer.key[0] == SEGMENTS}
+        if taken:
+            self._able = [(m, r) for m, r in self._able if m.name not in taken]
+            for known in self._reliefs.values():
+                known[:] = [entry for entry in known if entry[2].owner not in taken]
+
+    @cached_property
+    def _parkings(self) -> list[tuple[ModelView, int, int, float]]:
+        """Models to park for KV of all requests that wait: each with its requests' rank, its pages,
+        and the harm of having its requests wait until those have ended."""
+        ahead = self._ahead
+        here = [(m, r, sum((m.parts or ())[:-1])) for m, r in self._able]
+        here = [(m, r, n) for m, r, n in here if n and m.residency is not Residency.ABSENT]
+        delays = ahead.coming.waits(np.array([ahead.backlog + n for _, _, n in here], np.float64))
+        harms = ahead.harms_of_delays([m for m, _, _ in here], delays).tolist()
+        return [(*entry, harm) for entry, harm in zip(here, harms, strict=True)]
+
+    def _relief(self, lacking: int, lacked: int) -> list[tuple[float, int, Offer]]:
+        """Return the offers of `_parkings`: a claim pays the part of the harm that its pages are of
+        those that will be used."""
+        backlog = self._ahead.backlog or 1
+        found = []
+        for m, rank, pages, harm in self._parkings:
+            total = MARGIN * harm * min(1.0, lacking / min(pages, backlog))
+            found.append((total / min(lacked, pages), rank, _parking(m, pages, total)))
+        found.sort(key=itemgetter(0))
+        return found
+
+
+def _rank(m: ModelView) -> int:
+    """Return the importance of the most important of a model's first requests."""
+    return min(r.order.rank for r in (*m.running[:1], *m.waiting[:1]))
+
+
+def _turn(ahead: Outlook, m: ModelView, claim: Claim, lacking: int) -> Iterator[Offer]:
+    """Offer to park a model for weights of the claim's, if it loses less than that would."""
+    pages = _segments(m, lacking)
+    if pages:
         harm, instead = _harms(ahead, m, claim, pages)
         if claim.gain == math.inf or MARGIN * harm < instead:
-            price, act = partial(float, harm), partial(_park, m.name)
-            yield Offer(("segments", m.name), m.name, pages, price, act, later=m.busy)
+            yield _parking(m, pages, harm)
 
 
-def _relief(ahead: Outlook, m: ModelView, lacking: int) -> Iterator[Offer]:
-    """Offer to park a model for KV of all requests that wait: its requests wait until these have
-    ended. The claim pays the part of that harm that its pages are of those that will be used."""
-    pages = sum((m.parts or ())[:-1])
-    if not pages or m.residency is Residency.ABSENT:
-        return
-    delay = ahead.coming.wait(ahead.backlog + pages)
-    harm = ahead.rise(m, delay)
-    harm += m.arrival_rate(ahead.now) * delay * ahead.arrival_harm(m, delay)
-    price = partial(float, MARGIN * harm * min(1.0, lacking / min(pages, ahead.backlog or 1)))
-    act = partial(_park, m.name)
-    yield Offer(("segments", m.name), m.name, pages, price, act, later=m.busy)
+def _parking(m: ModelView, pages: int, harm: float) -> Offer:
+    key, act = (SEGMENTS, m.name), partial(_park, m.name)
+    return Offer(key, m.name, pages, partial(float, harm), act, later=m.busy)
 
 
 def _park(model: str, pages: int, claim: Claim) -> Evict:

@@ -2,50 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
+
 from ballast.core.actions import Preempt
-from ballast.core.view import DeviceView, ModelView, RequestView, Residency
+from ballast.core.view import ModelView, RequestView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
-from ballast.policy.market.harm import harm
 from ballast.policy.market.outlook import Outlook
+from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.market.supply_curve import Priced
+
+FEW = 16
+"""Cheapest requests that are compared with a claim's one by one; the others are all at once."""
 
 
-def running_requests(ahead: Outlook, view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """Offer preemption of running requests that came after the claim's, for claims that may undo
-    work: cheapest first, where prices decide.
+class RunningRequests:
+    """Preemption of running requests that came after a claim's, for claims that may undo work.
 
     A preempted request waits until pages become free by themselves, those before it in the queue
-    served, and is computed again: the lane has less time for all others.
-    """
-    if not claim.may_preempt:
-        return
-    for m in view.models:
-        if m.residency is not Residency.RESIDENT:
-            continue
-        for i in range(len(m.running) - 1, -1, -1):
-            r = m.running[i]
-            if r.order <= claim.order:
-                break
-            if r.pages > 0 or (r.blocks > 0 and m.name == claim.model):
-                yield _preempting(ahead, m, r, len(m.waiting) + i)
-
-
-def _preempting(ahead: Outlook, m: ModelView, r: RequestView, place: int) -> Offer:
-    """Offer one request, the `place`th of its model's, waiting ones first.
-
-    Its harm: of its delay, until it is admitted again and computed; and of the lane's time.
+    served, and is computed again: the lane has less time for all others. The prices of all requests
+    are computed at once, and sorted once for each number of pages that a claim lacks; an offer is
+    made when a claim comes to it.
     """
 
-    def price() -> float:
-        seconds = m.costs.prefill_seconds(r.computed)
-        waits = ahead.coming.wait(r.pages + ahead.backlog) + seconds * ahead.stretch
-        return harm(waits, ahead.forecast(m, place)) + ahead.lane_price * seconds
+    def __init__(self, ahead: Outlook) -> None:
+        self._work = ahead.work
+        work = ahead.work.of_all
+        waits = ahead.coming.waits(work.pages + ahead.backlog) + work.restoring * ahead.stretch
+        self._prices = work.harms(ahead.now, ahead.stretch, waits)
+        self._prices += ahead.lane_price * work.restoring
+        self._prices_of: list[float] = self._prices.tolist()
+        self._pages = work.pages
+        self._columns: dict[tuple[str, ...], int] = {}
+        self._orders: dict[int, list[int]] = {}
+        """Columns of `work` by price, the cheapest first, for each number of pages lacked."""
+        self._offers: dict[int, Offer | None] = {}
 
+    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[Priced]:
+        """As of `OfferTable`; last come those that free blocks of the claim's own model alone."""
+        if not claim.may_preempt:
+            return
+        order = self._sorted(lacked)
+        yield from self._later(claim, lacked, order[:FEW])
+        if len(order) > FEW:
+            rank, arrival, _ = claim.order
+            work, rest = self._work.of_all, np.array(order[FEW:])
+            later = (work.rank > rank) | ((work.rank == rank) & (work.arrival >= arrival))
+            yield from self._later(claim, lacked, rest[later[rest]].tolist())
+        for column in self._work.columns_of(claim.model):
+            offer = self._offer(column)
+            if offer is not None and not offer.pages and offer.blocks:
+                yield math.inf, offer
+
+    def take(self, offers: Sequence[Offer]) -> None:
+        """As of `OfferTable`."""
+        for offer in offers:
+            column = self._columns.get(offer.key)
+            if column is not None and offer.pages:
+                for order in self._orders.values():
+                    order.remove(column)
+
+    def _later(self, claim: Claim, lacked: int, columns: Iterable[int]) -> Iterator[Priced]:
+        """Yield the offers of requests that came after the claim's."""
+        for column in columns:
+            offer = self._offer(column)
+            if offer is not None and offer.undoes is not None and claim.order < offer.undoes:
+                yield self._prices_of[column] / min(lacked, offer.pages), offer
+
+    def _sorted(self, lacked: int) -> list[int]:
+        """Return the columns of requests with pages by price per page, the cheapest first."""
+        if lacked not in self._orders:
+            holding = np.flatnonzero(self._pages > 0)[::-1]  # of equals the youngest first
+            per_page = self._prices[holding] / np.minimum(self._pages[holding], lacked)
+            per_page = per_page.astype(np.float32)  # equals but for rounding are equals
+            self._orders[lacked] = holding[np.argsort(per_page, kind="stable")].tolist()
+        return self._orders[lacked]
+
+    def _offer(self, column: int) -> Offer | None:
+        """Return the offer of a request; None if its model is not resident."""
+        if column not in self._offers:
+            m, r = self._work.request(column)
+            offer = None
+            if m.residency is Residency.RESIDENT:
+                offer = _preempting(m, r, self._prices_of[column])
+                self._columns[offer.key] = column
+            self._offers[column] = offer
+        return self._offers[column]
+
+
+def _preempting(m: ModelView, r: RequestView, price: float) -> Offer:
     act = partial(_preempt, m.name, r.id)
     key = "request", m.name, r.id
-    return Offer(key, m.name, r.pages, price, act, r.blocks, undoes=r.order)
+    return Offer(key, m.name, r.pages, partial(float, price), act, r.blocks, undoes=r.order)
 
 
 def _preempt(model: str, request_id: str, _: int, claim: Claim) -> Preempt:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
 from ballast.core.actions import Evict
-from ballast.core.view import DeviceView, ModelView
+from ballast.core.view import ModelView
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.idle_segments import divided
 from ballast.policy.market.offers import evictable, evicting
@@ -18,18 +18,16 @@ STAY = 10.0
 """Seconds for which pages that weights gave up are taken to be used otherwise."""
 
 
-def idle_weights(ahead: Outlook, view: DeviceView, claim: Claim) -> Iterable[Offer]:
+def idle_weights(ahead: Outlook) -> Iterator[Offer]:
     """Offer the weights of models without requests segment by segment, the last layers first, at
     prices that rise.
 
     The next request of the model waits for what is missing; how likely it comes within `STAY` falls
     with the model's idle time. Segments that other models contain go with all others.
     """
-    return (o for o in _idle(ahead) if o.owner != claim.model)
-
-
-def _idle(ahead: Outlook) -> Sequence[Offer]:
-    return [o for m in ahead.view.models if m.idle and evictable(m) for o in _by_parts(ahead, m)]
+    for m in ahead.view.models:
+        if m.idle and evictable(m):
+            yield from _by_parts(ahead, m)
 
 
 def _by_parts(ahead: Outlook, m: ModelView) -> Iterator[Offer]:

@@ -1,0 +1,114 @@
+"""Merge what sources offer, the cheapest page first, for all claims of one decision.
+
+What does not depend on a claim is computed and sorted once: a source is a table of offers, asked by
+each claim that lacks pages. Offers that were taken change places; all others keep theirs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import Protocol
+
+from ballast.policy.market.claim_and_offer import Claim, Offer
+from ballast.policy.market.page_budget import PageBudget
+
+Priced = tuple[float, Offer]
+"""An offer with its price per page that a claim can use."""
+
+
+class OfferTable(Protocol):
+    """What one source offers in one decision."""
+
+    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Priced]:
+        """Return offers for a claim that lacks so many pages; prices rise."""
+        ...
+
+    def take(self, offers: Sequence[Offer]) -> None:
+        """Note that offers, of any source, were taken for good."""
+        ...
+
+
+class SupplyCurve:
+    """What all sources offer in one decision, by marginal price."""
+
+    def __init__(self, tables: Sequence[OfferTable]) -> None:
+        self._tables = tables
+
+    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[Offer]:
+        """Yield offers for a claim that lacks so many pages, the cheapest page first."""
+        tables = [table.cheapest(budget, claim, lacked) for table in self._tables]
+        for _, offer in heapq.merge(*tables, key=itemgetter(0)):
+            yield offer
+
+    def take(self, offers: Sequence[Offer]) -> None:
+        """Note that offers were taken for good."""
+        for table in self._tables:
+            table.take(offers)
+
+
+class ListedOffers:
+    """Offers that do not depend on the claim, except that they may be for other models only."""
+
+    def __init__(self, offers: Iterable[Offer], *, for_others: bool = False) -> None:
+        self._for_others = for_others
+        self._steady: list[_Placed] = []
+        """Offers of owners of which nothing was taken: their prices stay."""
+        self._touched: list[_Placed] = []
+        for placed in enumerate(offers):
+            (self._touched if placed[1].everything else self._steady).append(placed)
+        self._sorted: dict[int, list[tuple[float, int, Offer]]] = {}
+        """Steady offers by price, for each number of pages lacked."""
+
+    def __bool__(self) -> bool:
+        return bool(self._steady or self._touched)
+
+    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Priced]:
+        """As of `OfferTable`."""
+        known = self._sorted.get(lacked)
+        if known is None:
+            known = self._sorted[lacked] = _by_price(budget, self._steady, lacked)
+        if self._touched:
+            known = list(
+                heapq.merge(known, _by_price(budget, self._touched, lacked), key=itemgetter(0, 1))
+            )
+        own = claim.model if self._for_others else None
+        return ((price, offer) for price, _, offer in known if offer.owner != own)
+
+    def take(self, offers: Sequence[Offer]) -> None:
+        """As of `OfferTable`."""
+        owners = {offer.owner for offer in offers}
+        touched = [placed for placed in self._steady if placed[1].owner in owners]
+        if touched:
+            self._touched += touched
+            self._steady = [placed for placed in self._steady if placed[1].owner not in owners]
+            self._sorted.clear()
+
+
+_Placed = tuple[int, Offer]
+"""An offer with its place in its source's list."""
+
+
+def _by_price(
+    budget: PageBudget, offers: Iterable[_Placed], lacked: int
+) -> list[tuple[float, int, Offer]]:
+    priced = ((unit_price(budget, offer, lacked), place, offer) for place, offer in offers)
+    return sorted(priced, key=itemgetter(0, 1))
+
+
+def by_price(budget: PageBudget, offers: Iterable[Offer], lacked: int) -> list[Priced]:
+    """Return offers with their prices for a claim that lacks so many pages, ascending."""
+    priced = [(unit_price(budget, offer, lacked), offer) for offer in offers]
+    priced.sort(key=itemgetter(0))
+    return priced
+
+
+def unit_price(budget: PageBudget, offer: Offer, lacked: int) -> float:
+    """Return an offer's price per page that a claim which lacks so many can use; inf: none."""
+    if budget.used_up(offer):
+        return math.inf
+    pages = budget.left(offer, lacked)
+    useful = min(lacked, budget.gives(offer, pages))
+    return offer.price_of(pages) / useful if useful > 0 else math.inf

@@ -1,0 +1,155 @@
+"""Supply curves that claims of a decision share, and what models keep between decisions, change no
+decision: they equal those that are made anew for each claim of a new view."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballast.core.traffic import TrafficStats
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
+from ballast.policy.market.claim_and_offer import Claim, Offer
+from ballast.policy.market.outlook import Outlook
+from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.market.supply_curve import ListedOffers, SupplyCurve
+from ballast.policy.memory import arbiter
+from ballast.policy.memory.arbiter import Arbiter
+from tests.policy.worlds import device, model, request
+
+NOW = 100.0
+
+
+class Anew(SupplyCurve):
+    """Asks every source again for each claim, and keeps nothing."""
+
+    def __init__(self, policy: Arbiter, ahead: Outlook) -> None:
+        super().__init__(())
+        self._policy, self._ahead = policy, ahead
+
+    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[Offer]:
+        return Arbiter._supply(self._policy, self._ahead).cheapest(budget, claim, lacked)
+
+
+class AskedAnew(Arbiter):
+    """The preset without memory: `SupplyCurve`s are made for each claim."""
+
+    def _supply(self, ahead: Outlook) -> SupplyCurve:
+        return Anew(self, ahead)
+
+
+def random_request(rng: random.Random, sequence: int, *, running: bool) -> RequestView:
+    arrival = NOW - rng.choice([0.1, 0.5, 2.0, 9.0, 40.0])
+    generated = rng.randrange(1, 60) if running else 0
+    r = request(
+        sequence,
+        arrival=arrival,
+        pages=rng.choice([0, 1, 2, 5]) if running else 0,
+        blocks=rng.choice([0, 1, 3]) if running else 0,
+        tokens=32 + generated,
+        generated=generated,
+        max_tokens=80,
+    )
+    return r._replace(first=min(NOW, arrival + rng.random() * 2) if running else None)
+
+
+def random_model(rng: random.Random, name: str, first: int, scarce: bool) -> ModelView:
+    kind = "busy" if scarce else rng.choice(["idle", "absent", "busy", "busy", "busy"])
+    n_waiting = rng.randrange(3) if kind != "idle" else 0
+    n_running = rng.randrange(1, 6) if kind == "busy" else 0
+    waiting = sorted(
+        (random_request(rng, first + i, running=False) for i in range(n_waiting)),
+        key=lambda r: r.order,
+    )
+    running = sorted(
+        (random_request(rng, first + 10 + i, running=True) for i in range(n_running)),
+        key=lambda r: r.order,
+    )
+    m = model(
+        name,
+        Residency.ABSENT if kind == "absent" else Residency.RESIDENT,
+        pages=10 * rng.randrange(1, 4),
+        kv=20,
+        cached=0 if scarce else rng.randrange(8),
+        loose=0 if scarce else rng.randrange(2),
+        waiting=tuple(waiting),
+        running=tuple(running),
+        first=rng.randrange(1, 6) if waiting else 0,
+        last_used=NOW - rng.random() * 30,
+        first_cached=rng.randrange(2),
+    )
+    traffic = TrafficStats()
+    for at in sorted(rng.random() * NOW for _ in range(rng.randrange(5))):
+        traffic = traffic.arrived(at)
+    if rng.random() < 0.5:
+        traffic = traffic.ended(32, rng.randrange(1, 60), rng.randrange(32))
+    parts = () if kind == "absent" or scarce else (m.own_pages // 5,) * 5
+    return replace(m, parts=parts, traffic=traffic, busy=rng.random() < 0.5)
+
+
+def random_view(rng: random.Random, models: list[ModelView]) -> DeviceView:
+    shortages = [
+        Shortage(m.name, r.id, pages, limited=False, blocks=rng.randrange(1, 5))
+        for m in models
+        for r in (*m.waiting[:1], *m.running)
+        if m.residency is Residency.RESIDENT and rng.random() < 0.5
+        for pages in [rng.randrange(1, 4)]
+    ]
+    return replace(
+        device(*models, free=rng.randrange(6), total=400, shortages=tuple(shortages)), now=NOW
+    )
+
+
+def unknown(view: DeviceView) -> DeviceView:
+    """The view without what its models have had derived."""
+    return replace(view, models=tuple(replace(m) for m in view.models))
+
+
+@given(st.integers(0, 2**32))
+def test_decisions_are_those_of_curves_made_anew(seed: int) -> None:
+    rng = random.Random(seed)
+    scarce = rng.random() < 0.5
+    models = [random_model(rng, f"m{i}", 100 * i, scarce) for i in range(rng.randrange(2, 6))]
+    memo: object = None
+    for _ in range(3):
+        view = random_view(rng, models)
+        kept = Arbiter(fair_shares=0)(view, memo)
+        anew = AskedAnew(fair_shares=0)(unknown(view), memo)
+        assert kept == anew
+        memo = kept.memo
+        changed = rng.randrange(len(models))  # one model alone is another before the next
+        models[changed] = random_model(rng, f"m{changed}", 100 * changed, scarce)
+
+
+def test_a_device_without_open_claims_is_not_looked_ahead_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unexpected(*_: object) -> None:
+        raise AssertionError("nothing has to be decided")
+
+    monkeypatch.setattr(arbiter.Arbiter, "_supply", unexpected)
+    monkeypatch.setattr(Outlook, "coming", property(unexpected))
+    monkeypatch.setattr(Outlook, "work", property(unexpected))
+    busy = model("busy", kv=9, running=(request(1, pages=3, generated=3),))
+    assert Arbiter()(device(busy, model("idle"), free=0), None).actions == ()
+
+
+def test_what_is_taken_in_part_is_priced_again() -> None:
+    whole = Offer(("a",), "a", 4, lambda: 4.0, lambda n, c: None, grain=4, cumulative=True)  # type: ignore[arg-type,return-value]
+    fine = Offer(("b",), "b", 9, lambda: 18.0, lambda n, c: None, grain=1)  # type: ignore[arg-type,return-value]
+    offers = ListedOffers([whole, fine])
+    budget = PageBudget(device(free=0))
+    claim = Claim("m", request(1).order, 1, may_preempt=False)
+
+    def prices(lacked: int) -> list[tuple[float, str]]:
+        return [(p, o.owner) for p, o in offers.cheapest(budget, claim, lacked)]
+
+    assert prices(4) == [(1.0, "a"), (2.0, "b")]
+    assert prices(1) == [(2.0, "b"), (4.0, "a")]
+    budget.accept(whole, 4)
+    offers.take([whole])
+    assert prices(4) == [(2.0, "b"), (float("inf"), "a")]
