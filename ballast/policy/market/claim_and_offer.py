@@ -63,6 +63,18 @@ class Claim(NamedTuple):
         due = 0.0 if undoing else self.due
         return not undoing, self.order.rank, due, self.order, self.model
 
+    def may_take(self, offer: Offer) -> bool:
+        """Return whether it may have an offer: no work undone for it that is older, nothing from
+        requests that are more important, and no blocks alone of other models."""
+        if offer.undoes is not None and not (self.may_preempt and self.order < offer.undoes):
+            return False
+        if offer.owner == self.model:
+            if offer.for_others:
+                return False
+        elif not offer.pages and not offer.everything:
+            return False
+        return offer.rank >= self.order.rank
+
 
 class Offer(NamedTuple):
     """One way to free pages: how many, at what price, by which action, and with which side
@@ -98,6 +110,11 @@ class Offer(NamedTuple):
     releases: tuple[SharedView, ...] = ()
     """Shared segments that the owner ceases to hold: those without another holder are freed as
     well."""
+    rank: float = math.inf
+    """Importance of the requests that it delays (`Precedence.rank`): no claim of a less important
+    request can take it."""
+    for_others: bool = False
+    """Whether only claims of other models than its owner can take it."""
     at_hand: bool = False
     """Whether its blocks can be used by the owner's own requests as they are, which lack them if
     the offer is taken."""

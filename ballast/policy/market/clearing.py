@@ -6,10 +6,9 @@ the memory policy `arbiter`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 from ballast.core.actions import Action, Promise
 from ballast.core.view import DeviceView
@@ -59,7 +58,7 @@ def clear(view: DeviceView, claims: Iterable[Claim], supply: SupplyCurve) -> Cle
                     promises += promised(claim, budget.hold(needs))
                 continue
             supply.take([accepted.offer for accepted in chosen])
-            actions.accept(_explained(claim, chosen, _left(budget, find())))
+            actions.accept(_explained(claim, chosen, budget, find()))
             needs = budget.needs(claim)
         there = needs <= budget.free
         promises += promised(claim, budget.use(claim, needs))
@@ -74,21 +73,23 @@ def _order(claim: Claim) -> tuple[float, object, str]:
 
 
 def _explained(
-    claim: Claim, chosen: Sequence[AcceptedOffer], others: Iterable[Offer]
+    claim: Claim, chosen: Sequence[AcceptedOffer], budget: PageBudget, others: Iterable[Offer]
 ) -> list[AcceptedOffer]:
     """Return accepted offers whose actions say what they cost, what the claim gains, and the
     cheapest offers that were not taken, of `others`."""
     taken = {accepted.offer.key for accepted in chosen}
-    best = islice((offer for offer in others if offer.key not in taken), UNTAKEN)
-    untaken = [f"{' '.join(o.key)} at {o.price() / o.pages:.2g}" for o in best]
+    untaken: list[str] = []
+    for offer in others:
+        if not offer.pages or offer.key in taken or budget.used_up(offer):
+            continue
+        if claim.may_take(offer):
+            untaken.append(f"{' '.join(offer.key)} at {offer.price() / offer.pages:.2g}")
+            if len(untaken) == UNTAKEN:
+                break
+    gain = f"gain {claim.gain:.2g}"
     names = f"; not taken, a page: {', '.join(untaken)}" if untaken else ""
     found = []
-    for accepted in chosen:
-        price = accepted.offer.price_of(accepted.pages)
-        why = f"{accepted.action.why}: harm {price:.2g}, gain {claim.gain:.2g}{names}"
-        found.append(replace(accepted, action=replace(accepted.action, why=why)))
+    for offer, pages, action in chosen:
+        why = f"{action.why}: harm {offer.price_of(pages):.2g}, {gain}{names}"
+        found.append(AcceptedOffer(offer, pages, replace(action, why=why)))
     return found
-
-
-def _left(budget: PageBudget, offers: Iterable[Offer]) -> Iterator[Offer]:
-    return (offer for offer in offers if offer.pages > 0 and not budget.used_up(offer))

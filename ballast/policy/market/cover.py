@@ -6,11 +6,13 @@ promises that keep freed pages for their claims. It applies nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import attrgetter
+from typing import NamedTuple
 
 from ballast.core.actions import Action, Promise
 from ballast.core.view import DeviceView
@@ -19,8 +21,7 @@ from ballast.policy.market.page_budget import Mark, PageBudget
 from ballast.policy.market.supply_curve import unit_price
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptedOffer:
+class AcceptedOffer(NamedTuple):
     """A part of an offer taken for a claim, with its action."""
 
     offer: Offer
@@ -152,11 +153,6 @@ def _offers(view: DeviceView, claim: Claim, sources: Sequence[Source]) -> Iterab
     return chain.from_iterable(source(view, claim) for source in sources)
 
 
-def _may_take(claim: Claim, offer: Offer) -> bool:
-    """Whether a claim may have the work undone that an offer undoes, whatever its source yields."""
-    return offer.undoes is None or (claim.may_preempt and claim.order < offer.undoes)
-
-
 def _accept(
     budget: PageBudget, claim: Claim, offer: Offer, pages: int
 ) -> tuple[int, AcceptedOffer]:
@@ -175,7 +171,7 @@ def _gather(
         lacked = claim.pages - budget.coming
         if lacked <= 0:
             break
-        if not budget.used_up(offer) and _may_take(claim, offer):
+        if not budget.used_up(offer) and claim.may_take(offer):
             pages = budget.left(offer, lacked)
             gained, accepted = _accept(budget, claim, offer, pages)
             if gained:
@@ -232,7 +228,7 @@ def cover_one(
         ousts = any(accepted.offer.everything and accepted.offer.undoes for accepted in chosen)
         if by_price or ousts:
             chosen = _needed(claim, chosen, budget, before)
-    if by_price and sum(map(_price, chosen)) >= claim.gain:
+    if by_price and claim.gain < math.inf and sum(map(_price, chosen)) >= claim.gain:
         budget.undo(before)
         return None
     return chosen
@@ -246,7 +242,7 @@ def _try(
     chosen: list[AcceptedOffer] = []
     trials: list[Offer] = []
     for offer in offers:
-        if budget.used_up(offer) or not _may_take(claim, offer):
+        if budget.used_up(offer) or not claim.may_take(offer):
             continue
         pages = budget.left(offer, lacked)
         _, accepted = _accept(budget, claim, offer, pages)

@@ -23,37 +23,81 @@ class OfferTable(Protocol):
     """What one source offers in one decision."""
 
     def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Priced]:
-        """Return offers for a claim that lacks so many pages; prices rise."""
+        """Return offers for a claim that lacks so many pages, and perhaps others that it may not
+        take (`Claim.may_take`); prices rise."""
         ...
 
-    def take(self, offers: Sequence[Offer]) -> None:
-        """Note that offers, of any source, were taken for good."""
+    def is_own(self, claim: Claim) -> bool:
+        """Return whether a claim is offered anything else than others of as many pages are."""
+        ...
+
+    def take(self, offers: Sequence[Offer]) -> bool:
+        """Note that offers, of any source, were taken for good; return whether prices of others
+        have changed."""
         ...
 
 
 class SupplyCurve:
-    """What all sources offer in one decision, by marginal price."""
+    """What all sources offer in one decision, by marginal price.
+
+    A curve is followed as far as a claim needs, and kept for those that come after.
+    """
 
     def __init__(self, tables: Sequence[OfferTable]) -> None:
         self._tables = tables
+        self._curves: dict[tuple[int, int], _Curve] = {}
+        """By a claim's pages, and those that it lacks."""
 
-    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[Offer]:
-        """Yield offers for a claim that lacks so many pages, the cheapest page first."""
-        tables = [table.cheapest(budget, claim, lacked) for table in self._tables]
-        for _, offer in heapq.merge(*tables, key=itemgetter(0)):
-            yield offer
+    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Offer]:
+        """Return offers for a claim that lacks so many pages, the cheapest page first."""
+        for table in self._tables:
+            if table.is_own(claim):
+                return _Curve(self._merged(budget, claim, lacked))
+        curve = self._curves.get((claim.pages, lacked))
+        if curve is None:
+            curve = _Curve(self._merged(budget, claim, lacked))
+            self._curves[claim.pages, lacked] = curve
+        return curve
 
     def take(self, offers: Sequence[Offer]) -> None:
-        """Note that offers were taken for good."""
-        for table in self._tables:
-            table.take(offers)
+        """Note that offers were taken for good; that of a request changes no other's price."""
+        if any(offer.grain or offer.everything or not offer.undoes for offer in offers):
+            changed = [table.take(offers) for table in self._tables]
+            if any(changed):
+                self._curves.clear()
+        for curve in self._curves.values():
+            curve.drop(offers)
+
+    def _merged(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[Priced]:
+        tables = [table.cheapest(budget, claim, lacked) for table in self._tables]
+        return heapq.merge(*tables, key=itemgetter(0))
+
+
+class _Curve:
+    """Offers by price, known as far as claims have come."""
+
+    def __init__(self, priced: Iterator[Priced]) -> None:
+        self._rest = priced
+        self._known: list[Offer] = []
+
+    def __iter__(self) -> Iterator[Offer]:
+        known = self._known
+        yield from known
+        for _, offer in self._rest:
+            known.append(offer)
+            yield offer
+
+    def drop(self, offers: Sequence[Offer]) -> None:
+        """Forget indivisible offers that were taken."""
+        for offer in offers:
+            if not offer.grain and offer in self._known:
+                self._known.remove(offer)
 
 
 class ListedOffers:
-    """Offers that do not depend on the claim, except that they may be for other models only."""
+    """Offers that do not depend on the claim."""
 
-    def __init__(self, offers: Iterable[Offer], *, for_others: bool = False) -> None:
-        self._for_others = for_others
+    def __init__(self, offers: Iterable[Offer]) -> None:
         self._steady: list[_Placed] = []
         """Offers of owners of which nothing was taken: their prices stay."""
         self._touched: list[_Placed] = []
@@ -71,13 +115,15 @@ class ListedOffers:
         if known is None:
             known = self._sorted[lacked] = _by_price(budget, self._steady, lacked)
         if self._touched:
-            known = list(
-                heapq.merge(known, _by_price(budget, self._touched, lacked), key=itemgetter(0, 1))
-            )
-        own = claim.model if self._for_others else None
-        return ((price, offer) for price, _, offer in known if offer.owner != own)
+            touched = _by_price(budget, self._touched, lacked)
+            known = list(heapq.merge(known, touched, key=itemgetter(0, 1)))
+        return ((price, offer) for price, _, offer in known)
 
-    def take(self, offers: Sequence[Offer]) -> None:
+    def is_own(self, claim: Claim) -> bool:
+        """As of `OfferTable`."""
+        return False
+
+    def take(self, offers: Sequence[Offer]) -> bool:
         """As of `OfferTable`."""
         owners = {offer.owner for offer in offers}
         touched = [placed for placed in self._steady if placed[1].owner in owners]
@@ -85,6 +131,7 @@ class ListedOffers:
             self._touched += touched
             self._steady = [placed for placed in self._steady if placed[1].owner not in owners]
             self._sorted.clear()
+        return any(placed[1].owner in owners for placed in self._touched)
 
 
 _Placed = tuple[int, Offer]

@@ -26,7 +26,7 @@ LEAST_SPREAD = 0.05
 SPREAD = 0.25
 """Standard deviation of a forecast, as a part of the work ahead."""
 _LOGISTIC = math.sqrt(3.0) / math.pi
-_FIELDS = 8
+_FIELDS = 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,16 +69,8 @@ class WorkAhead:
 
     @property
     def restoring(self) -> Floats:
-        """Seconds of the lane to compute it again; 0 without pages."""
+        """Seconds of the lane to compute it again; 0 without blocks."""
         return self._row(5)
-
-    @property
-    def rank(self) -> Floats:
-        return self._row(6)
-
-    @property
-    def arrival(self) -> Floats:
-        return self._row(7)
 
     def _row(self, i: int) -> Floats:
         row: Floats = self.rows[i]
@@ -138,9 +130,8 @@ def work_of(m: ModelView) -> WorkAhead:
             due, ahead = r.due, before
         else:
             due, ahead = _begun(m, r, step, left)
-        rank, arrival, _ = r.order
-        restoring = prefill_seconds(r.computed) if r.pages else 0.0
-        columns.append((due, ahead, weight_of(rank), r.pages, left, restoring, rank, arrival))
+        restoring = prefill_seconds(r.computed) if r.pages or r.blocks else 0.0
+        columns.append((due, ahead, weight_of(r.order.rank), r.pages, left, restoring))
     rows = np.array(columns, np.float64).T if columns else np.empty((_FIELDS, 0))
     return WorkAhead(rows, len(m.waiting))
 
@@ -194,10 +185,3 @@ class DeviceWork:
         m, place = self.models[at], column - self.starts[at]
         n = len(m.waiting)
         return m, m.waiting[place] if place < n else m.running[place - n]
-
-    def columns_of(self, model: str) -> range:
-        """Return the columns of a model's requests."""
-        for m, first, end in zip(self.models, self.starts, self.starts[1:], strict=False):
-            if m.name == model:
-                return range(first, end)
-        return range(0)

@@ -7,13 +7,14 @@ weighted misses of deadlines (`ballast.policy.market.harm`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ballast.core.actions import Action, Activate, Decision
 from ballast.core.cost import copy_seconds
-from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
+from ballast.core.request import Precedence
+from ballast.core.view import DeviceView, ModelView, Residency, Shortage
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claim_and_offer import Claim
 from ballast.policy.market.clearing import clear
@@ -71,7 +72,7 @@ class Arbiter(MemoryPolicy):
         tables: list[OfferTable] = [CachedBlocks(ahead)] if self.reuse else []
         listed = [ListedOffers(view.derived(compactions)), ListedOffers(view.derived(recalls))]
         if self.idle:
-            listed.append(ListedOffers(idle_weights(ahead), for_others=True))
+            listed.append(ListedOffers(idle_weights(ahead)))
         tables += (offers for offers in listed if offers)
         if self.parking:
             tables.append(ParkedModels(ahead))
@@ -96,10 +97,16 @@ def _claims(ahead: Outlook) -> Iterator[Claim]:
                 pages = max(0, m.first_pages - view.borrowable(m))
                 gain = _gain(ahead, m, pages, 0.0)
                 yield Claim(m.name, first.order, pages, may_preempt=False, gain=gain)
-        for i, r in enumerate(m.running):
-            lack = short.get((m.name, r.id))
-            if lack is not None:
-                yield _growth(ahead, m, r, len(m.waiting) + i, lack)
+    for s in view.shortages:
+        if not s.limited:
+            order = view.model(s.model).derived(_running_orders).get(s.request_id)
+            if order is not None:  # a running request that cannot go on
+                yield Claim(s.model, order, s.pages, may_preempt=True, blocks=s.blocks)
+
+
+def _running_orders(m: ModelView) -> Mapping[str, Precedence]:
+    """Return the precedence of each running request by its id."""
+    return {r.id: r.order for r in m.running}
 
 
 def _activation(ahead: Outlook, m: ModelView) -> Claim:
@@ -142,11 +149,6 @@ def _admission(ahead: Outlook, m: ModelView, lack: Shortage) -> Claim:
         gain=_gain(ahead, m, lack.pages, 0.0),
         overdue=first.place < 0 or _starves(ahead.view, m),
     )
-
-
-def _growth(ahead: Outlook, m: ModelView, r: RequestView, place: int, lack: Shortage) -> Claim:
-    """Return the claim of a running request that cannot go on."""
-    return Claim(m.name, r.order, lack.pages, may_preempt=True, blocks=lack.blocks)
 
 
 def _gain(ahead: Outlook, m: ModelView, pages: int, copy: float) -> float:

@@ -30,7 +30,7 @@ class CachedBlocks:
     def __init__(self, ahead: Outlook) -> None:
         self._ahead = ahead
         models = ahead.view.models
-        self._models = [m for m in models if m.cached_pages or m.cached_borrowed]
+        self._models = {m.name: m for m in models if m.cached_pages or m.cached_borrowed}
         self._lists: dict[bool, ListedOffers] = {}
         """Offers for KV, and for weights, which cannot lie on borrowed pages."""
 
@@ -40,20 +40,29 @@ class CachedBlocks:
             return ()
         listed = self._lists.get(claim.weights)
         if listed is None:
-            offers = [o for m in self._models for o in self._of(m, claim.weights)]
+            offers = [o for m in self._models.values() for o in self._of(m, claim.weights)]
             listed = self._lists[claim.weights] = ListedOffers(offers)
         found = listed.cheapest(budget, claim, lacked)
-        for m in self._models:
-            if m.name == claim.model and m.waiting and m.waiting[0].order == claim.order:
-                others = (priced for priced in found if priced[1].owner != m.name)
-                own = by_price(budget, self._of(m, claim.weights, m.first_cached_pages), lacked)
-                return heapq.merge(others, own, key=itemgetter(0))
-        return found
+        m = self._waiting_for(claim)
+        if m is None:
+            return found
+        others = (priced for priced in found if priced[1].owner != m.name)
+        own = by_price(budget, self._of(m, claim.weights, m.first_cached_pages), lacked)
+        return heapq.merge(others, own, key=itemgetter(0))
 
-    def take(self, offers: Sequence[Offer]) -> None:
+    def is_own(self, claim: Claim) -> bool:
         """As of `OfferTable`."""
-        for listed in self._lists.values():
-            listed.take(offers)
+        return claim.weights or self._waiting_for(claim) is not None
+
+    def take(self, offers: Sequence[Offer]) -> bool:
+        """As of `OfferTable`."""
+        changed = [listed.take(offers) for listed in self._lists.values()]
+        return any(changed)
+
+    def _waiting_for(self, claim: Claim) -> ModelView | None:
+        """Return the model with cached prefixes whose first waiting request a claim is of."""
+        m = self._models.get(claim.model)
+        return m if m is not None and m.waiting and m.waiting[0].order == claim.order else None
 
     def _of(self, m: ModelView, weights: bool, spared: int = 0) -> Iterator[Offer]:
         pages = m.cached_pages + (0 if weights else m.cached_borrowed) - spared

@@ -43,31 +43,30 @@ class ParkedModels:
         self._ahead = ahead
         able = (m for m in ahead.view.models if not m.idle and evictable(m))
         self._able = [(m, _rank(m)) for m in able if not ahead.holds_first(m)]
-        self._reliefs: dict[tuple[int, int], list[tuple[float, int, Offer]]] = {}
-        """Offers for KV claims by price, each with the rank of its model's requests, for each
-        number of pages that a claim lacks alone, and beside others."""
 
     def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Priced]:
         """As of `OfferTable`."""
         if not self._able:
             return ()
-        rank, lacking = claim.order.rank, max(1, claim.pages - self._ahead.view.coming)
+        lacking = max(1, claim.pages - self._ahead.view.coming)
         if claim.weights:
+            rank = claim.order.rank
             able = [m for m, r in self._able if r >= rank and m.name != claim.model]
             turns = (o for m in able for o in _turn(self._ahead, m, claim, lacking))
             return by_price(budget, turns, lacked)
-        known = self._reliefs.get((lacking, lacked))
-        if known is None:
-            known = self._reliefs[lacking, lacked] = self._relief(lacking, lacked)
-        return ((price, o) for price, r, o in known if r >= rank and o.owner != claim.model)
+        return self._relief(lacking, lacked)
 
-    def take(self, offers: Sequence[Offer]) -> None:
+    def is_own(self, claim: Claim) -> bool:
+        """As of `OfferTable`."""
+        return claim.weights
+
+    def take(self, offers: Sequence[Offer]) -> bool:
         """As of `OfferTable`."""
         taken = {offer.owner for offer in offers if offer.key[0] == SEGMENTS}
         if taken:
             self._able = [(m, r) for m, r in self._able if m.name not in taken]
-            for known in self._reliefs.values():
-                known[:] = [entry for entry in known if entry[2].owner not in taken]
+            self._parkings = [entry for entry in self._parkings if entry[0].name not in taken]
+        return bool(taken)
 
     @cached_property
     def _parkings(self) -> list[tuple[ModelView, int, int, float]]:
@@ -80,14 +79,15 @@ class ParkedModels:
         harms = ahead.harms_of_delays([m for m, _, _ in here], delays).tolist()
         return [(*entry, harm) for entry, harm in zip(here, harms, strict=True)]
 
-    def _relief(self, lacking: int, lacked: int) -> list[tuple[float, int, Offer]]:
+    def _relief(self, lacking: int, lacked: int) -> list[Priced]:
         """Return the offers of `_parkings`: a claim pays the part of the harm that its pages are of
         those that will be used."""
         backlog = self._ahead.backlog or 1
         found = []
         for m, rank, pages, harm in self._parkings:
             total = MARGIN * harm * min(1.0, lacking / min(pages, backlog))
-            found.append((total / min(lacked, pages), rank, _parking(m, pages, total)))
+            offer = _parking(m, pages, total)._replace(rank=rank, for_others=True)
+            found.append((total / min(lacked, pages), offer))
         found.sort(key=itemgetter(0))
         return found
 

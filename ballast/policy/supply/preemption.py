@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -14,9 +14,6 @@ from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import Priced
-
-FEW = 16
-"""Cheapest requests that are compared with a claim's one by one; the others are all at once."""
 
 
 class RunningRequests:
@@ -36,41 +33,28 @@ class RunningRequests:
         self._prices += ahead.lane_price * work.restoring
         self._prices_of: list[float] = self._prices.tolist()
         self._pages = work.pages
-        self._columns: dict[tuple[str, ...], int] = {}
         self._orders: dict[int, list[int]] = {}
         """Columns of `work` by price, the cheapest first, for each number of pages lacked."""
         self._offers: dict[int, Offer | None] = {}
 
     def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[Priced]:
-        """As of `OfferTable`; last come those that free blocks of the claim's own model alone."""
-        if not claim.may_preempt:
-            return
-        order = self._sorted(lacked)
-        yield from self._later(claim, lacked, order[:FEW])
-        if len(order) > FEW:
-            rank, arrival, _ = claim.order
-            work, rest = self._work.of_all, np.array(order[FEW:])
-            later = (work.rank > rank) | ((work.rank == rank) & (work.arrival >= arrival))
-            yield from self._later(claim, lacked, rest[later[rest]].tolist())
-        for column in self._work.columns_of(claim.model):
+        """As of `OfferTable`; last come those that free blocks of their own model alone."""
+        for column in self._sorted(lacked):
             offer = self._offer(column)
-            if offer is not None and not offer.pages and offer.blocks:
+            if offer is not None:
+                yield self._prices_of[column] / min(lacked, offer.pages), offer
+        for column in np.flatnonzero(self._pages == 0).tolist():
+            offer = self._offer(column)
+            if offer is not None and offer.blocks:
                 yield math.inf, offer
 
-    def take(self, offers: Sequence[Offer]) -> None:
+    def is_own(self, claim: Claim) -> bool:
         """As of `OfferTable`."""
-        for offer in offers:
-            column = self._columns.get(offer.key)
-            if column is not None and offer.pages:
-                for order in self._orders.values():
-                    order.remove(column)
+        return False
 
-    def _later(self, claim: Claim, lacked: int, columns: Iterable[int]) -> Iterator[Priced]:
-        """Yield the offers of requests that came after the claim's."""
-        for column in columns:
-            offer = self._offer(column)
-            if offer is not None and offer.undoes is not None and claim.order < offer.undoes:
-                yield self._prices_of[column] / min(lacked, offer.pages), offer
+    def take(self, offers: Sequence[Offer]) -> bool:
+        """As of `OfferTable`."""
+        return False
 
     def _sorted(self, lacked: int) -> list[int]:
         """Return the columns of requests with pages by price per page, the cheapest first."""
@@ -85,10 +69,8 @@ class RunningRequests:
         """Return the offer of a request; None if its model is not resident."""
         if column not in self._offers:
             m, r = self._work.request(column)
-            offer = None
-            if m.residency is Residency.RESIDENT:
-                offer = _preempting(m, r, self._prices_of[column])
-                self._columns[offer.key] = column
+            there = m.residency is Residency.RESIDENT
+            offer = _preempting(m, r, self._prices_of[column]) if there else None
             self._offers[column] = offer
         return self._offers[column]
 

@@ -50,10 +50,12 @@ def _by_parts(ahead: Outlook, m: ModelView) -> Iterator[Offer]:
     for (start, before), (end, after) in convex(harms):
         price = partial(float, chance * (after - before) / (end - start) * end)
         key = "segments", m.name
-        yield Offer(key, m.name, end, price, act, grain=grains[end], cumulative=True)
+        yield Offer(
+            key, m.name, end, price, act, grain=grains[end], cumulative=True, for_others=True
+        )
     if rest:
         whole = chance * absence(ahead, m, m.own_pages) + _cached_harm(ahead, m)
-        yield evicting(m, partial(float, whole), why)
+        yield evicting(m, partial(float, whole), why)._replace(for_others=True)
 
 
 def absence(ahead: Outlook, m: ModelView, pages: int) -> float:

@@ -4,7 +4,7 @@ decision: they equal those that are made anew for each claim of a new view."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -31,7 +31,7 @@ class Anew(SupplyCurve):
         super().__init__(())
         self._policy, self._ahead = policy, ahead
 
-    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[Offer]:
+    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Offer]:
         return Arbiter._supply(self._policy, self._ahead).cheapest(budget, claim, lacked)
 
 
