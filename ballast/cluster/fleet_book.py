@@ -151,7 +151,8 @@ class FleetBook:
                     cached_pages=m.cached_pages,
                     borrowed_pages=m.borrowed_pages,
                     waiting=m.waiting,
-                    waiting_tokens=m.waiting_tokens,
+                    lacking=m.lacking,
+                    lacking_tokens=m.lacking_tokens,
                     longest_tokens=m.longest_tokens,
                 )
             )

@@ -160,6 +160,13 @@ class FleetCommands:
         pages = None if n_bytes is None else max(1, n_bytes // report.page_bytes)
         return await self._order(lender, Recall(borrower, pages, seconds, "by an operator"))
 
+    async def release(self, lender: str, borrower: str) -> CommandOutcome:
+        """Leave what a device lends to another to the fleet policy again."""
+        if not self._leases.release(lender, borrower):
+            why = f"no operator has ordered what {lender} lends to {borrower}"
+            return CommandOutcome("refused", why)
+        return CommandOutcome()
+
     def _report(self, device: str) -> DeviceReport | None:
         found = self._devices.get(device)
         return None if found is None else found.report

@@ -29,6 +29,7 @@ from ballast.control.lease_events import (
     PassLeaseMessage,
     PeerReportEvent,
     RecallOrder,
+    ReleasePairEvent,
     ReplaceWorker,
 )
 from ballast.control.leases import Leases
@@ -101,6 +102,13 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
             pages, seconds = command.pages, command.seconds
             event = RecallOrder(number, lender, borrower, pages, seconds, why, by_operator)
         self._handle(event)
+
+    def release(self, lender: str, borrower: str) -> bool:
+        """Leave what a device lends to another to the fleet policy again; returns whether an
+        operator had ordered it."""
+        held = self.reserved(lender, borrower)
+        self._handle(ReleasePairEvent(lender, borrower))
+        return held
 
     def close(self) -> None:
         """Await nothing any more."""

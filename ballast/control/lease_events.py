@@ -76,6 +76,15 @@ class RecallOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleasePairEvent:
+    """An operator leaves what one device lends to another to the fleet policy again. Pages that are
+    lent stay lent until the policy, or the lender, recalls them."""
+
+    lender: str
+    borrower: str
+
+
+@dataclass(frozen=True, slots=True)
 class OrderAnsweredEvent:
     """A lender has carried out an order, or refused it (`refused`)."""
 
@@ -93,6 +102,7 @@ LeaseEvent = (
     | DeviceReapedEvent
     | LendOrder
     | RecallOrder
+    | ReleasePairEvent
     | OrderAnsweredEvent
     | LookEvent
 )

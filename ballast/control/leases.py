@@ -14,7 +14,8 @@ operators.
     one has died      ─AnnouncePeerEnd─> the other ─PeerReleasedReport─>      ─ReplaceWorker─>
 
 An operator's order stands: between two devices between which an operator has lent or recalled, no
-fleet policy lends or recalls. Lenders' own memory policies recall whatever is lent.
+fleet policy lends or recalls until the operator releases the pair (`ReleasePairEvent`). Lenders'
+own memory policies recall whatever is lent.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from ballast.control.lease_events import (
     PassLeaseMessage,
     PeerReportEvent,
     RecallOrder,
+    ReleasePairEvent,
     ReplaceWorker,
 )
 from ballast.control.migration_events import DeviceLostEvent, LookEvent
@@ -101,6 +103,8 @@ class Leases:
         """Orders that lenders have not answered."""
         self._operators: set[tuple[str, str]] = set()
         """Lenders and borrowers between which operators have ordered something."""
+        self._reasons: dict[tuple[str, str], str] = {}
+        """By lender and borrower, the reason of the last order to lend that was carried out."""
         self._now = 0.0
         self._out: list[LeaseInstruction] = []
 
@@ -121,7 +125,9 @@ class Leases:
                 pages = _lent(pair, lender)
                 if pages:
                     recalled = sum(due < inf for due in pages)
-                    found.append(LeaseView(lender, borrower, len(pages), recalled))
+                    way = lender, borrower
+                    why, held = self._reasons.get(way, ""), way in self._operators
+                    found.append(LeaseView(*way, len(pages), recalled, why, held))
         return tuple(found)
 
     def can_lend(self, lender: str, borrower: str) -> bool:
@@ -147,8 +153,13 @@ class Leases:
             case RecallOrder():
                 self._recall(event)
             case OrderAnsweredEvent(number, refused, lost):
-                if self._orders.pop(number, None) is not None:
+                order = self._orders.pop(number, None)
+                if isinstance(order, LendOrder) and refused is None:
+                    self._reasons[order.lender, order.borrower] = order.why
+                if order is not None:
                     self._out.append(OrderEnded(number, refused, lost))
+            case ReleasePairEvent(lender, borrower):
+                self._operators.discard((lender, borrower))
             case DeviceLostEvent(device):
                 self._lose(device)
             case DeviceReapedEvent(device):

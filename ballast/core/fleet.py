@@ -76,7 +76,9 @@ class Hosting:
     """Pages of other devices that back its KV."""
     waiting: int = 0
     """Requests that wait."""
-    waiting_tokens: int = 0
+    lacking: int = 0
+    """Part of `waiting` that pages would let run: without requests beyond `max_running`."""
+    lacking_tokens: int = 0
     """Tokens of these, whose KV they lack."""
     longest_tokens: int = 0
     """Tokens of the longest request of the last minute or two."""
@@ -131,6 +133,10 @@ class LeaseView:
     pages: int
     recalled: int
     """Part of `pages` that is to be returned."""
+    why: str = ""
+    """Reason of the last order to lend."""
+    by_operator: bool = False
+    """Whether an operator has ordered what is lent, so that no fleet policy changes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +151,7 @@ class FleetView:
     """All that is lent, by lender and borrower."""
     pairs: tuple[tuple[str, str], ...] = ()
     """(lender, borrower) of all devices that can lend to each other now, without those between
-    which an operator has lent or recalled."""
+    which an operator has lent or recalled, and not released them since."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,10 @@ class ModelReport:
     output_tokens: int
     whole_pages: int = 0
     """Pages of all of its weights, on the device or not."""
-    waiting_tokens: int = 0
-    """Tokens of the waiting requests, whose KV they lack."""
+    lacking: int = 0
+    """Waiting requests that pages would let run: without those beyond `max_running`."""
+    lacking_tokens: int = 0
+    """Tokens of these, whose KV they lack."""
     longest_tokens: int = 0
     """Tokens of the longest request of the last minute or two (`core.traffic.LongestRequest`)."""
     paused: int = 0

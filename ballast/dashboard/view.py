@@ -34,6 +34,7 @@ _SPARK = 60
 LEAST_DECISIONS = 4
 """Lines kept for decisions where models would fill the screen."""
 MOST_FAILURES = 3
+MOST_LEASES = 4
 MOST_DECISIONS = 12
 """Most decisions where no screen bounds them."""
 
@@ -129,7 +130,19 @@ def _numbers(now: ServerNow, rates: Rates, width: int) -> list[Text]:
         if len(rates.totals) > 1:
             room = max(0, min(_SPARK, width - requests.cell_len - 2))
             requests.append("  ").append(sparkline(rates.totals, room), "green")
-    return [*pools, *_side_by_side(legend(now), width), *_kept(now), requests]
+    return [*pools, *_side_by_side(legend(now), width), *_leases(now), *_kept(now), requests]
+
+
+def _leases(now: ServerNow) -> list[Text]:
+    """List what devices lend each other, most pages first, with the reason."""
+    lines = []
+    for lease in sorted(now.leases, key=lambda v: (-v.pages, v.lender, v.borrower))[:MOST_LEASES]:
+        line = _line((f"{'lent':{_INDENT}}", _FAINT))
+        line.append(f"{lease.lender} to {lease.borrower}: {counted(lease.pages, 'page')}")
+        if lease.recalled:
+            line.append(f", {lease.recalled} recalled", "yellow")
+        lines.append(line.append(f"{_GAP}{lease.why}", _FAINT))
+    return lines
 
 
 def _kept(now: ServerNow) -> list[Text]:

@@ -56,6 +56,9 @@ def _model(m: ModelState, now: float) -> ModelReport:
     in_place = sum(1 + layer in plan.in_place for layer in range(layers))
     here = m.residency is not Residency.ACTIVATING
     rotating = len(rotation.layers)
+    # A request beyond `max_running`, or of a model that waits for its turn, lacks no pages.
+    may_run = 0 if m.held else max(0, m.spec.max_running - len(m.running))
+    lacking = tuple(m.waiting)[:may_run]
     loads = Loads() if m.weights.stream is None else m.weights.stream.loads
     return ModelReport(
         name=m.spec.name,
@@ -67,7 +70,8 @@ def _model(m: ModelState, now: float) -> ModelReport:
         cached_pages_of=dict(m.kv.cached_pages_of),
         waiting=len(m.waiting),
         running=len(m.running),
-        waiting_tokens=sum(len(r.tokens) for r in tuple(m.waiting)),
+        lacking=len(lacking),
+        lacking_tokens=sum(len(r.tokens) for r in lacking),
         longest_tokens=m.longest.tokens(now),
         paused=len(m.paused),
         late=m.late(now),

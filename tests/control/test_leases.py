@@ -252,3 +252,20 @@ def test_what_an_operator_has_ordered_no_policy_changes() -> None:
     assert len(world.devices["a"].orders) == 3
     assert world.leases.reserved("a", "b")
     assert not world.leases.reserved("b", "a")
+    assert world.leases.release("a", "b")
+    world.order("a", Recall("b", None, 5.0))
+    assert not world.ended
+    assert not world.leases.release("a", "b")  # nobody holds it any more
+
+
+def test_the_book_says_who_lends_to_whom_and_why() -> None:
+    world, epoch = paired()
+    world.order("a", Lend("b", 2, "b lacks 2 pages"))
+    ((_, answered),) = world.devices["a"].orders
+    world.send("a", PagesLentEvent(Lease(0, epoch, "a", "b", (1, 2))))
+    answered(CommandOutcome())
+    assert world.leases.standing == (LeaseView("a", "b", 2, 0, "b lacks 2 pages"),)
+    world.order("a", Lend("b", 1, "by an operator"), operator=True)
+    assert world.leases.standing == (LeaseView("a", "b", 2, 0, "b lacks 2 pages", True),)
+    world.devices["a"].orders[1][1](CommandOutcome("refused", "short of 1 pages"))
+    assert world.leases.standing[0].why == "b lacks 2 pages"

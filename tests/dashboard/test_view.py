@@ -9,6 +9,9 @@ import pytest
 from rich.console import Console
 
 from ballast.cluster.kept_kv import KvReport, TierReport
+
+
+from ballast.core.fleet import LeaseView
 from ballast.core.settings import Slo
 from ballast.dashboard.columns import rows
 from ballast.dashboard.memory import pool
@@ -157,6 +160,16 @@ def test_each_of_several_devices_has_a_bar_and_models_say_where_they_are() -> No
     assert "cpu:0, cpu:1" in line(lines, "a ")
     assert "device" in line(lines, "model")
     assert {name: pages for name, pages, _ in pool(devices[0])}["weights"] == 20
+
+
+def test_what_devices_lend_each_other_is_listed_with_the_reason() -> None:
+    leases = [LeaseView("cpu:0", "cpu:1", 1, 0, "by an operator", True)]
+    leases += [LeaseView("cpu:1", "cpu:0", 30, 5, "cpu:0 lacks 30 pages, cpu:1 can spare 90")]
+    lines = [text for text in shown(reading(leases=leases)) if text.startswith("lent ")]
+    assert lines[0].split(None, 1)[1] == (
+        "cpu:1 to cpu:0: 30 pages, 5 recalled   cpu:0 lacks 30 pages, cpu:1 can spare 90"
+    )
+    assert lines[1].split(None, 1)[1] == "cpu:0 to cpu:1: 1 page   by an operator"
 
 
 def test_a_model_has_a_row_and_so_have_its_adapters() -> None:

@@ -257,6 +257,7 @@ def test_ten_thousand_odd_requests_are_answered_and_none_hurts(own: ServerProces
         "POST /v1/unload_lora_adapter": {"lora_name": "lora"},
         "POST /admin/devices/cpu:0/lend": {"to": "cpu:1", "memory": "1MiB"},
         "POST /admin/devices/cpu:0/recall": {"to": "cpu:1", "memory": "1MiB", "seconds": 1.0},
+        "POST /admin/devices/cpu:0/release": {"to": "cpu:1"},
     }
     takes_body = {
         f"{method.upper()} {path}".replace("devices/{name}", "devices/cpu:0").replace(

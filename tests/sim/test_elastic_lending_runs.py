@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from ballast.core.event import FinishedOutput, Output, TokenOutput
@@ -36,8 +37,11 @@ def burst(model: str, n: int, at: float) -> list[Submission]:
 class Run:
     """`devices` L4s with a model each; the first model has a burst, and then the second."""
 
-    def __init__(self, preset: str, devices: int = 2, **options: float) -> None:
+    def __init__(
+        self, preset: str, devices: int = 2, running: int = 64, **options: float
+    ) -> None:
         models = [spec(f"m{i}", like="Llama-3-8b") for i in range(devices)]
+        models = [replace(m, max_running=running) for m in models]
         self.first: dict[str, float] = {}
         self.ends = 0
         self.moves: list[FleetAction] = []
@@ -86,6 +90,10 @@ def test_a_busy_device_borrows_and_its_requests_wait_less() -> None:
     assert lent.borrowed["L4:0"] > 0
     assert lent.mean("m0") < 0.95 * alone.mean("m0")
     assert lent.mean("m1") < 1.1 * alone.mean("m1")  # the lender had its pages back
+
+
+def test_requests_that_may_not_run_lack_no_pages() -> None:
+    assert Run("swiftcache", running=2).moves == []
 
 
 def test_the_master_alone_borrows_from_all_as_published() -> None:

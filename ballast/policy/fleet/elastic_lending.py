@@ -159,7 +159,7 @@ class _Book:
         """Pages to borrow: those lacking. Only KV whose blocks fit into a page can lie there."""
         page = self._device.page_bytes
         usable = (
-            h.waiting and n.kv_bytes_per_token * n.block_tokens <= page for h, n in self._served
+            h.lacking and n.kv_bytes_per_token * n.block_tokens <= page for h, n in self._served
         )
         return min(self.lack, self.may_borrow) if any(usable) else 0
 
@@ -181,15 +181,15 @@ class _Book:
         return max(used for _, used in self._samples)
 
     def _lack(self) -> int:
-        waits = [(h, need) for h, need in self._served if h.waiting]
+        waits = [(h, need) for h, need in self._served if h.lacking]
         page = self._device.page_bytes
         if not self._published:
             unused = self.borrowed - sum(h.borrowed_pages for h in self._device.hosting)
             cached = sum(h.cached_pages for h in self._device.hosting)
             free = self._device.free + cached + max(0, unused)
-            wanted = sum(_pages(h.waiting_tokens, h.waiting, need, page) for h, need in waits)
+            wanted = sum(_pages(h.lacking_tokens, h.lacking, need, page) for h, need in waits)
             return max(0, wanted - free)
-        mean = (ceil_div(h.waiting_tokens, h.waiting) * n.kv_bytes_per_token for h, n in waits)
+        mean = (ceil_div(h.lacking_tokens, h.lacking) * n.kv_bytes_per_token for h, n in waits)
         return max((scale_up(self._own, page, _PAGES, n_bytes)[0] for n_bytes in mean), default=0)
 
     def _one_more(self) -> int:
@@ -204,8 +204,8 @@ def _used(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
     found = 0
     for h in device.hosting:
         found += h.kv_pages - h.cached_pages + h.borrowed_pages
-        if h.model in needs and h.waiting:
-            found += _pages(h.waiting_tokens, h.waiting, needs[h.model], device.page_bytes)
+        if h.model in needs and h.lacking:
+            found += _pages(h.lacking_tokens, h.lacking, needs[h.model], device.page_bytes)
     return found
 
 

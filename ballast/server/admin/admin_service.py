@@ -131,6 +131,10 @@ class AdminService:
         """Recall lent memory, `n_bytes` or all of it. Raises Fault or Unavailable."""
         _done(await self._controller.commands.recall(lender, borrower, n_bytes, seconds))
 
+    async def release(self, lender: str, borrower: str) -> None:
+        """Leave what a device lends to another to the fleet policy again. Raises Fault."""
+        _done(await self._controller.commands.release(lender, borrower))
+
     async def _keep_homes(self, name: str, devices: list[str]) -> None:
         """Record the devices that serve a model from now on; not for a model without `devices`
         where the fleet's policy moves models. Raises NotKept."""

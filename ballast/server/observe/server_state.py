@@ -9,6 +9,7 @@ import msgspec
 
 from ballast.cluster.kept_kv import KvReport
 from ballast.core.capability import Capability
+from ballast.core.fleet import LeaseView
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
 from ballast.server.model_loads import LoadNow
@@ -111,5 +112,7 @@ class ServerNow(msgspec.Struct, frozen=True):
     """Models that have not been loaded yet, in the order in which they will be."""
     lending: list[Capability] = []
     """Whether and how one device can lend pages to another, for each pair of devices."""
+    leases: list[LeaseView] = []
+    """Pages that are lent now, by lender and borrower, with the reason."""
     kv: KvReport | None = None
     """KV in tiers below the devices; None: there are none."""

@@ -34,6 +34,12 @@ class LendKeys(Keys):
     memory: Size
 
 
+class ReleaseKeys(Keys):
+    """Body of a request to leave what a device lends to another to the fleet policy."""
+
+    to: str
+
+
 class RecallKeys(Keys):
     """Body of a request to recall lent memory."""
 
@@ -208,6 +214,11 @@ def _add_device_routes(app: FastAPI, admin: AdminService) -> None:
     async def recall(name: str, wanted: RecallKeys) -> Response:
         await admin.recall(name, wanted.to, wanted.memory, wanted.seconds)
         return answered({"name": name, "to": wanted.to, "status": "recalled"})
+
+    @app.post("/admin/devices/{name:path}/release", **CHECKED)
+    async def release(name: str, wanted: ReleaseKeys) -> Response:
+        await admin.release(name, wanted.to)
+        return answered({"name": name, "to": wanted.to, "status": "released"})
 
 
 def _add_story_route(app: FastAPI, service: Service) -> None:

@@ -86,6 +86,7 @@ def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
         devices=[_device(d) for d in controller.devices.values()],
         loading=[service.loads.now(load) for load in service.loads],
         lending=list(controller.devices.lending),
+        leases=list(controller.leases.standing),
         kv=controller.kept_kv.report(),
     )
 

@@ -41,7 +41,8 @@ def device(
         kv_pages=kv,
         cached_pages=cached,
         waiting=waiting,
-        waiting_tokens=tokens,
+        lacking=waiting,
+        lacking_tokens=tokens,
         longest_tokens=longest,
     )
     return DeviceLoad(Room(name, 100 * PAGE), (hosting,), PAGE, 100, free)
