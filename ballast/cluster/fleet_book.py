@@ -54,6 +54,8 @@ class FleetBook:
         self._seen: dict[tuple[str, str], float] = {}
         """By (device, model): lane seconds up to the last view."""
         self._seen_at = 0.0
+        self._forgotten: dict[tuple[str, str], int] = {}
+        """By (device, model): blocks forgotten up to the last view."""
         self._copied: dict[str, float] = {}
         """By device: seconds of copies of layers up to the last view."""
 
@@ -141,6 +143,8 @@ class FleetBook:
             before = self._seen.get((device, m.name), 0.0)
             self._seen[device, m.name] = m.lane_seconds
             work = max(m.lane_seconds - before, 0.0) / seconds
+            forgotten = self._forgotten.get((device, m.name), 0)
+            self._forgotten[device, m.name] = m.forgotten_blocks
             weights = m.weight_pages * report.page_bytes
             n_open = m.waiting + m.running + m.paused
             hosting = Hosting(m.name, work, n_open, m.late, weights, homed, m.traffic)
@@ -151,6 +155,8 @@ class FleetBook:
                     cached_pages=m.cached_pages,
                     borrowed_pages=m.borrowed_pages,
                     waiting=m.waiting,
+                    leaving=not homed and m.name in self.homes,
+                    forgotten_blocks=max(0, m.forgotten_blocks - forgotten),
                     lacking=m.lacking,
                     lacking_tokens=m.lacking_tokens,
                     longest_tokens=m.longest_tokens,

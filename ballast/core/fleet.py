@@ -76,10 +76,14 @@ class Hosting:
     """Pages of other devices that back its KV."""
     waiting: int = 0
     """Requests that wait."""
+    forgotten_blocks: int = 0
+    """Blocks of cached prefixes that were forgotten to make room, since the previous view."""
     lacking: int = 0
     """Part of `waiting` that pages would let run: without requests beyond `max_running`."""
     lacking_tokens: int = 0
     """Tokens of these, whose KV they lack."""
+    leaving: bool = False
+    """Whether the policy has withdrawn it: its weights will not come back."""
     longest_tokens: int = 0
     """Tokens of the longest request of the last minute or two."""
 

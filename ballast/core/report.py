@@ -56,6 +56,8 @@ class ModelReport:
     output_tokens: int
     whole_pages: int = 0
     """Pages of all of its weights, on the device or not."""
+    forgotten_blocks: int = 0
+    """Blocks of cached prefixes that were forgotten to make room, since start."""
     lacking: int = 0
     """Waiting requests that pages would let run: without those beyond `max_running`."""
     lacking_tokens: int = 0

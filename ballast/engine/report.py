@@ -70,6 +70,7 @@ def _model(m: ModelState, now: float) -> ModelReport:
         cached_pages_of=dict(m.kv.cached_pages_of),
         waiting=len(m.waiting),
         running=len(m.running),
+        forgotten_blocks=m.kv.forgotten_blocks,
         lacking=len(lacking),
         lacking_tokens=sum(len(r.tokens) for r in lacking),
         longest_tokens=m.longest.tokens(now),

@@ -61,6 +61,8 @@ class BlockBooks:
         """Tokens whose KV `match` has found in the prefix cache, since start."""
         self.asked_tokens = 0
         """Tokens that `match` was called with, since start."""
+        self.forgotten_blocks = 0
+        """Blocks of cached prefixes that have been forgotten to make room, since start."""
         self._layered: LayeredBacking | None = None
         if layered:
             planes = LayeredLayout.over(spec, vm.page_bytes, pool.total)

@@ -90,7 +90,9 @@ class BlockTables(BlockBooks):
             fresh = ceil_div(max(0, beyond), self._size)
             if fresh and not self._back(fresh):
                 return Short(self.pages_for(n), max(0, n - slabs.at_hand))
-            self._forget(slabs.sacrifice(n - slabs.free))
+            lost = slabs.sacrifice(n - slabs.free)
+            self.forgotten_blocks += len(lost)
+            self._forget(lost)
         new_blocks = slabs.allocate(n)
         self._refs.update(dict.fromkeys(new_blocks, 1))
         blocks += new_blocks
@@ -217,6 +219,7 @@ class BlockTables(BlockBooks):
     def _drop(self, slab: Slab) -> None:
         """Turn all cached blocks of a slab into free ones."""
         lost = list(slab.cached)
+        self.forgotten_blocks += len(lost)
         self._forget(lost)
         self._slabs.uncache(slab, lost)
 

@@ -30,6 +30,7 @@ from ballast.sim.cluster_files import NO_FILES, ClusterFiles
 from ballast.sim.controller import OnMove, SimController
 from ballast.sim.cost_switches import ALL, CostSwitches
 from ballast.sim.device import SendTokens, SimDevice
+from ballast.sim.kv_tiers import VirtualStore, virtual_store
 from ballast.sim.lending import SimLeases, leases_of
 from ballast.sim.machine_profile import MachineProfile, OnParts, unmeasured
 from ballast.sim.migration import migrations_of
@@ -187,6 +188,7 @@ class Cluster:
         rooms, needs = _rooms_and_needs(sites, specs, preset, traffic, busiest)
         homes = _homes(policy, rooms, needs, sites, files)
         prefilling = any(kind.role is Role.PREFILL for kind in kinds)
+        stores = {site.place.host.world: _store(files.kv_host) for site in sites.values()}
         self.devices: dict[str, SimDevice] = {}
         """By name, devices that serve a model or may come to serve one."""
         for name, site in sites.items():
@@ -206,6 +208,7 @@ class Cluster:
                 world=site.place.host.world,
                 path=site.place.path,
                 steps=steps,
+                kv_store=stores[site.place.host.world],
             )
         placed = {name: (device, sites[name].place) for name, device in self.devices.items()}
         self._on_output = on_output
@@ -258,6 +261,10 @@ def _sites(kinds: Sequence[Kind], served: DeviceSettings, joints: ClusterLinks) 
                 name = f"{kind.profile.device}:{len(sites)}"
                 sites[name] = _Site(unit, place, _settings(unit, served, name))
     return sites
+
+
+def _store(n_bytes: int) -> VirtualStore | None:
+    return virtual_store(n_bytes) if n_bytes else None
 
 
 def _rooms_and_needs(

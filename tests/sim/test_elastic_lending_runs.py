@@ -37,9 +37,7 @@ def burst(model: str, n: int, at: float) -> list[Submission]:
 class Run:
     """`devices` L4s with a model each; the first model has a burst, and then the second."""
 
-    def __init__(
-        self, preset: str, devices: int = 2, running: int = 64, **options: float
-    ) -> None:
+    def __init__(self, preset: str, devices: int = 2, running: int = 64, **options: float) -> None:
         models = [spec(f"m{i}", like="Llama-3-8b") for i in range(devices)]
         models = [replace(m, max_running=running) for m in models]
         self.first: dict[str, float] = {}

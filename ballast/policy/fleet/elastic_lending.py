@@ -31,9 +31,9 @@ _PAGES = ElasticUnits(1, 1)
 
 @dataclass(frozen=True, slots=True)
 class UseSamples:
-    """Memo: by device, (time, pages that its requests used or lacked)."""
+    """Memo: by device, (time, pages that its requests used or lacked, pages with KV of any use)."""
 
-    used: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+    used: Mapping[str, tuple[tuple[float, int, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,13 @@ class ElasticLending(FleetPolicy):
     counted from 1) that one alone borrows, and all others lend, as in the paper.
 
     A device that lacks pages recalls them (ScaleUp); those that lack none lend what they can spare
-    (ScaleDown) to devices that lack some. Lacking compares all waiting requests with free pages,
-    unused borrowed ones and cached prefixes. A device spares what is beyond its models' weights,
-    the most pages that were needed at once in the last `window` seconds and one more request of
-    mean length. Pages that their borrower has not needed for `window` seconds are recalled.
+    (ScaleDown) to devices that lack some, or that have just forgotten cached prefixes to make room:
+    first what requests lack, then as much as was forgotten. Lacking compares all waiting requests
+    with free pages, unused borrowed ones and cached prefixes. A device spares what is beyond its
+    models' weights, the most pages that were needed at once in the last `window` seconds and one
+    more request of mean length; only free pages, so that no cached prefix of its own makes way.
+    Pages without which their borrower has had room for all of its KV for `window` seconds are
+    recalled.
 
     `published`: Algorithm 1 as it is in the paper. One request (of mean length, of those waiting)
     is compared with all of the device's pages, used or not; all free pages beyond the longest
@@ -79,7 +82,7 @@ class ElasticLending(FleetPolicy):
         books: dict[str, _Book] = {}
         for device in view.devices:
             kept = (s for s in before.get(device.name, ()) if s[0] > view.now - self.window)
-            used = (*kept, (view.now, _used(device, needs)))
+            used = (*kept, (view.now, _used(device, needs), _held(device)))
             samples[device.name] = used
             books[device.name] = _Book(device, view, needs, used, bool(self.published))
         actions: list[FleetAction] = [*self._recalls(view, books), *self._lends(view, books)]
@@ -105,12 +108,13 @@ class ElasticLending(FleetPolicy):
 
     def _lends(self, view: FleetView, books: Mapping[str, _Book]) -> list[LendPages]:
         """Return what devices lend that neither lack pages nor borrow any."""
-        spare = {n: b.spare() for n, b in books.items() if b.lack <= 0 and not b.borrowed}
+        able = {n: b for n, b in books.items() if b.lack <= 0 and not (b.borrowed or b.forgotten)}
+        spare = {n: b.spare() for n, b in able.items()}
         if self.master:
             names = [n for i, n in enumerate(books, 1) if i == self.master]
         else:
             wanting = [n for n, b in books.items() if b.wants > 0]
-            names = sorted(wanting, key=lambda n: (-books[n].wants, n))
+            names = sorted(wanting, key=lambda n: (-books[n].lack, -books[n].wants, n))
         found = []
         for name in names[:1] if self.published else names:
             book = books[name]
@@ -118,7 +122,7 @@ class ElasticLending(FleetPolicy):
             for lender in sorted(spare, key=lambda n: (-spare[n], n)):
                 pages = min(wanted, spare[lender])
                 if pages > 0 and (lender, name) in view.pairs:
-                    why = f"{name} lacks {book.lack} pages, {lender} can spare {spare[lender]}"
+                    why = f"{book.reason}, {lender} can spare {spare[lender]}"
                     found.append(LendPages(lender, name, pages, why))
                     spare[lender] -= pages
                     wanted -= pages
@@ -133,7 +137,7 @@ class _Book:
         device: DeviceLoad,
         view: FleetView,
         needs: Mapping[str, Need],
-        samples: Sequence[tuple[float, int]],
+        samples: Sequence[tuple[float, int, int]],
         published: bool,
     ) -> None:
         self._device, self._samples, self._published = device, samples, published
@@ -142,10 +146,14 @@ class _Book:
         self.coming = sum(v.recalled for v in view.leases if v.lender == device.name)
         """Pages that are recalled and on their way."""
         self.borrowed = sum(v.pages - v.recalled for v in view.leases if v.borrower == device.name)
-        coming = (max(0, n.weights - h.weights) for h, n in self._served if h.homed)
+        coming = (max(0, n.weights - h.weights) for h, n in self._served if not h.leaving)
         kv = sum(h.kv_pages for h in device.hosting)
         self._own = max(0, device.free + kv - ceil_div(sum(coming), device.page_bytes))
         """Pages that back KV, or could, beside the weights of all its models."""
+        page = device.page_bytes
+        blocks = ((h.forgotten_blocks * n.block_tokens, n) for h, n in self._served)
+        self.forgotten = 0 if published else sum(_pages(t, 1, n, page) for t, n in blocks if t)
+        """Pages of cached prefixes that were forgotten to make room since the previous view."""
         self.lack = self._lack()
         """Pages that waiting requests need beyond those that they could have."""
 
@@ -156,12 +164,22 @@ class _Book:
 
     @property
     def wants(self) -> int:
-        """Pages to borrow: those lacking. Only KV whose blocks fit into a page can lie there."""
+        """Pages to borrow: those lacking, and as many as prefixes have lost. Only KV whose blocks
+        fit into a page can lie there."""
         page = self._device.page_bytes
         usable = (
-            h.lacking and n.kv_bytes_per_token * n.block_tokens <= page for h, n in self._served
+            (h.lacking or h.forgotten_blocks) and n.kv_bytes_per_token * n.block_tokens <= page
+            for h, n in self._served
         )
-        return min(self.lack, self.may_borrow) if any(usable) else 0
+        return min(self.lack + self.forgotten, self.may_borrow) if any(usable) else 0
+
+    @property
+    def reason(self) -> str:
+        """Why pages are lent to it."""
+        name = self._device.name
+        if self.lack or not self.forgotten:
+            return f"{name} lacks {self.lack} pages"
+        return f"{name} has forgotten prefixes of {self.forgotten} pages"
 
     def spare(self) -> int:
         """Return the pages that the device can lend."""
@@ -173,12 +191,15 @@ class _Book:
         return max(0, min(spare, self._device.free))
 
     def needs_none(self, window: float) -> bool:
-        """Return whether its own pages would have sufficed for the last `window` seconds."""
-        return not self._published and self._since >= 0.9 * window and self._peak <= self._own
+        """Return whether its own pages would have sufficed for the last `window` seconds, cached
+        prefixes included."""
+        held = max(held for _, _, held in self._samples)
+        most = max(self._peak, held)
+        return not self._published and self._since >= 0.9 * window and most <= self._own
 
     @property
     def _peak(self) -> int:
-        return max(used for _, used in self._samples)
+        return max(used for _, used, _ in self._samples)
 
     def _lack(self) -> int:
         waits = [(h, need) for h, need in self._served if h.lacking]
@@ -207,6 +228,11 @@ def _used(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
         if h.model in needs and h.lacking:
             found += _pages(h.lacking_tokens, h.lacking, needs[h.model], device.page_bytes)
     return found
+
+
+def _held(device: DeviceLoad) -> int:
+    """Return the pages with KV of a device, wherever these are."""
+    return sum(h.kv_pages + h.borrowed_pages for h in device.hosting)
 
 
 def _pages(tokens: float, requests: int, need: Need, page_bytes: int) -> int:

@@ -110,6 +110,33 @@ def test_pages_that_their_borrower_needs_no_more_go_home() -> None:
         assert asked(decision) == expected, now
 
 
+def test_a_device_that_forgets_prefixes_borrows_room_for_as_many() -> None:
+    a = device("a", 0, kv=99, cached=60)
+    a = replace(a, hosting=(replace(a.hosting[0], forgotten_blocks=7),))
+    seen = view(0.0, a, device("b", 50))
+    assert asked(ElasticLending()(seen, None)) == [("LendPages", "b", "a", 7)]
+    (lend,) = ElasticLending()(seen, None).actions
+    assert lend.why == "a has forgotten prefixes of 7 pages, b can spare 50"
+    short = device("c", 0, waiting=1, tokens=46 * 16)  # requests come first
+    assert decide(ElasticLending(), a, device("b", 50), short) == [
+        ("LendPages", "b", "c", 46),
+        ("LendPages", "b", "a", 4),
+    ]
+    assert decide(ElasticLending(published=1), a, device("b", 50)) == []
+
+
+def test_pages_with_prefixes_stay_as_long_as_their_borrower_has_no_room_for_them() -> None:
+    policy, lease = ElasticLending(window=10.0), LeaseView("b", "a", 30, 0)
+    for kv, expected in ((90, []), (60, [("RecallPages", "b", "a", 30)])):
+        memo: object = None
+        d = device("a", 100 - kv, kv=kv, cached=kv)
+        d = replace(d, hosting=(replace(d.hosting[0], borrowed_pages=20),))
+        for now in range(11):
+            decision = policy(view(float(now), d, device("b", 20), leases=[lease]), memo)
+            memo = decision.memo
+        assert asked(decision) == expected
+
+
 def test_pairs_that_operators_have_taken_are_left_alone() -> None:
     seen = view(0.0, device("a", 0, waiting=1, tokens=99), device("b", 50))
     assert asked(ElasticLending()(seen, None))
