@@ -9,8 +9,6 @@ import pytest
 from rich.console import Console
 
 from ballast.cluster.kept_kv import KvReport, TierReport
-
-
 from ballast.core.fleet import LeaseView
 from ballast.core.settings import Slo
 from ballast.dashboard.columns import rows
