@@ -30,7 +30,6 @@ from ballast.sim.cluster_files import NO_FILES, ClusterFiles
 from ballast.sim.controller import OnMove, SimController
 from ballast.sim.cost_switches import ALL, CostSwitches
 from ballast.sim.device import SendTokens, SimDevice
-from ballast.sim.kv_tiers import VirtualStore, virtual_store
 from ballast.sim.lending import SimLeases, leases_of
 from ballast.sim.machine_profile import MachineProfile, OnParts, unmeasured
 from ballast.sim.migration import migrations_of
@@ -179,16 +178,14 @@ class Cluster:
         expected load, for a fleet policy that places by work; `busiest`: the load of each model's
         busiest period, if known. `on_move` is called with actions that place or move models;
         `sink_of` returns, by device, the sink of its story; `files`: links, placement and lending
-        orders of devices; `steps`: see `SimDevice`.
-
-        Raises ConfigError for a model that no device can serve.
+        orders of devices; `steps`: see `SimDevice`. Raises ConfigError for a model that no device
+        can serve.
         """
         policy = preset.fleet if files.homes is None else files.homes
         sites = _sites(kinds, served, files.joints)
         rooms, needs = _rooms_and_needs(sites, specs, preset, traffic, busiest)
         homes = _homes(policy, rooms, needs, sites, files)
         prefilling = any(kind.role is Role.PREFILL for kind in kinds)
-        stores = {site.place.host.world: _store(files.kv_host) for site in sites.values()}
         self.devices: dict[str, SimDevice] = {}
         """By name, devices that serve a model or may come to serve one."""
         for name, site in sites.items():
@@ -208,7 +205,7 @@ class Cluster:
                 world=site.place.host.world,
                 path=site.place.path,
                 steps=steps,
-                kv_store=stores[site.place.host.world],
+                kv_store=site.place.host.kv_store,
             )
         placed = {name: (device, sites[name].place) for name, device in self.devices.items()}
         self._on_output = on_output
@@ -261,10 +258,6 @@ def _sites(kinds: Sequence[Kind], served: DeviceSettings, joints: ClusterLinks) 
                 name = f"{kind.profile.device}:{len(sites)}"
                 sites[name] = _Site(unit, place, _settings(unit, served, name))
     return sites
-
-
-def _store(n_bytes: int) -> VirtualStore | None:
-    return virtual_store(n_bytes) if n_bytes else None
 
 
 def _rooms_and_needs(

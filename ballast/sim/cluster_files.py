@@ -131,8 +131,6 @@ class ClusterFiles:
     homes: FleetPolicy | None = None
     """Fleet policy that replaces the preset's; None: the preset's."""
     orders: tuple[LendingOrder, ...] = ()
-    kv_host: int = 0
-    """Bytes of each host's tier of KV below its devices; 0: there is none."""
 
 
 NO_FILES = ClusterFiles()

@@ -14,6 +14,7 @@ from enum import Enum
 from ballast.core.errors import ConfigError
 from ballast.core.link import Direction, LinkRates
 from ballast.sim.fluid import Side, Wire
+from ballast.sim.kv_tiers import virtual_store
 from ballast.sim.link import Path
 from ballast.sim.world import World
 
@@ -43,6 +44,8 @@ class ClusterLinks:
     port: LinkRates | None = None
     """Bandwidth of each device's port to its peers, out of it (`to_host`) and into it
     (`to_device`)."""
+    kv_host: int = 0
+    """Bytes of each host's tier of KV below its devices; 0: there is none."""
 
     def __post_init__(self) -> None:
         if self.per_host < 1:
@@ -94,6 +97,8 @@ class SimHost:
         self.joints, self.world = joints, World()
         self.wire = None if joints.host is None else Wire(joints.host)
         """Wire that bytes of all the host's devices cross; None: no common bound."""
+        self.kv_store = virtual_store(joints.kv_host) if joints.kv_host else None
+        """The host's tier of KV."""
 
     def place(self, rates: LinkRates) -> HostPlace:
         """Add a device whose own link carries `rates`."""
