@@ -142,7 +142,11 @@ async def serving_fleets(
     fleets: Sequence[FleetSettings], command: Sequence[str] = COMMAND
 ) -> AsyncIterator[list[Controller]]:
     """Start independent servers, one after the other."""
-    servers = [Controller(_maker(command, fleet)) for fleet in fleets]
+    brokers = [KvBroker.of(fleet.kv) for fleet in fleets]
+    servers = [
+        Controller(_maker(command, fleet, broker))
+        for fleet, broker in zip(fleets, brokers, strict=True)
+    ]
     try:
         for server, fleet in zip(servers, fleets, strict=True):
             await server.start(replace(fleet, server=replace(fleet.server, spare_worker=False)))
@@ -152,9 +156,14 @@ async def serving_fleets(
         yield servers
     finally:
         await asyncio.gather(*(server.close(LAST_SECONDS) for server in servers))
+        for broker in brokers:
+            if broker is not None:
+                broker.shut()
 
 
-def _maker(command: Sequence[str], fleet: FleetSettings) -> Callable[[], LocalWorker]:
+def _maker(
+    command: Sequence[str], fleet: FleetSettings, kv_broker: KvBroker | None
+) -> Callable[[], LocalWorker]:
     """Make workers that share their segments, and their KV if the fleet has a tier for it."""
-    broker, kv_broker = SegmentBroker(fleet.has_gpus), KvBroker.of(fleet.kv)
+    broker = SegmentBroker(fleet.has_gpus)
     return lambda: LocalWorker(command, broker, kv_broker)
