@@ -58,6 +58,7 @@ class Run:
 RUNS = (
     Run("exactness", timed=False),
     Run("architectures", timed=False),
+    Run("swift_exact", timed=False),
     Run("tp_exactness"),
     Run("sim_determinism", timed=False),
     Run("sim_links"),
@@ -65,6 +66,7 @@ RUNS = (
     Run("switch"),
     Run("elastic_overhead"),
     Run("lending"),
+    Run("resize"),
     Run("join"),
     Run("single_model"),
     Run("quantised"),

@@ -4,8 +4,8 @@ The paper's layer-major layout moves layers x blocks when a cache grows or shrin
 block-major one appends. Here a cache grows by any free page of the device, wherever that lies, and
 another model's cache has it at once. Real pages of the operating system, four blocks to a page.
 
-- `us`: microseconds of processor time to take one page more, and to give it back, of a cache that has so many blocks
-  in use; medians. `largest_over_smallest`: of 100,000 blocks over that of one.
+- `us`: microseconds of processor time to take one page more, and to give it back, of a cache that
+  has so many blocks in use; medians. `largest_over_smallest`: of 100,000 blocks over that of one.
 - `hand_over_us`: the same for a page that changes between two such caches.
 - `us_per_page`: of growing to so many blocks at once, and shrinking to none, on memory that was in
   use before.

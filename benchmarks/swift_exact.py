@@ -10,8 +10,8 @@ number it `happened`:
 - `streamed`: preset `swiftcache`, a context longer than the device's KV: blocks staged at a time;
 - `spilled`: requests are preempted, and their KV comes back from the host: tokens fetched;
 - `borrowed`: another device's pages are lent meanwhile, and half of them recalled: pages used;
-- `borrower_killed`, `lender_killed`: the worker, meanwhile (SIGKILL): tokens fetched after it;
-  pages used before it;
+- `borrower_killed`, `lender_killed`: the worker, meanwhile (SIGKILL), and second turns of requests
+  from before: tokens fetched after it; pages used before it;
 - `restarted`: second turns, after another server has begun with the same disk: tokens fetched.
 
 `ok`: all examples hold, all cases happened, and no request has another token.
@@ -225,6 +225,7 @@ async def served(fleet: FleetSettings, expected: Tokens) -> dict[str, Case]:
         tokens, used = await server.answer(crowd("borrowed"), server.recall_half)
         found["borrowed"] = Case.of(tokens, expected, used)
         tokens, _ = await server.answer(crowd("borrower_killed"), lambda: server.kill(BORROWER))
+        tokens |= (await server.answer(second_turns(first, expected)))[0]
         await asyncio.sleep(2 * REPORTED)
         found["borrower_killed"] = Case.of(tokens, expected, server.fetched)
         await server.lend()
@@ -232,8 +233,7 @@ async def served(fleet: FleetSettings, expected: Tokens) -> dict[str, Case]:
         found["lender_killed"] = Case.of(tokens, expected, used)
     async with serving_fleets([fleet]) as (controller,):
         server = Served(controller)
-        answers = {r.id: expected[r.id] for r in first}
-        tokens, _ = await server.answer(second_turns(first, answers))
+        tokens, _ = await server.answer(second_turns(first, expected))
         await asyncio.sleep(2 * REPORTED)
         found["restarted"] = Case.of(
             tokens, expected, server.report().fetched_tokens.get("disk", 0)

@@ -224,7 +224,9 @@ def _drop_kv(state: DeviceState, event: DropKvEvent) -> list[Output]:
 
 
 def _kv_found(state: DeviceState, event: KvFoundEvent) -> list[Output]:
-    state.tiers.found(event)
+    request = state.requests.get(event.request_id)
+    if request is not None:
+        state.tiers.found(state.models[request.model], request, event)
     return []
 
 

@@ -6,6 +6,7 @@ Part of `DeviceState`; the bytes are moved by a `KvTierCopies`.
 
     request arrives, or was preempted    look_up ──> KvFoundEvent: which blocks are in which tier
     request is admitted                  fetch ────> KvFetchedEvent: it computes the rest
+                                         (after a look-up, if what the device had has gone)
     a block has filled                   store       behind the step; nothing waits for it
     a block is forgotten                 void        what was being stored of it does not count
 
@@ -82,6 +83,8 @@ class _Prefix:
     names: list[bytes]
     tiers: str | None = None
     """Answer of the look-up; None: it has not come."""
+    admitted: bool = False
+    """Whether the request was admitted before its look-up: it runs, but is in no job."""
     start: int = 0
     n: int = 0
     """First block, and number of blocks, that are being fetched; 0: none."""
@@ -122,21 +125,17 @@ class KvTiers:
     def look_up(self, m: ModelState, r: Request) -> None:
         """Begin to look for a waiting request's prefix, unless the device has all of it."""
         self._open.pop(r.id, None)
-        if self.copies is None or r.streams or m.kv_stream is not None or not m.kv.in_window:
-            return
-        names = m.kv.names(*r.prefix)
-        if not names or len(m.kv.find(*r.prefix)) == len(names):
-            return
-        self._attempts += 1
-        model = _key(m, r)
-        self._open[r.id] = _Prefix(self._attempts, model, names)
-        self.copies.look_up(r.id, self._attempts, model, names)
+        self._look_up(m, r, lambda: len(m.kv.find(*r.prefix)))
 
-    def found(self, event: KvFoundEvent) -> None:
+    def found(self, m: ModelState, r: Request, event: KvFoundEvent) -> None:
         """Take the answer of a look-up."""
-        here = self._open.get(event.request_id)
-        if here is not None and here.attempt == event.attempt and not here.n:
-            here.tiers = event.tiers
+        here = self._open.get(r.id)
+        if here is None or here.attempt != event.attempt or here.n:
+            return
+        here.tiers = event.tiers
+        if here.admitted:
+            m.running.end_fetch(r)
+            self.fetch(m, r)
 
     def is_searching(self, r: Request) -> bool:
         """Return whether the answer to a request's look-up has yet to come."""
@@ -152,11 +151,15 @@ class KvTiers:
 
     def fetch(self, m: ModelState, r: Request) -> None:
         """Begin to fetch blocks of a request that was just admitted, if there are any and that
-        takes less time than to compute them."""
+        takes less time than to compute them; to look for them first, if that was left out since the
+        device had what it has no longer."""
         here = self._open.pop(r.id, None)
+        size = m.spec.block_tokens
+        if here is None and self._look_up(m, r, lambda: r.computed // size):
+            self._open[r.id].admitted = True
+            m.running.begin_fetch(r)
         if here is None or here.tiers is None or self.copies is None:
             return
-        size = m.spec.block_tokens
         start = r.computed // size
         there = here.tiers[start:].partition(MISSING)[0]
         n = len(there)
@@ -203,9 +206,9 @@ class KvTiers:
     def stop(self, r: Request) -> None:
         """Stop the fetch of a request, whose blocks are about to be freed."""
         here = self._open.get(r.id)
-        if here is not None and here.n:
+        if here is not None and (here.n or here.admitted):
             del self._open[r.id]
-            if self.copies is not None:
+            if self.copies is not None and here.n:
                 self.copies.stop(r.id)
 
     # -- stores -----------------------------------------------------------------------------------
@@ -228,6 +231,22 @@ class KvTiers:
                 blocks.append(BlockToStore(block, m.kv.block_address(block), of))
         if blocks:
             self.copies.store(m.spec.name, blocks)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _look_up(self, m: ModelState, r: Request, present: Callable[[], int]) -> bool:
+        """Begin to look for a request's prefix, of whose blocks the device has those `present`;
+        returns whether it is looked for."""
+        if self.copies is None or r.streams or m.kv_stream is not None or not m.kv.in_window:
+            return False
+        names = m.kv.names(*r.prefix)
+        if not names or present() >= len(names):
+            return False
+        self._attempts += 1
+        model = _key(m, r)
+        self._open[r.id] = _Prefix(self._attempts, model, names)
+        self.copies.look_up(r.id, self._attempts, model, names)
+        return True
 
 
 def _key(m: ModelState, r: Request) -> str:

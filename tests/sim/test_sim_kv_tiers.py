@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
+
+import pytest
 
 from ballast.core.event import FinishedOutput, Output
 from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.units import MiB
+from ballast.engine.kv_tiers import KvTiers
+from ballast.engine.model import ModelState
+from ballast.memory.cell_book import CELL_BYTES
+from ballast.policy.presets import PRESETS
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import Simulated, simulate
-from tests.sim.test_simulate import COSTS, fleet, spec
+from tests.sim.test_simulate import COSTS, OutputLog, fleet, spec
+from tests.sim.test_swiftcache import asked
 
 
 def turns(n: int) -> list[Submission]:
@@ -54,3 +62,48 @@ def test_history_is_fetched_after_evictions() -> None:
     assert result.state.tiers.failed == 0
     again, same = run(8 * MiB)
     assert (again.seconds, same) == (result.seconds, kept)
+
+
+def preempted(preset: str, host_bytes: int, link: float = 1e10) -> ModelState:
+    """Six requests that outgrow the device; returns what came of their model."""
+    specs = [spec("m", weight_pages=4)]
+    profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(link), overhead=0.0)
+    settings = replace(fleet(preset, specs, 20), kv=KvTierSettings(host_bytes=host_bytes))
+    log = OutputLog()
+    state = simulate(settings, specs, asked(6, 20, 200), profile, log).state
+    state.validate()
+    assert all(isinstance(end, FinishedOutput) for end in log.ended.values())
+    m = state.models["m"]
+    tiers = cast("KvTiers", m.tiers)
+    assert tiers.failed == 0 or host_bytes < MiB
+    fetched.append(tiers.fetched_tokens.total())
+    return m
+
+
+fetched: list[int] = []
+"""Tokens that each run of `preempted` has fetched."""
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preempted_request_finds_what_it_computed_under_each_preset(preset: str) -> None:
+    without, kept = preempted(preset, 0), preempted(preset, 64 * MiB)
+    assert fetched[-2] == 0
+    if preset == "kvswap":  # its KV lies layer by layer
+        assert fetched[-1] == 0
+    elif preset == "swiftcache":  # it stages instead
+        assert kept.preemptions == 0
+    else:
+        assert kept.preemptions > 0
+        assert fetched[-1] > 100
+        assert kept.step_tokens <= without.step_tokens - fetched[-1]
+
+
+def test_a_chain_longer_than_the_tier_is_kept_by_its_head() -> None:
+    whole, part = preempted("balloon", 64 * MiB), preempted("balloon", 50 * CELL_BYTES)
+    assert 0 < fetched[-1] < fetched[-2]
+    assert part.step_tokens > whole.step_tokens
+
+
+def test_what_is_computed_sooner_than_fetched_is_computed() -> None:
+    preempted("balloon", 64 * MiB, link=1e6)
+    assert fetched[-1] == 0
