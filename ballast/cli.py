@@ -66,6 +66,8 @@ def version() -> None:
 
 
 for command in (
+    cli_fleet.init,
+    cli_fleet.pull,
     cli_serve.doctor,
     cli_serve.serve,
     cli_serve.ps,

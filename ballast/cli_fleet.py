@@ -1,4 +1,4 @@
-"""The commands that make fleets."""
+"""The commands that make fleets and fleet files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ballast.cli_common import importing
+from ballast.cli_common import importing, load, print_plain, writable
+from ballast.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ballast.core.model import ModelSpec
+    from ballast.fleet.fleet_draft import Machine
     from ballast.fleet.make import MadeFleet
+    from ballast.fleet.model_search import FoundModel, LeftOut
 
 app = typer.Typer(help="Make fleets.", no_args_is_help=True)
 
@@ -55,6 +59,128 @@ def fleet_make(
         )
     _show(made, Console())
     Console().print(smollm2.MISSING if real is None else f"{smollm2.NAME}: {smollm2.TITLE}")
+
+
+def init(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FOLDER]...",
+            help="Where models lie: checkpoints, adapters, GGUF files; default: the hub's cache.",
+        ),
+    ] = None,
+    file: Annotated[Path, typer.Option("--file", help="The fleet file to write.")] = Path(
+        "fleet.yaml"
+    ),
+    preset: Annotated[str | None, typer.Option(help="Default: what serve takes.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a fleet file of the models in some folders, with budgets that this machine has."""
+    from rich.console import Console
+
+    if file.exists() and not force:
+        raise ConfigError("--file", str(file), "it is there already: --force replaces it")
+    writable(file)
+    with importing():
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        from ballast.fleet.fleet_draft import draft
+        from ballast.fleet.model_search import search
+        from ballast.fleet.schema import FleetKeys
+        from ballast.policy.presets import resolve
+
+    preset = preset or str(FleetKeys.model_fields["preset"].default)
+    resolve(preset)
+    where = folders or [Path(HF_HUB_CACHE)]
+    for folder in where:
+        if not folder.is_dir():
+            raise ConfigError("FOLDER", str(folder), "there is no such folder")
+    found, left = search(where)
+    specs, faults = _tried(found)
+    left += faults
+    found = [m for m in found if (m.base or m.name) in specs]
+    console = Console(stderr=True)
+    print_plain(console, *(f"left out: {one.path}: {one.reason}" for one in left))
+    if not specs:
+        searched = ", ".join(str(folder) for folder in where)
+        raise ConfigError("FOLDER", searched, "no model that can be served lies there")
+    file.write_text(draft(found, specs, left, _machine(), preset), encoding="utf-8")
+    print_plain(Console(), f"{len(found)} models: {file}", f"next: ballast serve {file}")
+
+
+def pull(
+    wanted: Annotated[
+        list[str],
+        typer.Argument(metavar="ID|FLEET.yaml...", help="Hub ids, or fleet files that name some."),
+    ],
+) -> None:
+    """Download models from the hub before they are served: weights, configuration and tokenizer,
+    never code. What is there already is not downloaded again."""
+    from rich.console import Console
+
+    from ballast.fleet.entry_directory import ADAPTER, CHECKPOINT, find_directory
+    from ballast.fleet.hub import fetch
+
+    console = Console()
+    for text in wanted:
+        if text.endswith((".yaml", ".yml")):
+            fleet = load(Path(text))  # which fetches what it names
+            ends = [(m.name, m.path) for m in fleet.models]
+            ends += [(a.name, a.path) for m in fleet.models for a in m.adapters]
+        else:
+            hub_id = f"hf:{text.removeprefix('hf:')}"
+            path = Path(find_directory(hub_id, "ID", Path(), fetch, CHECKPOINT))
+            if not any((path / kind.file).is_file() for kind in (CHECKPOINT, ADAPTER)):
+                allowed = "it is neither a checkpoint nor an adapter: no config.json"
+                raise ConfigError("ID", text, f"{allowed}; looked in {path}")
+            ends = [(text, str(path))]
+        print_plain(console, *(f"{name}: {path}" for name, path in ends))
+
+
+def _tried(found: list[FoundModel]) -> tuple[dict[str, ModelSpec], list[LeftOut]]:
+    """Return the specs of the models that can be served, by name, and the others."""
+    from ballast.bench.progress import shown
+    from ballast.core.errors import BallastError
+    from ballast.core.settings import ModelSettings
+    from ballast.fleet.entry_directory import CHECKPOINT, find_directory
+    from ballast.fleet.model_search import LeftOut
+    from ballast.weights.checkpoint import read_spec
+    from ballast.weights.manifest import fork_zygote
+
+    specs: dict[str, ModelSpec] = {}
+    left: list[LeftOut] = []
+    models = [m for m in found if not m.is_adapter]
+    with fork_zygote() as isolation, shown() as progress:
+        for i, model in enumerate(models):
+            progress("models looked at", i, note=model.name)
+            place = str(model.directory)
+            try:
+                path = find_directory(place, model.name, Path(), _never, CHECKPOINT)
+                specs[model.name] = read_spec(
+                    ModelSettings(name=model.name, path=path), 1, isolation
+                )
+            except BallastError as error:
+                left.append(LeftOut(model.path, str(error)))
+    bases = {m.name for m in models}.difference(specs)
+    left += [LeftOut(m.path, f"its base {m.base} is left out") for m in found if m.base in bases]
+    return specs, left
+
+
+def _never(hub_id: str, key: str) -> str:
+    raise AssertionError(f"{key}: {hub_id} was found in a folder")
+
+
+def _machine() -> Machine:
+    from ballast.core.errors import DeviceError
+    from ballast.fleet.fleet_draft import Machine
+    from ballast.memory.cuda.probe import gpu_bytes
+    from ballast.memory.host_memory import available
+
+    try:
+        gpus = gpu_bytes()
+    except DeviceError:
+        gpus = []
+    return Machine(tuple(gpus), available()[0])
 
 
 def _show(made: MadeFleet, console: object) -> None:

@@ -57,6 +57,11 @@ def test_make_a_fleet_and_let_the_doctor_see_it(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     assert "atlas-chat" in made.stdout
     assert f"ballast serve {tmp_path}/fleet.yaml" in made.stdout
+    found = invoke("init", tmp_path, "--file", tmp_path / "found.yaml")
+    assert "2 models" in found
+    assert "atlas-chat" in (tmp_path / "found.yaml").read_text()
+    with pytest.raises(ConfigError, match="--force"):
+        invoke("init", tmp_path, "--file", tmp_path / "found.yaml")
     # In this process, where what the commands load is loaded once.
     with pytest.raises(ConfigError, match="--force"):
         invoke(*arguments)

@@ -11,6 +11,7 @@ do. It imports `core` only.
 - `entry_directory`: Find the directory of a checkpoint or adapter: a path, or a hub id.
 - `faults`: Errors of the schema as sentences that name key, value and allowed values.
 - `field_types`: Types of the fleet file's values: sizes, names, secrets.
+- `fleet_draft`: Draft a fleet file of models that were found, by `ballast init`.
 - `fleet_difference`: Compute the steps that turn a running server's fleet into another.
 - `fleet_file`: The fleet file as `FleetSettings`.
 - `fleet_source`: A server's fleet: its file together with operators' changes.
@@ -21,6 +22,7 @@ do. It imports `core` only.
 - `levels`: Convert service levels and limits that may change while a model serves.
 - `make`: Make a fleet of small checkpoints of real architectures, some trained here.
 - `model_recipes`: Define the small models of a made fleet.
+- `model_search`: Find the models in folders or the hub's cache.
 - `muon`: The Muon optimizer in float32.
 - `schema`: The fleet file's keys, types and ranges, in pydantic.
 - `smollm2`: Finds SmolLM2, a real small model, for made fleets.

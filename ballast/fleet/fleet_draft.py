@@ -1,0 +1,102 @@
+"""Draft a fleet file of models that were found: their entries, and budgets that this machine has.
+
+Used by `ballast init`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ballast.core.model import ModelSpec
+from ballast.core.units import MiB, format_bytes
+from ballast.fleet.model_search import FoundModel, LeftOut
+
+KV_TOKENS = 8192
+"""Tokens of KV that a budget has room for, for each model: two long conversations, or eight of
+about 1,000 tokens."""
+GPU_SHARE = 0.9
+"""Of a GPU's memory; the rest is for the driver, and for what libraries take."""
+HOST_SHARE = 0.8
+"""Of the host memory that is available now, for the budget and for the weights that lie beside
+it."""
+STEP = 64 * MiB
+"""Budgets are multiples of this."""
+LEAST = 256 * MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is to serve with."""
+
+    gpus: tuple[int, ...]
+    """Bytes of each GPU."""
+    available: int
+    """Bytes of host memory that can still be allocated."""
+
+
+def wanted_bytes(specs: Sequence[ModelSpec]) -> int:
+    """Return the bytes with which all models stay on the device at once, with KV for
+    `KV_TOKENS` each."""
+    kv = (s.kv_bytes_per_token * min(KV_TOKENS, 2 * s.max_model_len) for s in specs)
+    return sum(s.weight_bytes for s in specs) + sum(kv)
+
+
+def host_budget(specs: Sequence[ModelSpec], available: int) -> int:
+    """Return a CPU device's budget in bytes: what the models want, if the host has as much beside
+    their weights, which it holds as well."""
+    beside = sum(s.weight_bytes for s in specs)
+    room = int(available * HOST_SHARE) - beside
+    return max(LEAST, min(wanted_bytes(specs), room) // STEP * STEP)
+
+
+def draft(
+    models: Sequence[FoundModel],
+    specs: Mapping[str, ModelSpec],
+    left: Sequence[LeftOut],
+    machine: Machine,
+    preset: str,
+) -> str:
+    """Return the text of a fleet file. `specs`: by name, of the models that are no adapters."""
+    every = list(specs.values())
+    lines = [
+        "# Made by `ballast init`; the keys are in docs/fleet-file.md.",
+        f"preset: {preset}",
+        "models:",
+    ]
+    for m in models:
+        if m.base is None:
+            spec = specs[m.name]
+            size = f"{format_bytes(spec.weight_bytes)}, context {spec.max_model_len}"
+            lines.append(f"  - {{name: {_text(m.name)}, path: {_text(m.path)}}}  # {size}")
+        else:
+            entry = f"name: {_text(m.name)}, adapter: {_text(m.path)}, base: {_text(m.base)}"
+            lines.append(f"  - {{{entry}}}")
+    lines += [f"  # left out: {_line(one.path)}: {_line(one.reason)}" for one in left]
+    lines.append("devices:")
+    for i, size in enumerate(machine.gpus):
+        budget = _size(int(size * GPU_SHARE))
+        lines.append(f"  - {{name: 'cuda:{i}', budget: {budget}}}")
+    if not machine.gpus:
+        budget = _size(host_budget(every, machine.available))
+        lines.append(f"  - {{budget: {budget}}}  # all at once would take {_size(_up(every))}")
+    return "\n".join(lines) + "\n"
+
+
+def _up(specs: Sequence[ModelSpec]) -> int:
+    return -(-wanted_bytes(specs) // STEP) * STEP
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes // STEP * STEP // MiB}MiB"
+
+
+def _text(value: str) -> str:
+    """Quote as a YAML scalar, of which JSON's strings are a part; `${` is no variable."""
+    return json.dumps(value.replace("${", "$${"), ensure_ascii=False)
+
+
+def _line(text: str) -> str:
+    """Put a text in one line of a comment."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
