@@ -75,8 +75,8 @@ def draft(
             lines.append(f"  - {{{entry}}}")
     lines += [f"  # left out: {_line(one.path)}: {_line(one.reason)}" for one in left]
     lines.append("devices:")
-    for i, size in enumerate(machine.gpus):
-        budget = _size(int(size * GPU_SHARE))
+    for i, n_bytes in enumerate(machine.gpus):
+        budget = _size(int(n_bytes * GPU_SHARE))
         lines.append(f"  - {{name: 'cuda:{i}', budget: {budget}}}")
     if not machine.gpus:
         budget = _size(host_budget(every, machine.available))
