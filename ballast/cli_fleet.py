@@ -12,7 +12,7 @@ from ballast.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ballast.core.model import ModelSpec
-    from ballast.fleet.fleet_draft import Machine
+    from ballast.fleet.fleet_draft import MachineMemory
     from ballast.fleet.make import MadeFleet
     from ballast.fleet.model_search import FoundModel, LeftOut
 
@@ -170,9 +170,9 @@ def _never(hub_id: str, key: str) -> str:
     raise AssertionError(f"{key}: {hub_id} was found in a folder")
 
 
-def _machine() -> Machine:
+def _machine() -> MachineMemory:
     from ballast.core.errors import DeviceError
-    from ballast.fleet.fleet_draft import Machine
+    from ballast.fleet.fleet_draft import MachineMemory
     from ballast.memory.cuda.probe import gpu_bytes
     from ballast.memory.host_memory import available
 
@@ -180,7 +180,7 @@ def _machine() -> Machine:
         gpus = gpu_bytes()
     except DeviceError:
         gpus = []
-    return Machine(tuple(gpus), available()[0])
+    return MachineMemory(tuple(gpus), available()[0])
 
 
 def _show(made: MadeFleet, console: object) -> None:

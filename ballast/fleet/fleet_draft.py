@@ -27,7 +27,7 @@ LEAST = 256 * MiB
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineMemory:
     """What there is to serve with."""
 
     gpus: tuple[int, ...]
@@ -55,7 +55,7 @@ def draft(
     models: Sequence[FoundModel],
     specs: Mapping[str, ModelSpec],
     left: Sequence[LeftOut],
-    machine: Machine,
+    machine: MachineMemory,
     preset: str,
 ) -> str:
     """Return the text of a fleet file. `specs`: by name, of the models that are no adapters."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ballast.core.units import GiB, MiB, parse_bytes
-from ballast.fleet.fleet_draft import Machine, draft, host_budget
+from ballast.fleet.fleet_draft import MachineMemory, draft, host_budget
 from ballast.fleet.fleet_file import load_fleet
 from ballast.fleet.model_search import FoundModel, LeftOut, search
 from ballast.sim.model_catalogue import catalogue
@@ -109,7 +109,7 @@ def test_a_draft_is_a_fleet_file_whatever_names_paths_and_reasons_hold(tmp_path:
     found, _ = search([tmp_path])
     spec = catalogue()["Llama-3.2-3b"].spec(max_model_len=8192)
     left = [LeftOut("x", "first\nmodels: []"), LeftOut("y\r", "\x1b[31mred")]
-    text = draft(found, {found[0].name: spec}, left, Machine((), 64 * GiB), "balloon")
+    text = draft(found, {found[0].name: spec}, left, MachineMemory((), 64 * GiB), "balloon")
     file = tmp_path / "fleet.yaml"
     file.write_text(text)
     fleet = load_fleet(file, presets=("balloon",))
@@ -127,7 +127,7 @@ def test_budgets_are_what_the_machine_has(tmp_path: Path) -> None:
     assert scarce + spec.weight_bytes <= 8 * GiB
     assert host_budget([spec], 0) == 256 * MiB
     model = FoundModel("m", str(tmp_path), tmp_path)
-    text = draft([model], {"m": spec}, [], Machine((80 * GiB, 40 * GiB), 0), "balloon")
+    text = draft([model], {"m": spec}, [], MachineMemory((80 * GiB, 40 * GiB), 0), "balloon")
     devices = [line for line in text.splitlines() if "cuda" in line]
     assert len(devices) == 2
     assert parse_bytes(devices[1].split("budget: ")[1].rstrip("}")) == 36 * GiB
