@@ -57,10 +57,10 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
         for a in host.adapters:
             found = f"an adapter of {model.name}, of rank {a.spec.rank}"
             yield judged(a.spec.name, f"{found}, {format_bytes(a.segment.n_bytes)}", "")
-        if is_gguf_checkpoint(Path(model.path)):
-            types = quantised_types(find_tensors(Path(model.path)).values())
+        if types := quantised_types(find_tensors(Path(model.path)).values()):
             found = packing.words_on_forms(host.segments, types, host.spec.dtype)
-            yield judged(model.name, f"a GGUF file: {found}", "")
+            what = "a GGUF file" if is_gguf_checkpoint(Path(model.path)) else "quantised"
+            yield judged(model.name, f"{what}: {found}", "")
         if (clipped := clipped_context(model, host.spec)) is not None:
             cure = "lower `limits.context`, or leave it out"
             faults.append(Finding(model.name, Verdict.WARN, clipped, cure))

@@ -51,8 +51,8 @@ PANEL_GROUP = 11
 """Embedding: how many elements of a row lie side by side in a panel (see `linear.py`), SOURCE_ROW
 being the padded length of a row; 0: rows lie one after the other."""
 PANEL_FORM = 12
-"""Embedding of quantised panels: their form (`panel_forms.NUMBERS`), SOURCE_ROW being the bytes of
-a panel."""
+"""Embedding of quantised panels: their form (`panel_forms.number_of`), SOURCE_ROW being the bytes
+of a panel."""
 # Fields of rotary tables. SOURCE: q, k, v of each token side by side, rotated in place.
 HEADS = 11
 KV_HEADS = 12

@@ -33,7 +33,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ballast.kernels.compiled import compiled
-from ballast.kernels.intrinsics import fetch_add, float32_at, int64_at, uint16_at, widen
+from ballast.kernels.intrinsics import (
+    fetch_add,
+    float32_at,
+    int32_at,
+    int64_at,
+    uint16_at,
+    widen,
+)
 from ballast.kernels.vector_code import LANES, compiles_for
 
 # Fields of the table.
@@ -64,10 +71,13 @@ MODE = 12
 SCALE = 13
 """ADD: address of float32 (ROWS,), by which what is added is multiplied; 0: by nothing."""
 FORM = 14
-"""Of quantised panels: their form (`panel_forms.NUMBERS`)."""
+"""Of quantised panels: their form (`panel_forms.number_of`)."""
 PANEL_BYTES = 15
 """Of quantised panels: bytes from one to the next."""
-N_FIELDS = 16
+ORDER = 16
+"""Of quantised panels: address of int32 (K,), the indices of the inputs in the panels' order; 0: as
+they are."""
+N_FIELDS = 17
 
 # Modes.
 STORE = 0
@@ -499,6 +509,20 @@ def stage_inputs(table, first, rows, start, n, stage, begin):
             for i in range(_PUT):
                 rest[i] = x[at + whole + i] if whole + i < n else _ZERO
             _put(rest, 0, stage, to + whole)
+
+
+@njit(error_model="numpy")
+def stage_in_order(table, first, rows, start, n, stage):
+    """Copy inputs in the order of the panels, from `start` on, as `stage_inputs` does."""
+    x, stride = float32_at(table[X]), table[X_STRIDE]
+    order = int32_at(table[ORDER])
+    for r in range(rows):
+        row = first + r
+        if table[X_INDEX] != 0:
+            row = int64_at(table[X_INDEX])[row]
+        at, to = row * stride, r * _STRIDE
+        for i in range(n):
+            stage[to + i] = x[at + order[start + i]]
 
 
 @njit(error_model="numpy")

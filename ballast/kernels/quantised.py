@@ -1,40 +1,64 @@
-"""Pack blocks of GGUF's types into quantised panels, and build the tables of their kernels on CPU.
+"""Pack rows of quantised matrices into panels, and build the tables of their kernels on CPU.
 
-Used by `weights` to pack matrices and by `models` to run them. `ballast.kernels.panel_forms` has
-the layout; all bits of codes and scales are kept, so that a weight is what ggml dequantises.
+Used by `weights` to pack matrices and by `models` to run them. Each format of files takes its rows
+apart (`PackedRows`); from there on all are treated alike. `ballast.kernels.panel_forms` has the
+layout; all bits of codes and scales are kept, so that a weight is what the format defines.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ballast.core.errors import BrokenPromise
 from ballast.kernels import linear, linear_code
 from ballast.kernels import quantised_code as code
-from ballast.kernels.panel_forms import BLOCK, FORMS, NUMBERS, PANEL, panel_bytes
+from ballast.kernels.panel_forms import (
+    BLOCK,
+    PANEL,
+    SCALES,
+    PanelForm,
+    form_of_name,
+    number_of,
+    order_at,
+    packed_bytes,
+    panel_bytes,
+)
 
 Array = np.ndarray[Any, Any]
 
 _compiling = threading.Lock()
 _ROWS = 16 * PANEL
 """Rows that are packed at once, so that what is unpacked meanwhile stays small."""
+_SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
-class _Blocks(NamedTuple):
-    """Blocks of a type, taken apart: (blocks, ...) uint8."""
+class PackedRows(NamedTuple):
+    """Rows of a matrix (n outputs, k inputs) in a form, taken apart."""
 
     codes: Tensor
-    """(blocks, span)"""
+    """uint8 (n, k); of float16 (n, 2 * k): the bytes of the weights."""
     scales: Tensor
-    """(blocks, 2 or 4): one or two float16."""
+    """(n, spans), in the dtype of the form's scales; with offsets (n, 2 * spans), after each scale
+    its offset. Of float16 (n, k): the weights."""
+    zeros: Tensor | None = None
+    """uint8 (n, spans)"""
     subscales: Tensor | None = None
-    """(blocks, parts, span // BLOCK, or twice that, if they are two to a block)."""
+    """uint8 (n, spans * parts * subscales of a span)"""
+    order: Tensor | None = None
+    """int32 (k,): the indices of the inputs in the order of codes."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> PackedRows:
+        """Return rows whose tensors, without the order, are each `function` of those here."""
+        zeros = None if self.zeros is None else function(self.zeros)
+        subscales = None if self.subscales is None else function(self.subscales)
+        return PackedRows(function(self.codes), function(self.scales), zeros, subscales, self.order)
 
 
 def tables(
@@ -42,8 +66,10 @@ def tables(
 ) -> Array:
     """Build tables as `linear.tables`, for quantised panels of a form."""
     made = linear.tables(weights, n, k, mode=mode, bias=bias)
-    made[:, linear_code.FORM] = NUMBERS[form]
+    made[:, linear_code.FORM] = number_of(form)
     made[:, linear_code.PANEL_BYTES] = panel_bytes(form, k)
+    if at := order_at(form, n, k):
+        made[:, linear_code.ORDER] = weights + at
     return made
 
 
@@ -59,64 +85,112 @@ def embed_kernel() -> int:
         return code.address_of("embed")
 
 
-def pack(raw: Tensor, name: str, k: int) -> Tensor:
-    """Pack the rows of a matrix into quantised panels: flat uint8.
+def stacked(parts: Sequence[PackedRows]) -> PackedRows:
+    """Return the rows of several matrices whose inputs are in the same order."""
+    if len(parts) == 1:
+        return parts[0]
 
-    `raw`: uint8 (n, bytes of k elements), rows of GGUF's blocks; rows are padded with zeros.
-    """
-    form = FORMS[name]
-    if k % form.span:
-        raise BrokenPromise(f"rows of {k} elements are not whole blocks of {name}")
-    spans, each = k // form.span, form.span_bytes
-    panels = -(-len(raw) // PANEL)
-    packed = torch.empty(panels, spans, each, dtype=torch.uint8)
-    for first in range(0, len(raw), _ROWS):
-        rows = raw[first : first + _ROWS]
-        missing = -len(rows) % PANEL
-        if missing:
-            rows = torch.cat([rows, rows.new_zeros(missing, raw.shape[1])])
-        target = packed[first // PANEL : (first + len(rows)) // PANEL]
-        _pack_spans(rows.reshape(len(rows) * spans, -1), name, target)
-    return packed.view(-1)
+    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        there = [t for t in tensors if t is not None]
+        return torch.cat(there) if there else None
+
+    codes, scales, zeros, subscales, orders = zip(*parts, strict=True)
+    return PackedRows(
+        torch.cat(codes), torch.cat(scales), joined(zeros), joined(subscales), orders[0]
+    )
 
 
-def finite_scales(raw: Tensor, name: str) -> bool:
-    """Return whether all scales of blocks, uint8 (n, bytes), are finite: then so are weights."""
-    blocks = _TAKEN_APART[name](raw.reshape(-1, _block_bytes(name)))
-    return bool(blocks.scales.contiguous().view(torch.float16).isfinite().all())
+def gated(rows: PackedRows) -> PackedRows:
+    """Return rows of gates and then as many of ups interleaved as `linear.gated` does."""
+    return rows.map(lambda part: linear.gated(*part.chunk(2)))
 
 
-def _block_bytes(name: str) -> int:
-    form = FORMS[name]
-    packed_bits = {"Q4_K": 144, "Q5_K": 176}
-    return packed_bits.get(name, form.span_bytes // PANEL)
+def pack(rows: PackedRows, name: str, k: int) -> Tensor:
+    """Pack rows of a matrix into quantised panels: flat uint8; rows are padded with zeros."""
+    form, n = form_of_name(name), len(rows.codes)
+    spans, each = -(-k // form.span), form.span_bytes
+    panels = -(-n // PANEL)
+    whole = torch.zeros(packed_bytes(name, n, k), dtype=torch.uint8)
+    packed = whole[: panels * spans * each].view(panels, spans, each)
+    for first in range(0, n, _ROWS):
+        some = _panel_rows(rows, first)
+        target = packed[first // PANEL : first // PANEL + len(some.codes) // PANEL]
+        _pack_spans(some, form, k, target)
+    if form.is_ordered:
+        if rows.order is None:
+            raise BrokenPromise(f"rows in the form {name} without the order of their inputs")
+        at = order_at(name, n, k)
+        whole[at : at + 4 * k].view(torch.int32).copy_(rows.order)
+    return whole
 
 
-def _pack_spans(blocks: Tensor, name: str, target: Tensor) -> None:
-    """Pack blocks of rows, (panels * PANEL * spans, bytes), into `target`: (panels, spans,
-    bytes)."""
-    form, (panels, spans, _) = FORMS[name], target.shape
-    apart = _TAKEN_APART[name](blocks)
+def is_finite(rows: PackedRows, name: str) -> bool:
+    """Return whether all scales and codes are finite: then so are weights."""
+    finite = bool(rows.scales.isfinite().all())
+    return finite and not (form_of_name(name).is_float8 and bool((rows.codes & 127 == 127).any()))
+
+
+def dequantise(rows: PackedRows, name: str) -> Tensor:
+    """Return the weights, float32 (n, k), of a form that is not GGUF's (`weights.gguf_blocks` has
+    the formulas of those)."""
+    form, (n, k) = form_of_name(name), rows.codes.shape
+    if form.values:
+        found = torch.tensor(form.values)[rows.codes.int()]
+    elif form.is_float8:
+        found = rows.codes.view(torch.float8_e4m3fn).float()
+    elif form.bits == 8 and not form.has_zeros:
+        found = rows.codes.view(torch.int8).float()
+    else:
+        found = rows.codes.float() - form.zero
+    whole = pad(found, (0, -k % form.span)).view(n, -1, form.span)
+    if rows.zeros is not None:
+        whole = whole - rows.zeros[..., None].float()
+    found = (whole * rows.scales[..., None].float()).flatten(1)[:, :k]
+    if rows.order is None:
+        return found
+    in_order = torch.empty(n, k)
+    in_order[:, rows.order.long()] = found
+    return in_order
+
+
+def _panel_rows(rows: PackedRows, first: int) -> PackedRows:
+    """Return some rows from `first` on, with zeros up to the end of their last panel."""
+
+    def padded(part: Tensor) -> Tensor:
+        some = part[first : first + _ROWS]
+        return pad(some, (0, 0, 0, -len(some) % PANEL))
+
+    return rows.map(padded)
+
+
+def _pack_spans(rows: PackedRows, form: PanelForm, k: int, target: Tensor) -> None:
+    """Pack whole panels' rows into `target`: (panels, spans, bytes)."""
+    panels, spans, _ = target.shape
     n_blocks = form.span // BLOCK
 
     def by_output(t: Tensor) -> Tensor:
-        """(panels * PANEL * spans, ...) as (panels, spans, ..., PANEL), its bytes last."""
-        return t.view(panels, PANEL, spans, *t.shape[1:]).movedim(1, -1)
+        """(panels * PANEL, spans * more) as (panels, spans, more, PANEL)."""
+        return t.view(panels, PANEL, spans, -1).movedim(1, -1)
 
     at = 0
     if form.bits != 16:
-        scales = by_output(apart.scales.contiguous().view(torch.int16))
-        head = target[..., : form.head_bytes].view(torch.int16)
-        head.view(panels, spans, -1, PANEL).copy_(scales)
-        at = form.head_bytes
+        scale = SCALES[form.scale or "F16"]
+        dtype = {2: torch.int16, 4: torch.int32}[scale]
+        scales = rows.scales.to(_SCALE_DTYPES[form.scale or "F16"]).contiguous().view(dtype)
+        at = PANEL * scale * (1 + form.has_offset)
+        target[..., :at].view(dtype).view(panels, spans, -1, PANEL).copy_(by_output(scales))
+    if rows.zeros is not None:
+        target[..., at : at + PANEL].copy_(by_output(rows.zeros).squeeze(2))
+        at += PANEL
     body = target[..., at:].view(panels, spans, n_blocks, form.block_bytes)
-    if apart.subscales is not None:
-        sub = by_output(apart.subscales)  # (panels, spans, parts, n_blocks * subscales, PANEL)
-        parts = sub.shape[2]
-        sub = sub.view(panels, spans, parts, n_blocks, form.subscales, PANEL).transpose(2, 3)
+    if rows.subscales is not None:
+        sub = by_output(rows.subscales).view(panels, spans, -1, n_blocks, form.subscales, PANEL)
+        sub = sub.transpose(2, 3)
         there = body[..., : form.subscale_bytes]
-        there.view(panels, spans, n_blocks, parts, form.subscales, PANEL).copy_(sub)
-    codes = by_output(apart.codes).view(panels, spans, n_blocks, BLOCK, -1, PANEL)
+        there.view(sub.shape).copy_(sub)
+    width = 2 if form.bits == 16 else 1
+    padded = pad(rows.codes, (0, spans * form.span * width - rows.codes.shape[1]))
+    codes = by_output(padded).view(panels, spans, n_blocks, BLOCK, width, PANEL)
     body[..., form.subscale_bytes :].copy_(_words(codes, form.bits))
 
 
@@ -139,85 +213,3 @@ def _joined(codes: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(per_word, dtype=torch.int32) * bits
     found: Tensor = (split << shifts[:, None]).sum(-2, dtype=torch.int32)
     return found
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """(blocks, 16) as 32 codes: low halves, then high ones."""
-    return torch.cat([packed & 15, packed >> 4], dim=1)
-
-
-def _fifth_bits(words: Tensor) -> Tensor:
-    """(blocks, 4) as 32 codes of 0 or 16."""
-    bit = torch.arange(8, dtype=torch.uint8)
-    return ((words[:, :, None] >> bit & 1) << 4).flatten(1)
-
-
-def _f16(raw: Tensor) -> _Blocks:
-    return _Blocks(raw.view(len(raw), BLOCK * 2), raw)
-
-
-def _q8_0(raw: Tensor) -> _Blocks:
-    return _Blocks(raw[:, 2:], raw[:, :2])
-
-
-def _q4_0(raw: Tensor) -> _Blocks:
-    return _Blocks(_nibbles(raw[:, 2:]), raw[:, :2])
-
-
-def _q4_1(raw: Tensor) -> _Blocks:
-    return _Blocks(_nibbles(raw[:, 4:]), raw[:, :4])
-
-
-def _q5_0(raw: Tensor) -> _Blocks:
-    return _Blocks(_nibbles(raw[:, 6:]) | _fifth_bits(raw[:, 2:6]), raw[:, :2])
-
-
-def _q5_1(raw: Tensor) -> _Blocks:
-    return _Blocks(_nibbles(raw[:, 8:]) | _fifth_bits(raw[:, 4:8]), raw[:, :4])
-
-
-def _six_bits(packed: Tensor) -> Tensor:
-    """The scales and minima of K-types, (blocks, 12) as (blocks, 2, 8)."""
-    low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=1)
-    least = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], dim=1)
-    return torch.stack([scales, least], dim=1)
-
-
-def _nibbles_of_k(packed: Tensor) -> Tensor:
-    """(blocks, 128) as 256 codes: for each 32 bytes low halves, then high ones."""
-    groups = packed.view(-1, 4, 1, 32)
-    return torch.cat([groups & 15, groups >> 4], dim=2).flatten(1)
-
-
-def _q4_k(raw: Tensor) -> _Blocks:
-    codes = _nibbles_of_k(raw[:, 16:].contiguous())
-    return _Blocks(codes, raw[:, :4], _six_bits(raw[:, 4:16]))
-
-
-def _q5_k(raw: Tensor) -> _Blocks:
-    bit = torch.arange(8, dtype=torch.uint8)[:, None]
-    fifth = (raw[:, 16:48].view(-1, 1, 32) >> bit & 1) << 4
-    codes = _nibbles_of_k(raw[:, 48:].contiguous()) | fifth.flatten(1)
-    return _Blocks(codes, raw[:, :4], _six_bits(raw[:, 4:16]))
-
-
-def _q6_k(raw: Tensor) -> _Blocks:
-    low = raw[:, :128].reshape(-1, 2, 1, 64)
-    low = torch.cat([low & 15, low >> 4], dim=2).view(-1, 2, 4, 32)
-    shift = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    high = raw[:, 128:192].reshape(-1, 2, 1, 32) >> shift & 3
-    return _Blocks((low | high << 4).flatten(1), raw[:, 208:], raw[:, None, 192:208])
-
-
-_TAKEN_APART: dict[str, Callable[[Tensor], _Blocks]] = {
-    "F16": _f16,
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-}

@@ -2,8 +2,9 @@
 
 64 inputs of a panel at a time are dequantised in registers into a buffer in the first cache, and
 multiplied from there by all rows of the item, as float32 panels are (`linear_code`). Weights are
-dequantised exactly, to float32, and an output is the same chain of multiply-adds whichever tile
-computes it: neither the rows around it nor the number of threads changes a bit of it.
+dequantised exactly, to float32 (with zeros beside scales in float32: to a unit in the last place),
+and an output is the same chain of multiply-adds whichever tile computes it: neither the rows around
+it nor the number of threads changes a bit of it.
 
 The embedding of tokens in such a matrix is here as well.
 """
@@ -26,6 +27,7 @@ from ballast.kernels.intrinsics import digest_of, fetch_add, float32_at, float_o
 from ballast.kernels.linear_code import (
     FORM,
     NEXT,
+    ORDER,
     PANEL_BYTES,
     ROWS,
     ROWS_MAX,
@@ -36,12 +38,13 @@ from ballast.kernels.linear_code import (
     chunks_of,
     finish_sums,
     on_stack,
+    stage_in_order,
     stage_inputs,
     stage_memory,
     sums_memory,
     unpacked_tile,
 )
-from ballast.kernels.panel_forms import BLOCK, FORMS, PANEL
+from ballast.kernels.panel_forms import BLOCK, FORMS, PANEL, SCALES
 from ballast.kernels.vector_code import LANES, compiles_for, multiply_add
 
 _SLICE = 2 * BLOCK
@@ -49,6 +52,8 @@ _SLICE = 2 * BLOCK
 _AHEAD = 2048
 """Bytes from what is read to what is fetched meanwhile."""
 _LINE = 64
+_SCALE_KINDS = {name: number for number, name in enumerate(SCALES)}
+_FLOAT8_SCALE = 2.0**8
 
 _F32, _I64, _I32, _I16, _I8 = (
     ir.FloatType(),
@@ -74,12 +79,13 @@ def _unpack(context, form, panel, block, out, at):
         form, panel, block, out, at = arguments
         out = builder.gep(out, [at])
         done = builder.append_basic_block("done")
-        choice = builder.switch(form, done)
+        choice = builder.switch(builder.and_(form, _int64(255)), done)
         for number, kind in enumerate(FORMS.values()):
             case = builder.append_basic_block(f"form{number}")
             choice.add_case(_int64(number), case)
             builder.position_at_end(case)
-            _unpack_form(builder, kind, panel, block, out)
+            place = _Place(builder, kind, form, panel, block)
+            _unpack_form(builder, kind, place, out)
             builder.branch(done)
         builder.position_at_end(done)
         return ctx.get_dummy_value()
@@ -88,17 +94,55 @@ def _unpack(context, form, panel, block, out, at):
     return types.void(i64, i64, i64, _FLOATS, i64), generate
 
 
-def _unpack_form(builder, form, panel, block, out):
-    blocks = _int64(form.span // BLOCK)
-    span = builder.add(panel, builder.mul(builder.udiv(block, blocks), _int64(form.span_bytes)))
-    within = builder.mul(builder.urem(block, blocks), _int64(form.block_bytes))
-    start = builder.add(span, builder.add(within, _int64(form.head_bytes)))
+class _Place:
+    """Where a block is: the addresses of its span and of itself, and how its scales are written."""
+
+    def __init__(self, builder, kind, form, panel, block):
+        self.is_wide = None
+        """Whether scales are float32; None: known when this is compiled, not to be."""
+        blocks, head = _int64(kind.span // BLOCK), _int64(kind.head_bytes)
+        if kind.scale:
+            scale = builder.and_(builder.lshr(form, _int64(8)), _int64(255))
+            self.is_wide = builder.icmp_unsigned("==", scale, _int64(_SCALE_KINDS["F32"]))
+            self.is_half = builder.icmp_unsigned("==", scale, _int64(_SCALE_KINDS["F16"]))
+            blocks = builder.lshr(form, _int64(16))
+            self.scale_bytes = builder.select(self.is_wide, _int64(4), _int64(2))
+            head = builder.mul(self.scale_bytes, _int64(PANEL))
+            self.zeros = head
+            head = builder.add(head, _int64(PANEL * kind.has_zeros))
+        span_bytes = builder.add(head, builder.mul(blocks, _int64(kind.block_bytes)))
+        self.span = builder.add(panel, builder.mul(builder.udiv(block, blocks), span_bytes))
+        within = builder.mul(builder.urem(block, blocks), _int64(kind.block_bytes))
+        self.start = builder.add(self.span, builder.add(within, head))
+
+    def scale(self, builder, lane):
+        """Return the scales of LANES outputs from `lane` on, as float32."""
+        if self.is_wide is None:
+            return _half(builder, _at(builder, self.span, lane, 2))
+        address = builder.add(self.span, builder.mul(lane, self.scale_bytes))
+        floats = ir.VectorType(_F32, LANES)
+        with builder.if_else(self.is_wide) as (wide, narrow):
+            with wide:
+                pointer = builder.inttoptr(address, floats.as_pointer())
+                as_wide, after_wide = builder.load(pointer, align=4), builder.block
+            with narrow:
+                bits = _bfloat16(builder, address)
+                as_narrow = builder.select(self.is_half, _half(builder, address), bits)
+                after_narrow = builder.block
+        found = builder.phi(floats)
+        found.add_incoming(as_wide, after_wide)
+        found.add_incoming(as_narrow, after_narrow)
+        return found
+
+
+def _unpack_form(builder, form, place, out):
     for line in range(0, form.block_bytes, _LINE):
-        _prefetch(builder, builder.add(start, _int64(_AHEAD + line)))
+        _prefetch(builder, builder.add(place.start, _int64(_AHEAD + line)))
     with cgutils.for_range(builder, _int64(PANEL // LANES)) as loop:
         lane = builder.mul(loop.index, _int64(LANES))
-        codes = _Codes(builder, form, builder.add(start, _int64(form.subscale_bytes)), lane)
-        pairs = _scales(builder, form, span, start, lane)
+        start = builder.add(place.start, _int64(form.subscale_bytes))
+        pairs = _scales(builder, form, place, lane)
+        codes = _Codes(builder, form, start, lane)
         for i in range(BLOCK):
             value = codes.value(i)
             if pairs:
@@ -107,16 +151,19 @@ def _unpack_form(builder, form, panel, block, out):
                     value = builder.fmul(value, scale)
                 else:
                     value = multiply_add(builder, value, scale, offset)
-            place = builder.gep(out, [builder.add(lane, _int64(i * PANEL))])
-            builder.store(value, builder.bitcast(place, value.type.as_pointer()), align=4)
+            target = builder.gep(out, [builder.add(lane, _int64(i * PANEL))])
+            builder.store(value, builder.bitcast(target, value.type.as_pointer()), align=4)
 
 
-def _scales(builder, form, span, block, lane):
+def _scales(builder, form, place, lane):
     """Return (scale, offset or None) for each part of a block's inputs; offsets are of codes as
     they are looked up or read."""
     if form.bits == 16:
         return []
-    scale = _half(builder, _at(builder, span, lane, 2))
+    span, block = place.span, place.start
+    scale = place.scale(builder, lane)
+    if form.is_float8:
+        scale = builder.fmul(scale, _floats(_FLOAT8_SCALE))
     parts = [scale]
     for i in range(form.subscales):
         there = builder.add(block, _int64(i * PANEL))
@@ -129,10 +176,13 @@ def _scales(builder, form, span, block, lane):
             least = _byte(builder, _at(builder, there, lane, 1), builder.zext)
             offset = builder.fneg(builder.fmul(offset, least))
         return [(part, offset) for part in parts]
+    if form.has_zeros:
+        there = _at(builder, builder.add(span, place.zeros), lane, 1)
+        zero = builder.fneg(_byte(builder, there, builder.zext))
+        return [(part, builder.fmul(part, zero)) for part in parts]
     if not form.zero or _is_looked_up(form):
         return [(part, None) for part in parts]
-    zero = ir.Constant(ir.VectorType(_F32, LANES), [-float(form.zero)] * LANES)
-    return [(part, builder.fmul(part, zero)) for part in parts]
+    return [(part, builder.fmul(part, _floats(-form.zero))) for part in parts]
 
 
 def _is_looked_up(form):
@@ -150,13 +200,18 @@ class _Codes:
         builder, bits = self._builder, self._form.bits
         if bits == 16:
             return _half(builder, self._input(i, 2))
+        if self._form.is_float8:
+            return _float8(builder, self._input(i, 1))
         if bits == 8:
-            return _byte(builder, self._input(i, 1), builder.sext)
+            widen = builder.zext if self._form.has_zeros else builder.sext
+            return _byte(builder, self._input(i, 1), widen)
         low = builder.lshr(self._word(i // 8), _ints(i % 8 * 4))
         if _is_looked_up(self._form):
             table = [float(x - self._form.zero) for x in range(16)]
-            return _look_up(builder, table, low)
+            return _look_up(builder, self._form.values or table, low)
         low = builder.and_(low, _ints(15))
+        if self._form.values:
+            return _choose(builder, self._form.values, low)
         if bits > 4:
             more, per_word = bits - 4, 32 // (bits - 4)
             high = builder.lshr(self._word(4 + i // per_word), _ints(i % per_word * more))
@@ -195,7 +250,10 @@ def _half(builder, address):
     """Float16 numbers as float32; on CPUs without an instruction for it by their bits, as finite
     ones are."""
     pointer = ir.VectorType(_I16, LANES).as_pointer()
-    bits = builder.load(builder.inttoptr(address, pointer), align=2)
+    return _from_half(builder, builder.load(builder.inttoptr(address, pointer), align=2))
+
+
+def _from_half(builder, bits):
     floats = ir.VectorType(_F32, LANES)
     if _HALVES:
         halves = builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES))
@@ -206,6 +264,35 @@ def _half(builder, address):
     found = builder.bitcast(builder.fmul(builder.bitcast(size, floats), factor), wide.type)
     sign = builder.shl(builder.and_(wide, _ints(0x8000)), _ints(16))
     return builder.bitcast(builder.or_(found, sign), floats)
+
+
+def _bfloat16(builder, address):
+    """bfloat16 numbers as float32."""
+    pointer = ir.VectorType(_I16, LANES).as_pointer()
+    bits = builder.load(builder.inttoptr(address, pointer), align=2)
+    wide = builder.zext(bits, ir.VectorType(_I32, LANES))
+    return builder.bitcast(builder.shl(wide, _ints(16)), ir.VectorType(_F32, LANES))
+
+
+def _float8(builder, address):
+    """Float8 numbers (E4M3) over `_FLOAT8_SCALE`, as float32: with three more bits before its
+    exponent, whose bias is 8 less, each is a float16."""
+    pointer = ir.VectorType(_I8, LANES).as_pointer()
+    found = builder.load(builder.inttoptr(address, pointer), align=1)
+    shorts = ir.VectorType(_I16, LANES)
+    moved = builder.shl(builder.sext(found, shorts), ir.Constant(shorts, [7] * LANES))
+    return _from_half(builder, builder.and_(moved, ir.Constant(shorts, [0xBF80] * LANES)))
+
+
+def _choose(builder, table, indices):
+    """The element of `table` at each index below 16, by a tree of selections."""
+    floats = ir.VectorType(_F32, LANES)
+    found = [ir.Constant(floats, [value] * LANES) for value in table]
+    for bit in (1, 2, 4, 8):
+        is_set = builder.icmp_unsigned("!=", builder.and_(indices, _ints(bit)), _ints(0))
+        pairs = zip(found[::2], found[1::2], strict=True)
+        found = [builder.select(is_set, high, low) for low, high in pairs]
+    return found[0]
 
 
 def _look_up(builder, table, indices):
@@ -227,6 +314,11 @@ def _prefetch(builder, address):
 
 def _int64(value):
     return ir.Constant(_I64, value)
+
+
+def _floats(value):
+    """A vector of equal float32."""
+    return ir.Constant(ir.VectorType(_F32, LANES), [float(value)] * LANES)
 
 
 def _ints(value):
@@ -256,7 +348,10 @@ def _linear(table):
             for g in range(groups):
                 row = g * rows // groups
                 many = (g + 1) * rows // groups - row
-                stage_inputs(table, first + row, many, start, n, stage, 0)
+                if table[ORDER] != 0:
+                    stage_in_order(table, first + row, many, start, n, stage)
+                else:
+                    stage_inputs(table, first + row, many, start, n, stage, 0)
                 unpacked_tile(many, stage, 0, weights, 0, n, sums, row * PANEL, 0, 0)
         finish_sums(table, panel, first, rows, sums)
         item = fetch_add(table, NEXT, 1)

@@ -34,6 +34,7 @@ cannot see `kv`.
 - `pooling`: Detect embedding models by their sentence-transformers files.
 - `probe`: Find what a decoder requires of attention, on the meta device.
 - `promotion`: Segments read in place, copied to pages beside the passes that read them.
+- `quantisation`: Package: quantised matrices of safetensors: their tensors and their rows.
 - `recipe_agreement`: Check that a module computes what its recipe says.
 - `recipe_search`: Find a decoder's recipe from its tensors and parts.
 - `residency`: One model's weights on one device: absent, loading, resident, rotating.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,8 +22,11 @@ import torch
 from torch import Tensor
 
 from ballast.core.errors import CheckpointError, UnsupportedModel
+from ballast.kernels import quantised
+from ballast.kernels.quantised import PackedRows
 from ballast.weights.architecture import Architecture
-from ballast.weights.gguf_blocks import BLOCKS, dequantise
+from ballast.weights.gguf_blocks import BLOCKS, dequantise, take_apart
+from ballast.weights.quantisation import unpack
 from ballast.weights.stored_tensor import ITEM_BYTES, Stored
 
 if TYPE_CHECKING:  # its import takes seconds, and reading weights does not need it
@@ -186,10 +190,13 @@ class Sources:
 
     def __init__(self, plan: Iterable[Recipe]) -> None:
         """Raises OSError if a file cannot be opened."""
-        paths = {run.source.path for recipe in plan for run in recipe.runs}
+        runs = [run for recipe in plan for run in recipe.runs]
+        paths = {part.path for run in runs for part in run.source.files}
         with ExitStack() as files:
             self._fds = {p: files.enter_context(open(p, "rb", buffering=0)).fileno() for p in paths}
             self._files = files.pop_all()
+        self._dequantised = threading.local()
+        """The last matrix that a thread has dequantised: it is filled piece by piece."""
 
     def __enter__(self) -> Sources:
         return self
@@ -203,7 +210,7 @@ class Sources:
         self._files.close()
 
     def descriptor(self, source: Stored) -> int:
-        """Descriptor of the file that a tensor is read from."""
+        """Descriptor of the file that a tensor of `Stored.files` is read from."""
         return self._fds[source.path]
 
     def read(self, recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -212,13 +219,35 @@ class Sources:
         self.fill(recipe, 0, whole.view(-1))
         return whole
 
-    def read_rows(self, recipe: Recipe) -> Tensor:
-        """Read the rows of a matrix that is stored as one, as its blocks are: uint8 (n, bytes)."""
+    def read_rows(self, recipe: Recipe, form: str) -> PackedRows:
+        """Read the rows of a matrix that is stored as one, in a form."""
         source = recipe.plain
         assert source is not None, "a matrix of several runs has no form"
+        if source.packing is not None:
+            return unpack.rows_of(source, self._whole)
         rows = torch.empty(source.shape[0], source.n_bytes // source.shape[0], dtype=torch.uint8)
         _read(source, self._fds[source.path], source.start, rows.view(-1).numpy().data)
-        return _in_order(rows, source.heads) if source.heads else rows
+        return take_apart(_in_order(rows, source.heads) if source.heads else rows, form)
+
+    def _whole(self, source: Stored) -> Tensor:
+        """Read one of the tensors that a matrix is made of."""
+        found = torch.empty(source.n_bytes, dtype=torch.uint8)
+        _read(source, self._fds[source.path], source.start, found.numpy().data)
+        return found.view(unpack.DTYPES[source.dtype]).view(source.shape)
+
+    def _dequantised_of(self, source: Stored) -> Tensor:
+        """Return the elements of a matrix of several tensors, float32, in its order."""
+        if getattr(self._dequantised, "source", None) != source:
+            assert source.packing is not None, "a matrix of one tensor"
+            rows = unpack.rows_of(source, self._whole)
+            found = quantised.dequantise(rows, source.packing.form)
+            if len(source.shape) == 3:  # whose matrices are stored transposed
+                experts, k, n = source.shape
+                found = found.view(experts, n, k).transpose(1, 2)
+            self._dequantised.elements = found.reshape(-1)
+            self._dequantised.source = source
+        elements: Tensor = self._dequantised.elements
+        return elements
 
     def fill(self, recipe: Recipe, start: int, target: Tensor) -> None:
         """Read elements from `start` on into `target` (1-D), converted to its dtype.
@@ -232,6 +261,9 @@ class Sources:
 
     def _copy(self, run: Run, target: Tensor) -> None:
         source, fd = run.source, self._fds[run.source.path]
+        if source.packing is not None:
+            target.copy_(self._dequantised_of(source)[run.start : run.start + run.n])
+            return
         if source.heads or source.dtype in BLOCKS:
             _dequantise(run, fd, target)
             return

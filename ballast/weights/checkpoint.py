@@ -89,7 +89,7 @@ def load_host_model(
         runs = [run for recipe in manifest.plan.values() for run in recipe.runs]
         if types := quantised_types(run.source for run in runs):
             found = packing.words_on_forms(host.segments, types, host.spec.dtype)
-            log.info("%s: a GGUF file: %s", settings.name, found)
+            log.info("%s: quantised: %s", settings.name, found)
         host = load_adapters(host, settings.adapters, manifest.modules, tier)
     except BaseException:
         memory.close()
@@ -305,8 +305,8 @@ def _write(piece: Piece, elements: Tensor) -> Tensor:
 
 def _write_quantised(piece: Piece, plan: Sequence[Recipe], sources: Sources) -> Tensor:
     """Pack a matrix that stays quantised in its place in the segment; returns it there."""
-    rows = [sources.read_rows(recipe) for recipe in plan]
-    if not all(quantised.finite_scales(part, piece.tensor.form) for part in rows):
+    rows = [sources.read_rows(recipe, piece.tensor.form) for recipe in plan]
+    if not all(quantised.is_finite(part, piece.tensor.form) for part in rows):
         raise fault_of(plan, sources, torch.float32)
     return _write(piece, packing.build_quantised(piece.tensor, rows))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ballast.core.errors import CheckpointError, UnsupportedModel, brief
+from ballast.weights.quantisation.config import without
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -17,7 +18,8 @@ _MOST_BYTES = 16 << 20
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read the values of config.json, for `config_of`.
+    """Read the values of config.json, for `config_of`, without those about the quantisation, which
+    finding tensors (`ballast.weights.stored`) reads.
 
     Raises CheckpointError for a file that cannot be read, and UnsupportedModel for a `model_type`
     that `transformers` does not know. Code that comes with a checkpoint is never run.
@@ -46,7 +48,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         values, _ = PreTrainedConfig.get_config_dict(str(directory), local_files_only=True)
     except Exception as error:  # the configuration's class may raise anything
         raise CheckpointError(str(path), None, brief(error)) from error
-    return {**values, "model_type": found.model_type}
+    return {**without(values), "model_type": found.model_type}
 
 
 def config_of(values: Mapping[str, Any], *, untied: bool = False) -> Any:

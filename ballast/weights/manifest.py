@@ -33,7 +33,6 @@ from ballast.weights.config import (
 )
 from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe, RotarySet
 from ballast.weights.generation_config import sampling_defaults
-from ballast.weights.gguf_blocks import BLOCKS
 from ballast.weights.pooling import is_base_model, pools_last_token
 from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
@@ -289,7 +288,7 @@ def _match(
                 reason = f"put together from {len(recipe.runs)} it {reason}"
                 raise CheckpointError(str(directory), tensor.names[0], reason)
             for run in recipe.runs:
-                if run.source.dtype not in READABLE and run.source.dtype not in BLOCKS:
+                if run.source.dtype not in READABLE and not run.source.is_quantised:
                     raise run.source.error(
                         f"dtype {run.source.dtype} is not one of {', '.join(READABLE)}"
                     )
@@ -305,7 +304,7 @@ def _choose_dtype(settings: ModelSettings, plan: Mapping[str, Recipe]) -> str:
     n_bytes: Counter[str] = Counter()
     for recipe in plan.values():
         for run in recipe.runs:
-            dtype = plain_dtype(run.source.dtype)
+            dtype = plain_dtype(run.source)
             n_bytes[dtype] += run.n * ITEM_BYTES[dtype]
     return "bfloat16" if n_bytes.most_common(1)[0][0] == "BF16" else "float32"
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from ballast import __version__
 from ballast.weights.assemble import Recipe, Sources
 from ballast.weights.segment import Segment
+from ballast.weights.stored_tensor import Stored
 
 QUIET_SECONDS = 2.0
 """Seconds since a file's last change within which it may change again and show the same time."""
@@ -45,15 +46,24 @@ def origin_of(
                 parts.append(recipe.shape)
                 continue
             for run in recipe.runs:
-                path = str(run.source.path)
-                if path not in files:
-                    found = _file(sources.descriptor(run.source))
-                    if found is None:
-                        return None
-                    files[path] = found
-                at = run.source.start
-                parts.append((files[path], run.source.dtype, at, run.start, run.n, recipe.shape))
+                for stored in run.source.files:
+                    path = str(stored.path)
+                    if path not in files:
+                        found = _file(sources.descriptor(stored))
+                        if found is None:
+                            return None
+                        files[path] = found
+                    parts.append((files[path], stored.dtype, stored.start))
+                parts.append((_meaning(run.source), run.start, run.n, recipe.shape))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _meaning(source: Stored) -> tuple[object, ...]:
+    """What decides, beside the bytes of its files, which elements a tensor has."""
+    packing = source.packing
+    if packing is None:
+        return (source.heads,)
+    return (*(getattr(packing, f) for f in ("format", "form", "bits", "scale_rows", "numbers")),)
 
 
 def _file(descriptor: int) -> File | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ballast.core.units import ceil_div
 from ballast.kernels import linear, panel_forms, quantised
 from ballast.kernels.linear_code import PANEL
+from ballast.kernels.quantised import PackedRows
 from ballast.weights import packing_experts
 from ballast.weights.architecture import Architecture, ModelTensor
 from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe, matrices, vectors
@@ -136,18 +137,22 @@ def build(tensor: PackedTensor, read: Read, served: torch.dtype) -> Tensor:
     return torch.nn.functional.pad(stacked.float(), (0, more))
 
 
-def build_quantised(tensor: PackedTensor, rows: Sequence[Tensor]) -> Tensor:
-    """Build the bytes of quantised panels from the rows of each source: uint8 (n, bytes)."""
-    stacked = rows[0] if len(rows) == 1 else torch.cat([*rows])
+def build_quantised(tensor: PackedTensor, rows: Sequence[PackedRows]) -> Tensor:
+    """Build the bytes of quantised panels from the rows of each source."""
+    stacked = quantised.stacked(rows)
     if tensor.layout == GATED:
-        stacked = linear.gated(*stacked.chunk(2))
+        stacked = quantised.gated(stacked)
     return quantised.pack(stacked, tensor.form, tensor.shape[1])
 
 
-def words_on_forms(segments: Sequence[Segment], types: Collection[str], dtype: str) -> str:
-    """Return a sentence on which of a file's quantised types stay packed in a model's segments."""
-    kept = {tensor.form for segment in segments for tensor in segment.tensors if tensor.form}
-    left = sorted({*types} - kept)
+def words_on_forms(
+    segments: Sequence[Segment], types: Collection[tuple[str, str]], dtype: str
+) -> str:
+    """Return a sentence on which of a checkpoint's quantised types stay packed in a model's
+    segments; `types`: each with its form."""
+    forms = {tensor.form for segment in segments for tensor in segment.tensors if tensor.form}
+    kept = {name for name, form in types if form in forms}
+    left = sorted({name for name, _ in types} - kept)
     words = [f"{', '.join(sorted(kept))} stay packed in memory"] if kept else []
     words += [f"{', '.join(left)} are dequantised to {dtype} at load"] if left else []
     return "; ".join(words) or f"its matrices are served in {dtype}"

@@ -18,8 +18,9 @@ from ballast.core.errors import CheckpointError
 from ballast.fleet.gguf_header import BLOCK_PREFIX
 from ballast.fleet.gguf_header import SUFFIX as GGUF_SUFFIX
 from ballast.fleet.unfinished_download import is_lfs_pointer, unfinished
-from ballast.kernels.panel_forms import FORMS, packed_bytes
+from ballast.kernels.panel_forms import BLOCK, FORMS, form_of_name, packed_bytes
 from ballast.weights.gguf_tensors import is_gguf_checkpoint, stored_in_gguf
+from ballast.weights.quantisation.formats import with_matrices
 from ballast.weights.stored_tensor import ITEM_BYTES, Stored
 
 SINGLE = "model.safetensors"
@@ -30,16 +31,25 @@ _MOST_HEADER = 100_000_000
 
 
 def find_tensors(directory: Path) -> dict[str, Stored]:
-    """Find all tensors of a checkpoint, by name.
+    """Find all tensors of a checkpoint, by name; quantised matrices by those of their weights.
 
     Reads one file, or the shards of an index. Raises CheckpointError for an inconsistent header, a
-    file shorter than its header states, and a missing shard.
+    file shorter than its header states, and a missing shard, and UnsupportedModel for an unknown
+    quantisation.
     """
+    if is_gguf_checkpoint(directory) and not _is_safetensors(directory):
+        return stored_in_gguf(directory)
+    return with_matrices(_in_safetensors(directory), directory)
+
+
+def _is_safetensors(directory: Path) -> bool:
+    return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
+
+
+def _in_safetensors(directory: Path) -> dict[str, Stored]:
     if (directory / SINGLE).is_file():
         return read_header(directory / SINGLE)
     index = directory / INDEX
-    if not index.is_file() and is_gguf_checkpoint(directory):
-        return stored_in_gguf(directory)
     if not index.is_file():
         raise CheckpointError(
             str(directory), None, f"has neither {SINGLE} nor {INDEX}; " + _why_none(directory)
@@ -59,16 +69,16 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
     }
 
 
-def quantised_types(stored: Iterable[Stored]) -> frozenset[str]:
-    """Return the names of the types of quantised tensors, of GGUF files."""
-    found = {t.dtype for t in stored}
-    return frozenset(d.removeprefix(BLOCK_PREFIX) for d in found if plain_dtype(d) != d)
+def quantised_types(stored: Iterable[Stored]) -> frozenset[tuple[str, str]]:
+    """Return the types of quantised tensors, each with the form in which it stays packed."""
+    found = [t for t in stored if t.is_quantised]
+    return frozenset((t.dtype.removeprefix(BLOCK_PREFIX), form_of(t, "float32")) for t in found)
 
 
-def plain_dtype(dtype: str) -> str:
-    """Return the dtype in which a tensor is served by default beside what stays quantised: blocks
-    that do not are dequantised to BF16."""
-    return "BF16" if dtype.startswith(BLOCK_PREFIX) else dtype
+def plain_dtype(stored: Stored) -> str:
+    """Return the dtype in which a tensor is served by default beside what stays quantised: what
+    does not is dequantised to BF16."""
+    return "BF16" if stored.is_quantised else stored.dtype
 
 
 def _why_none(directory: Path) -> str:
@@ -93,7 +103,7 @@ def served_tensors(directory: Path, dtype: str, *, packed: bool = True) -> dict[
     """Estimate as `served_bytes`, for each tensor by its name in the checkpoint."""
     tensors = find_tensors(directory)
     if dtype == "auto":
-        halves = sum(t.n_bytes for t in tensors.values() if plain_dtype(t.dtype) == "BF16")
+        halves = sum(t.n_bytes for t in tensors.values() if plain_dtype(t) == "BF16")
         whole = sum(t.n_bytes for t in tensors.values())
         dtype = "bfloat16" if 2 * halves > whole else "float32"
     item = 2 if dtype == "bfloat16" else 4
@@ -106,9 +116,14 @@ def served_tensors(directory: Path, dtype: str, *, packed: bool = True) -> dict[
 
 
 def form_of(stored: Stored, served: str) -> str:
-    """Return the form of quantised panels that a matrix of a GGUF file keeps where models are
-    served in a dtype by our kernels on CPUs; empty: it has none."""
-    if len(stored.shape) != 2 or stored.path.suffix != GGUF_SUFFIX:
+    """Return the form of quantised panels that a matrix keeps where models are served in a dtype by
+    our kernels on CPUs; empty: it has none."""
+    if len(stored.shape) != 2:
+        return ""
+    if stored.packing is not None:
+        form = stored.packing.form
+        return "" if form_of_name(form).span % BLOCK else form
+    if stored.path.suffix != GGUF_SUFFIX:
         return ""
     name = stored.dtype.removeprefix(BLOCK_PREFIX)
     if name not in FORMS or (name == "F16" and served != "float32"):

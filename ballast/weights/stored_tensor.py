@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ballast.core.errors import CheckpointError
+from ballast.fleet.gguf_header import BLOCK_PREFIX
 
 ITEM_BYTES = {
     "BOOL": 1,
@@ -28,8 +29,30 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """How a quantised matrix is made of several tensors of a checkpoint."""
+
+    format: str
+    """One of `ballast.weights.quantisation.config`'s."""
+    form: str
+    """Name of the panel form that holds its bits. Where its span is not whole blocks, the matrix is
+    dequantised."""
+    parts: tuple[tuple[str, Stored], ...]
+    """The tensors by their role."""
+    bits: int = 8
+    scale_rows: int = 1
+    """Outputs that share a scale."""
+    numbers: tuple[float, ...] = ()
+    """What else the format needs to know."""
+
+    def part(self, role: str) -> Stored | None:
+        return next((stored for name, stored in self.parts if name == role), None)
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor in a file. `dtype` is the format's name for it; `start` counts from byte 0."""
+    """One tensor in a file, or a matrix of several. `dtype` is the format's name for it; `start`
+    counts from byte 0."""
 
     path: Path
     name: str
@@ -39,6 +62,20 @@ class Stored:
     n_bytes: int
     heads: int = 0
     """If above 0: the rows of each of so many heads are stored in the order of GGUF files."""
+    packing: Packing | None = None
+    """How the matrix is made of other tensors; `path`, `start` and `n_bytes` are its codes'."""
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether elements are quantised."""
+        return self.packing is not None or self.dtype.startswith(BLOCK_PREFIX)
+
+    @property
+    def files(self) -> tuple[Stored, ...]:
+        """The tensors in files that it is read from."""
+        if self.packing is None:
+            return (self,)
+        return tuple(part for _, part in self.packing.parts)
 
     def error(self, reason: str) -> CheckpointError:
         return CheckpointError(str(self.path), self.name, reason)

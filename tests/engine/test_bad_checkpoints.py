@@ -87,7 +87,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "header": (nested_header, "corrupt header"),
     "huge": (config(hidden_size=2**34), "has shape|memory"),
     "list": (config(hidden_size=[64]), "hidden_size"),
-    "quantised": (config(quantization_config={"quant_method": "gptq", "bits": 4}), "gptq"),
+    "quantised": (config(quantization_config={"quant_method": "aqlm", "bits": 4}), "aqlm"),
     "own code": (config(model_type="mine", auto_map={"AutoConfig": "mine.Mine"}), "never run"),
     "unknown": (config(model_type="mine"), "knows no such model"),
     "no weights": (no_weights, "has neither"),

@@ -10,19 +10,50 @@ from torch import Tensor
 from ballast.core.errors import BrokenPromise
 from ballast.fleet.gguf_header import TYPES
 from ballast.kernels import layer, linear, quantised, team
-from ballast.kernels.panel_forms import FORMS, NUMBERS, packed_bytes, panel_bytes
-from ballast.weights.gguf_blocks import dequantise
+from ballast.kernels.panel_forms import (
+    FORMS,
+    form_name,
+    form_of_name,
+    number_of,
+    packed_bytes,
+    panel_bytes,
+)
+from ballast.kernels.quantised import PackedRows
+from ballast.weights.gguf_blocks import dequantise, take_apart
 from benchmarks import gguf_files as gguf
 
 K = 512
 
 
-def matrix(name: str, n: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Rows of blocks, and their elements as dequantised, float32."""
+GGUF = [name for name, form in FORMS.items() if not form.scale]
+OTHERS = ["INT4-BF16:64", "INT4Z-F16:128", "INT4Z-BF16:32", "INT8-F32:512", "INT8Z-F16:64"]
+OTHERS += ["FP8-F32:128", "NF4-F32:64", "FP4-F32:64", "E2M1-BF16:32", "INT4-F32:64"]
+NAMES = [*GGUF, *OTHERS, "INT8Z-BF16:64+an order"]
+SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+
+def matrix(name: str, n: int, seed: int = 1) -> tuple[PackedRows, Tensor]:
+    """Rows of a form, and their elements as dequantised, float32."""
+    if name in OTHERS or "+" in name:
+        return other(name, n, seed)
     raw = torch.frombuffer(bytearray(gguf.blocks(name, (n, K), seed)), dtype=torch.uint8)
+    rows = take_apart(raw.view(n, -1), name)
     if name == "F16":
-        return raw.view(n, -1), raw.view(torch.float16).float().view(n, K)
-    return raw.view(n, -1), dequantise(raw, TYPES[gguf.NUMBERS[name]]).view(n, K)
+        return rows, raw.view(torch.float16).float().view(n, K)
+    return rows, dequantise(raw, TYPES[gguf.NUMBERS[name]]).view(n, K)
+
+
+def other(name: str, n: int, seed: int) -> tuple[PackedRows, Tensor]:
+    draw, form = torch.Generator().manual_seed(seed), form_of_name(name)
+    spans = K // form.span
+    codes = torch.randint(0, 1 << form.bits, (n, K), generator=draw, dtype=torch.uint8)
+    if form.is_float8:
+        codes[codes & 127 == 127] = 5
+    scales = (torch.rand(n, spans, generator=draw) / 16 + 0.01).to(SCALES[form.scale])
+    zeros = torch.randint(0, 1 << form.bits, (n, spans), generator=draw, dtype=torch.uint8)
+    order = torch.randperm(K, generator=draw).int() if form.is_ordered else None
+    rows = PackedRows(codes, scales, zeros if form.has_zeros else None, order=order)
+    return rows, quantised.dequantise(rows, name)
 
 
 def multiply(
@@ -36,18 +67,18 @@ def multiply(
     return out
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_weights_are_those_dequantised_to_the_bit(name: str) -> None:
-    raw, weight = matrix(name, 130)
-    packed = quantised.pack(raw, name, K)
+    rows, weight = matrix(name, 130)
+    packed = quantised.pack(rows, name, K)
     assert packed.nbytes == packed_bytes(name, 130, K)
     assert torch.equal(multiply(torch.eye(K), packed, name, 130).T, weight)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_row_depends_on_itself_alone(name: str) -> None:
-    raw, weight = matrix(name, 70)
-    packed = quantised.pack(raw, name, K)
+    rows, weight = matrix(name, 70)
+    packed = quantised.pack(rows, name, K)
     x = torch.randn(40, K, generator=torch.Generator().manual_seed(2))
     whole = multiply(x, packed, name, 70)
     torch.testing.assert_close(whole, x @ weight.T, rtol=1e-4, atol=1e-4)
@@ -56,21 +87,21 @@ def test_a_row_depends_on_itself_alone(name: str) -> None:
         assert torch.equal(multiply(part, packed, name, 70, threads=1), whole[first : first + rows])
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "INT4Z-F16:128", "FP8-F32:128"])
 def test_gates_and_ups_are_interleaved(name: str) -> None:
     gates, gate = matrix(name, 40, 1)
     ups, up = matrix(name, 40, 2)
-    packed = quantised.pack(linear.gated(gates, ups), name, K)
+    packed = quantised.pack(quantised.gated(quantised.stacked([gates, ups])), name, K)
     x = torch.randn(3, K, generator=torch.Generator().manual_seed(2))
     found = multiply(x, packed, name, 80, mode=linear.GATED)
     expected = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMES[:-1])
 def test_rows_of_an_embedding(name: str) -> None:
-    raw, weight = matrix(name, 130)
-    packed = quantised.pack(raw, name, K)
+    rows, weight = matrix(name, 130)
+    packed = quantised.pack(rows, name, K)
     tokens = torch.tensor([129, 0, 64, 64, 5])
     out = torch.empty(len(tokens), K)
     tables = layer.tables(
@@ -82,22 +113,41 @@ def test_rows_of_an_embedding(name: str) -> None:
         target=out.data_ptr(),
         target_row=K,
         index=tokens.data_ptr(),
-        panel_form=NUMBERS[name],
+        panel_form=number_of(name),
         scale=layer.bits_of(2.0),
     )
     team.run(quantised.embed_kernel(), tables.ctypes.data, 2)
     assert torch.equal(out, 2 * weight[tokens])
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_scales_that_are_not_finite_are_found(name: str) -> None:
-    raw, _ = matrix(name, 64)
-    assert quantised.finite_scales(raw, name)
-    at = gguf.scales_at(name)[-1]
-    raw[63, at : at + 2] = torch.tensor([0x00, 0x7C], dtype=torch.uint8)
-    assert not quantised.finite_scales(raw, name)
+    rows, _ = matrix(name, 64)
+    assert quantised.is_finite(rows, name)
+    rows.scales[63, -1] = float("inf")
+    assert not quantised.is_finite(rows, name)
 
 
-def test_rows_that_are_not_whole_blocks_are_refused() -> None:
-    with pytest.raises(BrokenPromise, match="not whole blocks of Q4_K"):
-        quantised.pack(torch.zeros(1, 18, dtype=torch.uint8), "Q4_K", 32)
+def test_codes_that_are_not_finite_are_found() -> None:
+    rows, _ = matrix("FP8-F32:128", 64)
+    rows.codes[63, 1] = 255
+    assert not quantised.is_finite(rows, "FP8-F32:128")
+
+
+def test_rows_of_no_whole_span_end_with_zeros() -> None:
+    name, k = form_name("INT8", "F32", 64), 100
+    codes = torch.randint(0, 256, (70, k), dtype=torch.uint8)
+    rows = PackedRows(codes, torch.rand(70, 2))
+    packed = quantised.pack(rows, name, k)
+    out = torch.empty(k, 70)
+    tables = quantised.tables(np.array([packed.data_ptr()]), 70, k, name)
+    eye = torch.eye(k)
+    linear.place(tables, k, (eye.data_ptr(), k), (out.data_ptr(), 70))
+    team.run(quantised.kernel(), tables.ctypes.data, 2)
+    assert torch.equal(out.T, quantised.dequantise(rows, name))
+
+
+def test_an_order_of_inputs_is_needed_where_the_form_has_one() -> None:
+    rows = matrix("INT8Z-F16:64", 64)[0]
+    with pytest.raises(BrokenPromise, match="without the order"):
+        quantised.pack(rows, "INT8Z-F16:64+x", K)

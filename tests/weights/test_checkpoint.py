@@ -461,7 +461,7 @@ def test_unknown_architectures_and_bad_settings(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
     with pytest.raises(UnsupportedModel, match="unheard_of"):
         load(tmp_path)
-    quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    quantised = config | {"quantization_config": {"quant_method": "aqlm", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(quantised))
     with pytest.raises(UnsupportedModel, match="quantised"):
         load(tmp_path)

@@ -107,7 +107,8 @@ def test_matrices_of_several_types(
     assert served.host.fused == (impl == "auto")
     kept = {t.form for segment in served.host.segments for t in segment.tensors}
     assert {"Q4_K", "Q6_K", "F16"} <= kept
-    words = words_on_forms(served.host.segments, {"Q4_K", "Q6_K", "Q8_0"}, "float32")
+    types = {(kind, kind) for kind in ("Q4_K", "Q6_K", "Q8_0")}
+    words = words_on_forms(served.host.segments, types, "float32")
     dequantised = "; Q8_0 are dequantised to float32 at load" if impl == "auto" else ""
     assert words.endswith(f"stay packed in memory{dequantised}")
 

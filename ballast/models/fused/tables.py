@@ -15,7 +15,7 @@ import torch
 from ballast.core.model import ModelSpec
 from ballast.kernels import layer, layer_code, linear
 from ballast.kernels.paged_attention import KvArray
-from ballast.kernels.panel_forms import NUMBERS, panel_bytes
+from ballast.kernels.panel_forms import number_of, panel_bytes
 from ballast.models.fused.angles import Angles
 from ballast.models.fused.workspace import ActivationBuffers, qkv_width
 from ballast.weights.decoder_recipe import DecoderRecipe
@@ -49,7 +49,7 @@ class FusedTables:
                 target=b.hidden,
                 target_row=spec.hidden,
                 index=b.tokens,
-                panel_form=NUMBERS[packed.form],
+                panel_form=number_of(packed.form),
                 scale=layer.bits_of(scale),
             )
         panels = packed.layout == PANELS
