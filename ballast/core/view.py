@@ -305,6 +305,8 @@ class DeviceView:
     """(device, pages) of `borrowed`, by lending device; devices without any are absent."""
     reads_host: bool = False
     """Whether passes can read weights in host memory (`Activate.in_place`)."""
+    kv_fetch_bytes_per_second: float = 0.0
+    """Rate at which KV that is kept in tiers below the device comes back; 0: none is kept."""
     weights_in_place: bool = False
     """Whether the policy leaves all weights in host memory, and so all pages to KV."""
 

@@ -106,6 +106,11 @@ class KvTiers:
         self._attempts = 0
 
     @property
+    def bytes_per_second(self) -> float:
+        """Rate of fetches; 0: there are no tiers."""
+        return 0.0 if self.copies is None else self._rate()
+
+    @property
     def awaiting(self) -> bool:
         """Whether the end of a look-up or fetch will come."""
         return any(of.tiers is None or of.n for of in self._open.values())

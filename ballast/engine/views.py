@@ -48,6 +48,7 @@ def device_view(state: DeviceState) -> DeviceView:
         activation_bytes_per_second=state.activation_rate.bytes_per_second,
         lenders=state.lending.borrower.unused_of(),
         reads_host=state.pool.vm.maps_host,
+        kv_fetch_bytes_per_second=state.tiers.bytes_per_second,
         weights_in_place=state.weights_in_place,
     )
 

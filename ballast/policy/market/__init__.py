@@ -7,6 +7,7 @@ depends on no kind of action: an offer declares all effects of its action.
 - `claims`: The claims of a device: models to activate, and requests short of KV pages.
 - `clearing`: Cover claims in the order of their gain, by whatever harms least.
 - `cover`: Cover claims by offers in order of precedence, from fixed sources or by price.
+- `distortion`: Estimates of traffic that are taken away or wrong, for ablations.
 - `fair_shares`: Max-min fair shares of KV memory between models that contend for it.
 - `harm`: Expected rise in weighted misses of deadlines when requests are delayed.
 - `idle_segments`: The weights of idle models, segment by segment at marginal prices.

@@ -76,8 +76,13 @@ class Coming:
 class Outlook:
     """Forecasts of one view."""
 
-    def __init__(self, view: DeviceView) -> None:
-        self.view, self.now = view, view.now
+    def __init__(self, view: DeviceView, *, fetches: bool = True, freed: float = 1.0) -> None:
+        """`fetches`: KV that tiers keep is expected to come back, where that is faster than to
+        compute it again. `freed`: factor of the times at which running requests free their pages;
+        0: nothing is known of these."""
+        self.view, self.now, self._freed = view, view.now, freed
+        self.fetch_rate = view.kv_fetch_bytes_per_second if fetches else 0.0
+        """Bytes of KV per second that come back from tiers; 0: none."""
 
     @cached_property
     def work(self) -> DeviceWork:
@@ -104,8 +109,9 @@ class Outlook:
     def coming(self) -> Coming:
         """Pages that become free by themselves."""
         work = self.work.of_all
-        holding = work.pages > 0
-        return Coming(work.left[holding] * self.round_seconds, work.pages[holding])
+        holding = (work.pages > 0) & (self._freed > 0)
+        seconds = work.left[holding] * (self.round_seconds * self._freed)
+        return Coming(seconds, work.pages[holding])
 
     @cached_property
     def spare(self) -> int:

@@ -26,7 +26,7 @@ LEAST_SPREAD = 0.05
 SPREAD = 0.25
 """Standard deviation of a forecast, as a part of the work ahead."""
 _LOGISTIC = math.sqrt(3.0) / math.pi
-_FIELDS = 6
+_FIELDS = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +71,11 @@ class WorkAhead:
     def restoring(self) -> Floats:
         """Seconds of the lane to compute it again; 0 without blocks."""
         return self._row(5)
+
+    @property
+    def kv_bytes(self) -> Floats:
+        """Bytes of its KV; 0 without blocks."""
+        return self._row(6)
 
     def _row(self, i: int) -> Floats:
         row: Floats = self.rows[i]
@@ -130,8 +135,11 @@ def work_of(m: ModelView) -> WorkAhead:
             due, ahead = r.due, before
         else:
             due, ahead = _begun(m, r, step, left)
-        restoring = prefill_seconds(r.computed) if r.pages or r.blocks else 0.0
-        columns.append((due, ahead, weight_of(r.order.rank), r.pages, left, restoring))
+        restoring = kv_bytes = 0.0
+        if r.pages or r.blocks:
+            restoring = prefill_seconds(r.computed)
+            kv_bytes = r.computed * m.spec.kv_bytes_per_token
+        columns.append((due, ahead, weight_of(r.order.rank), r.pages, left, restoring, kv_bytes))
     rows = np.array(columns, np.float64).T if columns else np.empty((_FIELDS, 0))
     return WorkAhead(rows, len(m.waiting))
 

@@ -18,6 +18,7 @@ from ballast.core.view import DeviceView, ModelView, Residency, Shortage
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claim_and_offer import Claim
 from ballast.policy.market.clearing import clear
+from ballast.policy.market.distortion import Distortion
 from ballast.policy.market.fair_shares import share_out
 from ballast.policy.market.idle_segments import last_evictions
 from ballast.policy.market.offers import compactions, recalls, starving
@@ -27,6 +28,12 @@ from ballast.policy.memory.balloon import undo_younger_work
 from ballast.policy.supply.cached_blocks import CachedBlocks
 from ballast.policy.supply.parked_models import ParkedModels
 from ballast.policy.supply.preemption import RunningRequests
+from ballast.policy.supply.streamed_layers import (
+    layer_offers,
+    layers_home,
+    settled,
+    streamed_layers,
+)
 from ballast.policy.supply.weights import idle_weights
 
 AGAIN = 0.1
@@ -42,24 +49,40 @@ class Arbiter(MemoryPolicy):
     """Cover each claim by what harms least, if that is less than it gains.
 
     Sources, each of which can be switched off (0): `reuse`, cached prefixes; `idle`, weights of
-    idle models; `parking`, weights of models with requests; `preempting`, running requests.
+    idle models; `parking`, weights of models with requests; `streaming`, layers that passes then
+    read through slots; `preempting`, running requests. `spilling` 0: KV that tiers below the device
+    keep is priced as if it had to be computed again.
+
+    Estimates, each with a factor by which it is wrong (1: as learned; 0: nothing is known):
+    `arrivals`, when requests come; `lengths`, of outputs; `reused`, part of prompts that is cached;
+    `freed`, when running requests free their pages.
     """
 
     reuse: float = 1
     idle: float = 1
     parking: float = 1
     preempting: float = 1
+    streaming: float = 0
+    spilling: float = 1
+    arrivals: float = 1
+    lengths: float = 1
+    reused: float = 1
+    freed: float = 1
     fair_shares: float = 1
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
+        view = Distortion(self.arrivals, self.lengths, self.reused).of(view)
         sharing = share_out(view, fair=bool(self.fair_shares))
         view = sharing.view
-        ahead = Outlook(view)
+        ahead = Outlook(view, fetches=bool(self.spilling), freed=self.freed)
         claims = list(_claims(ahead))
         if not claims:
-            return Decision(tuple(sharing.holds), None, None, (), sharing.holding)
+            home = layers_home(view, layer_offers(view))
+            return Decision((*sharing.holds, *home), None, None, (), sharing.holding)
         cleared = clear(view, claims, self._supply(ahead))
         actions = [*sharing.holds, *last_evictions(cleared.actions)]
+        if self.streaming:
+            actions = settled(view, layer_offers(view), actions)
         wake = view.now + AGAIN if cleared.uncovered and _moving(view) else None
         return Decision(tuple(actions), None, wake, cleared.promises, sharing.holding)
 
@@ -73,6 +96,8 @@ class Arbiter(MemoryPolicy):
         listed = [ListedOffers(view.derived(compactions)), ListedOffers(view.derived(recalls))]
         if self.idle:
             listed.append(ListedOffers(idle_weights(ahead)))
+        if self.streaming:
+            listed.append(ListedOffers(streamed_layers(ahead, layer_offers(view))))
         tables += (offers for offers in listed if offers)
         if self.parking:
             tables.append(ParkedModels(ahead))

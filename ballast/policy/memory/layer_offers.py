@@ -116,6 +116,11 @@ class LayerOffers:
         copy = copy_seconds(m.layer_bytes, view.link_bytes_per_second)
         return copy * stall(m.spec.n_layers, plan, 1.0, _rounded(self._ratio(view, m)))
 
+    def wait_seconds(self, view: DeviceView, m: ModelView, alpha: int) -> float:
+        """Return the seconds for which each pass waits for layers if a model gives up `alpha`."""
+        plan = self._plan(view, m, alpha) if alpha else None
+        return 0.0 if plan is None else self._stall(view, m, plan)
+
     def any_left(self, view: DeviceView) -> bool:
         """Whether some model gives up fewer layers than its cap allows."""
         able = (m for a in (False, True) for m in self.order(view.models, active=a))

@@ -7,5 +7,6 @@ one more module here, and one more entry in `ballast.policy.memory.arbiter`.
 - `cached_blocks`: Cached prefixes, by how likely they are used again.
 - `parked_models`: Weights of models with requests, whose KV stays cached meanwhile.
 - `preemption`: Single running requests.
+- `streamed_layers`: Layers of running models, which passes then read through slots.
 - `weights`: Weights of idle models, by how likely a request is soon.
 """

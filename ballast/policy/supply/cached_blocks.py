@@ -1,4 +1,4 @@
-"""Offer cached prefixes at the harm of computing them again, if they are used again."""
+"""Offer cached prefixes at the harm of bringing them back, if they are used again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from operator import itemgetter
 
 from ballast.core.actions import DropCache
+from ballast.core.cost import copy_seconds
 from ballast.core.units import ceil_div
 from ballast.core.view import ModelView
 from ballast.policy.market.claim_and_offer import Claim, Offer
@@ -23,8 +24,8 @@ class CachedBlocks:
     """Cached prefixes that no request uses now, but not the one that the claim's own request would
     use.
 
-    Those of preempted requests, which need them for certain, come last, at what computing them
-    again costs; of the others a part is used again.
+    Those of preempted requests, which need them for certain, come last, at what bringing them
+    back costs; of the others a part is used again.
     """
 
     def __init__(self, ahead: Outlook) -> None:
@@ -73,7 +74,7 @@ class CachedBlocks:
 def _by_use(ahead: Outlook, m: ModelView, pages: int, spare: str) -> Iterator[Offer]:
     """Yield a model's cached pages in the order in which they are dropped."""
     needed = min(pages, m.derived(_preempted_pages))
-    per_page = recompute_harm(ahead, m)
+    per_page = restoring_harm(ahead, m)
     key = "cache", m.name
 
     def act(n: int, claim: Claim) -> DropCache:
@@ -86,10 +87,15 @@ def _by_use(ahead: Outlook, m: ModelView, pages: int, spare: str) -> Iterator[Of
             yield Offer(key, m.name, end, total, act, grain=m.slab_pages, cumulative=True)
 
 
-def recompute_harm(ahead: Outlook, m: ModelView) -> float:
-    """Return the harm of computing a page of a model's KV again: all requests wait for the lane."""
-    tokens = ahead.view.page_bytes / m.spec.kv_bytes_per_token
-    return ahead.lane_price * tokens * m.costs.per_token
+def restoring_harm(ahead: Outlook, m: ModelView) -> float:
+    """Return the harm of bringing a page of a model's KV back: all requests wait for the lane that
+    computes it, or, where tiers keep it and that harms less, one request for its copy."""
+    page_bytes = ahead.view.page_bytes
+    tokens = page_bytes / m.spec.kv_bytes_per_token
+    computing = ahead.lane_price * tokens * m.costs.per_token
+    if not ahead.fetch_rate:
+        return computing
+    return min(computing, ahead.arrival_harm(m, copy_seconds(page_bytes, ahead.fetch_rate)))
 
 
 def _preempted_pages(m: ModelView) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ballast.core.actions import Preempt
 from ballast.core.view import ModelView, RequestView, Residency
+from ballast.policy.kv_fetching import OVERHEAD_SECONDS
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.page_budget import PageBudget
@@ -20,7 +21,8 @@ class RunningRequests:
     """Preemption of running requests that came after a claim's, for claims that may undo work.
 
     A preempted request waits until pages become free by themselves, those before it in the queue
-    served, and is computed again: the lane has less time for all others. The prices of all requests
+    served, and is computed again: the lane has less time for all others. Where tiers keep its KV
+    and bring it faster, it waits for that instead, and nobody else does. The prices of all requests
     are computed at once, and sorted once for each number of pages that a claim lacks; an offer is
     made when a claim comes to it.
     """
@@ -28,9 +30,14 @@ class RunningRequests:
     def __init__(self, ahead: Outlook) -> None:
         self._work = ahead.work
         work = ahead.work.of_all
-        waits = ahead.coming.waits(work.pages + ahead.backlog) + work.restoring * ahead.stretch
-        self._prices = work.harms(ahead.now, ahead.stretch, waits)
-        self._prices += ahead.lane_price * work.restoring
+        lane = work.restoring
+        own = lane * ahead.stretch
+        if ahead.fetch_rate:
+            fetching = work.kv_bytes / ahead.fetch_rate + OVERHEAD_SECONDS
+            fetched = fetching < lane
+            lane, own = np.where(fetched, 0.0, lane), np.where(fetched, fetching, own)
+        waits = ahead.coming.waits(work.pages + ahead.backlog) + own
+        self._prices = work.harms(ahead.now, ahead.stretch, waits) + ahead.lane_price * lane
         self._prices_of: list[float] = self._prices.tolist()
         self._pages = work.pages
         self._orders: dict[int, list[int]] = {}

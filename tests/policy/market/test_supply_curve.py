@@ -19,7 +19,7 @@ from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import ListedOffers, SupplyCurve
 from ballast.policy.memory import arbiter
 from ballast.policy.memory.arbiter import Arbiter
-from tests.policy.worlds import device, model, request
+from tests.policy.worlds import device, layered, model, request
 
 NOW = 100.0
 
@@ -88,6 +88,8 @@ def random_model(rng: random.Random, name: str, first: int, scarce: bool) -> Mod
     if rng.random() < 0.5:
         traffic = traffic.ended(32, rng.randrange(1, 60), rng.randrange(32))
     parts = () if kind == "absent" or scarce else (m.own_pages // 5,) * 5
+    if rng.random() < 0.3:
+        m = layered(m)
     return replace(m, parts=parts, traffic=traffic, busy=rng.random() < 0.5)
 
 
@@ -99,9 +101,8 @@ def random_view(rng: random.Random, models: list[ModelView]) -> DeviceView:
         if m.residency is Residency.RESIDENT and rng.random() < 0.5
         for pages in [rng.randrange(1, 4)]
     ]
-    return replace(
-        device(*models, free=rng.randrange(6), total=400, shortages=tuple(shortages)), now=NOW
-    )
+    view = device(*models, free=rng.randrange(6), total=400, shortages=tuple(shortages))
+    return replace(view, now=NOW, kv_fetch_bytes_per_second=rng.choice([0.0, 1e8]))
 
 
 def unknown(view: DeviceView) -> DeviceView:

@@ -1,0 +1,85 @@
+"""Each source of the preset `ballast` is taken where it is cheapest, and not where it is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ballast.core.actions import DropCache, Preempt, Remap
+from ballast.core.rotation import WHOLE
+from ballast.core.view import DeviceView, ModelView, RequestView, Shortage
+from ballast.policy.memory.arbiter import Arbiter
+from tests.policy.worlds import device, layered, model, request
+
+NOW = 100.0
+FIRST = request(0, pages=2, generated=1)
+
+
+def running(sequence: int, *, tokens: int = 40, ahead: float = 1.0, pages: int = 2) -> RequestView:
+    """A running request that is so many seconds ahead of its pace."""
+    r = request(sequence, arrival=50.0, pages=pages, tokens=tokens, generated=20, max_tokens=60)
+    return r._replace(first=NOW - 20 * r.pace + ahead, due=200.0)
+
+
+def short(*models: ModelView, pages: int = 2, link: float = 1e9, tiers: float = 0.0) -> DeviceView:
+    """A device whose first request lacks pages."""
+    lacking = Shortage(models[0].name, FIRST.id, pages, limited=False)
+    view = device(*models, free=0, shortages=(lacking,))
+    return replace(view, now=NOW, link_bytes_per_second=link, kv_fetch_bytes_per_second=tiers)
+
+
+def taken(view: DeviceView, **options: float) -> list[object]:
+    policy = Arbiter(fair_shares=0, **{"streaming": 1, **options})
+    return [a for a in policy(view, None).actions if not hasattr(a, "held")]
+
+
+def preempted(view: DeviceView, **options: float) -> list[str]:
+    return [a.request_id for a in taken(view, **options) if isinstance(a, Preempt)]
+
+
+def test_kv_that_tiers_keep_is_priced_as_fetched() -> None:
+    """A long context that is far ahead of its pace costs the lane most to compute again; one that
+    is brief must end soon."""
+    long = running(1, tokens=400, ahead=3.0)
+    brief = running(2, tokens=24, ahead=-3.2)
+    view = short(model("m", kv=8, running=(FIRST, long, brief)))
+    kept = replace(view, kv_fetch_bytes_per_second=1e9)
+    assert preempted(view) == [brief.id]
+    assert preempted(kept) == [long.id]
+    assert preempted(kept, spilling=0) == [brief.id]
+    assert preempted(replace(view, kv_fetch_bytes_per_second=1e4)) == [brief.id]
+
+
+def test_cached_prefixes_that_tiers_keep_go_before_others_work() -> None:
+    m = model("m", kv=20, cached=8, running=(FIRST, running(1, tokens=24)))
+    costs = replace(m.costs, per_token=2e-3)
+    m = replace(m, costs=costs, traffic=m.traffic.arrived(99.0).ended(40, 20, 40))
+    view = short(m)
+    assert [type(a) for a in taken(view)] == [Preempt]
+    assert [type(a) for a in taken(replace(view, kv_fetch_bytes_per_second=1e9))] == [DropCache]
+
+
+def lender(*, decode: float) -> ModelView:
+    """A model of eight layers of two pages each, which a fast link brings in 1 ms each."""
+    m = model("lender", pages=16, kv=4, running=(running(1),))
+    return layered(m, decode=decode)
+
+
+def test_layers_whose_loads_steps_hide_are_lent_before_work_is_undone() -> None:
+    view = short(model("first", kv=2, running=(FIRST,)), lender(decode=40e-3))
+    (remap,) = taken(view)
+    assert isinstance(remap, Remap)
+    assert remap.rotation.n_freed == 1
+    assert "harm" in remap.why
+    assert preempted(view, streaming=0) == ["r1"]
+
+
+def test_layers_that_every_step_would_wait_for_stay() -> None:
+    view = short(model("first", kv=2, running=(FIRST,)), lender(decode=1e-3), link=1e6)
+    assert preempted(view) == ["r1"]
+
+
+def test_layers_come_home_when_nobody_lacks_pages() -> None:
+    lent = layered(model("lender", pages=16, kv=4, running=(running(1),)), lent=2)
+    free = replace(device(lent, free=60), now=NOW)
+    assert [a for a in taken(free) if isinstance(a, Remap) and a.rotation == WHOLE]
+    assert taken(replace(free, free=2)) == []
