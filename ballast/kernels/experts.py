@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ballast.kernels import experts_code as code
-from ballast.kernels import linear, team
+from ballast.kernels import linear, quantised, team
 from ballast.kernels.linear_code import N_FIELDS as LINEAR_FIELDS
 
 Array = np.ndarray[Any, Any]
@@ -82,21 +82,25 @@ class Experts:
         dtype: torch.dtype,
         buffers: ExpertBuffers,
         most_rows: int,
+        forms: tuple[str, str] = ("", ""),
     ) -> None:
         """Addresses int64: `routers` (layers,), of (experts, width); `gate_ups` (layers, experts),
         of panels as mode GATED takes them (2 * inner, width); `downs` likewise, (width, inner).
-        `most_rows` of a job.
+        `most_rows` of a job. `forms`: of gates and ups, and of downs, if both are quantised.
 
         Compiles the kernels, unless Numba's cache has them (seconds).
         """
         layers, n = gate_ups.shape
         b, pairs_row = buffers, (buffers.gated, inner)
         self._linears = np.zeros((2, layers, n, LINEAR_FIELDS), np.int64)
-        for made, weights, (outputs, inputs), mode in (
-            (self._linears[0], gate_ups, (2 * inner, width), linear.GATED),
-            (self._linears[1], downs, (width, inner), linear.STORE),
+        for made, weights, (outputs, inputs), form, mode in (
+            (self._linears[0], gate_ups, (2 * inner, width), forms[0], linear.GATED),
+            (self._linears[1], downs, (width, inner), forms[1], linear.STORE),
         ):
-            tables = linear.tables(weights.reshape(-1), outputs, inputs, mode=mode)
+            of = (weights.reshape(-1), outputs, inputs)
+            tables = (
+                quantised.tables(*of, form, mode=mode) if form else linear.tables(*of, mode=mode)
+            )
             made[:] = tables.reshape(made.shape)
         linear.place(self._linears[0], 0, (b.x, width), pairs_row)
         linear.place(self._linears[1], 0, pairs_row, (b.made, width))
@@ -121,7 +125,7 @@ class Experts:
             code.GATED: b.gated,
             code.INNER: inner,
             code.MADE: b.made,
-            code.LINEAR: linear.kernel(dtype),
+            code.LINEAR: quantised.kernel() if all(forms) else linear.kernel(dtype),
             code.GATE_UPS: team.rows_of(self._linears[0]),
             code.DOWNS: team.rows_of(self._linears[1]),
         }

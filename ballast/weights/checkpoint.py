@@ -25,6 +25,7 @@ from ballast.core.model import BLOCK_TOKENS, ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.isolation.calls import Here, Isolation
 from ballast.kernels import quantised
+from ballast.kernels.quantised import PackedRows
 from ballast.memory.tensor import tensor_at
 from ballast.weights import packing, packing_experts
 from ballast.weights.adapter import adapter_spec, load_adapters, with_adapters
@@ -225,6 +226,8 @@ def _fill(
             tensor = piece.tensor
             if tensor.layout in packing_experts.LAYOUTS:
                 expert = piece.start // tensor.piece_bytes
+                if tensor.form:
+                    return _write_expert(piece, expert, plan[tensor.sources[0]], sources)
                 return _write(piece, packing_experts.build(tensor, expert, read_part))
             if tensor.form:
                 return _write_quantised(piece, [plan[name] for name in tensor.sources], sources)
@@ -305,10 +308,25 @@ def _write(piece: Piece, elements: Tensor) -> Tensor:
 
 def _write_quantised(piece: Piece, plan: Sequence[Recipe], sources: Sources) -> Tensor:
     """Pack a matrix that stays quantised in its place in the segment; returns it there."""
-    rows = [sources.read_rows(recipe, piece.tensor.form) for recipe in plan]
-    if not all(quantised.is_finite(part, piece.tensor.form) for part in rows):
-        raise fault_of(plan, sources, torch.float32)
+    rows = _finite_rows(piece.tensor.form, plan, sources)
     return _write(piece, packing.build_quantised(piece.tensor, rows))
+
+
+def _write_expert(piece: Piece, expert: int, recipe: Recipe, sources: Sources) -> Tensor:
+    """Pack the quantised matrix of one of the experts of `recipe`; returns it in its place."""
+    _, n, k = piece.tensor.shape
+    parts = [Recipe.of(run.source) for run in recipe.cut(expert * n * k, n * k)]
+    rows = _finite_rows(piece.tensor.form, parts, sources)
+    return _write(piece, packing_experts.build_quantised(piece.tensor, rows))
+
+
+def _finite_rows(form: str, plan: Sequence[Recipe], sources: Sources) -> list[PackedRows]:
+    """Read the rows of matrices in a form. Raises CheckpointError for weights that are not
+    finite."""
+    rows = [sources.read_rows(recipe, form) for recipe in plan]
+    if not all(quantised.is_finite(part, form) for part in rows):
+        raise fault_of(plan, sources, torch.float32)
+    return rows
 
 
 def _copy(piece: Piece, recipe: Recipe, sources: Sources, dtype: torch.dtype) -> Tensor:

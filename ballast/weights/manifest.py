@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -191,13 +192,16 @@ def _layout(
 
 
 def _forms(plan: Mapping[str, Recipe], dtype: str) -> packing.Forms:
-    """Return the forms of the matrices that stay quantised."""
-    stored = {name: recipe.plain for name, recipe in plan.items()}
-    found = {
-        name: form_of(source, dtype)
-        for name, source in stored.items()
-        if source is not None and plan[name].shape == source.shape
-    }
+    """Return the forms of the matrices that stay quantised, and of experts that are stored one by
+    one."""
+    found: dict[str, str] = {}
+    for name, recipe in plan.items():
+        source = recipe.plain
+        whole = all(run.n == math.prod(run.source.shape) for run in recipe.runs)
+        forms = {form_of(run.source, dtype) for run in recipe.runs}
+        is_one = source is not None and source.shape == recipe.shape
+        if whole and len(forms) == 1 and (is_one or len(recipe.shape) == 3):
+            found[name] = forms.pop()
     return {name: form for name, form in found.items() if form}
 
 

@@ -93,6 +93,7 @@ def fused(
         return None
     if any(w.dtype is not None for _, wanted in architecture.segments for w in wanted):
         return None
+    forms = packing_experts.uniform_forms(architecture, forms) if mixed else forms
     layers = architecture.segments[1 : 1 + architecture.n_layers]
     found = [(name, _layer(wanted, dtype, packed, recipe, forms)) for name, wanted in layers]
     ends = (architecture.segments[0], *architecture.segments[1 + len(layers) :])
@@ -195,7 +196,7 @@ def _layer(
 ) -> tuple[PackedTensor, ...] | None:
     """Return a layer's tensors by role; None if it has others than expected."""
     by_part = {_part(w.names[0]): w for w in wanted}
-    found = list(packing_experts.pop_experts(by_part, dtype)) if packed else []
+    found = list(packing_experts.pop_experts(by_part, dtype, forms)) if packed else []
     roles = matrices(recipe)
     if found:
         roles = {role: roles[role] for role in ("qkv", "o")}

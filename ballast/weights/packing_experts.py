@@ -3,20 +3,22 @@
 `transformers` holds a layer's experts as two tensors, (experts, 2 * inner, hidden) and (experts,
 hidden, inner). In memory each expert's matrix is in panels of its own (`kernels/linear.py`), one
 after the other: a step reads only the experts that its rows are routed to. The router is as stored.
-Each expert is read, packed and written by itself.
+Each expert is read, packed and written by itself. Quantised ones stay so where those of all layers
+are in one form.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ballast.kernels import linear
+from ballast.kernels import linear, panel_forms, quantised
 from ballast.kernels.experts import Routing
+from ballast.kernels.quantised import PackedRows
 from ballast.weights.architecture import Architecture, ModelTensor
 from ballast.weights.segment import PLAIN, PackedTensor
 
@@ -61,7 +63,21 @@ def is_known(architecture: Architecture) -> bool:
     return routing.top_k == architecture.experts_per_token > 0
 
 
-def pop_experts(by_part: dict[str, ModelTensor], dtype: str) -> tuple[PackedTensor, ...]:
+def uniform_forms(architecture: Architecture, forms: Mapping[str, str]) -> Mapping[str, str]:
+    """Return `forms` without those of experts, unless all of them have one, and those of a role the
+    same: tables and kernels of all layers are alike."""
+    ends = {role: f".{_ROLES[role][0]}" for role in (GATE_UP, DOWN)}
+    names = [w.names[0] for _, wanted in architecture.segments for w in wanted]
+    found = {role: [n for n in names if n.endswith(end)] for role, end in ends.items()}
+    kinds = [{forms.get(n, "") for n in of} for of in found.values()]
+    if all(len(kind) == 1 and "" not in kind for kind in kinds):
+        return forms
+    return {n: form for n, form in forms.items() if not n.endswith(tuple(ends.values()))}
+
+
+def pop_experts(
+    by_part: dict[str, ModelTensor], dtype: str, forms: Mapping[str, str]
+) -> tuple[PackedTensor, ...]:
     """Remove router and experts from a layer's tensors, by their names, and pack them.
 
     Empty, with nothing removed, unless all are there.
@@ -75,17 +91,23 @@ def pop_experts(by_part: dict[str, ModelTensor], dtype: str) -> tuple[PackedTens
         by_part.update(zip(names, (router, gate_up, down), strict=True))
         return ()
     found = zip(_ROLES.items(), (router, gate_up, down), strict=True)
-    return tuple(_tensor(role, w, dtype, layout) for (role, (_, layout)), w in found)
+    return tuple(
+        _tensor(role, w, dtype, layout, forms.get(w.names[0], ""))
+        for (role, (_, layout)), w in found
+    )
 
 
-def _tensor(role: str, w: ModelTensor, dtype: str, layout: str) -> PackedTensor:
+def _tensor(role: str, w: ModelTensor, dtype: str, layout: str, form: str) -> PackedTensor:
     kind = _DTYPES[dtype]
     if layout == PLAIN:
         n_bytes, parts = math.prod(w.shape) * kind.itemsize, 1
     else:
         parts, n, k = w.shape
-        n_bytes = parts * linear.packed_bytes(n, k, kind)
-    return PackedTensor((role,), w.shape, dtype, 0, n_bytes, layout, (w.names[0],), parts)
+        each = panel_forms.packed_bytes(form, n, k) if form else linear.packed_bytes(n, k, kind)
+        n_bytes = parts * each
+    return PackedTensor(
+        (role,), w.shape, dtype, 0, n_bytes, layout, (w.names[0],), parts, form=form
+    )
 
 
 def build(tensor: PackedTensor, expert: int, read: ReadPart) -> Tensor:
@@ -96,3 +118,11 @@ def build(tensor: PackedTensor, expert: int, read: ReadPart) -> Tensor:
     if tensor.layout == EXPERT_GATED:
         matrix = linear.gated(matrix[: n // 2], matrix[n // 2 :])
     return linear.pack(matrix)
+
+
+def build_quantised(tensor: PackedTensor, parts: Sequence[PackedRows]) -> Tensor:
+    """Build the quantised panels of one expert's matrix, of its rows in several parts."""
+    rows = quantised.stacked(parts)
+    if tensor.layout == EXPERT_GATED:
+        rows = quantised.gated(rows)
+    return quantised.pack(rows, tensor.form, tensor.shape[2])

@@ -15,7 +15,7 @@ from ballast.memory.tensor import tensor_at
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.inspection import inspect_model
 from ballast.weights.packing import fused
-from ballast.weights.packing_experts import DOWN, GATE_UP, LAYOUTS, ROUTER
+from ballast.weights.packing_experts import DOWN, GATE_UP, LAYOUTS, ROUTER, uniform_forms
 from ballast.weights.sharding import Shard
 from benchmarks.families import config, make
 
@@ -92,3 +92,16 @@ def test_experts_are_not_divided_over_ranks(tmp_path: Path) -> None:
     settings = ModelSettings(name="m", path=str(tmp_path))
     with pytest.raises(ConfigError, match="experts"):
         load_host_model(settings, shard=Shard(0, 2))
+
+
+@pytest.mark.parametrize("odd", [None, "", "INT4Z-F16:128+other"])
+def test_experts_stay_quantised_if_all_are_in_one_form(odd: str | None) -> None:
+    architecture = inspect_model(config("mixtral"))
+    names = [w.names[0] for _, wanted in architecture.segments for w in wanted]
+    experts = [name for name in names if ".mlp.experts." in name]
+    forms = dict.fromkeys([*experts, "model.layers.0.self_attn.q_proj.weight"], "INT4Z-F16:128")
+    if odd is not None:
+        forms[experts[-1]] = odd
+    kept = uniform_forms(architecture, forms)
+    assert "model.layers.0.self_attn.q_proj.weight" in kept
+    assert all((name in kept) == (odd is None) for name in experts)

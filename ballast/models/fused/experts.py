@@ -73,6 +73,7 @@ class FusedExperts:
             dtype,
             experts.ExpertBuffers(*hidden, *_places(spec, rows, memory)),
             rows,
+            (found[0][GATE_UP][0].form, found[0][DOWN][0].form),
         )
         kernels = experts.kernels(dtype)
         tables = team.rows_of(self._experts.tables)
