@@ -6,6 +6,7 @@ would outlive it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -13,6 +14,7 @@ from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.kv_broker import KvBroker
 from ballast.control.device_observer import DeviceObserver
+from ballast.core.actions import ScrubKv
 from ballast.core.command import DeviceCommand, Remove
 from ballast.core.errors import NotKept
 from ballast.core.model import ModelSpec
@@ -76,13 +78,22 @@ class KeptKv(DeviceObserver[RemoteDevice]):
                 self._broker.store.accept(tenant=key.name)
             for name in gone:
                 self._broker.store.refuse(tenant=name)
+        for name in gone:
+            for device in self._devices.values():
+                device.order(ScrubKv(tenant=name, why="its key has gone"), lambda outcome: None)
 
-    def scrub(self, model: str | None, key: str | None) -> int:
-        """Remove KV of a model (by its name) or of a key, or of both together; None: of all.
-        Returns the number of blocks. Raises KeyError for a model that is not known, and NotKept
-        where a disk that was given up keeps KV."""
+    async def scrub(self, model: str | None, key: str | None) -> int:
+        """Remove KV of a model (by its name) or of a key, or of both together, from all devices and
+        tiers; None: of all. Returns the number of blocks in tiers. Raises KeyError for a model that
+        is not known, and NotKept where a disk that was given up keeps KV."""
         if self._broker is None:
             return 0
+        # Devices first: what they are storing then counts no longer.
+        order = ScrubKv(model, key, "by an operator")
+        await asyncio.gather(
+            *(device.command(order) for device in self._devices.values() if device.down is None),
+            return_exceptions=True,
+        )
         store = self._broker.store
         prints = [None] if model is None else self._prints[model]
         scrubbed = sum(store.scrub(model=one, tenant=key) for one in prints)

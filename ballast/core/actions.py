@@ -270,7 +270,17 @@ class Lend:
     why: str = ""
 
 
-LoopCommand = Activate | Evict | Change | Join | Leave | Lend | Recall
+@dataclass(frozen=True, slots=True)
+class ScrubKv:
+    """Forget the cached prefixes of a model, of a tenant, or of both together; None: of all. Blocks
+    of running requests stay until these have ended."""
+
+    model: str | None = None
+    tenant: str | None = None
+    why: str = ""
+
+
+LoopCommand = Activate | Evict | Change | Join | Leave | Lend | Recall | ScrubKv
 """Commands that operators may give the loop; some of them are also actions of policies."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ballast.core.actions import Activate, Change, Evict, Lend, Recall
+from ballast.core.actions import Activate, Change, Evict, Lend, Recall, ScrubKv
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 
@@ -35,7 +35,7 @@ class Remove:
 
 ModelCommand = Add | Remove | Change | Activate | Evict
 """Commands about a model."""
-DeviceCommand = ModelCommand | Lend | Recall
+DeviceCommand = ModelCommand | Lend | Recall | ScrubKv
 """Commands to one device."""
 
 

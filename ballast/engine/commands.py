@@ -20,6 +20,7 @@ from ballast.core.actions import (
     Lend,
     LoopCommand,
     Recall,
+    ScrubKv,
 )
 from ballast.core.errors import ConfigError
 from ballast.core.event import CommandEvent, Output
@@ -99,6 +100,8 @@ class CommandHandler:
             return self._lend(wanted, outputs)
         if isinstance(wanted, Recall):
             return apply(state, wanted, outputs)
+        if isinstance(wanted, ScrubKv):
+            return self._scrub(wanted)
         if isinstance(wanted, Join):
             return self._join(wanted.model, outputs)
         if isinstance(wanted, Leave) and wanted.at_once and wanted.model not in state.named:
@@ -134,6 +137,14 @@ class CommandHandler:
         if isinstance(lease, str):
             return lease
         self._story.record_lease(lease)
+        return None
+
+    def _scrub(self, wanted: ScrubKv) -> Refusal:
+        for m in self._state.models.values():
+            if wanted.model in (None, m.spec.name):
+                if m.kv.fixed:
+                    return f"KV of {m.spec.name!r} moves now; order it again"
+                m.kv.scrub(wanted.tenant)
         return None
 
     def _join(self, name: str, outputs: list[Output]) -> Refusal:
@@ -244,7 +255,7 @@ class CommandHandler:
         state = self._state
         if isinstance(wanted, Recall):
             return not state.lending.awaits(wanted.to), None
-        assert not isinstance(wanted, Lend)  # which ends at once
+        assert not isinstance(wanted, Lend | ScrubKv)  # which end at once
         m = state.models.get(wanted.model)
         if m is None:
             return True, None if isinstance(wanted, Leave) else REMOVED

@@ -48,6 +48,27 @@ class KvCache(BlockStaging):
             self._drop(slab)
         return self._give_back(dropped)
 
+    def scrub(self, tenant: str | None) -> int:
+        """Forget the cached prefixes of a tenant (None: of all) that no request uses; return their
+        number of blocks."""
+        if self._prefix is None:
+            return 0
+        self.version.n += 1
+        emptied: list[Slab] = []
+        n = 0
+        for slab in list(self._slabs.of.values()):
+            prefix = self._prefix
+            lost = [b for b in slab.cached if tenant is None or prefix.tenant(b) == tenant]
+            if not lost:
+                continue
+            n += len(lost)
+            self._forget(lost)
+            self._slabs.uncache(slab, lost)
+            if not slab.occupied:
+                emptied.append(slab)
+        self._give_back(emptied)
+        return n
+
     def compact(
         self, tables: Iterable[list[int]], pages: int, *, fixed: Set[int] = frozenset()
     ) -> int:

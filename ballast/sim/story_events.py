@@ -383,5 +383,6 @@ _OPERATIONS: dict[str, type[actions.LoopCommand]] = {
         actions.Leave,
         actions.Lend,
         actions.Recall,
+        actions.ScrubKv,
     )
 }

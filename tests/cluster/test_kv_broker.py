@@ -135,7 +135,7 @@ def test_kv_of_models_and_keys_that_have_gone_is_scrubbed_and_stored_no_more() -
         kept.configure(replace(old, keys=()), old)
         kept.worker_ready(device)  # the model was added again
         assert put(store, chain("d", 2, "they")) == 2
-        assert kept.scrub("m", "they") == 2
+        assert await kept.scrub("m", "they") == 2
         store.validate()
 
     asyncio.run(serve())

@@ -503,3 +503,19 @@ def test_a_pool_smaller_than_a_slab_is_short_for_ever() -> None:
     table: list[int] = []
     assert kv.grow(table, 1) == Short(3, 1)
     kv.validate([table])
+
+
+def test_a_scrub_forgets_what_a_tenant_has_cached_and_nobody_uses() -> None:
+    kv, pool = make()
+    for first, tenant in ((1, "me"), (2, "they"), (3, "me")):
+        table = grown(kv, 3)
+        kv.remember([first, *TOKENS[:6]], table, 6, tenant=tenant)
+        if first < 3:
+            kv.free(table)
+    assert kv.scrub("me") == 3
+    kv.validate([table])
+    assert [len(kv.find([first, *TOKENS[:6]], "")) for first in (1, 2, 3)] == [0, 3, 3]
+    kv.free(table)
+    assert kv.scrub(None) == 6
+    assert pool.free == pool.total
+    kv.validate([])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import Answer, InProcess
-from ballast.core.actions import Evict
+from ballast.core.actions import Evict, ScrubKv
 from ballast.core.cost import UNMEASURED
 from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.request import Sampling, Submission
@@ -150,8 +150,10 @@ def test_keys_do_not_share(settings: FleetSettings) -> None:
         assert ordered(server, Evict("a")).code is None
         other = server.generate([turn("2", second(first), "two")])["2"]
         assert other.finished.cached_tokens == 0
-        assert ordered(server, Evict("a")).code is None
-        assert store.scrub(tenant="one") == full
+        found = server.generate([turn("one", second(first), "one")])["one"]
+        assert found.finished.cached_tokens == full * size
+        assert ordered(server, ScrubKv(tenant="one")).code is None
+        assert store.scrub(tenant="one") >= full
         again = server.generate([turn("3", second(first), "one")])["3"]
         assert again.finished.cached_tokens == 0
         check(again, other)

@@ -47,6 +47,6 @@ def add_kv_routes(app: FastAPI, service: Service, checked: dict[str, Any]) -> No
         _report()
         own = None if model is None else service.models.own_name(model)
         try:
-            return answered({"scrubbed": kept.scrub(own, key)})
+            return answered({"scrubbed": await kept.scrub(own, key)})
         except KeyError:
             raise UnknownModel(f"there is no model {model!r}") from None

@@ -5,7 +5,7 @@ Sent by `PendingCommands` in the server, answered by `Worker`.
 
 from __future__ import annotations
 
-from ballast.core.actions import Activate, Change, Evict, Lend, Recall
+from ballast.core.actions import Activate, Change, Evict, Lend, Recall, ScrubKv
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.transport.decoding import MalformedMessage
 from ballast.transport.worker_messages.message import WorkerMessage
@@ -25,6 +25,7 @@ class CommandMsg(WorkerMessage, frozen=True):
     evict: Evict | None = None
     lend: Lend | None = None
     recall: Recall | None = None
+    scrub: ScrubKv | None = None
 
     @classmethod
     def of(cls, id: int, order: DeviceCommand) -> CommandMsg:
@@ -35,7 +36,7 @@ class CommandMsg(WorkerMessage, frozen=True):
     def order(self) -> DeviceCommand:
         """The command. Raises MalformedMessage unless there is exactly one."""
         orders = (self.add, self.remove, self.change, self.activate, self.evict)
-        fields = (*orders, self.lend, self.recall)
+        fields = (*orders, self.lend, self.recall, self.scrub)
         given = [order for order in fields if order is not None]
         if len(given) != 1:
             raise MalformedMessage(f"a command with {len(given)} orders")
@@ -50,6 +51,7 @@ _FIELDS: dict[type[DeviceCommand], str] = {
     Evict: "evict",
     Lend: "lend",
     Recall: "recall",
+    ScrubKv: "scrub",
 }
 
 

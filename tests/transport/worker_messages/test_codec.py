@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.core.actions import Activate, Change, Evict, Lend, Recall
+from ballast.core.actions import Activate, Change, Evict, Lend, Recall, ScrubKv
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.cost import Traffic
 from ballast.core.event import CancelledOutput, FailedOutput, FinishedOutput, TokenOutput
@@ -190,6 +190,7 @@ CHANGE = Change(model="a", slo=Slo(), priority=1, max_waiting=5, queue_seconds=2
         Evict("a", "why"),
         Lend("cpu:1", 3),
         Recall("cpu:1", None, 2.5),
+        ScrubKv("m", "key"),
     ],
 )
 def test_orders_and_what_came_of_them_arrive_as_sent(order: DeviceCommand) -> None:
