@@ -288,7 +288,8 @@ def check_remap(scratch: Path, n: int, *, kv: bool = False) -> dict[str, Any]:
         for r in greedy:
             compare(models[r.model], r.prompt, answers[r.id], verdict)
         moved = verdict.ok and counted["Remap"] > 20 and counted["loads"] > 100
-        moved = moved and (not kv or min(counted["Reside"], counted["Evict"], counted["both"]) > 5)
+        both = min(counted["Reside"], counted["evictions"], counted["both"])
+        moved = moved and (not kv or both > 5)
         found[path] = {**verdict.to_json(), **counted, "ok": moved}
     sampled = asked(list(paths), n, seed=3, temperature=0.8)
     counted = Counter[str]()
@@ -316,7 +317,7 @@ def _disturbed(
         counted.update(
             entry["action"] for entry in server.device.decisions() if "refused" not in entry
         )
-        counted["Evict"] = sum(m.evictions for m in state.models.values())
+        counted["evictions"] = sum(m.evictions for m in state.models.values())
         for m in state.models.values():
             if m.weights.stream is not None:
                 counted["loads"] += m.weights.stream.loads.n

@@ -25,7 +25,7 @@ from ballast.control.request_migrations import RequestMigrations
 from ballast.control.request_router import Pace, RequestRouter, Withdraw
 from ballast.control.routed_devices import RoutedDevices
 from ballast.control.suspicion import Suspicions
-from ballast.core.actions import Activate, Lend, Recall
+from ballast.core.actions import ActivateCommand, Lend, Recall
 from ballast.core.command import CommandOutcome, DeviceCommand
 from ballast.core.errors import Unavailable
 from ballast.core.event import (
@@ -531,7 +531,7 @@ class FaultWorld:
         if isinstance(command, Lend | Recall):
             process.memory.order(command, self.timers.now(), answer)
             return
-        assert isinstance(command, Activate)
+        assert isinstance(command, ActivateCommand)
         model = command.model
         if self.random.random() < 0.3 or model not in device.of_worker:
             answer(CommandOutcome("refused", "by chance"))

@@ -33,7 +33,7 @@ from rich.table import Table
 from ballast.bench.inprocess import InProcess
 from ballast.bench.report import Report, RequestStats
 from ballast.bench.servers import ServersRun, run_servers
-from ballast.core.actions import Activate, Evict
+from ballast.core.actions import ActivateCommand, EvictCommand
 from ballast.core.command import DeviceCommand
 from ballast.core.settings import FleetSettings, Slo
 from ballast.core.view import Residency
@@ -133,9 +133,9 @@ def activations(setting: Setting) -> list[float]:
 
         for _ in range(ACTIVATIONS):
             for spec in setting.specs:
-                seconds = ordered(Activate(spec.name), spec.name, Residency.RESIDENT)
+                seconds = ordered(ActivateCommand(spec.name), spec.name, Residency.RESIDENT)
                 found.append(seconds * fleet.link.pace.to_device / sum(spec.segment_bytes))
-                ordered(Evict(spec.name), spec.name, Residency.ABSENT)
+                ordered(EvictCommand(spec.name), spec.name, Residency.ABSENT)
     return found
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from ballast.core.actions import Action, Decision, Evict, Remap
+from ballast.core.actions import Action, Decision
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.view import DeviceView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claims import earliest
+from ballast.policy.plans import eviction, remap
 
 
 @dataclass
@@ -37,9 +38,9 @@ class RandomRotations(MemoryPolicy):
                 if self.evictions and self.rng.random() < 0.05:
                     self.evictions -= 1
                     pages = self.rng.randint(1, m.present_pages)
-                    actions.append(Evict(m.name, "at random", pages))
+                    actions.append(eviction(m, "at random", pages))
                 elif self.rng.random() < 0.7:
-                    actions.append(Remap(m.name, self.draw(m.rotatable), "at random"))
+                    actions.append(remap(m, self.draw(m.rotatable), "at random"))
         return replace(
             decision, actions=tuple(actions), wake_at=earliest(decision.wake_at, self.due)
         )

@@ -22,7 +22,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ballast.core.actions import Activate, Evict
+from ballast.core.actions import Reside
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB, format_bytes
 from ballast.core.view import Residency
@@ -66,7 +66,7 @@ def bring(device: LiveDevice, name: str) -> tuple[float, float]:
     state = device.state
     m = state.models[name]
     start = time.perf_counter()
-    refused = apply(state, Activate(name), [])
+    refused = apply(state, Reside(name, m.plan.whole()), [])
     assert refused is None, refused
     while m.residency is not Residency.RESIDENT:
         for event in device.inbox.take(None):
@@ -80,7 +80,7 @@ def bring(device: LiveDevice, name: str) -> tuple[float, float]:
 def drop(device: LiveDevice) -> None:
     for name, m in device.state.models.items():
         if m.residency is Residency.RESIDENT:
-            refused = apply(device.state, Evict(name), [])
+            refused = apply(device.state, Reside(name, m.plan.without(None)), [])
             assert refused is None, refused
 
 

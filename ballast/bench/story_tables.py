@@ -89,12 +89,13 @@ def _json(t: StoryReport) -> dict[str, Any]:
 
 
 def _what(entry: StoryEntry) -> tuple[Any, ...]:
-    return entry["action"], entry["model"], entry.get("request_id"), entry.get("rotation")
+    plan = entry.get("plan", {"rotation": entry.get("rotation")})  # before there were plans
+    return entry["action"], entry["model"], entry.get("request_id"), plan
 
 
 def _said(entry: StoryEntry) -> str:
-    *parts, rotation = _what(entry)
-    if rotation is not None:
+    *parts, plan = _what(entry)
+    if (rotation := plan.get("rotation")) is not None:
         parts.append(f"layers {list(rotation['layers'])} / {rotation['slots']}")
     what = " ".join(str(part) for part in parts if part is not None)
     why = f" ({entry['why']})" if entry.get("why") else ""

@@ -19,7 +19,7 @@ from ballast.cluster.output_stream import OutputStream
 from ballast.cluster.pending_commands import names_of, refusal, undoing
 from ballast.cluster.placing import named, placed
 from ballast.control.request_router import RequestRouter
-from ballast.core.actions import Evict, Lend, Recall
+from ballast.core.actions import EvictCommand, Lend, Recall
 from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
 from ballast.core.errors import ConfigError, Unavailable
 from ballast.core.model import ModelSpec
@@ -295,7 +295,7 @@ class FleetCommands:
         """Evict the weights of all models of a device."""
         with suppress(Unavailable):  # a worker that dies leaves no weights behind
             for model in list(device.specs):
-                outcome = await device.command(Evict(model, "its device is drained"))
+                outcome = await device.command(EvictCommand(model, "its device is drained"))
                 if outcome.code is not None:
                     text = "%s keeps the weights of %s: %s"
                     log.warning(text, device.name, model, outcome.reason)

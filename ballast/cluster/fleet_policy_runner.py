@@ -19,7 +19,7 @@ from ballast.cluster.lending.awaited_leases import AwaitedLeases
 from ballast.cluster.placing import need_of
 from ballast.control.device_leases import command_of
 from ballast.control.lease_events import OrderEnded
-from ballast.core.actions import Activate
+from ballast.core.actions import ActivateCommand
 from ballast.core.command import Remove
 from ballast.core.errors import Unavailable
 from ballast.core.fleet import (
@@ -140,7 +140,7 @@ class FleetPolicyRunner:
         try:
             outcome = await device.join(settings)
             if outcome.code is None and action.activate:
-                await device.command(Activate(action.model, action.why))
+                await device.command(ActivateCommand(action.model, action.why))
         except Unavailable as error:
             return str(error)
         return None if outcome.code is None else outcome.reason

@@ -34,7 +34,7 @@ from ballast.control.migrations import Migrations
 from ballast.control.request_router import RequestRouter, S
 from ballast.control.routed_devices import D, RoutedDevices
 from ballast.control.timers import Alarm, Timers
-from ballast.core.actions import Activate
+from ballast.core.actions import ActivateCommand
 from ballast.core.command import CommandOutcome
 from ballast.core.migration import MigrationAnswer
 from ballast.core.request import Submission
@@ -149,7 +149,7 @@ class RequestMigrations(DeviceObserver[D], Generic[D, S]):
                 self._devices[device].tell(MigrationOrderMsg.of(step))
             case OrderActivation(device, model, why):
                 answered = partial(self._activated, device, model)
-                self._devices[device].order(Activate(model, why), answered)
+                self._devices[device].order(ActivateCommand(model, why), answered)
             case MarkDeparting(source, request_id):
                 request = self._devices[source].requests.get(request_id)
                 assert request is not None, "it is open"

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from ballast.core.omitted import OMITTED
 from ballast.core.residency_plan import ResidencyPlan
-from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
 
 
@@ -22,33 +21,6 @@ class Short:
     blocks: int = 0
     """KV blocks for which the pages are missing; blocks that the model's own requests free serve
     as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class Activate:
-    """Bring a model's weights onto the device, or have its passes read them in host memory.
-
-    Segments that are on the device already stay there.
-    """
-
-    model: str
-    why: str = ""
-    in_place: bool = field(default=False, metadata=OMITTED)
-    """Whether absent segments are read in place: no page and no copy is needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evict:
-    """Take a model's weights off the device, or part of them; its running requests are preempted.
-
-    With part of its weights a model does not run, and keeps cached prefixes; without any it keeps
-    no KV. `Activate` brings what is missing.
-    """
-
-    model: str
-    why: str = ""
-    pages: int | None = field(default=None, metadata=OMITTED)
-    """Pages to free, in whole segments, the last layers first; None: those of all segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,25 +105,14 @@ class Reside:
     """Have a model's weights and KV where `plan` has them, from between two passes on.
 
     Carried out whole or refused. A job in flight ends first; pages that the plan takes are set
-    aside at once. Units come (activation) or go (eviction, in part or whole), or, where all are
-    there, other layers of weights, of KV, or of both, get slots. Layers whose KV gets slots contain
-    those before, or are contained in them. `Activate`, `Evict` and `Remap` are abbreviations.
+    aside at once. Units come (activation), or go (eviction, in part or whole), which preempts
+    running requests; or, where all are there, other layers of weights, of KV, or of both, get slots
+    (remap). With part of its weights a model does not run, and keeps cached prefixes; without any
+    it keeps no KV. Layers whose KV gets slots contain those before, or are contained in them.
     """
 
     model: str
     plan: ResidencyPlan
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Remap:
-    """Change which layers of a resident model rotate to those of `rotation` (`WHOLE`: none).
-
-    A job in flight ends first. If this needs more pages than before, they are set aside at once.
-    """
-
-    model: str
-    rotation: Rotation
     why: str = ""
 
 
@@ -193,20 +154,7 @@ class GiveBack:
     why: str = ""
 
 
-ModelAction = (
-    Activate
-    | Evict
-    | Preempt
-    | DropCache
-    | Compact
-    | Limit
-    | Hold
-    | Reorder
-    | Refuse
-    | Reside
-    | Remap
-    | Stage
-)
+ModelAction = Preempt | DropCache | Compact | Limit | Hold | Reorder | Refuse | Reside | Stage
 Action = ModelAction | Recall | GiveBack
 
 
@@ -280,7 +228,25 @@ class ScrubKv:
     why: str = ""
 
 
-LoopCommand = Activate | Evict | Change | Join | Leave | Lend | Recall | ScrubKv
+@dataclass(frozen=True, slots=True)
+class ActivateCommand:
+    """Bring all of a model's weights that the device lacks, as its preset has them there."""
+
+    model: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EvictCommand:
+    """Take a model's weights off the device, or part of them."""
+
+    model: str
+    why: str = ""
+    pages: int | None = field(default=None, metadata=OMITTED)
+    """Pages to free, in whole segments, the last layers first; None: those of all segments."""
+
+
+LoopCommand = ActivateCommand | EvictCommand | Change | Join | Leave | Lend | Recall | ScrubKv
 """Commands that operators may give the loop; some of them are also actions of policies."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ballast.core.actions import Activate, Change, Evict, Lend, Recall, ScrubKv
+from ballast.core.actions import ActivateCommand, Change, EvictCommand, Lend, Recall, ScrubKv
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 
@@ -33,7 +33,7 @@ class Remove:
     patience: float
 
 
-ModelCommand = Add | Remove | Change | Activate | Evict
+ModelCommand = Add | Remove | Change | ActivateCommand | EvictCommand
 """Commands about a model."""
 DeviceCommand = ModelCommand | Lend | Recall | ScrubKv
 """Commands to one device."""

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ballast.core.actions import Action, LoopCommand
+from ballast.core.actions import Action, ActivateCommand, EvictCommand, LoopCommand
 from ballast.core.cost import StepCosts
 from ballast.core.event import (
     ArrivalEvent,
@@ -177,12 +177,17 @@ def describe(event: Event) -> StoryEntry:
         return {
             "event": kind,
             "id": event.id,
-            "operation": type(wanted).__name__,
+            "operation": action_tag(type(wanted)),
             **describe_action(wanted),
         }
     if isinstance(event, PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent):
         return {"event": kind, **describe_lease(event.lease)}
     return {"event": kind, **dataclasses.asdict(event)}
+
+
+def action_tag(kind: type[Action | LoopCommand]) -> str:
+    """Return the tag of an action or command in a story; see `EVENT_TAGS`."""
+    return {ActivateCommand: "Activate", EvictCommand: "Evict"}.get(kind, kind.__name__)
 
 
 def describe_action(action: Action | LoopCommand) -> StoryEntry:

@@ -2,7 +2,8 @@
 
 A unit is a segment of weights: embeddings, each layer in order, what follows the layers. KV is
 planned by layers. `weights.residency` computes what is in force; policies choose other plans by
-`Reside`, and the engine carries them out; what a plan gives up or brings follows from two plans.
+`Reside`, and the engine carries them out; what a change brings, gives up and costs follows from the
+two plans (`PlanChange`).
 """
 
 from __future__ import annotations
@@ -58,6 +59,22 @@ class Access(enum.Enum):
     """No pass can: the model does not run."""
 
 
+class PlanChange(NamedTuple):
+    """What it takes to get from one plan of a model to another."""
+
+    coming: frozenset[int]
+    """Units that are absent before, and not afterwards."""
+    going: frozenset[int]
+    """Units that are absent afterwards, and not before."""
+    pages: int
+    """Device pages that the model takes; negative: gives up."""
+    n_bytes: int
+    """Most bytes that are copied from the host before all is where it is to be: of units that come
+    into pages, and of layers that leave slots."""
+    calls: int
+    """Units whose page-table entries change."""
+
+
 @dataclass(frozen=True)
 class ResidencyPlan:
     """Places of all units of a model. Unit 0 is the embeddings, unit `i + 1` is layer `i`."""
@@ -103,7 +120,7 @@ class ResidencyPlan:
 
     # -- what it costs ----------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def device_pages(self) -> int:
         """Pages of the model's own units, and of its slots."""
         own = (u.pages for i, u in enumerate(self.units) if self._is_own(i))
@@ -130,6 +147,22 @@ class ResidencyPlan:
     def in_place_pages(self) -> int:
         """Pages that the model's own units read in place would take on the device."""
         return sum(self.units[i].pages for i in self.in_place if not self.units[i].shared)
+
+    def to(self, after: ResidencyPlan) -> PlanChange:
+        """Return what it takes to get from this plan to `after`, of the same units."""
+        changed = [i for i in range(len(self.units)) if self._mapped(i) != after._mapped(i)]
+        copied = (i for i in changed if after.place(i).site is Site.DEVICE)
+        return PlanChange(
+            self.absent - after.absent,
+            after.absent - self.absent,
+            after.device_pages - self.device_pages,
+            sum(self.units[i].n_bytes for i in copied),
+            len(changed),
+        )
+
+    def _mapped(self, unit: int) -> tuple[UnitPlace, bool]:
+        """What is mapped beneath a unit's addresses."""
+        return self.place(unit), unit in self.in_place
 
     # -- giving up and bringing back --------------------------------------------------------------
 
@@ -166,6 +199,10 @@ class ResidencyPlan:
         """Return the plan in which absent units are there too: read in place, or in pages."""
         read = self.in_place | self.absent if in_place else self.in_place
         return replace(self, rotation=WHOLE, absent=frozenset(), in_place=read)
+
+    def turned(self, rotation: Rotation) -> ResidencyPlan:
+        """Return the plan in which these layers of weights are in slots, and no others."""
+        return replace(self, rotation=rotation)
 
     def reading(self, units: frozenset[int]) -> ResidencyPlan:
         """Return the plan in which passes read `units` in place, and no others."""

@@ -20,6 +20,7 @@ from ballast.core.entries import (
     Sink,
     Snapshot,
     StoryEntry,
+    action_tag,
     describe,
     describe_action,
     describe_lease,
@@ -203,11 +204,17 @@ class Story:
             self._append(entry)
 
     def record_decision(
-        self, at: float, action: Action | LoopCommand, refused: str | None, by: str | None = None
+        self,
+        at: float,
+        action: Action | LoopCommand,
+        refused: str | None,
+        by: str | None = None,
+        tag: str | None = None,
     ) -> None:
         """Record an action or command, with the reason if it was refused. `by`: its origin, if not
-        the memory policy."""
-        entry = {"at": at, "action": type(action).__name__, **describe_action(action)}
+        the memory policy. `tag`: for readers, what it does; None: the tag of its type."""
+        tag = tag or action_tag(type(action))
+        entry = {"at": at, "action": tag, **describe_action(action)}
         if by is not None:
             entry["by"] = by
         if refused is not None:

@@ -16,7 +16,7 @@ from ballast.core.cost import StepCosts
 from ballast.core.model import ModelSpec
 from ballast.core.request import Precedence, next_due
 from ballast.core.residency_plan import NOTHING, ResidencyPlan
-from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.rotation import Rotation
 from ballast.core.traffic import TrafficStats
 
 T = TypeVar("T")
@@ -148,8 +148,6 @@ class ModelView:
     """Pages of each rotatable layer."""
     layer_bytes: int = 0
     """Bytes of each rotatable layer, which a load copies."""
-    rotation: Rotation = WHOLE
-    """Rotation in force, or ordered and waiting for a job to end."""
     decode_seconds: float | None = None
     """Seconds of its last decode-only job, without stalls; None: there was none."""
     prefill_seconds: float | None = None
@@ -177,13 +175,6 @@ class ModelView:
     """Whether it is resident, or its weights are loading, without any request, and all requests for
     which it was activated have left before any had a job."""
     traffic: TrafficStats = field(default_factory=TrafficStats)
-    parts: tuple[int, ...] | None = None
-    """Pages of its own segments on the device, in the order in which it gives them up part by part;
-    None: all if it is on the device, and otherwise none, in one piece."""
-    in_place_pages: int = 0
-    """Part of `own_pages` that is read in host memory, and takes none on the device."""
-    in_place: int = 0
-    """Segments that are read in host memory, shared ones included."""
     promoting: int = 0
     """Pages to which segments read in host memory are being copied, beside passes."""
     plan: ResidencyPlan = NOTHING
@@ -218,6 +209,11 @@ class ModelView:
         return not self.waiting and not self.running
 
     @property
+    def rotation(self) -> Rotation:
+        """Rotation of its layers of weights."""
+        return self.plan.rotation
+
+    @property
     def own_pages(self) -> int:
         """Part of `weight_pages` in segments that no other model contains."""
         return self.weight_pages - sum(s.pages for s in self.shared)
@@ -230,17 +226,13 @@ class ModelView:
     @property
     def present_pages(self) -> int:
         """Pages on the device of segments that no other model contains, slots included."""
-        if self.parts is not None:
-            return sum(self.parts)
-        away = self.residency in (Residency.ABSENT, Residency.FAILED)
-        return 0 if away else self.own_pages - self.freed_pages - self.in_place_pages
+        return self.plan.device_pages
 
     @property
     def missing_pages(self) -> int:
         """Pages that an absent model's activation needs now, without segments that are on the
         device."""
-        missing = self.own_pages - self.present_pages - self.in_place_pages
-        return missing + sum(s.pages for s in self.shared if not s.holders)
+        return self.plan.missing_pages + sum(s.pages for s in self.shared if not s.holders)
 
     @property
     def evictable_pages(self) -> int:
@@ -304,7 +296,7 @@ class DeviceView:
     lenders: tuple[tuple[str, int], ...] = ()
     """(device, pages) of `borrowed`, by lending device; devices without any are absent."""
     reads_host: bool = False
-    """Whether passes can read weights in host memory (`Activate.in_place`)."""
+    """Whether passes can read weights in host memory."""
     kv_fetch_bytes_per_second: float = 0.0
     """Rate at which KV that is kept in tiers below the device comes back; 0: none is kept."""
     weights_in_place: bool = False

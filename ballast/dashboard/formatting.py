@@ -118,7 +118,7 @@ def _residency(plan: Mapping[str, Any]) -> list[str]:
         details[-1] = f"KV: {details[-1]}"
     places = (("absent", "absent"), ("in_place", "read in place"))
     details += [f"{counted(len(plan[k]), 'segment')} {what}" for k, what in places if k in plan]
-    return details or ["all in pages of its own"]
+    return details
 
 
 def _decided(decision: Mapping[str, Any]) -> Decided:
@@ -133,7 +133,8 @@ def _decided(decision: Mapping[str, Any]) -> Decided:
     if "rotation" in decision:
         details.append(_rotates(**decision["rotation"]))
     if "plan" in decision:
-        details += _residency(decision["plan"])
+        places = _residency(decision["plan"])
+        details += places or ([] if verb == "activate" else ["all in pages of its own"])
     if "pages" in decision:
         pages = decision["pages"]
         unbounded = "all" if verb == "recall" else "no bound"

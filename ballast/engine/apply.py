@@ -7,32 +7,39 @@ action is carried out wholly or refused with a reason; nothing is decided here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ballast.core.actions import (
     Action,
-    Activate,
     Compact,
     DropCache,
-    Evict,
     GiveBack,
     Hold,
     Limit,
     Preempt,
     Recall,
     Refuse,
-    Remap,
     Reorder,
     Reside,
     Stage,
 )
 from ballast.core.event import Output
 from ballast.core.request import RequestState
-from ballast.core.view import Residency
+from ballast.core.story import Story
 from ballast.engine import staging
-from ballast.engine.reside import Refusal, give_up, reside, turn
+from ballast.engine.reside import Refusal, change_tag, reside
 from ballast.engine.state import DeviceState
+
+
+def carry_out(
+    state: DeviceState, story: Story, action: Action, outputs: list[Output], by: str | None = None
+) -> Refusal:
+    """Apply an action and record it. `by`: its origin, if not the memory policy."""
+    m = state.models.get(action.model) if isinstance(action, Reside) else None
+    tag = change_tag(m.plan, action.plan) if m and isinstance(action, Reside) else None
+    refused = apply(state, action, outputs)
+    story.record_decision(state.now, action, refused, by=by, tag=tag)
+    return refused
 
 
 def apply(state: DeviceState, action: Action, outputs: list[Output]) -> Refusal:
@@ -55,19 +62,6 @@ def apply(state: DeviceState, action: Action, outputs: list[Output]) -> Refusal:
 
 def _reside(state: DeviceState, a: Reside) -> Refusal:
     return reside(state, state.models[a.model], a.plan)
-
-
-def _activate(state: DeviceState, a: Activate) -> Refusal:
-    m = state.models[a.model]
-    if m.residency is not Residency.ABSENT:
-        return f"{a.model} is {m.residency.value}"
-    plan, direct = m.weights.plan, a.in_place or state.weights_in_place
-    return reside(state, m, plan.completed(in_place=direct))
-
-
-def _evict(state: DeviceState, a: Evict) -> Refusal:
-    m = state.models[a.model]
-    return give_up(state, m, m.weights.plan.without(a.pages))
 
 
 def _preempt(state: DeviceState, a: Preempt) -> Refusal:
@@ -124,11 +118,6 @@ def _reorder(state: DeviceState, a: Reorder) -> Refusal:
     return None
 
 
-def _remap(state: DeviceState, a: Remap) -> Refusal:
-    m = state.models[a.model]
-    return turn(state, m, replace(m.plan, rotation=a.rotation))
-
-
 def _stage(state: DeviceState, a: Stage) -> Refusal:
     m = state.models[a.model]
     refused = staging.refusal(m, a.staged)
@@ -146,8 +135,6 @@ def _refuse(state: DeviceState, a: Refuse, outputs: list[Output]) -> Refusal:
 
 
 _HANDLERS: dict[type, Callable[[DeviceState, Any], Refusal]] = {
-    Activate: _activate,
-    Evict: _evict,
     Preempt: _preempt,
     DropCache: _drop_cache,
     Compact: _compact,
@@ -155,6 +142,5 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], Refusal]] = {
     Hold: _hold,
     Reorder: _reorder,
     Reside: _reside,
-    Remap: _remap,
     Stage: _stage,
 }

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ballast.core.actions import (
-    Action,
-    Activate,
+    ActivateCommand,
     Change,
-    Evict,
+    EvictCommand,
     Join,
     Leave,
     Lend,
@@ -29,10 +28,11 @@ from ballast.core.story import Story
 from ballast.core.units import ceil_div
 from ballast.core.view import Residency
 from ballast.engine import layer_remap
-from ballast.engine.apply import apply
+from ballast.engine.apply import apply, carry_out
 from ballast.engine.decider import MemoryDecider
 from ballast.engine.life_rules import Membership
 from ballast.engine.model import ModelState
+from ballast.engine.reside import Refusal, reside
 from ballast.engine.sizing import check_room, largest_jobs
 from ballast.engine.state import DeviceState
 from ballast.engine.story_snapshot import model_entry
@@ -41,7 +41,6 @@ from ballast.weights.shared import SharedSegment
 
 CommandEnded = Callable[[str, str | None], None]
 """Called with (id of the command, reason why it failed; None: it succeeded)."""
-Refusal = str | None
 REMOVED = "the model is being removed from this server"
 
 
@@ -72,7 +71,8 @@ class CommandHandler:
         self._state.promises.withdraw()
         refused = self._try(event.command, outputs)
         self._story.record_decision(self._state.now, event.command, refused, by="operator")
-        if refused is None and isinstance(event.command, Activate | Evict | Leave | Recall):
+        lasting = (ActivateCommand, EvictCommand, Leave, Recall)
+        if refused is None and isinstance(event.command, lasting):
             self.pending[event.id] = event.command
         else:
             self._answered(event.id, refused)
@@ -118,21 +118,22 @@ class CommandHandler:
         if isinstance(wanted, Leave):
             state.unname(m)
             return None
-        if isinstance(wanted, Activate):
+        if isinstance(wanted, ActivateCommand):
             m.quarantine.lift(s.name for s in m.spec.served)
-        here = (Residency.RESIDENT, Residency.ACTIVATING)
-        gone = (Residency.ABSENT, Residency.EVICTING)
-        rest = isinstance(wanted, Evict) and not m.weights.plan.empty and m.residency in gone[:1]
-        if m.residency in (here if isinstance(wanted, Activate) else gone) and not rest:
+            if m.residency in (Residency.RESIDENT, Residency.ACTIVATING):
+                return None
+            return reside(state, m, m.plan.completed(in_place=state.weights_in_place))
+        absent = m.residency is Residency.ABSENT and m.weights.plan.empty
+        if absent or m.residency is Residency.EVICTING:
             return None
-        return apply(state, wanted, outputs)
+        return reside(state, m, m.plan.without(wanted.pages))
 
     def _lend(self, wanted: Lend, outputs: list[Output]) -> Refusal:
         answer = self._decider.preset.memory.lend(device_view(self._state), wanted.to, wanted.pages)
         if answer.refusal is not None:
             return answer.refusal
         for action in answer.actions:
-            self._apply(action, outputs)
+            carry_out(self._state, self._story, action, outputs)
         lease = self._state.lending.lend(wanted.to, wanted.pages)
         if isinstance(lease, str):
             return lease
@@ -205,15 +206,10 @@ class CommandHandler:
             for action in self._decider.preset.memory.grow_activations(
                 device_view(state), missing()
             ):
-                self._apply(action, outputs)
+                carry_out(state, self._story, action, outputs)
                 if missing() <= 0:
                     break
         return state.arena.resize(pages * state.settings.page_bytes) is None
-
-    def _apply(self, action: Action, outputs: list[Output]) -> None:
-        """Apply and record an action by which the policy makes a command possible."""
-        refused = apply(self._state, action, outputs)
-        self._story.record_decision(self._state.now, action, refused)
 
     def _change(self, m: ModelState, adapter: int | None, c: Change) -> Refusal:
         """Replace the levels of a model or adapter, or change nothing and return the reason: a
@@ -261,7 +257,7 @@ class CommandHandler:
             return True, None if isinstance(wanted, Leave) else REMOVED
         if isinstance(wanted, Leave):
             return self._leave(m, wanted, outputs), None
-        if isinstance(wanted, Activate):
+        if isinstance(wanted, ActivateCommand):
             failed = m.residency is Residency.FAILED
             refusal = f"the weights of {wanted.model!r} could not be brought in" if failed else None
             return m.residency is not Residency.ACTIVATING, refusal

@@ -13,7 +13,7 @@ from ballast.core.event import Output
 from ballast.core.request import RequestState
 from ballast.core.story import Story
 from ballast.core.view import DeviceView
-from ballast.engine.apply import apply
+from ballast.engine.apply import carry_out
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
 from ballast.policy.memory.defaults import last_resort
@@ -58,8 +58,7 @@ class MemoryDecider:
         state.promises.suspend()
         changed = expired or reordered
         for action in decision.actions:
-            refusal = apply(state, action, outputs)
-            self._story.record_decision(view.now, action, refusal)
+            refusal = carry_out(state, self._story, action, outputs)
             changed = changed or refusal is None
         if state.promises.make(decision.promises, state.models):
             self._story.record_promises(view.now, state.promises.stated)
@@ -71,8 +70,7 @@ class MemoryDecider:
         expiry = self.preset.memory.expire(view)
         self.expires_at = expiry.wake_at
         for eviction in expiry.evictions:
-            refusal = apply(self._state, eviction, outputs)
-            self._story.record_decision(self._state.now, eviction, refusal, by="ttl")
+            carry_out(self._state, self._story, eviction, outputs, by="ttl")
         return bool(expiry.evictions)
 
     def _reorder(self, view: DeviceView, outputs: list[Output]) -> bool:
@@ -81,8 +79,7 @@ class MemoryDecider:
         self._admission_memo, self.reorder_at = decision.memo, decision.wake_at
         changed = False
         for action in decision.actions:
-            refusal = apply(self._state, action, outputs)
-            self._story.record_decision(view.now, action, refusal, by="admission")
+            refusal = carry_out(self._state, self._story, action, outputs, by="admission")
             changed = changed or refusal is None
         return changed
 
@@ -126,6 +123,4 @@ class MemoryDecider:
             request = state.requests[action.request_id]
             outputs.append(state.fail(request, "out_of_memory", refuse.why))
             return True
-        refusal = apply(state, action, outputs)
-        self._story.record_decision(state.now, action, refusal, by="shortage")
-        return refusal is None
+        return carry_out(state, self._story, action, outputs, by="shortage") is None

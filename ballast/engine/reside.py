@@ -1,7 +1,7 @@
 """Carry a model's residency plan out, whole, or refuse it with a reason.
 
-Called by `apply` for the action `Reside` and its abbreviations. A plan differs from the present one
-in one of four ways: units come, units go, layers of weights and KV get other slots, or units are
+Called by `apply` and by operators' commands. A plan differs from the present one in one of four
+ways: units come, units go, layers of weights and KV get other slots, or units are
 read in host memory instead of pages, or the other way round. What has to wait for jobs and loads is
 ordered here and done by `layer_remap`, `kv_swap` and `places`.
 """
@@ -25,16 +25,27 @@ def reside(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:
     now = m.weights.plan
     if (plan.units, plan.n_layers) != (now.units, now.n_layers):
         return f"{m.spec.name} has other segments than planned"
-    coming, going = now.absent - plan.absent, plan.absent - now.absent
-    if coming and going:
+    change = now.to(plan)
+    if change.coming and change.going:
         return "parts of a model come, or go, not both at once"
-    if coming:
+    if change.coming:
         return bring(state, m, plan)
-    if going:
+    if change.going:
         return give_up(state, m, plan)
     if plan.in_place != m.plan.in_place or (plan == m.plan and m.weights.promotion.segments):
         return places.change(state, m, plan)
     return turn(state, m, plan)
+
+
+def change_tag(now: ResidencyPlan, plan: ResidencyPlan) -> str:
+    """Return what a change does, for readers of stories: a tag of the file format."""
+    change = now.to(plan)
+    if change.coming:
+        return "Activate"
+    if change.going:
+        return "Evict"
+    turned = plan.rotation != now.rotation and (plan.kv, plan.in_place) == (now.kv, now.in_place)
+    return "Remap" if turned or plan == now else "Reside"
 
 
 def bring(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:

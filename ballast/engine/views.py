@@ -82,7 +82,6 @@ def made_anew(m: ModelState) -> ModelView:
         rotatable=m.weights.slots.rotatable,
         layer_pages=m.weights.slots.layer_pages,
         layer_bytes=m.weights.slots.layer_bytes,
-        rotation=m.rotation,
         decode_seconds=m.decode_seconds,
         prefill_seconds=m.prefill_seconds,
         kv_rotation=None if m.kv_stream is None else m.life.swap_to or m.kv.rotation,
@@ -94,10 +93,7 @@ def made_anew(m: ModelState) -> ModelView:
         idle_since=m.idle_since,
         given_up=m.given_up,
         traffic=m.traffic,
-        parts=m.weights.plan.parts,
         plan=m.plan,
-        in_place_pages=m.weights.plan.in_place_pages,
-        in_place=len(m.weights.plan.in_place),
         promoting=m.weights.promotion.pages,
     )
 

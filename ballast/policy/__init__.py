@@ -12,6 +12,7 @@ cannot touch the memory that it decides about.
 - `kv_fetching`: Whether KV in a tier below the device is fetched or computed again.
 - `market`: Claims for pages covered by offers of pages, in order of precedence or by price.
 - `memory`: Memory and residency on one device: one module for each memory policy.
+- `plans`: The changes of a model's residency plan that policies ask for.
 - `presets`: Named combinations of policies, and their options.
 - `requirements`: What a policy requires of its device, checked at start.
 - `supply`: Sources of pages at the harm that taking them would do: preset `ballast`.

@@ -13,7 +13,7 @@ from functools import partial
 
 from ballast.cluster.fleet_book import FleetBook
 from ballast.control.device_leases import command_of
-from ballast.core.actions import Activate
+from ballast.core.actions import ActivateCommand
 from ballast.core.cost import StepCosts
 from ballast.core.fleet import FleetAction, LendingAction, Place, PlacementAction
 from ballast.core.model import ModelSpec
@@ -126,6 +126,6 @@ class SimController:
         refused = device.join(now, spec, self._costs(action.device, spec))
         if refused is None and action.activate:
             device.order(
-                now, f"activate-{action.model}-{now!r}", Activate(action.model, action.why)
+                now, f"activate-{action.model}-{now!r}", ActivateCommand(action.model, action.why)
             )
         return refused

@@ -27,7 +27,7 @@ from ballast.control.migration_events import (
     SendStep,
 )
 from ballast.control.migrations import Migrations
-from ballast.core.actions import Activate
+from ballast.core.actions import ActivateCommand
 from ballast.core.event import ArrivalEvent, CancelEvent, Output, TokenOutput
 from ballast.core.link import Direction
 from ballast.core.migration import KvReadEvent, MigrationAnswer, Piece
@@ -206,9 +206,8 @@ class SimMigrations:
                 self._devices[device].receive(at, step)
             case OrderActivation(device, model, why):
                 answered = partial(self._activated, device, model)
-                self._devices[device].order(
-                    at + WAY, f"migration-{next(self._numbers)}", Activate(model, why), answered
-                )
+                id = f"migration-{next(self._numbers)}"
+                self._devices[device].order(at + WAY, id, ActivateCommand(model, why), answered)
             case MarkDeparting(source, request_id):
                 self._departing[request_id] = self._devices[source].state.requests[request_id]
             case ContinueRequest():

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from ballast.core import actions, event, kv_tiers, lease, migration
-from ballast.core.entries import EVENT_TAGS, ModelEntry, StoryEntry
+from ballast.core.entries import EVENT_TAGS, ModelEntry, StoryEntry, action_tag
 from ballast.core.event import (
     EmbeddingOutput,
     Event,
@@ -374,10 +374,10 @@ _OF_LEASES: dict[str, Callable[[Lease], Event]] = {
     for kind in (lease.PagesLentEvent, lease.PagesRecalledEvent, lease.PagesReturnedEvent)
 }
 _OPERATIONS: dict[str, type[actions.LoopCommand]] = {
-    kind.__name__: kind
+    action_tag(kind): kind
     for kind in (
-        actions.Activate,
-        actions.Evict,
+        actions.ActivateCommand,
+        actions.EvictCommand,
         actions.Change,
         actions.Join,
         actions.Leave,

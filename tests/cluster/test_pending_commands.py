@@ -9,7 +9,7 @@ import pytest
 
 from ballast.cluster.controller import Controller
 from ballast.cluster.pending_commands import changed, refusal
-from ballast.core.actions import Activate, Change
+from ballast.core.actions import ActivateCommand, Change
 from ballast.core.command import Add, Remove
 from ballast.core.errors import Unavailable
 from ballast.core.event import FinishedOutput
@@ -44,7 +44,7 @@ def test_the_fleet_follows_orders() -> None:
     assert names(changed(fleet, Add(model("c")))) == ["a", "b", "c"]
     assert changed(fleet, Add(model("b", "y"))).models[1].path == "y"
     assert names(changed(fleet, Remove("a", 1.0))) == ["b"]
-    assert changed(fleet, Activate("a")) == fleet
+    assert changed(fleet, ActivateCommand("a")) == fleet
     a, b = changed(fleet, change("b", pinned=True, share=2.0, max_running=4)).models
     assert (a, b.slo.ttft, b.priority, b.share) == (fleet.models[0], 9.0, 3, 2.0)
     assert (b.pinned, b.max_running, b.max_waiting, b.queue_seconds) == (True, 4, 5, 7.0)
@@ -123,11 +123,11 @@ def test_an_order_that_a_worker_dies_of_fails_and_is_not_repeated() -> None:
             with pytest.raises(Unavailable, match=r"add was not done: .* signal 9"):
                 await controller.commands.execute(Add(model("c", "deadly")))
             with pytest.raises(Unavailable, match="the worker is gone"):
-                await controller.commands.execute(Activate("a"))
+                await controller.commands.execute(ActivateCommand("a"))
             while controller.devices.down is not None:
                 await asyncio.sleep(0.01)
             assert (controller.devices.fleet, list(controller.devices.specs)) == (FLEET, ["a"])
-            assert (await controller.commands.execute(Activate("a"))).code is None
+            assert (await controller.commands.execute(ActivateCommand("a"))).code is None
 
     asyncio.run(scenario())
 

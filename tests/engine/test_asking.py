@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ballast.core.actions import Activate, Change, Decision, Evict, Hold
+from ballast.core.actions import ActivateCommand, Change, Decision, EvictCommand, Hold
 from ballast.core.event import (
     CancelEvent,
     CommandEvent,
@@ -89,7 +89,7 @@ class World:
         self.device.advance(now + seconds)
         return len(self.policy.at) > before
 
-    def order(self, operation: Activate | Evict | Change) -> CommandEvent:
+    def order(self, operation: ActivateCommand | EvictCommand | Change) -> CommandEvent:
         self.n += 1
         return CommandEvent(f"order-{self.n}", operation)
 
@@ -151,10 +151,10 @@ def test_what_operators_do_is_news(world: World) -> None:
         assert world.asked_about(world.order(change))
         assert world.device.state.promises.stated == ()
     b = world.device.state.models["b"]
-    assert world.asked_about(world.order(Activate("b", "")), seconds=0.2)
+    assert world.asked_about(world.order(ActivateCommand("b", "")), seconds=0.2)
     assert b.residency is Residency.RESIDENT
     assert not world.asked_about()
-    assert world.asked_about(world.order(Evict("b", "")))
+    assert world.asked_about(world.order(EvictCommand("b", "")))
     assert b.residency is Residency.ABSENT
     assert not world.asked_about()
     now = world.device.clock.now()

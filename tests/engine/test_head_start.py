@@ -6,17 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.core.actions import Activate
 from ballast.core.event import ArrivalEvent
 from ballast.core.job import JobLoad, chunk_pairs
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
-from ballast.engine.apply import apply
 from ballast.engine.events import handle
 from ballast.engine.head_start import bytes_ahead
 from ballast.policy.presets import resolve
 from ballast.sim.device import SimDevice
 from ballast.sim.machine_profile import MachineProfile
+from tests.engine.orders import activate
 from tests.sim.test_early import RATE, layered
 from tests.sim.test_simulate import COSTS, fleet
 
@@ -68,6 +67,6 @@ def test_at_the_rate_that_activations_had(device: SimDevice) -> None:
 def test_nobody_waits_for_what_an_operator_brings(device: SimDevice) -> None:
     m = device.state.models["m"]
     assert bytes_ahead(device.state, m) == 0
-    assert apply(device.state, Activate("m"), []) is None
+    assert activate(device.state, "m") is None
     assert not device._streams.loads["m"].n
     assert device._streams.of("m") is None

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Action, Activate, Decision, Evict, Reside
+from ballast.core.actions import Action, Decision, Reside
 from ballast.core.residency_plan import ResidencyPlan
 from ballast.core.view import DeviceView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claims import earliest
+from ballast.policy.plans import activation, eviction, is_activation
 from ballast.policy.presets import Preset
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories
@@ -51,7 +52,7 @@ class RandomPlaces(MemoryPolicy):
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         decision = self.policy(view, memo)
-        actions: list[Action] = [self._placed(a) for a in decision.actions]
+        actions: list[Action] = [self._placed(view, a) for a in decision.actions]
         self._count(view)
         if view.now >= self.due and self.moves > self.left:
             self.due = view.now + self.every * self.rng.uniform(0.2, 1.0)
@@ -67,14 +68,14 @@ class RandomPlaces(MemoryPolicy):
             self.due = view.now + self.every * self.rng.uniform(0.2, 2.0)
             asked_for = {getattr(a, "model", "") for a in actions}
             here = [m for m in view.models if m.residency is Residency.RESIDENT]
-            wanted = [m for m in here if bool(m.in_place) == self.left % 2]
+            wanted = [m for m in here if bool(m.plan.in_place) == self.left % 2]
             m = self.rng.choice(wanted or here or view.models)
             if m in here and m.name not in asked_for:
                 part = m.idle and m.present_pages and self.rng.random() < 0.5
                 pages = self.rng.randint(1, m.present_pages) if part else None
-                self.gone += m.in_place > 0
+                self.gone += bool(m.plan.in_place)
                 self.left -= 1
-                actions.append(Evict(m.name, "", pages))
+                actions.append(eviction(m, "", pages))
         wake = self.due if self.left or self.moves else None
         return replace(decision, actions=tuple(actions), wake_at=earliest(decision.wake_at, wake))
 
@@ -87,12 +88,12 @@ class RandomPlaces(MemoryPolicy):
                 self.moved[False] += len(before.in_place - m.plan.in_place)
             self.plans[m.name] = m.plan
 
-    def _placed(self, action: Action) -> Action:
-        if not isinstance(action, Activate):
+    def _placed(self, view: DeviceView, action: Action) -> Action:
+        if not isinstance(action, Reside) or not is_activation(view, action):
             return action
         in_place = self.places[True] <= self.places[False]
         self.places[in_place] += 1
-        return replace(action, in_place=in_place)
+        return activation(view, view.model(action.model), action.why, in_place=in_place)
 
 
 def check(server: InProcess) -> None:

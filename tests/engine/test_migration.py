@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Evict
+from ballast.core.actions import EvictCommand
 from ballast.core.event import CancelledOutput, FinishedOutput
 from ballast.core.migration import (
     DepartedAnswer,
@@ -212,7 +212,7 @@ def test_a_request_that_lost_its_blocks_meanwhile_goes_on_without_them(
         before = made.found
         with made.amid(s):
             made.copied(s)
-            made.source.device.command(Evict("base", "a test"), lambda outcome: None)
+            made.source.device.command(EvictCommand("base", "a test"), lambda outcome: None)
         until(lambda: len(made.source.answers["r"].tokens) > 36)
         departed = made.ask(made.source, DepartEvent("r"))
         assert departed == DepartedAnswer("r", intact=False)
@@ -248,7 +248,7 @@ def test_a_target_without_room_or_weights_imports_nothing(
                 assert made.ask(made.target, order) == KvImportedAnswer("r", 0), what
             whole = ImportKvEvent(wanted, exported.form, NAMES[0], exported.pieces)
             state = made.target.device.state
-            made.target.device.command(Evict("base", "a test"), lambda outcome: None)
+            made.target.device.command(EvictCommand("base", "a test"), lambda outcome: None)
             until(lambda: not state.models["base"].weights.backed)
             assert made.ask(made.target, whole) == KvImportedAnswer("r", 0)
             assert made.ask(made.source, ExportKvEvent("none")) == KvExportedAnswer("none", 0)
@@ -266,7 +266,7 @@ def test_what_was_imported_goes_with_its_model(path: Path, tmp_path: Path) -> No
             made.copied(s)
             m = made.target.device.state.models["base"]
             assert m.kv.used_blocks == (PROMPT + 30) // BLOCK
-            made.target.device.command(Evict("base", "a test"), lambda outcome: None)
+            made.target.device.command(EvictCommand("base", "a test"), lambda outcome: None)
             until(lambda: not m.kv.pages)
             made.source.cancel("r")
         made.source.wait()

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Action, Decision, Evict
+from ballast.core.actions import Action, Decision, EvictCommand
 from ballast.core.request import Submission
 from ballast.core.view import DeviceView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claims import earliest
+from ballast.policy.plans import eviction
 from ballast.policy.presets import Preset
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories
@@ -48,7 +49,7 @@ class RandomEvictions(MemoryPolicy):
                 here = m.residency in (Residency.RESIDENT, Residency.ABSENT) and m.present_pages
                 if here and m.idle and m.name not in asked_for:
                     self.parts[m.name] += 1
-                    actions.append(Evict(m.name, "", self.rng.randint(1, m.present_pages)))
+                    actions.append(eviction(m, "", self.rng.randint(1, m.present_pages)))
         return replace(
             decision, actions=tuple(actions), wake_at=earliest(decision.wake_at, self.due)
         )
@@ -56,7 +57,7 @@ class RandomEvictions(MemoryPolicy):
 
 def evict(server: InProcess, pages: int | None = None) -> None:
     """Evict part of model a, or all that is left of it, and wait for that."""
-    assert ordered(server, Evict("a", pages=pages)).code is None
+    assert ordered(server, EvictCommand("a", pages=pages)).code is None
 
 
 def rounds(n: int) -> list[list[Submission]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Activate
+from ballast.core.actions import ActivateCommand
 from ballast.core.errors import NonFiniteOutput
 from ballast.core.event import FailedOutput, FinishedOutput, JobResult
 from ballast.core.job import SequenceWork
@@ -61,7 +61,7 @@ def test_it_is_set_aside_after_some_failures_and_an_operator_serves_it_again(
         aside = {m.name: m.set_aside for m in server.device.snapshot().models}
         assert aside == {"a": {"a": refused.reason}, "b": {}, "c": {}}
         assert isinstance(end_of(server, one("other", "b")), FinishedOutput)
-        assert ordered(server, Activate("a", "by an operator")).code is None
+        assert ordered(server, ActivateCommand("a", "by an operator")).code is None
         assert isinstance(end_of(server, one("healed")), FinishedOutput)
         settled(server)
 

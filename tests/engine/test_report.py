@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Action, Evict, Remap
+from ballast.core.actions import Reside
 from ballast.core.event import Output, TokenOutput
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.rotation import WHOLE, Rotation
@@ -26,11 +26,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_layers_that_rotate_and_what_they_cost(paths: dict[str, Path]) -> None:
     """Two neighbours share a slot: each of them is waited for in every pass."""
-    wanted: dict[int, Action] = {
-        10: Remap("a", Rotation((1, 2), 1)),
-        30: Remap("a", WHOLE),
-        36: Evict("a"),
-    }
+    wanted: dict[int, Rotation | None] = {10: Rotation((1, 2), 1), 30: WHOLE, 36: None}
     with InProcess(fleet(paths)) as server:
         state = server.device.state
         seen: dict[int, DeviceReport] = {}
@@ -39,7 +35,9 @@ def test_layers_that_rotate_and_what_they_cost(paths: dict[str, Path]) -> None:
             if isinstance(output, TokenOutput) and output.request_id == "a0":
                 seen[output.index] = server.device.snapshot()
                 if output.index in wanted:
-                    assert apply(state, wanted[output.index], []) is None
+                    rotation, plan = wanted[output.index], state.models["a"].plan
+                    after = plan.without(None) if rotation is None else plan.turned(rotation)
+                    assert apply(state, Reside("a", after), []) is None
 
         server.listen = act
         server.generate(asked(1, models=("a",)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.core.actions import Evict, Leave, Reside
+from ballast.core.actions import Leave, Reside
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.residency_plan import ResidencyPlan, Unit
@@ -20,6 +20,7 @@ from ballast.policy.presets import resolve
 from ballast.policy.requirements import Requirements
 from ballast.sim.device import SimDevice
 from ballast.sim.machine_profile import MachineProfile
+from tests.engine.orders import evict
 from tests.policy import worlds
 from tests.sim.test_simulate import COSTS, fleet, watch
 
@@ -182,7 +183,7 @@ def test_copies_to_pages_can_be_overtaken(at_work: SimDevice, what: str) -> None
     assert order(at_work, m.plan.reading(frozenset()), 1.0 + MS) is None
     assert state.pool.free == free - LAYERS - 1
     if what == "evict":
-        assert apply(state, Evict("a"), []) is None
+        assert evict(state, "a") is None
     elif what == "leave":
         at_work.order(1.0 + MS, "go", Leave("a", at_once=True))
     elif what == "another":

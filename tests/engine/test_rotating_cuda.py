@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Remap
 from ballast.core.units import MiB
 from ballast.live.event_stream import EventStream
 from tests.engine.gpus import AtOnce, OnHost, serving
@@ -37,7 +36,7 @@ def test_rotating_layers_change_no_token_on_a_gpu(paths: dict[str, Path]) -> Non
     recorders = Recorders(driver)
     with serving(settings, driver, OnHost(StaticAttention, recorders)) as server:
         # Plans drawn at random seldom come again; of those that stay, passes are replayed.
-        at_tokens(server, {(f"{name}0", 3): Remap(name, TURNED) for name in NAMES})
+        at_tokens(server, {(f"{name}0", 3): (name, TURNED) for name in NAMES})
         first = server.generate(requests)
         while server.device.machine._graphs.wanted:  # type: ignore[attr-defined]
             threading.Event().wait(0.01)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Action, Activate, Evict, Remap
+from ballast.core.actions import ActivateCommand, EvictCommand
 from ballast.core.command import Add, Remove
 from ballast.core.event import FailedOutput, Output, TokenOutput
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.view import Residency
-from ballast.engine.apply import apply
 from tests.engine.checkpoints import make_llama
+from tests.engine.orders import remap
 from tests.engine.test_adapters import NAMES as ADAPTED
 from tests.engine.test_adapters import World
 from tests.engine.test_adapters import asked as asked_of_adapters
@@ -39,21 +39,21 @@ def alone(paths: dict[str, Path]) -> Mapping[str, list[int]]:
     return {name: answer.tokens for name, answer in answers.items()}
 
 
-def at_tokens(server: InProcess, wanted: Mapping[tuple[str, int], Action]) -> None:
-    """Have things done when a request gets such a token, on the loop's thread."""
+def at_tokens(server: InProcess, wanted: Mapping[tuple[str, int], tuple[str, Rotation]]) -> None:
+    """Have models' layers remapped when a request gets such a token, on the loop's thread."""
 
     def act(now: float, output: Output) -> None:
         if isinstance(output, TokenOutput):
-            action = wanted.get((output.request_id, output.index))
-            if action is not None:
-                assert apply(server.device.state, action, []) is None
+            order = wanted.get((output.request_id, output.index))
+            if order is not None:
+                assert remap(server.device.state, *order) is None
 
     server.listen = act
 
 
 def test_reports_tell_who_owns_every_page(paths: dict[str, Path]) -> None:
     with InProcess(fleet(paths, *NAMES)) as server:
-        at_tokens(server, {("a", 10): Remap("a", TURNED), ("b", 10): Remap("b", TURNED)})
+        at_tokens(server, {("a", 10): ("a", TURNED), ("b", 10): ("b", TURNED)})
         server.generate([asked(name, 40) for name in NAMES])
         report = server.device.snapshot()
     assert report.owners.keys() >= {"slots:a", "slots:b"}
@@ -71,8 +71,8 @@ def test_orders_while_layers_of_all_models_rotate(
         for i in range(2):
             for name in NAMES:
                 server.submit(asked(name, 120, f"{name}-{i}"))
-            assert ordered(server, Evict("a")).code is None
-            assert ordered(server, Activate("a")).code is None
+            assert ordered(server, EvictCommand("a")).code is None
+            assert ordered(server, ActivateCommand("a")).code is None
             assert ordered(server, Remove("b", 0.0 if i else 60.0)).code is None
             assert "slots:b" not in state.pool.ledger.owners()
             server.wait()
@@ -98,7 +98,7 @@ def test_a_model_that_would_share_rotating_layers_joins_when_they_rest(
     again = Add(settings(paths, "again", of="a"))
     with InProcess(fleet(paths, "a")) as server:
         state = server.device.state
-        at_tokens(server, {("a", 10): Remap("a", TURNED), ("second", 10): Remap("a", WHOLE)})
+        at_tokens(server, {("a", 10): ("a", TURNED), ("second", 10): ("a", WHOLE)})
         server.generate([asked("a", 40)])
         assert state.models["a"].weights.slots.rotation == TURNED
         host_bytes = server.device.tier.n_bytes
@@ -120,9 +120,9 @@ def test_once_evicted_layers_that_rotated_can_be_shared(
     paths: dict[str, Path], alone: Mapping[str, list[int]]
 ) -> None:
     with InProcess(fleet(paths, "a")) as server:
-        at_tokens(server, {("a", 10): Remap("a", TURNED)})
+        at_tokens(server, {("a", 10): ("a", TURNED)})
         server.generate([asked("a", 40)])
-        assert ordered(server, Evict("a")).code is None
+        assert ordered(server, EvictCommand("a")).code is None
         assert server.device.state.models["a"].residency is Residency.ABSENT
         assert "slots:a" not in server.device.state.pool.ledger.owners()
         assert ordered(server, Add(settings(paths, "again", of="a"))).code is None
@@ -138,7 +138,7 @@ def test_layers_on_their_way_back_are_not_shared(
     seen: list[tuple[bool, bool]] = []
     with InProcess(fleet(paths, "a")) as server:
         weights = server.device.state.models["a"].weights
-        at_tokens(server, {("a", 10): Remap("a", TURNED), ("a", 30): Remap("a", WHOLE)})
+        at_tokens(server, {("a", 10): ("a", TURNED), ("a", 30): ("a", WHOLE)})
         act, of_layers = server.listen, weights.spec.segment_digests[2:3]
 
         def look(now: float, output: Output) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Activate, Evict
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import activation_bytes
 from ballast.core.event import Output, TokenOutput, TransferDoneEvent
@@ -19,7 +18,6 @@ from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.core.view import DeviceView, Residency
-from ballast.engine.apply import apply
 from ballast.engine.build import Hosted, build_state
 from ballast.engine.events import handle
 from ballast.engine.report import report
@@ -29,6 +27,7 @@ from ballast.memory.vm_null import NullVm
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.link import SimLink
 from tests.engine.checkpoints import VOCAB, make_base_and_tuned
+from tests.engine.orders import activate, evict
 from tests.policy import worlds
 
 PARTS = {"a": "ext", "b": "eyt", "twin": "ext", "own": "zw", "echo": "eey"}
@@ -96,24 +95,24 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
         free = state.pool.free
         evicting = any(x.residency is Residency.EVICTING for x in view.models)
         if kind == "activate" and seen.residency is Residency.ABSENT:
-            refused = apply(state, Activate(m.spec.name), [])
+            refused = activate(state, m.spec.name)
             if not evicting:
                 fits = seen.missing_pages <= free
                 assert (refused is None) == fits
                 assert state.pool.free == free - (seen.missing_pages if fits else 0)
                 kinds.add((kind, fits, seen.missing_pages == 0))
         elif kind == "evict" and not m.weights.plan.empty and m.residency is Residency.ABSENT:
-            assert apply(state, Evict(m.spec.name), []) is None
+            assert evict(state, m.spec.name) is None
             assert state.pool.free == free + seen.evictable_pages
         elif kind == "evict" and seen.residency is Residency.RESIDENT and m.job is None:
-            assert apply(state, Evict(m.spec.name), []) is None
+            assert evict(state, m.spec.name) is None
             if not evicting:
                 assert state.pool.free == free + seen.evictable_pages
                 kinds.add((kind, seen.evictable_pages > 0))
         elif kind == "part" and m.job is None and seen.present_pages:
             if seen.residency in (Residency.ABSENT, Residency.RESIDENT):
                 pages = rng.choice((1, 1, seen.present_pages))
-                assert apply(state, Evict(m.spec.name, pages=pages), []) is None
+                assert evict(state, m.spec.name, pages) is None
                 after = device_view(state).model(m.spec.name)
                 assert state.pool.free - free >= pages
                 if not m.weights.plan.empty:
@@ -121,11 +120,11 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
                 kinds.add((kind, after.present_pages > 0))
         elif kind == "stop" and seen.residency is Residency.ACTIVATING:
             m.for_requests = True  # all of which have left
-            assert apply(state, Evict(m.spec.name), []) is None
+            assert evict(state, m.spec.name) is None
             kinds.add((kind,))
         elif kind == "busy" and seen.residency is Residency.RESIDENT and m.job is None:
             m.life.begin_job(Job(0, 0, m.spec.name, ()), state.now)
-            assert apply(state, Evict(m.spec.name), []) is None
+            assert evict(state, m.spec.name) is None
         elif kind == "settle" and m.job is not None:
             m.life.end_job()
             state.evict(m)
@@ -153,7 +152,7 @@ def test_a_part_frees_what_the_view_says_and_costs_as_much_to_bring_back() -> No
         seen = view.model(m.spec.name)
         free = state.pool.free
         if seen.residency is Residency.ABSENT and rng.random() < 0.4:
-            if apply(state, Activate(m.spec.name), []) is None:
+            if activate(state, m.spec.name) is None:
                 assert state.pool.free == free - seen.missing_pages
                 kinds.add(("activate", seen.present_pages > 0))
             while state.in_flight:
@@ -161,7 +160,7 @@ def test_a_part_frees_what_the_view_says_and_costs_as_much_to_bring_back() -> No
                     handle(state, event)
         elif seen.present_pages:
             pages = rng.choice((1, seen.present_pages))
-            assert apply(state, Evict(m.spec.name, pages=pages), []) is None
+            assert evict(state, m.spec.name, pages) is None
             after = device_view(state).model(m.spec.name)
             assert state.pool.free - free >= pages
             assert state.pool.free - free == seen.present_pages - after.present_pages
@@ -172,7 +171,7 @@ def test_a_part_frees_what_the_view_says_and_costs_as_much_to_bring_back() -> No
 def test_a_model_that_counted_on_anothers_copy_makes_it_when_that_fails() -> None:
     state, heap = make_state(20)
     for name in ("a", "b", "twin"):
-        assert apply(state, Activate(name), []) is None
+        assert activate(state, name) is None
     moved = []
     while state.in_flight:
         for event in heap.take(None):
@@ -281,16 +280,16 @@ def test_tokens_stay_right_while_a_sharer_goes_and_comes(
         gone: list[str | None] = []
         server.generate([asked(victim, 5)])
 
-        def evict(now: float, output: Output) -> None:
+        def drop(now: float, output: Output) -> None:
             if (
                 isinstance(output, TokenOutput)
                 and output.request_id == "base"
                 and output.index == 20
             ):
-                gone.append(apply(state, Evict(victim), []))
+                gone.append(evict(state, victim))
                 validate_live(server)
 
-        server.listen = evict
+        server.listen = drop
         assert server.generate([asked("base", 60)])["base"].tokens == alone
         assert gone == [None]
         server.listen = None

@@ -12,17 +12,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from ballast.core.actions import (
     Action,
-    Activate,
+    ActivateCommand,
     Change,
     Compact,
     Decision,
     DropCache,
-    Evict,
+    EvictCommand,
     Hold,
     Limit,
     LoopCommand,
     Preempt,
-    Remap,
     Reside,
 )
 from ballast.core.event import CancelEvent, CommandEvent, Event, Output, PauseEvent, ResumeEvent
@@ -146,8 +145,8 @@ class Device(RuleBasedStateMachine):
         ids = list(self.state.requests)
         self.happens(kind(ids[pick % len(ids)]))
 
-    @rule(pick=picks, kind=st.sampled_from([Activate, Evict]))
-    def order(self, pick: int, kind: type[Activate | Evict]) -> None:
+    @rule(pick=picks, kind=st.sampled_from([ActivateCommand, EvictCommand]))
+    def order(self, pick: int, kind: type[ActivateCommand | EvictCommand]) -> None:
         self.ask(kind(self.named(pick), "an operator"))
 
     @rule(pick=picks, pinned=st.booleans())
@@ -196,9 +195,11 @@ class Device(RuleBasedStateMachine):
     def free(self, pick: int, pages: int, kind: type[DropCache | Compact]) -> None:
         self.policy.script.append(kind(self.model(pick), pages, "at random"))
 
-    @rule(pick=picks, kind=st.sampled_from([Activate, Evict]))
-    def move(self, pick: int, kind: type[Activate | Evict]) -> None:
-        self.policy.script.append(kind(self.model(pick), "at random"))
+    @rule(pick=picks, comes=st.booleans())
+    def move(self, pick: int, comes: bool) -> None:
+        name = self.model(pick)
+        plan = self.state.models[name].plan
+        self.policy.script.append(Reside(name, plan.whole() if comes else plan.without(None)))
 
     @precondition(lambda self: self.state.requests)
     @rule(pick=picks)
@@ -210,11 +211,9 @@ class Device(RuleBasedStateMachine):
     @rule(pick=picks, rotation=st.sampled_from(ROTATIONS))
     def turn(self, pick: int, rotation: Rotation) -> None:
         name = ("c", self.model(pick))[pick % 2]
-        self.policy.script += [
-            Activate(name, "at random"),
-            Reside(name, replace(self.state.models[name].plan, kv=rotation), "at random"),
-            Remap(name, rotation, "at random"),
-        ]
+        whole = self.state.models[name].plan.whole()
+        for plan in (whole, replace(whole, kv=rotation), whole.turned(rotation)):
+            self.policy.script.append(Reside(name, plan, "at random"))
 
     @rule(seconds=st.sampled_from([0.003, 0.01, 0.03, 0.1]))
     def go_on(self, seconds: float) -> None:

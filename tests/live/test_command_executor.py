@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Activate, Change, Evict, Leave
+from ballast.core.actions import ActivateCommand, Change, EvictCommand, Leave
 from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
 from ballast.core.event import FailedOutput
 from ballast.core.request import Sampling, Submission
@@ -248,16 +248,16 @@ def test_eviction_by_the_operator_changes_no_token(
         with held(server, 5, "base") as until_held:
             server.submit(asked("base", 200))
             until_held()
-            outcome = ordering(server, Evict("base", why="a test"))
+            outcome = ordering(server, EvictCommand("base", why="a test"))
         assert outcome().code is None
         server.wait()
         assert server.answers["base"].tokens == alone("base")
         assert server.device.snapshot().models[0].preemptions == 1
-        assert ordered(server, Evict("base")).code is None
+        assert ordered(server, EvictCommand("base")).code is None
         state = server.device.state
         assert state.models["base"].residency is Residency.ABSENT
-        assert ordered(server, Evict("base")).code is None
-        assert ordered(server, Activate("base")).code is None
+        assert ordered(server, EvictCommand("base")).code is None
+        assert ordered(server, ActivateCommand("base")).code is None
         assert state.models["base"].residency is Residency.RESIDENT
         story = server.device.decisions()[-3:]
         assert [(e["action"], e.get("by")) for e in story] == [
@@ -285,16 +285,16 @@ def test_a_change_counts_at_once(paths: dict[str, Path]) -> None:
         end = server.generate([asked("base", 5)])["base"].end
         assert isinstance(end, FailedOutput)
         assert end.code == "queue_full"
-        assert ordered(server, Activate("base")).code is None
-        refused = ordered(server, Evict("base"))
+        assert ordered(server, ActivateCommand("base")).code is None
+        refused = ordered(server, EvictCommand("base"))
         assert (refused.code, refused.reason) == ("refused", "base is pinned")
         assert ordered(server, replace(change, max_waiting=9, pinned=False)).code is None
-        assert ordered(server, Evict("base")).code is None
+        assert ordered(server, EvictCommand("base")).code is None
         assert len(server.generate([asked("base", 5, id="now")])["now"].tokens) == 5
 
 
 def test_orders_after_the_end_are_refused(paths: dict[str, Path]) -> None:
     with InProcess(fleet(paths, "base")) as server:
         pass
-    for order in (Evict("base"), Add(settings(paths, "other")), Remove("base", 0.0)):
+    for order in (EvictCommand("base"), Add(settings(paths, "other")), Remove("base", 0.0)):
         assert ordered(server, order).code == "unavailable"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import Answer, InProcess
-from ballast.core.actions import Evict, ScrubKv
+from ballast.core.actions import EvictCommand, ScrubKv
 from ballast.core.cost import UNMEASURED
 from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.request import Sampling, Submission
@@ -85,7 +85,7 @@ def test_kv_survives_eviction_and_its_device(settings: FleetSettings) -> None:
         check(server.generate([turn("1", FIRST)])["1"], first)
         full = (len(FIRST) + 23) // size
         until(lambda: store.counts.stored == full)
-        assert ordered(server, Evict("a")).code is None
+        assert ordered(server, EvictCommand("a")).code is None
         again = server.generate([turn("2", second(first))])["2"]
         check(again, expected)
         assert again.finished.cached_tokens == full * size
@@ -116,7 +116,7 @@ def test_damaged_and_deleted_tiers_cost_time_alone(
 
         def again(id: str) -> int:
             """Answer it again after an eviction; return the tokens that were found."""
-            assert ordered(server, Evict("a")).code is None
+            assert ordered(server, EvictCommand("a")).code is None
             found = server.generate([turn(id, second(first))])[id]
             check(found, expected)
             return found.finished.cached_tokens
@@ -147,7 +147,7 @@ def test_keys_do_not_share(settings: FleetSettings) -> None:
         size = server.device.specs["a"].block_tokens
         full = (len(FIRST) + 23) // size
         until(lambda: store.counts.stored == full)
-        assert ordered(server, Evict("a")).code is None
+        assert ordered(server, EvictCommand("a")).code is None
         other = server.generate([turn("2", second(first), "two")])["2"]
         assert other.finished.cached_tokens == 0
         found = server.generate([turn("one", second(first), "one")])["one"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.core.actions import DropCache, Evict, Preempt
+from ballast.core.actions import DropCache
 from ballast.core.cost import StepCosts
 from ballast.core.rotation import WHOLE
 from ballast.core.view import DeviceView, ModelView, Shortage
@@ -19,7 +19,7 @@ from ballast.policy.memory.balloon import Balloon
 from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.memory.layer_offers import LayerOffers
 from ballast.policy.presets import PRESETS, option_names, resolve
-from tests.policy.worlds import device, layered, model, request
+from tests.policy.worlds import device, kind, layered, model, request
 
 CLAIMER = model("claimer", running=(request(1),))
 
@@ -114,9 +114,9 @@ def test_balloon_by_price_preempts_a_short_request_before_it_evicts_a_model_in_u
     idle = model("idle", pages=60, last_used=10.0)
     view = device(a, b, idle, free=0, shortages=short)
     fixed_order = Balloon()(view, None).actions
-    assert [(type(x), x.model) for x in fixed_order] == [(Evict, "idle")]
+    assert [(kind(x), x.model) for x in fixed_order] == [("Evict", "idle")]
     by_price = Balloon(by_price=1)(view, None).actions
-    assert [(type(x), x.model) for x in by_price] == [(Preempt, "b")]
+    assert [(kind(x), x.model) for x in by_price] == [("Preempt", "b")]
 
 
 def test_every_preset_that_shares_memory_can_be_had_by_price() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ballast.core.actions import DropCache, Evict, Preempt
+from ballast.core.actions import DropCache
 from ballast.core.view import Shortage
 from ballast.policy.market.claim_and_offer import Claim
 from ballast.policy.market.cover import cover
-from tests.policy.worlds import device, model, request
+from tests.policy.worlds import device, kind, model, request
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -40,9 +40,9 @@ def test_the_policy_of_the_page_preempts_before_it_evicts(page: dict[str, Any]) 
     b = model("b", kv=5, running=(request(2, pages=5),))
     idle = model("idle", pages=30)
     decision = policy(device(a, b, idle, free=0, shortages=SHORT), None)
-    assert [type(x) for x in decision.actions] == [Preempt]
+    assert [kind(x) for x in decision.actions] == ["Preempt"]
     decision = policy(device(a, idle, free=0, shortages=SHORT), None)
-    assert [type(x) for x in decision.actions] == [Evict]
+    assert [kind(x) for x in decision.actions] == ["Evict"]
     assert decision.promises[0].model == "a"
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from ballast.core.actions import Action, Reside
 from ballast.core.cost import UNMEASURED
 from ballast.core.model import ModelSpec
 from ballast.core.request import Precedence
+from ballast.core.residency_plan import ResidencyPlan, Unit
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import Slo
 from ballast.core.view import (
@@ -96,7 +99,9 @@ def model(
     cached_borrowed: int = 0,
     first_cached: int = 0,
 ) -> ModelView:
+    own = (pages - sum(s.pages for s in shared),)
     return ModelView(
+        plan=plan(own, shared, absent=residency in (Residency.ABSENT, Residency.FAILED)),
         spec=spec(name, pages=pages, share=share, pinned=pinned),
         residency=residency,
         weight_pages=pages,
@@ -120,6 +125,45 @@ def model(
     )
 
 
+def plan(
+    own: Sequence[int], shared: Sequence[SharedView] = (), *, absent: bool = False
+) -> ResidencyPlan:
+    """Where units of so many pages are, the first the embeddings, and then those that are shared:
+    on the device, or absent."""
+    units = [Unit(n, n * PAGE) for n in own] + [Unit(s.pages, s.pages * PAGE, True) for s in shared]
+    here = ResidencyPlan(tuple(units), len(own) - 1)
+    return here.without(None) if absent else here
+
+
+def in_parts(m: ModelView, *own: int, gone: int = 0) -> ModelView:
+    """`m` with units of so many pages, of which the last `gone` are absent."""
+    here = plan(own, m.shared)
+    return replace(m, plan=replace(here, absent=frozenset(range(len(own) - gone, len(own)))))
+
+
+def away(m: ModelView) -> ModelView:
+    """`m` without weights on the device."""
+    return replace(m, residency=Residency.ABSENT, plan=m.plan.without(None))
+
+
+def kind(action: Action) -> str:
+    """Name of what an action does; of a plan, whether the model then runs."""
+    if not isinstance(action, Reside):
+        return type(action).__name__
+    return "Activate" if action.plan.runnable else "Evict"
+
+
+def evicted(actions: Iterable[Action]) -> dict[str, int | None]:
+    """By model, the pages that are absent by an eviction; None: all."""
+    plans = {a.model: a.plan for a in actions if isinstance(a, Reside) and not a.plan.runnable}
+    return {name: None if p.empty else p.missing_pages for name, p in plans.items()}
+
+
+def activated(actions: Iterable[Action]) -> list[str]:
+    """Models that come, or whose layers turn."""
+    return [a.model for a in actions if isinstance(a, Reside) and a.plan.runnable]
+
+
 def layered(
     m: ModelView,
     *,
@@ -131,13 +175,15 @@ def layered(
     priority: int = 0,
 ) -> ModelView:
     """`m` with layers that can rotate, each copied in 1 ms where the link has 1 GB/s."""
+    rotation = Rotation(tuple(range(lent + 1)), 1) if lent else WHOLE
+    units = (Unit(0, 0), *(Unit(pages, 1_000_000) for _ in range(layers)))
     return replace(
         m,
         spec=replace(m.spec, n_layers=layers, priority=priority),
+        plan=ResidencyPlan(units, layers, rotation),
         rotatable=tuple(range(layers)),
         layer_pages=pages,
         layer_bytes=1_000_000,
-        rotation=Rotation(tuple(range(lent + 1)), 1) if lent else WHOLE,
         decode_seconds=decode,
         prefill_seconds=prefill,
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 
-from ballast.core.actions import Action, Activate, Decision, Evict, Remap, Reside
+from ballast.core.actions import Action, Decision, Reside
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.rotation import WHOLE, Rotation
@@ -16,6 +16,7 @@ from ballast.core.settings import FleetSettings
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy import presets
 from ballast.policy.base import MemoryPolicy
+from ballast.policy.plans import remap
 from ballast.policy.requirements import Requirements
 from tests.sim.test_enough_memory import world
 
@@ -33,8 +34,6 @@ class Restless(MemoryPolicy):
     """Most seconds until it changes its mind."""
     kv: float = 0
     """Whether KV of random layers is swapped as well."""
-    planned: float = 0
-    """Whether it states whole plans in place of their abbreviations."""
 
     @property
     def requires(self) -> Requirements:
@@ -47,23 +46,23 @@ class Restless(MemoryPolicy):
         rng = random.Random(repr((asked, result)))
         there = [m for m in view.models if m.residency is Residency.RESIDENT and m.rotatable]
         changes: list[Action] = []
-        remap: Remap | None = None
+        turned: Reside | None = None
         if there and rng.random() < 0.5:
             m = rng.choice(there)
-            remap = Remap(m.name, self._rotation(m.rotatable, rng), "restless")
-            changes = [remap]
+            turned = remap(m, self._rotation(m.rotatable, rng), "restless")
+            changes = [turned]
         swappable = [m for m in there if m.kv_rotation is not None and not m.kv_swapping]
         if swappable and rng.random() < 0.5:
             m = rng.choice(swappable)
-            plan = replace(m.plan, kv=self._nested(m, rng))
-            if remap is not None and remap.model == m.name:  # both at once, in its place
-                plan, changes = replace(plan, rotation=remap.rotation), []
+            plan = m.plan
+            if turned is not None and turned.model == m.name:  # both at once, in its place
+                plan, changes = turned.plan, []
+            plan = replace(plan, kv=self._nested(m, rng))
             changes.append(Reside(m.name, plan, "restless"))
         soon = view.now + rng.random() * self.every
-        actions = (*decision.actions, *changes)
         return replace(
             decision,
-            actions=as_plans(view, actions) if self.planned else actions,
+            actions=(*decision.actions, *changes),
             memo=(decision.memo, asked + 1),
             wake_at=soon if decision.wake_at is None else min(soon, decision.wake_at),
         )
@@ -83,25 +82,6 @@ class Restless(MemoryPolicy):
         return cls._rotation(now.layers, rng)
 
 
-def as_plans(view: DeviceView, actions: Iterable[Action]) -> tuple[Action, ...]:
-    """The same actions, those about residency as `Reside`."""
-    plans = {m.name: m.plan for m in view.models}
-    changed: list[Action] = []
-    for a in actions:
-        if isinstance(a, Activate | Evict | Remap):
-            plan = plans[a.model]
-            if isinstance(a, Activate):
-                plan = plan.whole()
-            elif isinstance(a, Evict):
-                plan = plan.without(a.pages)
-            else:
-                plan = replace(plan, rotation=a.rotation)
-            plans[a.model] = plan
-            a = Reside(a.model, plan, a.why)
-        changed.append(a)
-    return tuple(changed)
-
-
 def register(patch: pytest.MonkeyPatch) -> None:
     """It is one of the presets."""
     patch.setitem(presets._KINDS, NAME, presets._Kind(Restless))
@@ -116,7 +96,7 @@ def restless_world(
         more = 40 * max(s.n_layers for s in specs) * fleet.device.page_bytes
         device = replace(fleet.device, budget_bytes=fleet.device.budget_bytes + more)
         fleet = replace(fleet, device=device)
-    options = {"base": float(seed % len(BASES)), "kv": float(kv), "planned": float(seed % 8 == 7)}
+    options = {"base": float(seed % len(BASES)), "kv": float(kv)}
     return replace(fleet, options=options), specs, requests
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ballast.bench.inprocess import InProcess
 from ballast.bench.story_report import report_story
-from ballast.core.actions import Activate, Change, Evict, Short
+from ballast.core.actions import ActivateCommand, Change, EvictCommand, Short
 from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
 from ballast.core.event import Output, TokenOutput
 from ballast.core.request import Sampling, Submission
@@ -150,7 +150,7 @@ def test_what_operators_do_replays_too(paths: dict[str, Path], tmp_path: Path) -
         order(Add(model(paths, "tuned")))
         for r in (r for r in requests if r.model == "tuned"):
             server.submit(r)
-        order(Evict("other"))
+        order(EvictCommand("other"))
         change = Change(
             model="base",
             slo=Slo(ttft=9.0, tpot=1.0),
@@ -162,8 +162,8 @@ def test_what_operators_do_replays_too(paths: dict[str, Path], tmp_path: Path) -
         )
         order(change)
         server.wait()
-        order(Activate("other"))
-        assert ordered(server, Evict("base")).code == "refused"
+        order(ActivateCommand("other"))
+        assert ordered(server, EvictCommand("base")).code == "refused"
         order(Remove("other", 10.0))
         order(Add(model(paths, "other")))
         follow(server, [replace(r, id=f"{r.id}-later") for r in requests])

@@ -54,7 +54,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from ballast.core.actions import Activate, Change, Evict, Join, Leave, Lend, LoopCommand, Recall
+from ballast.core.actions import (
+    ActivateCommand,
+    Change,
+    EvictCommand,
+    Join,
+    Leave,
+    Lend,
+    LoopCommand,
+    Recall,
+)
 from ballast.core.entries import Sink, StoryEntry
 from ballast.core.event import (
     CancelEvent,
@@ -610,9 +619,9 @@ class Run:
     def _operation(self, act: Order, name: str) -> LoopCommand | None:
         sim, model = self.devices.sims[name], self._name(act.model)
         if act.what == "evict":
-            return Evict(model)
+            return EvictCommand(model)
         if act.what == "activate":
-            return Activate(model)
+            return ActivateCommand(model)
         if act.what == "change":
             return Change(
                 model=model,

@@ -9,10 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ballast.core.actions import Action, Activate
+from ballast.core.actions import Action
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.market.claim_and_offer import Claim
+from ballast.policy.plans import activation
 
 LONGEST_WAIT = 10.0
 """Most seconds that a TTFT service level counts for when claims are ordered."""
@@ -56,7 +57,7 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
                 weights=True,
                 first_pages=kv,
                 segments=m.shared,
-                then=partial(_activate, m.name),
+                then=partial(_activate, view, m),
                 due=_due(first),
                 gain=_gain(view, m, overdue_at),
             )
@@ -64,8 +65,8 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
     return claims, wake
 
 
-def _activate(model: str, _: int) -> Sequence[Action]:
-    return (Activate(model, why="requests wait for it"),)
+def _activate(view: DeviceView, m: ModelView, _: int) -> Sequence[Action]:
+    return (activation(view, m, "requests wait for it"),)
 
 
 def _to_come(m: ModelView) -> bool:

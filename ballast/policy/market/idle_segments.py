@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
-from ballast.core.actions import Action, Evict
+from ballast.core.actions import Reside
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.offers import absence_harm, evictable, evicting
+from ballast.policy.plans import eviction
 
 PARTS = 8
 """Prices at which the weights of an idle model are offered, from the last layers to all of them."""
@@ -36,14 +37,6 @@ def idle_segments(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     return (offer for _, _, offer in heapq.merge(*offers, key=itemgetter(0, 1)))
 
 
-def last_evictions(actions: Iterable[Action]) -> list[Action]:
-    """Keep only the last `Evict` of each model in one decision, which gives up the most, and all
-    other actions."""
-    actions = list(actions)
-    last = {a.model: a for a in actions if isinstance(a, Evict)}
-    return [a for a in actions if not isinstance(a, Evict) or a is last[a.model]]
-
-
 def _idle_models(view: DeviceView) -> Sequence[ModelView]:
     """Return the models without requests that have weights to give up."""
     return [m for m in view.models if m.idle and evictable(m)]
@@ -53,14 +46,14 @@ def _by_parts(view: DeviceView, m: ModelView) -> Iterator[tuple[float, str, Offe
     """Yield the offers of one idle model's weights, each with its price per page; prices rise."""
     idle = max(0.0, view.now - m.last_used)
     why = f"idle for {idle:.1f} s, {{}} needs pages"
-    missing = m.own_pages - m.freed_pages - m.present_pages
+    missing = m.plan.missing_pages
     total = m.present_pages
     rest = m.shared or m.kv_pages
     before = 0
 
-    def act(n: int, claim: Claim) -> Evict:
+    def act(n: int, claim: Claim) -> Reside:
         whole = n >= total and not rest
-        return Evict(m.name, why.format(claim.model), None if whole else n)
+        return eviction(m, why.format(claim.model), None if whole else n)
 
     for end, grain in m.derived(divided):
         copies = (missing + before + missing + end) * view.page_bytes
@@ -85,10 +78,9 @@ def _harm_of_copy(view: DeviceView, m: ModelView, n_bytes: int, idle: float) -> 
 def divided(m: ModelView) -> Sequence[tuple[int, int]]:
     """Return the ends of the offers of a model's segments, in pages from the first one given up,
     each with the pages of its segments."""
-    parts = m.parts if m.parts is not None else (m.present_pages,)
     found: list[tuple[int, int]] = []
     end = 0
-    for pages, alike in groupby(parts):
+    for pages, alike in groupby(m.plan.parts):
         n = len(list(alike))
         each = ceil_div(n, PARTS)
         found += [(end + pages * min(n, k + each), pages) for k in range(0, n, each) if pages]

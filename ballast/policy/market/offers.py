@@ -14,12 +14,13 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter
 
-from ballast.core.actions import RECALL_SECONDS, Compact, DropCache, Evict, Preempt, Recall
+from ballast.core.actions import RECALL_SECONDS, Compact, DropCache, Preempt, Recall, Reside
 from ballast.core.cost import copy_seconds
 from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.claims import BEHIND_ALL, LONGEST_WAIT
+from ballast.policy.plans import eviction
 
 REUSE = 0.05
 """Share of dropped cached prefixes that is expected to be requested again; an assumption, not
@@ -253,8 +254,8 @@ def evicting(
 ) -> Offer:
     """Offer a model's weights and KV; `why` is a format of the claim's model."""
 
-    def act(_: int, claim: Claim) -> Evict:
-        return Evict(m.name, why=why.format(claim.model))
+    def act(_: int, claim: Claim) -> Reside:
+        return eviction(m, why.format(claim.model))
 
     return Offer(
         ("model", m.name),

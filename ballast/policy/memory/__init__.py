@@ -14,7 +14,7 @@ A device's engine loop calls one of these policies. They import `core`, `policy.
 - `mirage`: Preset `mirage`: layers give their memory to KV before requests are preempted.
 - `quota_steps`: Steps by which quotas move from models of low use to models of high use.
 - `quotas`: Preset `muxserve`: KV quotas of models that follow demand (MuxServe).
-- `reactivation`: Activate evicted models again before they are requested.
+- `reactivation`: Bring evicted models back before they are requested.
 - `recompute`: Preset `recompute`: fixed weights, preemption by recomputation (vLLM).
 - `static`: Preset `static`: every model has a fixed share of the device.
 - `swiftcache`: Preset `swiftcache`: KV staged on the host before work is undone (SwiftCache).

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ballast.core.actions import Action, Activate, Decision
+from ballast.core.actions import Action, Decision
 from ballast.core.cost import copy_seconds
 from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, Residency, Shortage
@@ -20,18 +20,17 @@ from ballast.policy.market.claim_and_offer import Claim
 from ballast.policy.market.clearing import clear
 from ballast.policy.market.distortion import Distortion
 from ballast.policy.market.fair_shares import share_out
-from ballast.policy.market.idle_segments import last_evictions
 from ballast.policy.market.offers import compactions, recalls, starving
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.supply_curve import ListedOffers, OfferTable, SupplyCurve
 from ballast.policy.memory.balloon import undo_younger_work
+from ballast.policy.plans import activation, last_plans
 from ballast.policy.supply.cached_blocks import CachedBlocks
 from ballast.policy.supply.parked_models import ParkedModels
 from ballast.policy.supply.preemption import RunningRequests
 from ballast.policy.supply.streamed_layers import (
     layer_offers,
     layers_home,
-    settled,
     streamed_layers,
 )
 from ballast.policy.supply.weights import idle_weights
@@ -80,9 +79,9 @@ class Arbiter(MemoryPolicy):
             home = layers_home(view, layer_offers(view))
             return Decision((*sharing.holds, *home), None, None, (), sharing.holding)
         cleared = clear(view, claims, self._supply(ahead))
-        actions = [*sharing.holds, *last_evictions(cleared.actions)]
+        actions = [*sharing.holds, *last_plans(cleared.actions)]
         if self.streaming:
-            actions = settled(view, layer_offers(view), actions)
+            actions = layer_offers(view).choose(view, actions)
         wake = view.now + AGAIN if cleared.uncovered and _moving(view) else None
         return Decision(tuple(actions), None, wake, cleared.promises, sharing.holding)
 
@@ -151,14 +150,14 @@ def _activation(ahead: Outlook, m: ModelView) -> Claim:
         weights=True,
         first_pages=kv,
         segments=m.shared,
-        then=partial(_activate, m.name),
+        then=partial(_activate, view, m),
         gain=_gain(ahead, m, pages, copy) - rent,
         overdue=_starves(view, m),
     )
 
 
-def _activate(model: str, _: int) -> Sequence[Action]:
-    return (Activate(model, why="requests wait for it"),)
+def _activate(view: DeviceView, m: ModelView, _: int) -> Sequence[Action]:
+    return (activation(view, m, "requests wait for it"),)
 
 
 def _admission(ahead: Outlook, m: ModelView, lack: Shortage) -> Claim:

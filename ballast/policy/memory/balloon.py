@@ -15,7 +15,7 @@ from ballast.policy.market.claim_and_offer import Source
 from ballast.policy.market.claims import activation_claims, earliest, shortage_claims
 from ballast.policy.market.cover import cover
 from ballast.policy.market.fair_shares import share_out
-from ballast.policy.market.idle_segments import idle_segments, last_evictions
+from ballast.policy.market.idle_segments import idle_segments
 from ballast.policy.market.offers import (
     cached_prefixes,
     idle_models,
@@ -27,6 +27,7 @@ from ballast.policy.market.offers import (
 )
 from ballast.policy.memory.defaults import last_resort, unservable
 from ballast.policy.memory.reactivation import come_back, evicted
+from ballast.policy.plans import last_plans
 
 AT_ONCE = -1.0
 """Patience that makes every claim overdue at once, whatever the model's service level."""
@@ -71,7 +72,7 @@ class Balloon(MemoryPolicy):
         covered = cover(
             view, sharing.claims([*absent, *short]), sources, by_price=bool(self.by_price)
         )
-        actions = [*sharing.holds, *last_evictions(covered.actions)]
+        actions = [*sharing.holds, *last_plans(covered.actions)]
         if self.restore:
             before = memo if isinstance(memo, frozenset) else frozenset[str]()
             if not absent and not short:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ballast.core.actions import RECALL_SECONDS, Action, DropCache, Evict, Recall, Refuse
+from ballast.core.actions import RECALL_SECONDS, Action, DropCache, Recall, Refuse, Reside
 from ballast.core.model import kv_room
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
+from ballast.policy.plans import eviction
 
 ACTIVATIONS_GROW = "jobs of a new model take larger activations"
 KV_COMES_HOME = "KV comes home from borrowed pages"
@@ -70,7 +71,7 @@ class Expiry:
     """Evictions of models whose time to live is over or that are given up, and when the next is
     due."""
 
-    evictions: tuple[Evict, ...] = ()
+    evictions: tuple[Reside, ...] = ()
     wake_at: float | None = None
     """When the next idle model's time to live ends; None: no idle model has one that is not
     over."""
@@ -84,19 +85,19 @@ def expire(view: DeviceView, *, give_up: bool = True) -> Expiry:
     A load that is in flight goes on unless others wait for memory or the link: a client that asks
     again, as after a time-out, then finds it further on.
     """
-    evictions: list[Evict] = []
+    evictions: list[Reside] = []
     later: list[float] = []
     for m in view.models:
         if give_up and m.given_up and not m.spec.pinned:
             if m.residency is Residency.RESIDENT or _is_awaited(view):
-                evictions.append(Evict(m.name, why="the requests that waited for it have left"))
+                evictions.append(eviction(m, why="the requests that waited for it have left"))
             continue
         ttl = m.spec.ttl
         if not ttl or m.idle_since is None or m.spec.pinned:
             continue
         at = m.idle_since + ttl
         if at <= view.now:
-            evictions.append(Evict(m.name, why=f"no request for {ttl:g} s, its ttl"))
+            evictions.append(eviction(m, why=f"no request for {ttl:g} s, its ttl"))
         else:
             later.append(at)
     return Expiry(tuple(evictions), min(later, default=None))

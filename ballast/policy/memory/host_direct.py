@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ballast.core.actions import Action, Activate, Decision
+from ballast.core.actions import Action, Decision
 from ballast.core.view import DeviceView, Residency
 from ballast.policy.base import PlacedModels
 from ballast.policy.market.claims import kv_claims
@@ -21,6 +21,7 @@ from ballast.policy.market.offers import (
     younger_requests,
 )
 from ballast.policy.memory.defaults import last_resort, unservable
+from ballast.policy.plans import activation
 from ballast.policy.requirements import Requirements
 
 _SOURCES = (cached_prefixes, loose_blocks, lent_pages, younger_requests, own_prefix)
@@ -49,7 +50,7 @@ class HostDirect(PlacedModels):
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         actions: list[Action] = [
-            Activate(m.name, "it is asked for", in_place=True)
+            activation(view, m, "it is asked for", in_place=True)
             for m in view.models
             if m.residency is Residency.ABSENT and m.waiting
         ]

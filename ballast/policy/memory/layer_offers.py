@@ -1,16 +1,16 @@
 """Offer the memory of weight layers for KV: which models, how many layers, at what price (MIRAGE).
 
 MIRAGE, sections 5.2 and 5.3. Used by the memory policy `mirage` and by `layer_reversion`. It only
-returns offers and `Remap` actions; slots and streams change which layers rotate.
+returns offers and plans; slots and streams change which layers rotate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import floor, log2
 
-from ballast.core.actions import Action, Remap
+from ballast.core.actions import Action, Reside
 from ballast.core.cost import copy_seconds
 from ballast.core.job import JobLoad
 from ballast.core.request import Precedence
@@ -18,6 +18,7 @@ from ballast.core.rotation import WHOLE, Rotation, best, most, stall
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.plans import is_activation, is_eviction, last_plans, remap
 
 PROMPT = 512
 """Tokens of the first prefill expected of a model, until one has been measured."""
@@ -169,33 +170,41 @@ class LayerOffers:
         """Return the layers that a model gives up once the decision, as made so far, is done."""
         return m.rotation.n_freed + budget.taken(layers_of(m)) // max(1, m.layer_pages)
 
-    def remap(self, m: ModelView, alpha: int, why: str) -> Remap:
-        """Return a `Remap` that frees `alpha` layers, any of them; `settled` chooses which, once
-        the final number is known."""
+    def remap(self, m: ModelView, alpha: int, why: str) -> Reside:
+        """Return a plan that frees `alpha` layers, any of them; `choose` chooses which, once the
+        final number is known."""
         if alpha <= 0:
-            return Remap(m.name, WHOLE, why)
+            return remap(m, WHOLE, why)
         slots = self.slots or 1
-        return Remap(m.name, Rotation(m.rotatable[: alpha + slots], slots), why)
+        return remap(m, Rotation(m.rotatable[: alpha + slots], slots), why)
 
-    def settled(self, view: DeviceView, remap: Remap) -> Remap | None:
-        """Choose the layers of a `Remap` and their slots: the plan that stalls least, weighed
-        against the layers that it remaps; None if it is no better than the present one."""
-        m = view.model(remap.model)
+    def choose(self, view: DeviceView, actions: Iterable[Action]) -> list[Action]:
+        """Choose the layers of the last remap of each model; leave out those that are no better
+        than the present ones. Other actions stay."""
+        chosen = (self._settled(view, a) for a in last_plans(actions))
+        return [action for action in chosen if action is not None]
+
+    def _settled(self, view: DeviceView, asked: Action) -> Action | None:
+        """Choose the layers of a remap and their slots: the plan that stalls least, weighed against
+        the layers that it remaps; None if it is no better than the present one."""
+        if not isinstance(asked, Reside) or is_eviction(asked) or is_activation(view, asked):
+            return asked
+        m = view.model(asked.model)
         n, ratio = m.spec.n_layers, _rounded(self._ratio(view, m))
-        plan = self._plan(view, m, remap.rotation.n_freed)
+        plan = self._plan(view, m, asked.plan.rotation.n_freed)
         if plan is None or plan == m.rotation:
             return None
         if plan.n_freed == m.rotation.n_freed:
             before, after = (stall(n, r, 1.0, ratio) for r in (m.rotation, plan))
             if after >= before:
                 return None
-        return replace(remap, rotation=plan)
+        return remap(m, plan, asked.why)
 
     def _offers(self, view: DeviceView, m: ModelView, top: int) -> Iterator[Offer]:
         """Offer a model's layers up to `top`, as one divisible offer."""
         freed = m.rotation.n_freed
 
-        def act(pages: int, claim: Claim) -> Remap:
+        def act(pages: int, claim: Claim) -> Reside:
             alpha = freed + pages // m.layer_pages
             return self.remap(m, alpha, f"{claim.model} needs pages")
 
@@ -248,13 +257,6 @@ class LayerOffers:
 def layers_of(m: ModelView) -> tuple[str, ...]:
     """Return the key of the offers of a model's layers."""
     return "layers", m.name
-
-
-def last_remaps(actions: Iterable[Action]) -> list[Action]:
-    """Keep only the last `Remap` of each model in one decision, and all other actions."""
-    actions = list(actions)
-    last = {a.model: a for a in actions if isinstance(a, Remap)}
-    return [a for a in actions if not isinstance(a, Remap) or a is last[a.model]]
 
 
 def _passes(m: ModelView, requests: Iterable[RequestView]) -> int:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ballast.core.actions import Action, Activate, Decision, Evict, Hold, Limit
+from ballast.core.actions import Action, Decision, Hold, Limit
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claims import earliest, kv_claims, shortage_claims
@@ -25,6 +25,7 @@ from ballast.policy.market.offers import (
 )
 from ballast.policy.memory.balloon import undo_younger_work
 from ballast.policy.memory.static import cover_limited, recalls, request_pages
+from ballast.policy.plans import activation, eviction
 
 _WHERE_RESERVATIONS_OVERLAP = (
     cached_prefixes,
@@ -73,12 +74,11 @@ class LeastRecentlyUsed(MemoryPolicy):
                 break
             gone = {m.name for m in evictions}
             actions += [
-                Evict(m.name, why=f"used least recently, {heir.name} is requested")
-                for m in evictions
+                eviction(m, why=f"used least recently, {heir.name} is requested") for m in evictions
             ]
             freed = sum(m.evictable_pages for m in evictions)
             actions += recalls(view, heir.missing_pages - freed)
-            actions.append(Activate(heir.name, why="requests wait for it"))
+            actions.append(activation(view, heir, why="requests wait for it"))
             draining -= gone
             if draining:
                 break

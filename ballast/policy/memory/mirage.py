@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ballast.core.actions import Action, Decision, DropCache, Limit, Promise, Refuse, Remap
+from ballast.core.actions import Action, Decision, DropCache, Limit, Promise, Refuse, Reside
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.base import PlacedModels
 from ballast.policy.market.claim_and_offer import Claim, Source
@@ -26,7 +26,7 @@ from ballast.policy.market.offers import (
 )
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.memory.defaults import pages_alone
-from ballast.policy.memory.layer_offers import LayerOffers, last_remaps, most_freeable
+from ballast.policy.memory.layer_offers import LayerOffers, most_freeable
 from ballast.policy.memory.layer_reversion import give_back, off_peak, to_active
 from ballast.policy.memory.recompute import PATIENCE, Standing, hold, served, stand, turns_of
 from ballast.policy.memory.static import (
@@ -146,11 +146,7 @@ class Mirage(PlacedModels):
         ended = hold(whole, standing, turns, promises, freed=freed)
         returned = self._return_layers(covered, before, layers, ended.standing, sharing.younger)
         done = [*covered.actions, *returned.actions]
-        settled = (
-            layers.settled(view, a) if isinstance(a, Remap) else a for a in last_remaps(done)
-        )
-        changes = (a for a in settled if a is not None)
-        actions += [*sharing.holds, *ended.holds, *changes]
+        actions += [*sharing.holds, *ended.holds, *layers.choose(view, done)]
         wake = earliest(earliest(covered.wake, ended.up_at), returned.wake)
         return Decision(tuple(actions), returned.memory, wake, ended.promises, sharing.holding)
 
@@ -362,13 +358,13 @@ def _of(layers: LayerOffers, youngest: Source) -> list[Source]:
 
 
 def _with(view: DeviceView, actions: Sequence[Action]) -> DeviceView:
-    """Return the view with rotations and limits as decided; free pages are left as they are."""
-    remaps = {a.model: a.rotation for a in actions if isinstance(a, Remap)}
+    """Return the view with plans and limits as decided; free pages are left as they are."""
+    plans = {a.model: a.plan for a in actions if isinstance(a, Reside)}
     limits = {a.model: a.pages for a in actions if isinstance(a, Limit)}
-    if not remaps and not limits:
+    if not plans and not limits:
         return view
     models = (
-        replace(m, rotation=remaps.get(m.name, m.rotation), limit=limits.get(m.name, m.limit))
+        replace(m, plan=plans.get(m.name, m.plan), limit=limits.get(m.name, m.limit))
         for m in view.models
     )
     return replace(view, models=tuple(models))

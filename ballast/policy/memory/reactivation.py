@@ -1,4 +1,4 @@
-"""Activate evicted models again before they are requested, while pages are free.
+"""Bring evicted models back before they are requested, while pages are free.
 
 Used by the memory policy `balloon` with option `restore`. It preempts no request and evicts only
 idle models that are worth less.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 
-from ballast.core.actions import Action, Activate, Evict
+from ballast.core.actions import Action, Reside
 from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer, Source
@@ -23,6 +23,7 @@ from ballast.policy.market.offers import (
     return_seconds,
 )
 from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.plans import activation, is_activation, is_eviction
 
 HORIZON = 10.0
 """Seconds ahead for which an activated model is expected to stay; an assumption."""
@@ -35,9 +36,10 @@ def evicted(view: DeviceView, before: Collection[str], actions: Iterable[Action]
     """Return the models that the policy has evicted and that have not been on the device since:
     those of earlier decisions (`before`), and of the `actions` of this one."""
     away = (Residency.ABSENT, Residency.EVICTING)
-    coming = {a.model for a in actions if isinstance(a, Activate)}
+    plans = [a for a in actions if isinstance(a, Reside)]
+    coming = {a.model for a in plans if is_activation(view, a)}
     gone = {m.name for m in view.models if m.name in before and m.residency in away}
-    return frozenset((gone - coming) | {a.model for a in actions if isinstance(a, Evict)})
+    return frozenset((gone - coming) | {a.model for a in plans if is_eviction(a)})
 
 
 def come_back(view: DeviceView, names: Collection[str], reserve: float) -> Sequence[Action]:
@@ -67,7 +69,7 @@ def come_back(view: DeviceView, names: Collection[str], reserve: float) -> Seque
             may_preempt=False,
             weights=True,
             segments=m.shared,
-            then=partial(_activate, m.name),
+            then=partial(_activate, view, m),
             gain=gain,
         )
         actions: Sequence[Action] = ()
@@ -104,5 +106,5 @@ def _worth_less(view: DeviceView, claim: Claim) -> Iterator[Offer]:
         yield offer._replace(price=partial(float, price))
 
 
-def _activate(model: str, _: int) -> Sequence[Action]:
-    return (Activate(model, why="memory is free, requests for it are expected"),)
+def _activate(view: DeviceView, m: ModelView, _: int) -> Sequence[Action]:
+    return (activation(view, m, "memory is free, requests for it are expected"),)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ballast.core.actions import Action, Activate, Decision, DropCache, Evict, Limit, Refuse
+from ballast.core.actions import Action, Decision, DropCache, Limit, Refuse
 from ballast.core.request import Precedence
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
@@ -19,6 +19,7 @@ from ballast.policy.market.claims import kv_claims
 from ballast.policy.market.cover import cover, gather
 from ballast.policy.market.offers import lent_pages, own_younger_requests
 from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.plans import activation, eviction
 
 
 def placed(view: DeviceView, *, pooled: bool = False) -> tuple[list[ModelView], int]:
@@ -119,7 +120,7 @@ def keep_places(
     if known is None or anew:
         known = Division(among, divide(view))
         for m in sorted(view.models, key=lambda m: -m.spec.share):
-            actions += _take_place(m, known.pages.get(m.name))
+            actions += _take_place(view, m, known.pages.get(m.name))
     for m in view.models:
         if m.name not in known.pages:
             why = f"{m.name} has no place: the fixed shares of the others fill the device"
@@ -127,7 +128,7 @@ def keep_places(
             actions += [] if anew else _give_up_place(m)
         elif not anew and m.residency is Residency.ABSENT and m.waiting:
             if m.missing_pages <= view.free - view.promised:
-                actions.append(Activate(m.name, why="its place has become free"))
+                actions.append(activation(view, m, why="its place has become free"))
             else:
                 actions += recalls(view, m.missing_pages)
     return known, actions
@@ -186,13 +187,13 @@ def recalls(view: DeviceView, pages: int) -> list[Action]:
     return gather(view, claim, [lent_pages])
 
 
-def _take_place(m: ModelView, share: int | None) -> list[Action]:
+def _take_place(view: DeviceView, m: ModelView, share: int | None) -> list[Action]:
     """Bring a model to its new `share`; None: it has lost its place."""
     if share is None:
         return _give_up_place(m)
     actions: list[Action] = [Limit(m.name, share, why="fixed share"), *_within_share(m, share)]
     if m.residency is Residency.ABSENT:
-        actions.append(Activate(m.name, why="fixed share"))
+        actions.append(activation(view, m, why="fixed share"))
     return actions
 
 
@@ -200,7 +201,7 @@ def _give_up_place(m: ModelView) -> list[Action]:
     """Evict a model without a place, unless it is absent, loading or pinned."""
     if m.residency is not Residency.RESIDENT or m.spec.pinned:
         return []
-    return [Evict(m.name, why="the fixed shares of the others fill the device")]
+    return [eviction(m, why="the fixed shares of the others fill the device")]
 
 
 def _within_share(m: ModelView, share: int | None) -> list[Action]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from ballast.core.actions import Action, Activate, Decision, Evict, Hold
+from ballast.core.actions import Action, Decision, Hold, Reside
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claim_and_offer import Claim
@@ -24,6 +24,7 @@ from ballast.policy.market.offers import (
 )
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.memory.temporal_sharing import ModelTurn, TurnPhase, phase
+from ballast.policy.plans import activation, evicted_pages, eviction, is_eviction
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +82,23 @@ class WholeModels(MemoryPolicy):
         wake = over_at if view.now < over_at < inf else None
         return Decision(tuple(actions), turn, wake, covered.promises)
 
-    def _eviction(self, current: ModelView, heir: ModelView) -> Evict:
+    def _eviction(self, current: ModelView, heir: ModelView) -> Reside:
         """Return the eviction at the end of a turn: of all but embeddings where requests go on."""
-        parts = current.parts or ()
+        parts = current.plan.parts
         keeps = bool(self.preemptive and current.running and len(parts) > 1)
         pages = sum(parts[:-1]) if keeps else None
-        return Evict(current.name, f"{heir.name} is next", pages)
+        return eviction(current, f"{heir.name} is next", pages)
 
     @staticmethod
     def _start(view: DeviceView, heir: ModelView, actions: list[Action]) -> Decision:
         """Activate `heir` after `actions`. Cached prefixes and idle models in its way go; pinned
         models stay."""
-        evicted = {a.model for a in actions if isinstance(a, Evict)}
+        evicted = {a.model: a for a in actions if isinstance(a, Reside) and is_eviction(a)}
         gone = [m for m in view.models if m.name in evicted and not m.spec.pinned]
         stay = replace(view, models=tuple(m for m in view.models if m not in gone))
         budget = PageBudget(view)
-        parts = {a.model: a.pages for a in actions if isinstance(a, Evict)}
-        budget.coming += sum(parts[m.name] or m.evictable_pages for m in gone)
+        budget.coming += sum(evicted_pages(m, evicted[m.name]) for m in gone)
         claim = Claim(heir.name, oldest(heir), heir.missing_pages, may_preempt=False, weights=True)
         freed = gather(stay, claim, [cached_prefixes, idle_models], budget)
-        actions = [*actions, *freed, Activate(heir.name, why="its turn")]
+        actions = [*actions, *freed, activation(view, heir, "its turn")]
         return Decision(tuple(actions), ModelTurn(heir.name, since=inf))

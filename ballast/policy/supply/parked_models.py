@@ -14,7 +14,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from ballast.core.actions import Evict
+from ballast.core.actions import Reside
 from ballast.core.cost import copy_seconds
 from ballast.core.view import ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
@@ -23,6 +23,7 @@ from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import Priced, by_price
 from ballast.policy.market.work_ahead import work_of
+from ballast.policy.plans import eviction
 
 SEGMENTS = "segments"
 """First part of the keys of offers of a model's weights."""
@@ -73,7 +74,7 @@ class ParkedModels:
         """Models to park for KV of all requests that wait: each with its requests' rank, its pages,
         and the harm of having its requests wait until those have ended."""
         ahead = self._ahead
-        here = [(m, r, sum((m.parts or ())[:-1])) for m, r in self._able]
+        here = [(m, r, sum(m.plan.parts[:-1])) for m, r in self._able]
         here = [(m, r, n) for m, r, n in here if n and m.residency is not Residency.ABSENT]
         delays = ahead.coming.waits(np.array([ahead.backlog + n for _, _, n in here], np.float64))
         harms = ahead.harms_of_delays([m for m, _, _ in here], delays).tolist()
@@ -107,12 +108,12 @@ def _turn(ahead: Outlook, m: ModelView, claim: Claim, lacking: int) -> Iterator[
 
 
 def _parking(m: ModelView, pages: int, harm: float) -> Offer:
-    key, act = (SEGMENTS, m.name), partial(_park, m.name)
+    key, act = (SEGMENTS, m.name), partial(_park, m)
     return Offer(key, m.name, pages, partial(float, harm), act, later=m.busy)
 
 
-def _park(model: str, pages: int, claim: Claim) -> Evict:
-    return Evict(model, f"its requests can wait until {claim.model} had its turn", pages)
+def _park(m: ModelView, pages: int, claim: Claim) -> Reside:
+    return eviction(m, f"its requests can wait until {claim.model} had its turn", pages)
 
 
 def _harms(ahead: Outlook, m: ModelView, claim: Claim, pages: int) -> tuple[float, float]:
@@ -157,7 +158,7 @@ def _segments(m: ModelView, pages: int) -> int:
     """Return the pages of the fewest segments, given up in order, that have `pages`; of all but the
     last where those are fewer: with it the model would lose its KV."""
     found = 0
-    for part in (m.parts or ())[:-1]:
+    for part in m.plan.parts[:-1]:
         found += part
         if found >= pages:
             break

@@ -6,16 +6,16 @@ requests of the device wait with it, as models share the lane.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
-from ballast.core.actions import Action, Remap
+from ballast.core.actions import Action, Reside
 from ballast.core.cost import copy_seconds
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.page_budget import PageBudget
-from ballast.policy.memory.layer_offers import LayerOffers, last_remaps, layers_of
+from ballast.policy.memory.layer_offers import LayerOffers, layers_of
 from ballast.policy.memory.layer_reversion import give_back, off_peak
 from ballast.policy.supply.weights import convex
 
@@ -36,7 +36,7 @@ def streamed_layers(ahead: Outlook, layers: LayerOffers) -> Iterator[Offer]:
     """Offer layers of models that run, a few at a time, at prices that rise."""
     for m in ahead.view.models:
         able = m.layer_pages > 0 and m.running and m.residency is Residency.RESIDENT
-        if able and not m.spec.pinned and not m.in_place:
+        if able and not m.spec.pinned and not m.plan.in_place:
             yield from _of(ahead, layers, m)
 
 
@@ -51,7 +51,7 @@ def _of(ahead: Outlook, layers: LayerOffers, m: ModelView) -> Iterator[Offer]:
         if n > freed
     ]
 
-    def act(pages: int, claim: Claim) -> Remap:
+    def act(pages: int, claim: Claim) -> Reside:
         return layers.remap(m, freed + pages // m.layer_pages, f"{claim.model} needs pages")
 
     for (start, before), (end, after) in convex([(0, 0.0), *points]):
@@ -84,12 +84,6 @@ def _return(ahead: Outlook, m: ModelView, alpha: int) -> float:
     return ahead.rise(m, (alpha - m.rotation.n_freed) * copy)
 
 
-def settled(view: DeviceView, layers: LayerOffers, actions: Sequence[Action]) -> list[Action]:
-    """Choose the layers of each `Remap`, once the number is known."""
-    chosen = (layers.settled(view, a) if isinstance(a, Remap) else a for a in last_remaps(actions))
-    return [action for action in chosen if action is not None]
-
-
 def layers_home(view: DeviceView, layers: LayerOffers) -> list[Action]:
     """Return layers to models while nobody lacks pages, as far as `RESERVE` of what weights leave
     stays free."""
@@ -98,5 +92,5 @@ def layers_home(view: DeviceView, layers: LayerOffers) -> list[Action]:
     used = sum(m.present_pages for m in view.models if not m.idle)
     budget = PageBudget(view)
     spare = budget.free - round(RESERVE * (view.total - view.arena - used))
-    actions: Iterable[Action] = give_back(view, budget, off_peak(view, budget, layers), spare, [])
-    return settled(view, layers, list(actions))
+    actions = give_back(view, budget, off_peak(view, budget, layers), spare, [])
+    return layers.choose(view, actions)

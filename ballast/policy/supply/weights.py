@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
-from ballast.core.actions import Evict
+from ballast.core.actions import Reside
 from ballast.core.view import ModelView
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.idle_segments import divided
 from ballast.policy.market.offers import evictable, evicting
 from ballast.policy.market.outlook import Outlook
+from ballast.policy.plans import eviction
 
 STAY = 10.0
 """Seconds for which pages that weights gave up are taken to be used otherwise."""
@@ -35,7 +36,7 @@ def _by_parts(ahead: Outlook, m: ModelView) -> Iterator[Offer]:
     view = ahead.view
     idle = max(0.0, view.now - m.last_used)
     why = f"idle for {idle:.1f} s, {{}} needs pages"
-    missing = m.own_pages - m.freed_pages - m.present_pages
+    missing = m.plan.missing_pages
     total, rest = m.present_pages, bool(m.shared or m.kv_pages)
     chance = m.traffic.chance(view.now, STAY)
     parts = m.derived(divided)
@@ -43,9 +44,9 @@ def _by_parts(ahead: Outlook, m: ModelView) -> Iterator[Offer]:
     harms += [(end, absence(ahead, m, missing + end)) for end, _ in parts]
     grains = dict(parts)
 
-    def act(n: int, claim: Claim) -> Evict:
+    def act(n: int, claim: Claim) -> Reside:
         whole = n >= total and not rest
-        return Evict(m.name, why.format(claim.model), None if whole else n)
+        return eviction(m, why.format(claim.model), None if whole else n)
 
     for (start, before), (end, after) in convex(harms):
         price = partial(float, chance * (after - before) / (end - start) * end)

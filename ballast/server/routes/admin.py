@@ -12,7 +12,7 @@ from fastapi import Depends, FastAPI, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from ballast.core.actions import RECALL_SECONDS, Activate, Evict
+from ballast.core.actions import RECALL_SECONDS, ActivateCommand, EvictCommand
 from ballast.core.errors import Unavailable, UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.fleet.faults import unknown
@@ -152,7 +152,7 @@ def _add_residency_routes(app: FastAPI, service: Service, admin: AdminService) -
     async def evicted(name: str) -> str | None:
         """Evict a model if it is resident; returns the reason if it was refused."""
         try:
-            await admin.execute(Evict(name, "by an operator"))
+            await admin.execute(EvictCommand(name, "by an operator"))
         except (Fault, Unavailable) as error:
             return str(error)
         return None
@@ -167,12 +167,12 @@ def _add_residency_routes(app: FastAPI, service: Service, admin: AdminService) -
 
     @app.post("/admin/models/{name:path}/evict", **CHECKED)
     async def evict(name: str, device: str | None = None) -> Response:
-        await admin.execute(Evict(_spec(service, name).name, "by an operator"), device)
+        await admin.execute(EvictCommand(_spec(service, name).name, "by an operator"), device)
         return answered({"name": name, "status": "evicted"})
 
     @app.post("/admin/models/{name:path}/activate", **CHECKED)
     async def activate(name: str, device: str | None = None) -> Response:
-        await admin.execute(Activate(_spec(service, name).name, "by an operator"), device)
+        await admin.execute(ActivateCommand(_spec(service, name).name, "by an operator"), device)
         return answered({"name": name, "status": "activated"})
 
 

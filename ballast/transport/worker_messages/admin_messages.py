@@ -5,7 +5,7 @@ Sent by `PendingCommands` in the server, answered by `Worker`.
 
 from __future__ import annotations
 
-from ballast.core.actions import Activate, Change, Evict, Lend, Recall, ScrubKv
+from ballast.core.actions import ActivateCommand, Change, EvictCommand, Lend, Recall, ScrubKv
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.transport.decoding import MalformedMessage
 from ballast.transport.worker_messages.message import WorkerMessage
@@ -21,8 +21,8 @@ class CommandMsg(WorkerMessage, frozen=True):
     add: Add | None = None
     remove: Remove | None = None
     change: Change | None = None
-    activate: Activate | None = None
-    evict: Evict | None = None
+    activate: ActivateCommand | None = None
+    evict: EvictCommand | None = None
     lend: Lend | None = None
     recall: Recall | None = None
     scrub: ScrubKv | None = None
@@ -47,8 +47,8 @@ _FIELDS: dict[type[DeviceCommand], str] = {
     Add: "add",
     Remove: "remove",
     Change: "change",
-    Activate: "activate",
-    Evict: "evict",
+    ActivateCommand: "activate",
+    EvictCommand: "evict",
     Lend: "lend",
     Recall: "recall",
     ScrubKv: "scrub",

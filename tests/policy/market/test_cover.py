@@ -7,16 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from ballast.core.actions import (
-    Activate,
-    Compact,
-    Decision,
-    DropCache,
-    Evict,
-    Preempt,
-    Promise,
-    Recall,
-)
+from ballast.core.actions import Compact, Decision, DropCache, Preempt, Promise, Recall
 from ballast.core.settings import Slo
 from ballast.core.view import DeviceView, ModelView, Residency, Shortage
 from ballast.policy.base import MemoryPolicy
@@ -28,7 +19,8 @@ from ballast.policy.memory.recompute import Recompute
 from ballast.policy.memory.static import FixedShares
 from ballast.policy.memory.swap import WholeModels
 from ballast.policy.presets import PRESETS, resolve
-from tests.policy.worlds import device, model, request
+from tests.policy import worlds
+from tests.policy.worlds import device, kind, model, request
 
 T = TypeVar("T")
 ABSENT, ACTIVATING = Residency.ABSENT, Residency.ACTIVATING
@@ -52,16 +44,16 @@ def test_a_claim_that_cannot_be_covered_leaves_free_pages_to_those_after_it() ->
     old = model("old", ABSENT, pages=50, waiting=(request(1, arrival=9.9),))
     young = model("young", ABSENT, pages=11, waiting=(request(2, arrival=10.0),))
     decision = Balloon()(device(old, young, free=26), None)
-    assert [(type(a), a.model) for a in decision.actions] == [(Activate, "young")]
+    assert [(kind(a), a.model) for a in decision.actions] == [("Activate", "young")]
 
 
 def test_who_was_let_by_makes_way_once_that_covers_the_older_claim() -> None:
     old = model("old", ABSENT, pages=50, waiting=(request(1, arrival=8.0),))
     let_by = model("young", pages=30, kv=4, running=(request(2, arrival=8.1, pages=4),))
     decision = Balloon()(device(old, let_by, free=20), None)
-    assert [(type(a), a.model) for a in decision.actions][-2:] == [
-        (Evict, "young"),
-        (Activate, "old"),
+    assert [(kind(a), a.model) for a in decision.actions][-2:] == [
+        ("Evict", "young"),
+        ("Activate", "old"),
     ]
 
 
@@ -103,7 +95,7 @@ def test_of_models_that_only_wait_that_comes_first_whose_first_token_is_due_firs
         a = absent("patient", 1, 9.8, patient)
         b = absent("urgent", 2, 9.9 if first == "urgent" else 10.4, urgent)
         decision = Balloon(patience=1.0)(device(a, b, free=12, now=10.2), None)
-        assert [(type(x), x.model) for x in decision.actions] == [(Activate, first)]
+        assert [(kind(x), x.model) for x in decision.actions] == [("Activate", first)]
 
 
 @pytest.mark.parametrize("tuned", [False, True])
@@ -114,7 +106,7 @@ def test_a_request_waits_for_the_service_level_of_its_adapter(tuned: bool) -> No
     old = replace(old, spec=replace(old.spec, slo=Slo(ttft=10.0, tpot=0.1)))
     young = model("young", pages=30, kv=4, running=(request(2, arrival=9.95, pages=4),))
     decision = Balloon()(device(old, young, free=20), None)
-    assert bool(of_kind(decision, Evict)) == tuned
+    assert bool(worlds.evicted(decision.actions)) == tuned
 
 
 # -- no more than is needed -----------------------------------------------------------------------
@@ -200,7 +192,7 @@ def test_where_a_model_has_to_go_others_requests_are_not_undone_as_well() -> Non
     wanting = model("w", ABSENT, pages=20, waiting=(request(0, arrival=8.0),))
     decision = Balloon(fair_shares=0)(device(a, b, wanting, free=0), None)
     assert of_kind(decision, Preempt) == []
-    assert [x.model for x in of_kind(decision, Evict)] == ["b"]
+    assert [*worlds.evicted(decision.actions)] == ["b"]
 
 
 def test_a_model_that_starves_gets_the_place_of_one_whose_older_requests_only_wait() -> None:
@@ -211,11 +203,11 @@ def test_a_model_that_starves_gets_the_place_of_one_whose_older_requests_only_wa
     )
     wanting = model("w", ABSENT, pages=10, waiting=(request(3, arrival=8.0),))
     decision = Balloon()(device(a, wanting, free=0, now=now), None)
-    assert [x.model for x in of_kind(decision, Evict)] == ["a"]
+    assert [*worlds.evicted(decision.actions)] == ["a"]
     before = Balloon()(device(a, wanting, free=0, now=now - 0.1), None)
-    assert of_kind(before, Evict) == []
+    assert not worlds.evicted(before.actions)
     older = replace(a, running=(request(1, arrival=7.0, pages=8),))
-    assert of_kind(Balloon()(device(older, wanting, free=0, now=now), None), Evict) == []
+    assert not worlds.evicted(Balloon()(device(older, wanting, free=0, now=now), None).actions)
 
 
 def test_a_model_on_its_way_keeps_the_pages_of_its_first_request() -> None:
@@ -273,7 +265,7 @@ def test_lent_pages_are_recalled_while_something_runs(policy: MemoryPolicy) -> N
 def test_what_borrowers_still_have_does_not_cover_an_activation_yet() -> None:
     m = model("a", ABSENT, waiting=(request(1),))
     decision = Balloon()(device(m, free=6, lent=(("cpu:1", 20),)), None)
-    assert [type(a) for a in decision.actions] == [Recall]
+    assert [kind(a) for a in decision.actions] == ["Recall"]
     assert decision.promises == (Promise("a", 10, 0),)
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.core.actions import Activate, Evict
 from ballast.core.view import ModelView, Residency, SharedView
 from ballast.policy.market.claim_and_offer import Claim
-from ballast.policy.market.idle_segments import idle_segments, last_evictions
+from ballast.policy.market.idle_segments import idle_segments
+from ballast.policy.plans import eviction, last_plans
 from ballast.policy.presets import resolve
 from tests.policy import worlds
 
@@ -21,12 +21,12 @@ def idle(name: str, used: float = 0.0, *, gone: int = 0) -> ModelView:
     """A model of eight layers, embeddings and a head, without the last `gone` layers."""
     residency = Residency.ABSENT if gone else Residency.RESIDENT
     m = worlds.model(name, pages=20, residency=residency, last_used=used)
-    return replace(m, parts=(*LAYERS[gone:], 2, 2))
+    return worlds.in_parts(m, 2, 2, *LAYERS, gone=gone)
 
 
 def asking(pages: int) -> ModelView:
     m = worlds.model("new", pages=pages, residency=Residency.ABSENT)
-    return replace(m, waiting=(worlds.request(1),), parts=())
+    return replace(m, waiting=(worlds.request(1),))
 
 
 def evictions(
@@ -34,10 +34,13 @@ def evictions(
 ) -> dict[str, int | None]:
     view = worlds.device(*models, asking(wanted), free=free)
     decision = resolve("balloon", options).memory(view, None)
-    assert [a.model for a in decision.actions if isinstance(a, Activate)] == ["new"]
-    found = [a for a in decision.actions if isinstance(a, Evict)]
-    assert len({a.model for a in found}) == len(found)
-    return {a.model: a.pages for a in found}
+    assert worlds.activated(decision.actions) == ["new"]
+    assert len({a.model for a in decision.actions}) == len(decision.actions)  # type: ignore[union-attr]
+    here = {m.name: m.plan.missing_pages for m in models}
+    return {
+        name: None if pages is None else pages - here[name]
+        for name, pages in worlds.evicted(decision.actions).items()
+    }
 
 
 @pytest.mark.parametrize("by_price", [0, 1])
@@ -70,14 +73,14 @@ def test_what_is_missing_alone_is_claimed() -> None:
     view = worlds.device(idle("a"), back, free=4)
     assert back.missing_pages == 6
     actions = resolve("balloon").memory(view, None).actions
-    assert [a.pages for a in actions if isinstance(a, Evict)] == [2]
-    assert [a.model for a in actions if isinstance(a, Activate)] == ["back"]
+    assert worlds.evicted(actions) == {"a": 2}
+    assert worlds.activated(actions) == ["back"]
 
 
 def test_shared_segments_go_with_the_last_of_the_others() -> None:
     shared = (SharedView("shared:s", 6, ("a",)),)
     a = worlds.model("a", pages=20, shared=shared)
-    a = replace(a, parts=(2,) * 7)
+    a = worlds.in_parts(a, *(2,) * 7)
     assert evictions(a, free=0, wanted=14) == {"a": 14}
     assert evictions(a, free=0, wanted=18) == {"a": None}
 
@@ -93,5 +96,6 @@ def test_offers_rise_in_price_and_pinned_models_make_none() -> None:
 
 
 def test_the_last_eviction_of_a_model_is_what_counts() -> None:
-    first, other, whole = Evict("a", pages=2), Evict("b", pages=4), Evict("a")
-    assert last_evictions([first, other, whole]) == [other, whole]
+    a, b = idle("a"), idle("b")
+    first, other, whole = eviction(a, "", 2), eviction(b, "", 4), eviction(a, "")
+    assert last_plans([first, other, whole]) == [other, whole]

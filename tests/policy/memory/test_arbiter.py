@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ballast.core.actions import Activate, DropCache, Evict, Preempt
+from ballast.core.actions import Preempt
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
 from ballast.policy.memory.arbiter import STARVES_AFTER, Arbiter
-from tests.policy.worlds import device, model, request
+from ballast.policy.plans import activation
+from tests.policy.worlds import device, evicted, in_parts, kind, model, request
 
 ABSENT = Residency.ABSENT
 
 
 def parted(m: ModelView) -> ModelView:
     """The model with weights of ten segments, all on the device."""
-    return replace(m, parts=(m.own_pages // 10,) * 10)
+    return in_parts(m, *(m.own_pages // 10,) * 10)
 
 
 def decoding(sequence: int, ahead: float, *, arrival: float = 0.0) -> RequestView:
@@ -42,7 +43,7 @@ FIRST = model("first", running=(request(0, pages=2),), pages=20)
 
 def test_an_absent_model_comes_onto_free_pages() -> None:
     view = at_100(model("a", ABSENT, waiting=(urgent(1),), first=2), free=12)
-    assert acts(view) == [Activate("a", "requests wait for it")]
+    assert acts(view) == [activation(view, view.model("a"), "requests wait for it")]
 
 
 def test_cached_prefixes_that_nobody_used_again_go_before_weights() -> None:
@@ -51,22 +52,21 @@ def test_cached_prefixes_that_nobody_used_again_go_before_weights() -> None:
     idle = parted(model("i", pages=20, last_used=99.0))
     busy = replace(idle.traffic.arrived(99.0), reuse=idle.traffic.reuse.and_one(10, 0))
     found = acts(at_100(wanting, replace(cached, traffic=busy), replace(idle, traffic=busy)))
-    assert [type(a) for a in found] == [DropCache, Activate]
+    assert [kind(a) for a in found] == ["DropCache", "Activate"]
 
 
 def test_a_model_that_is_ahead_is_parked_for_an_urgent_one() -> None:
     wanting = model("w", ABSENT, pages=8, waiting=(urgent(9), urgent(10)), first=1)
     ahead = parted(model("ahead", pages=40, kv=2, running=(decoding(1, 20.0),)))
     found = acts(at_100(FIRST, ahead, wanting))
-    parked = [a for a in found if isinstance(a, Evict)]
-    assert [(a.model, a.pages) for a in parked] == [("ahead", 12)]
+    assert evicted(found) == {"ahead": 12}
 
 
 def test_a_model_is_not_parked_for_one_that_is_no_more_urgent() -> None:
     patient = request(9, arrival=99.99)
     wanting = model("w", ABSENT, pages=8, waiting=(patient,), first=1)
     behind = parted(model("behind", pages=40, kv=2, running=(decoding(1, 0.2),)))
-    assert not [a for a in acts(at_100(FIRST, behind, wanting)) if isinstance(a, Evict)]
+    assert not [a for a in acts(at_100(FIRST, behind, wanting)) if kind(a) == "Evict"]
 
 
 def test_the_first_of_all_is_never_parked_nor_preempted() -> None:
@@ -80,9 +80,9 @@ def test_a_model_that_got_nothing_for_long_is_served() -> None:
     wanting = model("w", ABSENT, pages=8, waiting=(hopeless,), first=1)
     others = parted(model("o", pages=40, kv=2, running=(decoding(6, 0.2, arrival=99.0),)))
     found = acts(at_100(FIRST, others, wanting))
-    assert [a.model for a in found if isinstance(a, Evict)] == ["o"]
+    assert [a.model for a in found if kind(a) == "Evict"] == ["o"]
     soon = replace(wanting, waiting=(request(5, arrival=110.0 - STARVES_AFTER),))
-    assert not [a for a in acts(at_100(FIRST, others, soon)) if isinstance(a, Evict)]
+    assert not [a for a in acts(at_100(FIRST, others, soon)) if kind(a) == "Evict"]
 
 
 def test_a_running_request_that_cannot_go_on_preempts_a_later_one() -> None:
@@ -105,7 +105,7 @@ def test_decisions_say_what_they_cost_and_what_was_not_taken() -> None:
         parted(model(name, pages=40, kv=2, running=(decoding(i, 20.0 - i),)))
         for i, name in enumerate(("a", "b", "c"), 1)
     ]
-    (parked,) = [a for a in acts(at_100(FIRST, *models, wanting)) if isinstance(a, Evict)]
+    (parked,) = [a for a in acts(at_100(FIRST, *models, wanting)) if kind(a) == "Evict"]
     assert "harm" in parked.why
     assert "gain" in parked.why
     assert parked.why.count("segments") == 2  # the two best that were not taken

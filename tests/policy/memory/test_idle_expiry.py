@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.core.actions import Evict
 from ballast.core.entries import StoryEntry
 from ballast.core.event import FinishedOutput, Output
 from ballast.core.link import LinkRates
@@ -14,6 +13,7 @@ from ballast.core.request import Submission
 from ballast.core.view import ModelView, Residency
 from ballast.engine.state import DeviceState
 from ballast.policy.memory.defaults import Expiry, expire
+from ballast.policy.plans import eviction
 from ballast.policy.presets import PRESETS, resolve
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
@@ -39,7 +39,7 @@ def test_idle_models_leave_when_their_time_is_over_and_the_next_one_is_waited_fo
     )
     found = expire(worlds.device(*models, now=100.0, free=0))
     assert [e.model for e in found.evictions] == ["over", "at this moment"]
-    assert found.evictions[0] == Evict("over", "no request for 5 s, its ttl")
+    assert found.evictions[0] == eviction(models[0], "no request for 5 s, its ttl")
     assert found.wake_at == 101.0
     assert expire(worlds.device(*models[4:], now=100.0, free=0)) == Expiry()
 
@@ -113,8 +113,8 @@ def test_models_that_are_given_up_leave_unless_they_are_pinned_or_have_places() 
         model("used", None, 99.0),
     )
     view = worlds.device(*models, now=100.0, free=0)
-    (eviction,) = expire(view).evictions
-    assert eviction == Evict("given up", "the requests that waited for it have left")
+    (found,) = expire(view).evictions
+    assert found == eviction(models[0], "the requests that waited for it have left")
     on_demand = ("swap", "lru", "balloon", "prism", "ballast", "swiftcache")
     for name in PRESETS:
         left = [e.model for e in resolve(name).memory.expire(view).evictions]

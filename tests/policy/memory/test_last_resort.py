@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ballast.core.actions import Evict, Preempt, Recall, Refuse
+from ballast.core.actions import Preempt, Recall, Refuse
 from ballast.core.view import Shortage
 from ballast.policy.presets import PRESETS, resolve
-from tests.policy.worlds import device, model, request
+from tests.policy.worlds import device, kind, model, request
 
 
 def test_what_is_lent_is_recalled_before_a_request_fails() -> None:
@@ -44,7 +44,7 @@ def test_models_that_fill_the_device_make_way_for_the_oldest_request() -> None:
     short = tuple(Shortage(name, r.id, 2, limited=False, blocks=8) for name, r in waiting.items())
     view = device(*models, free=0, shortages=short)
     (first, *_) = resolve("balloon").memory.when_stuck(view)
-    assert isinstance(first, Evict)
+    assert kind(first) == "Evict"
     assert first.model == "b", "whose request is the youngest"
     for preset in PRESETS:
         assert resolve(preset).memory.when_stuck(view)

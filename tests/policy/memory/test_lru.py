@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ballast.core.actions import Activate, Decision, Evict, Hold, Limit
+from ballast.core.actions import Decision, Hold, Limit
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.memory.lru import LeastRecentlyUsed
 from ballast.policy.presets import resolve
-from tests.policy.worlds import device, model, request
+from tests.policy.worlds import device, kind, model, request
 
 ONE = 8
 """Pages of a request of full context: 512 tokens in blocks of 16, four of them a slab of a page."""
@@ -30,11 +30,11 @@ def wants(name: str, sequence: int = 1, arrival: float = 0.0) -> ModelView:
 
 
 def evicted(decision: Decision) -> list[str]:
-    return [a.model for a in decision.actions if isinstance(a, Evict)]
+    return [a.model for a in decision.actions if kind(a) == "Evict"]
 
 
 def activated(decision: Decision) -> list[str]:
-    return [a.model for a in decision.actions if isinstance(a, Activate)]
+    return [a.model for a in decision.actions if kind(a) == "Activate"]
 
 
 def test_a_model_that_fits_beside_comes_without_an_eviction() -> None:

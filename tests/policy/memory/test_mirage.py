@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.core.actions import Action, DropCache, Limit, Preempt, Refuse, Remap
+from ballast.core.actions import Action, Limit, Preempt, Refuse, Reside
 from ballast.core.rotation import WHOLE, most
 from ballast.core.view import DeviceView, ModelView, Shortage
 from ballast.policy.memory.mirage import Mirage, MirageMemo
 from ballast.policy.memory.recompute import Standing
 from ballast.policy.memory.static import Division
 from ballast.policy.memory.temporal_sharing import ModelTurn
+from ballast.policy.plans import remap
 from tests.policy.worlds import device, layered, model, request
 
 SHARES = dict.fromkeys("abc", 20)
@@ -30,7 +31,7 @@ def memory(
 
 def lent(actions: tuple[Action, ...]) -> dict[str, int]:
     """Layers that each model is to lend from now on."""
-    return {a.model: a.rotation.n_freed for a in actions if isinstance(a, Remap)}
+    return {a.model: a.plan.rotation.n_freed for a in actions if isinstance(a, Reside)}
 
 
 def kinds(actions: tuple[Action, ...]) -> list[str]:
@@ -86,7 +87,7 @@ def test_layers_are_lent_in_the_order_of_figure_7(temporal: int) -> None:
         models = [replace(m, held=bool(temporal) and m.name != "a") for m in three()]
         decision = policy(short_of(2 * layers, *models), memory(turn))
         assert lent(decision.actions) == expected
-        assert set(kinds(decision.actions)) == {"Remap"}, "one change for each model, no harm"
+        assert set(kinds(decision.actions)) == {"Reside"}, "one change for each model, no harm"
 
 
 def test_requests_make_way_when_all_are_at_their_caps() -> None:
@@ -99,7 +100,7 @@ def test_requests_make_way_when_all_are_at_their_caps() -> None:
 def test_cached_prefixes_go_before_layers() -> None:
     a, b, c = three()
     view = short_of(6, a, replace(b, kv_pages=4, cached_pages=4), c)
-    assert kinds(Mirage()(view, memory()).actions) == ["DropCache", "Remap"]
+    assert kinds(Mirage()(view, memory()).actions) == ["DropCache", "Reside"]
 
 
 def test_pages_on_their_way_are_not_lent_twice() -> None:
@@ -112,7 +113,7 @@ def test_who_waits_for_admission_gets_layers_but_nobody_makes_way() -> None:
     lack = (Shortage("a", "r1", 4, limited=False),)
     b, c = three()[1:]
     assert lent(Mirage()(device(a, b, c, free=0, shortages=lack), memory()).actions) == {"c": 2}
-    full = [replace(m, rotation=n.rotation) for m, n in zip((a, b, c), three(**CAPS), strict=True)]
+    full = [replace(m, plan=n.plan) for m, n in zip((a, b, c), three(**CAPS), strict=True)]
     assert Mirage()(device(*full, free=0, shortages=lack), memory()).actions == ()
 
 
@@ -255,8 +256,8 @@ def test_layers_come_back_when_nothing_was_short_for_a_while() -> None:
     assert policy(replace(view, now=10.9), first.memo).actions == ()
     later = policy(replace(view, now=11.0), first.memo)
     assert later.actions == (
-        Remap("a", WHOLE, "the peak is over"),
-        Remap("c", WHOLE, "the peak is over"),
+        remap(models[0], WHOLE, "the peak is over"),
+        remap(models[2], WHOLE, "the peak is over"),
     )
     assert Mirage(reversion=0)(replace(view, now=11.0), first.memo).actions == ()
 
@@ -281,7 +282,7 @@ def test_cached_prefixes_make_way_for_layers_that_come_back() -> None:
     a, b, c = three(a=1)
     cached = replace(b, kv_pages=30, cached_pages=30)
     decision = Mirage()(device(a, cached, c, free=1), memory(calm_since=1.0))
-    assert [type(x) for x in decision.actions] == [DropCache, Remap]
+    assert kinds(decision.actions) == ["DropCache", "Reside"]
 
 
 def test_of_inactive_models_the_next_in_turn_gets_its_layers_back_first() -> None:

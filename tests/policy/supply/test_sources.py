@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ballast.core.actions import DropCache, Preempt, Remap
+from ballast.core.actions import DropCache, Preempt, Reside
 from ballast.core.rotation import WHOLE
 from ballast.core.view import DeviceView, ModelView, RequestView, Shortage
 from ballast.policy.memory.arbiter import Arbiter
@@ -67,8 +67,8 @@ def lender(*, decode: float) -> ModelView:
 def test_layers_whose_loads_steps_hide_are_lent_before_work_is_undone() -> None:
     view = short(model("first", kv=2, running=(FIRST,)), lender(decode=40e-3))
     (remap,) = taken(view)
-    assert isinstance(remap, Remap)
-    assert remap.rotation.n_freed == 1
+    assert isinstance(remap, Reside)
+    assert remap.plan.rotation.n_freed == 1
     assert "harm" in remap.why
     assert preempted(view, streaming=0) == ["r1"]
 
@@ -81,5 +81,5 @@ def test_layers_that_every_step_would_wait_for_stay() -> None:
 def test_layers_come_home_when_nobody_lacks_pages() -> None:
     lent = layered(model("lender", pages=16, kv=4, running=(running(1),)), lent=2)
     free = replace(device(lent, free=60), now=NOW)
-    assert [a for a in taken(free) if isinstance(a, Remap) and a.rotation == WHOLE]
+    assert [a for a in taken(free) if isinstance(a, Reside) and a.plan.rotation == WHOLE]
     assert taken(replace(free, free=2)) == []

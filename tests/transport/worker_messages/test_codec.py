@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.core.actions import Activate, Change, Evict, Lend, Recall, ScrubKv
+from ballast.core.actions import ActivateCommand, Change, EvictCommand, Lend, Recall, ScrubKv
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.cost import Traffic
 from ballast.core.event import CancelledOutput, FailedOutput, FinishedOutput, TokenOutput
@@ -186,8 +186,8 @@ CHANGE = Change(model="a", slo=Slo(), priority=1, max_waiting=5, queue_seconds=2
         Add(FLEET.models[0]),
         Remove("a", 2.5),
         CHANGE,
-        Activate("a"),
-        Evict("a", "why"),
+        ActivateCommand("a"),
+        EvictCommand("a", "why"),
         Lend("cpu:1", 3),
         Recall("cpu:1", None, 2.5),
         ScrubKv("m", "key"),
@@ -202,7 +202,10 @@ def test_orders_and_what_came_of_them_arrive_as_sent(order: DeviceCommand) -> No
 
 
 def test_a_command_has_one_order() -> None:
-    for command in (CommandMsg(1), CommandMsg(1, activate=Activate("a"), evict=Evict("a"))):
+    for command in (
+        CommandMsg(1),
+        CommandMsg(1, activate=ActivateCommand("a"), evict=EvictCommand("a")),
+    ):
         with pytest.raises(MalformedMessage, match="orders"):
             assert command.order
 
