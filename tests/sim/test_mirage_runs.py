@@ -143,7 +143,8 @@ def test_nobody_starts_again_while_there_are_layers_to_be_had(options: dict[str,
 
 
 def lent_by(decision: dict[str, Any]) -> int:
-    return len(decision["rotation"]["layers"]) - int(decision["rotation"]["slots"])
+    rotation = decision["plan"].get("rotation", {"layers": [], "slots": 0})
+    return len(rotation["layers"]) - int(rotation["slots"])
 
 
 @pytest.mark.parametrize("options", WAYS)
