@@ -143,11 +143,6 @@ class ResidencyPlan:
         over_link = (Access.STREAMED, Access.IN_PLACE)
         return sum(u.n_bytes for i, u in enumerate(self.units) if self.access(i) in over_link)
 
-    @property
-    def in_place_pages(self) -> int:
-        """Pages that the model's own units read in place would take on the device."""
-        return sum(self.units[i].pages for i in self.in_place if not self.units[i].shared)
-
     def to(self, after: ResidencyPlan) -> PlanChange:
         """Return what it takes to get from this plan to `after`, of the same units."""
         changed = [i for i in range(len(self.units)) if self._mapped(i) != after._mapped(i)]

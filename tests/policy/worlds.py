@@ -177,10 +177,11 @@ def layered(
     """`m` with layers that can rotate, each copied in 1 ms where the link has 1 GB/s."""
     rotation = Rotation(tuple(range(lent + 1)), 1) if lent else WHOLE
     units = (Unit(0, 0), *(Unit(pages, 1_000_000) for _ in range(layers)))
+    here = ResidencyPlan(units, layers, rotation)
     return replace(
         m,
         spec=replace(m.spec, n_layers=layers, priority=priority),
-        plan=ResidencyPlan(units, layers, rotation),
+        plan=here if m.plan.runnable else here.without(None),
         rotatable=tuple(range(layers)),
         layer_pages=pages,
         layer_bytes=1_000_000,

@@ -19,6 +19,7 @@ from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import ListedOffers, SupplyCurve
 from ballast.policy.memory import arbiter
 from ballast.policy.memory.arbiter import Arbiter
+from tests.policy import worlds
 from tests.policy.worlds import device, layered, model, request
 
 NOW = 100.0
@@ -87,10 +88,11 @@ def random_model(rng: random.Random, name: str, first: int, scarce: bool) -> Mod
         traffic = traffic.arrived(at)
     if rng.random() < 0.5:
         traffic = traffic.ended(32, rng.randrange(1, 60), rng.randrange(32))
-    parts = () if kind == "absent" or scarce else (m.own_pages // 5,) * 5
+    if kind != "absent":
+        m = worlds.in_parts(m, *(m.own_pages // 5,) * 5, gone=5 if scarce else 0)
     if rng.random() < 0.3:
         m = layered(m)
-    return replace(m, parts=parts, traffic=traffic, busy=rng.random() < 0.5)
+    return replace(m, traffic=traffic, busy=rng.random() < 0.5)
 
 
 def random_view(rng: random.Random, models: list[ModelView]) -> DeviceView:
