@@ -89,7 +89,7 @@ def test_no_more_parts_go_than_are_needed(units: list[tuple[int, bool]], pages: 
 def test_units_read_in_place_take_no_page_and_are_read_by_each_pass() -> None:
     direct = ABSENT.reading(frozenset(range(6)))
     assert direct.runnable
-    assert (direct.device_pages, direct.missing_pages, direct.in_place_pages) == (0, 0, 15)
+    assert (direct.device_pages, direct.missing_pages) == (0, 0)
     assert direct.bytes_per_pass == sum(u.n_bytes for u in UNITS)
     assert direct.place(2) == UnitPlace(Site.HOST)
     assert {direct.access(i) for i in range(6)} == {Access.IN_PLACE}
@@ -106,3 +106,24 @@ def test_units_read_in_place_take_no_page_and_are_read_by_each_pass() -> None:
     gone = mixed.without(2)
     assert gone.completed(in_place=False) == mixed
     assert gone.completed(in_place=True) == RESIDENT.reading(mixed.in_place | gone.absent)
+
+
+def test_what_a_change_costs_follows_from_the_two_plans() -> None:
+    part = RESIDENT.without(3)
+    come, go = part.to(RESIDENT), RESIDENT.to(part)
+    assert (come.coming, come.going) == (go.going, go.coming) == (part.absent, frozenset())
+    assert come.pages == -go.pages == part.missing_pages
+    assert (come.n_bytes, go.n_bytes) == (sum(UNITS[i].n_bytes for i in part.absent), 0)
+    assert come.calls == go.calls == len(part.absent)
+    turned = RESIDENT.to(ROTATING)
+    assert turned.pages == ROTATING.device_pages - RESIDENT.device_pages < 0
+    assert turned.calls == WHOLE.remapped(ROTATING.rotation)
+    other = RESIDENT.turned(Rotation((0, 1, 2, 3), 2, (0, 1, 1, 0)))
+    assert ROTATING.to(other).calls == ROTATING.rotation.remapped(other.rotation) < 4
+    back = ROTATING.to(RESIDENT)
+    assert back.n_bytes == sum(UNITS[1 + layer].n_bytes for layer in ROTATING.rotation.layers)
+    direct = RESIDENT.reading(frozenset({2}))
+    laid, brought = RESIDENT.to(direct), direct.to(RESIDENT)
+    assert (laid.n_bytes, brought.n_bytes) == (0, UNITS[2].n_bytes)
+    assert (laid.pages, brought.pages, laid.calls) == (-UNITS[2].pages, UNITS[2].pages, 1)
+    assert RESIDENT.to(RESIDENT) == (frozenset(), frozenset(), 0, 0, 0)
