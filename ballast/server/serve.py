@@ -248,7 +248,8 @@ def _http_server(
 ) -> HttpServer:
     """Build the HTTP server, with the application inside its gate, keys, CORS, checks of host and
     route, and request watch. `name`: of the address that it listens on."""
-    listeners: list[Listener] = [log_request] if tracer is None else [log_request, tracer]
+    listeners: list[Listener] = [service.requests.over, log_request]
+    listeners += [] if tracer is None else [tracer]
     guarded = Cors(Guard(gate, service.keys), lambda: service.settings)
     checked = SameOrigin(guarded, lambda: service.settings, (name,))
     app = Watch(
@@ -256,6 +257,7 @@ def _http_server(
         service.metrics,
         service.clock,
         listeners,
+        service.requests.arrived,
     )
     return HttpServer(
         uvicorn.Config(

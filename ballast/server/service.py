@@ -40,6 +40,7 @@ from ballast.server.model_loads import ModelLoads
 from ballast.server.observe.device_metrics import DeviceCollector
 from ballast.server.observe.kv_metrics import KvCollector
 from ballast.server.observe.metrics import Metrics
+from ballast.server.observe.recent_requests import RecentRequests
 from ballast.server.openai.request import GenerateRequest
 from ballast.server.openai.text_request import EmbeddingRequest
 from ballast.server.prompt_encoder import PromptEncoder
@@ -85,6 +86,7 @@ class Service:
         self.metrics.registry.register(
             KvCollector(controller.kept_kv.report, lambda: devices.report)
         )
+        self.requests = RecentRequests(clock)
         self.wall = wall
         self.started = int(wall.now())
         self.clock = clock

@@ -126,6 +126,8 @@ def test_in_a_browser(echo: ServerProcess) -> None:
         )
         assert shown.value("document.querySelector('.asked').textContent") == MARKUP
         assert MARKUP in shown.value("document.querySelector('.answer > .text').textContent")
+        shown.until("document.querySelector('#requests tr.ended')?.innerText.includes('stop')")
+        assert MARKUP not in shown.value("document.querySelector('#requests').innerText")
         assert shown.value("document.querySelectorAll('main img, main b').length") == 0
         assert shown.value("document.title") == "Ballast"
         assert shown.value("document.documentElement.scrollWidth") <= 390

@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 
 FREE = ("/live", "/health", "/", "/page/{name}")
 """Routes that need no key: probes have none, nor has a browser that opens the page."""
-_OF_ALL = ("/metrics", "/admin/state")
+_STATE = ("/admin/state", "/admin/requests")
+"""Paths below `/admin` that can be read without an admin key where none is configured."""
+_OF_ALL = ("/metrics", *_STATE)
 """Paths that report on all models: closed to keys that are limited to some models."""
 _OPERATORS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Routes beside those below `/admin` that need the admin key."""
@@ -81,7 +83,7 @@ class ApiKeys:
             if caller.key is not None:
                 raise Fault(403, "this needs the admin key", "forbidden")
             raise _unauthorized("the admin key is needed")
-        if not (path == "/admin/state" and method in _READING):
+        if not (path in _STATE and method in _READING):
             why = "no admin key is configured, so there are no admin routes"
             raise Fault(404, f"{method} {path:.200}: {why}", "not_found")
         if not caller.known:

@@ -8,6 +8,7 @@ those of `latency`, too.
 - `latency`: Token times of one request, and recent latency quantiles.
 - `metric_names`: Names of metrics on export, and those of earlier releases.
 - `metrics`: `/metrics` of requests.
+- `recent_requests`: Records of `/admin/requests`.
 - `request_log`: One log line for each request.
 - `request_watch`: Middleware that follows each request for metrics, traces and logs.
 - `server_state`: Records of `/admin/state`.

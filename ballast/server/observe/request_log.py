@@ -10,7 +10,7 @@ from ballast.server.http.request_context import RequestContext
 
 log = logging.getLogger("ballast.request")
 
-_QUIET = (*FREE, "/metrics", "/admin/state")
+_QUIET = (*FREE, "/metrics", "/admin/state", "/admin/requests")
 """Routes that machines and the page poll every few seconds: logged only when debugging."""
 
 

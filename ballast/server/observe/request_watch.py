@@ -23,7 +23,7 @@ MESSAGES_HEADER = b"request-id"
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
 Listener = Callable[[RequestContext], None]
-"""Called with the context of each finished request. It must neither wait nor raise."""
+"""Called with the context of a finished request. It must neither wait nor raise."""
 
 
 class Watch:
@@ -31,12 +31,19 @@ class Watch:
     when it is over."""
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, clock: Clock, listeners: Sequence[Listener] = ()
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        clock: Clock,
+        listeners: Sequence[Listener] = (),
+        arrived: Listener = lambda context: None,
     ) -> None:
+        """`arrived`: called with the context of each request that arrives."""
         self._app = app
         self._metrics = metrics
         self._clock = clock
         self._listeners = tuple(listeners)
+        self._arrived = arrived
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,6 +57,7 @@ class Watch:
             request_id=request_id(dict(scope["headers"]).get(HEADER)),
         )
         attach_context(scope, context)
+        self._arrived(context)
         complete = False
 
         async def watched(message: Message) -> None:

@@ -28,7 +28,7 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-_UNTRACED = frozenset({"/live", "/health", "/metrics", "/admin/state"})
+_UNTRACED = frozenset({"/live", "/health", "/metrics", "/admin/state", "/admin/requests"})
 """Paths that machines poll every few seconds; not traced."""
 _LONGEST = 200
 """Most characters kept of text that clients chose."""

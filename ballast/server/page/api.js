@@ -37,7 +37,11 @@ async function request(path, key, init) {
 
 export const read = async (path) => (await request(path, keys.api || keys.admin, {})).json();
 
-export const readState = async () => (await request("admin/state", keys.admin || keys.api, {})).json();
+const readAdmin = async (path) => (await request(`admin/${path}`, keys.admin || keys.api, {})).json();
+
+export const readState = () => readAdmin("state");
+
+export const readRequests = (last) => readAdmin(`requests?last=${last}`);
 
 // Carry out an operator's order, such as `models/NAME/evict`.
 export const order = (path) => request(`admin/${path}`, keys.admin, { method: "POST" });

@@ -9,6 +9,7 @@ import { span } from "./format.js";
 import { MemoryPanels } from "./memory.js";
 import { ModelTable, offerModels } from "./models.js";
 import { Readings } from "./readings.js";
+import { showRequests } from "./requests.js";
 
 const SIGHTLESS = "Memory, requests and decisions are shown to keys that may read /admin/state: the admin key, where there is one.";
 
@@ -43,6 +44,7 @@ readings.listen(() => {
   offerModels(readings);
   memory.show(readings, hasAdminKey());
   models.show(readings, hasAdminKey());
+  showRequests(readings);
   showDecisions(readings);
 });
 new Conversation(readings);

@@ -1,16 +1,17 @@
 // Reads the server's state once a second while the page is seen, and shows it to listeners.
 
-import { ApiError, read, readState } from "./api.js";
+import { ApiError, read, readRequests, readState } from "./api.js";
 
 const SECONDS = 1;
 const AGAIN_SECONDS = 2; // after a reading that failed
+const LAST = 40; // requests that have ended
 const CLOSED_SECONDS = 30; // until `/admin/state` is tried again with a key that does not open it
 
-// What is known: `state` as `/admin/state` has it, or null where the key does not open it; then
+// What is known: `state` as `/admin/state` has it and `requests` as `/admin/requests`, or null where the key does not open them; then
 // `listed` are the models of `/v1/models`. `trouble` says why there is nothing newer.
 export class Readings {
   constructor() {
-    this.state = null;
+    this.state = this.requests = null;
     this.listed = [];
     this.trouble = "";
     this.wantsKey = false;
@@ -55,9 +56,9 @@ export class Readings {
   async _read() {
     if (performance.now() < this._closedUntil) return this._list();
     try {
-      const state = await readState();
+      const [state, requests] = await Promise.all([readState(), readRequests(LAST)]);
       this._rate(state);
-      Object.assign(this, { state, trouble: "", wantsKey: false });
+      Object.assign(this, { state, requests, trouble: "", wantsKey: false });
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if ([401, 403, 404].includes(error.status)) {
@@ -68,7 +69,7 @@ export class Readings {
   }
 
   async _list() {
-    this.state = null;
+    this.state = this.requests = null;
     try {
       this.listed = (await read("v1/models")).data;
       Object.assign(this, { trouble: "", wantsKey: false });

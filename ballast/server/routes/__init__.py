@@ -12,6 +12,6 @@
 - `kv`: `/admin/kv`, the host's KV tiers.
 - `openapi_document`: Adds schemas of responses to `/openapi.json`.
 - `page`: The page at `/`.
-- `state`: Read-only routes: `/metrics` and `/admin/state`.
+- `state`: Read-only routes: `/metrics`, `/admin/state` and `/admin/requests`.
 - `texts`: Routes for tokenizing and embeddings.
 """

@@ -19,6 +19,7 @@ from ballast.server.http.json_response import (
     encode,
 )
 from ballast.server.messages_api.records import InputTokens, Message
+from ballast.server.observe.recent_requests import RequestList
 from ballast.server.observe.server_state import ServerNow
 from ballast.server.ollama_api.records import (
     ChatAnswer,
@@ -59,6 +60,7 @@ _ANSWERS = (
     ModelList,
     RunningList,
     Version,
+    RequestList,
     ServerNow,
     ErrorBody,
     MessagesErrorBody,

@@ -1,12 +1,13 @@
-"""Add the read-only routes `/metrics` (Prometheus) and `/admin/state` (`ballast top`)."""
+"""Add the read-only routes `/metrics` (Prometheus), `/admin/state` (`ballast top`) and
+`/admin/requests`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from starlette.responses import PlainTextResponse, Response
 
 from ballast import __version__
@@ -16,6 +17,7 @@ from ballast.core.settings import Slo
 from ballast.server.access.gate import Gate
 from ballast.server.http.json_response import answered
 from ballast.server.observe.metrics import CONTENT_TYPE, Metrics
+from ballast.server.observe.recent_requests import KEPT, RequestList
 from ballast.server.observe.server_state import DeviceNow, ModelNow, NameNow, ServerNow
 from ballast.server.routes.catalogue import status_of
 from ballast.server.routes.health import status
@@ -27,7 +29,7 @@ LAST_DECISIONS = 50
 
 
 def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
-    """Add `/metrics` and `/admin/state`."""
+    """Add `/metrics`, `/admin/state` and `/admin/requests`."""
 
     # Not a coroutine: FastAPI runs it on a thread, since encoding all metrics is slow.
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -40,6 +42,10 @@ def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
         # Sorting the latencies of many models is slow.
         models = await asyncio.to_thread(models_now, service)
         return answered(_server(service, gate, models))
+
+    @app.get("/admin/requests", responses=responses_of(RequestList))
+    async def requests(last: Annotated[int, Query(ge=0, le=KEPT)] = 100) -> Response:
+        return answered(service.requests.listed(last))
 
 
 def models_now(service: Service) -> list[ModelNow]:

@@ -1,0 +1,142 @@
+"""Keep the requests to models that are open, and those that ended last, for `/admin/requests`.
+
+`request_watch` notes each HTTP request at its beginning and its end. Prompts, outputs and keys are
+not kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ballast.core.clock import Clock
+from ballast.server.http.request_context import RequestContext
+
+KEPT = 200
+"""Ended requests that are kept."""
+
+
+class RequestNow(msgspec.Struct, frozen=True):
+    """One request, now or at its end; times in seconds."""
+
+    request_id: str
+    key: str
+    """Name of the API key; empty: none was needed."""
+    model: str
+    path: str
+    state: Literal["waiting", "generating", "ended"]
+    """`waiting`: it has no token yet."""
+    age: float
+    """Since it arrived."""
+    seconds: float | None
+    """From its arrival to the end of its response; None: it is open."""
+    queued: float | None
+    """From its arrival at the worker to its admission there, known from its first token on."""
+    ttft: float | None
+    tpot: float | None
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    cached_tokens_by_tier: dict[str, int] | UnsetType
+    """Where their KV was; unset where all of it was on the device."""
+    choices: int
+    status: int | None
+    """HTTP status; None: nothing has been sent yet."""
+    error: str | None
+    finish: list[str]
+    """Finish reasons of its choices, each once."""
+    gone: bool
+    """Whether its client left before the end."""
+
+
+class RequestList(msgspec.Struct, frozen=True):
+    """The answer of `/admin/requests`."""
+
+    open: list[RequestNow]
+    """By arrival, the oldest first."""
+    ended: list[RequestNow]
+    """The latest first."""
+
+
+class RecentRequests:
+    """Requests to models that are open, and the last `KEPT` that ended."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open: dict[RequestContext, None] = {}
+        self._ended: deque[tuple[float, RequestNow]] = deque(maxlen=KEPT)
+
+    def arrived(self, context: RequestContext) -> None:
+        """Note an HTTP request that arrives."""
+        self._open[context] = None
+
+    def over(self, context: RequestContext) -> None:
+        """Note that a request's response has ended, or that its client has left."""
+        self._open.pop(context, None)
+        if _asks_model(context):
+            now = self._clock.now()
+            self._ended.append((now, _described(context, now)))
+
+    def listed(self, last: int) -> RequestList:
+        """Return all open requests, and the `last` that ended."""
+        now = self._clock.now()
+        opened = [_described(context, now) for context in self._open if _asks_model(context)]
+        ended = [
+            msgspec.structs.replace(one, age=round(one.age + now - at, 4))
+            for at, one in list(self._ended)[max(0, len(self._ended) - last) :]
+        ]
+        return RequestList(opened, ended[::-1])
+
+
+def _asks_model(context: RequestContext) -> bool:
+    return context.answer is not None or context.request is not None
+
+
+def _described(context: RequestContext, now: float) -> RequestNow:
+    answer, ended = context.answer, context.ended
+    asked = "" if context.request is None else context.request.model
+    timings = [] if answer is None else answer.timings
+    usage = None if answer is None else answer.usage
+    output = 0 if usage is None else usage.completion_tokens
+    first = min((t.first for t in timings if t.first is not None), default=None)
+    details = None if usage is None else usage.prompt_tokens_details
+    state: Literal["waiting", "generating", "ended"] = "waiting" if first is None else "generating"
+    return RequestNow(
+        request_id=context.request_id,
+        key=context.caller.name,
+        model=asked if answer is None else answer.model,
+        path=context.path,
+        state=state if ended is None else "ended",
+        age=round(now - context.began, 4),
+        seconds=None if ended is None else round(ended - context.began, 4),
+        queued=_rounded(t.queued for t in timings if t.queued is not None),
+        ttft=None if first is None else round(first - context.began, 4),
+        tpot=_rounded(_paces(context)),
+        prompt_tokens=0 if usage is None else usage.prompt_tokens,
+        output_tokens=output,
+        cached_tokens=0 if details is None else details.cached_tokens,
+        cached_tokens_by_tier=UNSET if details is None else details.cached_tokens_by_tier,
+        choices=len(timings),
+        status=None if ended is None and first is None else context.status,
+        error=context.code,
+        finish=sorted({r for r in ([] if answer is None else answer.finish_reasons) if r}),
+        gone=context.gone,
+    )
+
+
+def _paces(context: RequestContext) -> Iterable[float]:
+    """Yield seconds per output token after the first, of a request with one choice."""
+    answer = context.answer
+    if answer is not None and len(answer.timings) == 1:
+        pace = answer.timings[0].tpot(answer.usage.completion_tokens)
+        if pace is not None:
+            yield pace
+
+
+def _rounded(values: Iterable[float]) -> float | None:
+    smallest = min(values, default=None)
+    return None if smallest is None else round(smallest, 4)
