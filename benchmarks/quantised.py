@@ -1,14 +1,16 @@
-"""Quantised GGUF files: wrong tokens, memory, and speed against bfloat16 and against llama.cpp.
+"""Quantised models: wrong tokens, memory, and speed against bfloat16 and against llama.cpp.
 
-Exactness: a small file of each type with random blocks, served in float32 with its matrices packed,
+Exactness: a small GGUF file of each type with random blocks, and a small checkpoint of each format
+of quantised safetensors (`benchmarks.quantised_files`), served in float32 with its matrices packed,
 token by token against `transformers` on the weights as dequantised.
 
-Speed: files of each type in the shape of a Llama of 110M, or those of `--gguf`, against the same
-weights in bfloat16, and llama.cpp on the same file and threads (`--peer-python`: the interpreter of
-an environment with llama-cpp-python). All run in child processes, in turns (`benchmarks.turns`).
+Speed: GGUF files of each type and checkpoints of some formats (`--formats`) in the shape of a Llama
+of 110M, and the files of `--gguf`, against the same weights in bfloat16, and GGUF files against
+llama.cpp on the same file and threads (`--peer-python`: the interpreter of an environment with
+llama-cpp-python). All run in child processes, in turns (`benchmarks.turns`).
 
-- `wrong`: wrong tokens, all types together; ties, where the reference's margin is below 1e-4, are
-  not wrong.
+- `wrong`: wrong tokens, all types and formats together; ties, where the reference's margin is below
+  1e-4, are not wrong.
 - `memory_over_bf16`: bytes of the weights in pages, over those in bfloat16; the greatest of files.
 - `vs_bf16.decode_1`, `.decode_16`, `.prefill`: tokens a second of decode steps and of prompts, over
   bfloat16; the least of files (of prompts: of 1 and 16 streams as well).
@@ -18,6 +20,7 @@ an environment with llama-cpp-python). All run in child processes, in turns (`be
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -29,16 +32,19 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.units import MiB
 from ballast.fleet.gguf_entry import gguf_directory
-from benchmarks import exactness, gguf_files
+from benchmarks import exactness, gguf_files, quantised_files
 from benchmarks.common import finish, options
 from benchmarks.families import VOCAB
 from benchmarks.gguf_files import GgufSizes
 from benchmarks.turns import Broken, Contestant, Run, contest
 
+FORMATS = ("awq", "gptq-order", "ct-int8", "fp8-block", "bnb-nf4")
+"""Formats whose speed is measured: each reads weights in a way of its own."""
 TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16")
 SMALL = GgufSizes(hidden=256, inner=512, layers=3, vocab=VOCAB, context=512)
 LARGE = GgufSizes(
@@ -52,12 +58,17 @@ OURS, BF16, LLAMACPP = "ballast", "bf16", "llamacpp"
 
 
 def check(kind: str, scratch: Path) -> exactness.Verdict:
-    """Serve a small file of one type, and compare all tokens."""
-    path = scratch / f"{kind}.gguf"
-    gguf_files.write(path, gguf_files.values(sizes=SMALL), gguf_files.tensors(kind, sizes=SMALL))
-    directory = Path(gguf_directory(path, "path", path.name))
+    """Serve a small file of one type, or a checkpoint of one format, and compare all tokens."""
+    if kind in quantised_files.FORMATS:
+        directory = scratch / kind
+        reference = make(directory, kind, SMALL)
+    else:
+        path = scratch / f"{kind}.gguf"
+        wanted = gguf_files.tensors(kind, sizes=SMALL)
+        gguf_files.write(path, gguf_files.values(sizes=SMALL), wanted)
+        directory = Path(gguf_directory(path, "path", path.name))
+        reference = gguf_files.reference(directory, path)
     verdict = exactness.Verdict()
-    reference = gguf_files.reference(directory, path)
     submissions = exactness.asked([kind], 4, 1, new_tokens=16)
     submissions = [s for s in submissions if len(s.prompt) + 16 <= SMALL.context]
     with InProcess(exactness.fleet({kind: directory}, 64 * MiB)) as server:
@@ -65,6 +76,26 @@ def check(kind: str, scratch: Path) -> exactness.Verdict:
     for s in submissions:
         exactness.compare(reference, s.prompt, answers[s.id], verdict)
     return verdict
+
+
+def make(directory: Path, name: str, sizes: GgufSizes) -> Any:
+    """Write a checkpoint in a format; returns the model of `transformers`, float32, with its
+    weights as dequantised."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=sizes.layers,
+        vocab_size=sizes.vocab,
+        max_position_embeddings=sizes.context,
+        initializer_range=1 / math.sqrt(sizes.hidden) * 2,
+        attn_implementation="eager",
+    )
+    model = LlamaForCausalLM(config).eval()
+    quantised_files.quantise(model, directory, name)
+    return model
 
 
 class Phase:
@@ -90,17 +121,31 @@ class Phase:
         }
 
 
-def measure(path: Path, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one file against its copy in bfloat16, and llama.cpp if it is there."""
+def measure_format(name: str, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure a checkpoint of one format against its copy in bfloat16."""
+    ours, plain = scratch / f"{name}-110M", scratch / f"{name}-bf16"
+    make(ours, name, LARGE).bfloat16().save_pretrained(plain)
+    return measure({OURS: str(ours), BF16: str(plain)}, None, scratch, args)
+
+
+def measure_file(path: Path, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one GGUF file against its copy in bfloat16, and llama.cpp if it is there."""
     plain = scratch / "bf16" / path.name
     plain.parent.mkdir(exist_ok=True)
     gguf_files.write_bfloat16(path, plain)
     directories = {n: gguf_directory(p, "path", p.name) for n, p in ((OURS, path), (BF16, plain))}
+    return measure(directories, path, scratch, args)
+
+
+def measure(
+    directories: Mapping[str, str], path: Path | None, scratch: Path, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Measure checkpoints against each other, and llama.cpp on the GGUF file at `path`."""
     modules = {
         name: ("benchmarks.child_ballast", [directory], sys.executable)
         for name, directory in directories.items()
     }
-    if args.peer_python is not None:
+    if args.peer_python is not None and path is not None:
         threads = str(torch.get_num_threads())
         arguments = [str(path.resolve()), threads]
         modules[LLAMACPP] = ("benchmarks.child_llamacpp", arguments, args.peer_python)
@@ -174,7 +219,8 @@ def table(verdicts: Mapping[str, exactness.Verdict], found: Mapping[str, Any]) -
 
 
 def more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--types", default=",".join(TYPES), help="of these types (comma)")
+    parser.add_argument("--types", default=",".join(TYPES), help="GGUF's types (comma)")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="formats of safetensors")
     parser.add_argument("--gguf", type=Path, nargs="*", default=[], help="measure these files")
     parser.add_argument("--without-shapes", action="store_true", help="measure no others")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter with llama-cpp-python")
@@ -182,20 +228,22 @@ def more_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     args = options(__doc__, extra=more_options)
-    kinds = args.types.split(",")
+    kinds, formats = ([k for k in given.split(",") if k] for given in (args.types, args.formats))
     verdicts: dict[str, exactness.Verdict] = {}
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         here = Path(scratch)
-        for kind in kinds:
+        for kind in [*kinds, *(quantised_files.FORMATS if formats else ())]:
             verdicts[kind] = check(kind, here)
         for path in args.gguf:
-            found[path.stem] = measure(path, here, args)
+            found[path.stem] = measure_file(path, here, args)
+        for kind in [] if args.without_shapes else formats:
+            found[kind] = measure_format(kind, here, args)
         for kind in [] if args.without_shapes else kinds:
             path = here / f"{kind}-110M.gguf"
             wanted = gguf_files.tensors(kind, sizes=LARGE)
             gguf_files.write(path, gguf_files.values(sizes=LARGE), wanted)
-            found[kind] = measure(path, here, args)
+            found[kind] = measure_file(path, here, args)
             path.unlink()
     result: dict[str, Any] = {
         "wrong": sum(v.wrong for v in verdicts.values()),
@@ -204,11 +252,9 @@ def main() -> None:
     }
     if found:
         result["memory_over_bf16"] = max(d["memory_over_bf16"] for d in found.values())
-        result |= {
-            f"vs_{other}": least(found, f"vs_{other}")
-            for other in (BF16, LLAMACPP)
-            if all(f"vs_{other}" in d for d in found.values())
-        }
+        for over in (f"vs_{BF16}", f"vs_{LLAMACPP}"):
+            if ratios := {name: d for name, d in found.items() if over in d}:
+                result[over] = least(ratios, over)
     finish(args, "quantised", result, table(verdicts, found))
 
 

@@ -54,20 +54,14 @@ def find_directory(
     local = base / os.path.expanduser(text)  # which, unlike pathlib, takes any text
     if wanted == CHECKPOINT and text == hub_id and is_gguf(local):
         return gguf_directory(local, key, text)
-    if _names_gguf(hub_id, local):
-        allowed = (
-            "GGUF files are not downloaded: give the path of such a file, or the model that it was "
-            "converted from, as a directory or hub id with config.json and *.safetensors "
-            f"(hf:org/name; the GGUF's page on the hub names it as base model); looked in {local}"
-        )
-        raise ConfigError(key, text, allowed)
     if text == hub_id and (os.path.lexists(local) or not is_hub_id(text)):
         if (reason := _missing(local, wanted.file)) is not None:
             allowed = f"{reason}; it must be {wanted.described}, or a hub id such as hf:org/name"
             raise ConfigError(key, text, f"{allowed}; looked in {local}")
         return str(local)
     if not is_hub_id(hub_id):
-        raise ConfigError(key, text, "a hub id reads hf:org/name or hf:org/name@revision")
+        allowed = "a hub id reads hf:org/name or hf:org/name@revision; with :Q4_K_M, a GGUF file"
+        raise ConfigError(key, text, allowed)
     try:
         found = Path(fetch_hub(hub_id, key))
     except ConfigError as error:
@@ -75,6 +69,8 @@ def find_directory(
             raise
         why = f"there is no directory {local}; as a hub id: {error.allowed}"
         raise ConfigError(key, text, why) from error
+    if wanted == CHECKPOINT and is_gguf(found):
+        return gguf_directory(found, key, text)
     return str(found)
 
 
@@ -97,11 +93,3 @@ def _missing(directory: Path, file: str) -> str | None:
         return None
     left = unfinished(directory)
     return f"it has no {file}" + ("" if left is None else f"; it is {left}")
-
-
-def _names_gguf(hub_id: str, local: Path) -> bool:
-    """Whether a hub id means weights in llama.cpp's format: a file, or a repository called so."""
-    if os.path.exists(local) or not is_hub_id(hub_id):
-        return False
-    name = hub_id.partition("@")[0].lower()
-    return name.endswith(".gguf") or "gguf" in name.split("-")

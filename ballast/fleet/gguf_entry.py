@@ -24,7 +24,8 @@ from ballast import __version__
 from ballast.core.errors import ConfigError
 from ballast.fleet.gguf_header import SUFFIX
 
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
+SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
+"""Names of the parts of a split file."""
 _MODULE = "ballast.weights.gguf_export"
 _FILES = 2
 """Version of the files that are made."""
@@ -75,12 +76,12 @@ def _parts(local: Path, key: str, text: str) -> list[Path]:
     first = local
     if local.is_dir():
         first, *others = _files(local)
-        split = _PART.fullmatch(first.name)
+        split = SPLIT.fullmatch(first.name)
         alien = [p for p in others if split is None or not p.name.startswith(f"{split[1]}-")]
         if alien:
             allowed = f"it holds {first.name} and {alien[0].name}: give the path of one of them"
             raise ConfigError(key, text, f"{allowed}; looked in {local}")
-    split = _PART.fullmatch(first.name)
+    split = SPLIT.fullmatch(first.name)
     count = 1 if split is None else int(split[3])
     names = [first.name]
     if split is not None:

@@ -21,8 +21,10 @@ from ballast.core.settings import (
 )
 from ballast.core.units import KiB, MiB
 from ballast.fleet.fleet_file import load_fleet
+from ballast.fleet.hub import choose_gguf
 from ballast.fleet.key_hints import KEYS, OTHERS, paths_of, place_of
 from ballast.fleet.schema import FleetKeys
+from benchmarks import gguf_files
 
 PRESETS = ("static", "swap", "balloon")
 MINIMAL = """
@@ -204,13 +206,7 @@ def test_a_value_from_the_environment_is_a_value_and_never_structure(home: Path)
         ("path: m", "path: m, budget: 1", "models[0].budget", "sets is `devices[i].budget`"),
         ("path: m", "path: m.gguf", "models[0].path", "there is no such file"),
         ("path: m", "path: quantized", "models[0].path", "not a GGUF file"),
-        ("path: m", "path: org/Some-7B-GGUF", "models[0].path", "GGUF files are not downloaded"),
-        (
-            "path: m",
-            "path: 'hf:org/Some-7B-GGUF@v1'",
-            "models[0].path",
-            "GGUF files are not downloaded",
-        ),
+        ("path: m", "path: 'hf:org/Some-7B:'", "models[0].path", "with :Q4_K_M, a GGUF file"),
         ("models:", "port: 80\nmodels:", "port", "`ballast serve --port`"),
         ("budget: 64MiB", "budget: 64MiBs", "devices[0].budget", "512MiB"),
         ("budget: 64MiB", "budget: 0", "devices[0].budget", "greater than 0"),
@@ -585,6 +581,66 @@ def test_a_hub_id_without_network_is_a_clear_fault(
         load_fleet(file, presets=PRESETS, environ={})
     assert caught.value.key == "models[0].path"
     assert "could not be reached" in caught.value.allowed
+
+
+GGUFS = [
+    "m-Q4_0.gguf", "m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf",
+    "m-IQ4_K_M.gguf", "Q8_0/whole.gguf", "mmproj-m-F16.gguf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("chosen", "files"),
+    [
+        ("Q4_0", GGUFS[:1]),
+        ("q4_k_m", GGUFS[1:3]),
+        ("m-IQ4_K_M", GGUFS[3:4]),
+        ("Q8_0", GGUFS[4:5]),
+        ("F16", "no GGUF file of it ends so; it has whole, m-IQ4_K_M, m-Q4_0, m-Q4_K_M"),
+        ("0", "no GGUF file of it ends so"),
+        ("", "it has these GGUF files: whole, m-IQ4_K_M, m-Q4_0, m-Q4_K_M; name one"),
+    ],
+)
+def test_a_gguf_file_of_a_repository_is_chosen_by_its_end(
+    chosen: str, files: list[str] | str
+) -> None:
+    if isinstance(files, list):
+        assert choose_gguf(GGUFS, chosen, "org/m", "path") == files
+        return
+    with pytest.raises(ConfigError) as caught:
+        choose_gguf(GGUFS, chosen, "org/m", "path")
+    assert caught.value.allowed.startswith(files)
+
+
+def test_several_gguf_files_of_one_end_are_named() -> None:
+    files = ["m-Q4_0.gguf", "m-UD-Q4_0.gguf"]
+    with pytest.raises(ConfigError, match="several GGUF files end so: m-Q4_0, m-UD-Q4_0"):
+        choose_gguf(files, "Q4_0", "org/m", "path")
+    assert choose_gguf(files, "UD-Q4_0", "org/m", "path") == files[1:]
+    assert choose_gguf(files[:1], "", "org/m", "path") == files[:1]
+
+
+def test_a_cached_repository_of_gguf_files_is_found_offline(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+    repository = home / "hub" / "models--org--m-GGUF"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    for kind in ("Q4_0", "Q8_0"):
+        path = snapshot / f"m-{kind}.gguf"
+        gguf_files.write(path, gguf_files.values(), gguf_files.tensors(kind))
+    file = home / "fleet.yaml"
+    file.write_text(MINIMAL.replace("path: m", "path: 'org/m-GGUF:Q8_0'"))
+    found = Path(load_fleet(file, presets=PRESETS, environ={}).models[0].path)
+    assert [p.name for p in found.glob("*.gguf")] == ["m-Q8_0.gguf"]
+    file.write_text(MINIMAL.replace("path: m", "path: 'org/m-GGUF'"))
+    with pytest.raises(ConfigError, match="name one by its end"):
+        load_fleet(file, presets=PRESETS, environ={})
 
 
 def test_models_of_the_catalogue_are_for_simulations_and_these_need_no_devices(home: Path) -> None:
