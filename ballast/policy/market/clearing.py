@@ -29,6 +29,8 @@ class Cleared:
     promises: tuple[Promise, ...]
     uncovered: Sequence[Claim]
     """Claims that cost more than they gain so far."""
+    free: int
+    """Free pages that no claim uses."""
 
 
 def clear(view: DeviceView, claims: Iterable[Claim], supply: SupplyCurve) -> Cleared:
@@ -65,7 +67,8 @@ def clear(view: DeviceView, claims: Iterable[Claim], supply: SupplyCurve) -> Cle
         if there and claim.then is not None:
             actions.add(claim.then(needs))
             budget.bring(claim)
-    return Cleared(actions.final, tuple(promises), uncovered)
+    free = 0 if uncovered else max(0, min(budget.free, budget.coming))
+    return Cleared(actions.final, tuple(promises), uncovered, free)
 
 
 def _order(claim: Claim) -> tuple[float, object, str]:

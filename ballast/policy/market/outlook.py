@@ -28,6 +28,8 @@ from ballast.policy.market.work_ahead import (
 
 MOST_DECODING = 0.9
 """Most of the lane's time that decodes are taken to need, for what is left to prefills."""
+_WAITS = (0.0, *(1e-3 * 4.0**k for k in range(7)))
+"""Seconds by which a round may become longer, between which harms are interpolated."""
 FOREVER = 10.0
 """Seconds for which a request is taken to wait if nothing that runs will free its pages."""
 
@@ -104,6 +106,17 @@ class Outlook:
     def lane_price(self) -> float:
         """Harm of a second of the lane: all requests of the device are delayed by it."""
         return self.work.of_all.rise(self.now, self.stretch, LANE_STEP) / LANE_STEP
+
+    def lane_waits_harm(self, seconds: float) -> float:
+        """Return the harm if each round of decode steps becomes longer by so many seconds, for as
+        long as the requests of the device take to end."""
+        return float(np.interp(seconds, _WAITS, self._harm_of_waits))
+
+    @cached_property
+    def _harm_of_waits(self) -> Floats:
+        work = self.work.of_all
+        found = [work.harms(self.now, self.stretch, work.left * w).sum() for w in _WAITS]
+        return np.array(found)
 
     @cached_property
     def coming(self) -> Coming:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ballast.core.actions import Action, Decision
+from ballast.core.actions import Action, Decision, Reside
 from ballast.core.cost import copy_seconds
 from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, Residency, Shortage
@@ -76,12 +76,15 @@ class Arbiter(MemoryPolicy):
         ahead = Outlook(view, fetches=bool(self.spilling), freed=self.freed)
         claims = list(_claims(ahead))
         if not claims:
-            home = layers_home(view, layer_offers(view))
+            home = layers_home(view, layer_offers(view), view.free - view.promised)
             return Decision((*sharing.holds, *home), None, None, (), sharing.holding)
         cleared = clear(view, claims, self._supply(ahead))
         actions = [*sharing.holds, *last_plans(cleared.actions)]
         if self.streaming:
-            actions = layer_offers(view).choose(view, actions)
+            layers = layer_offers(view)
+            actions = layers.choose(view, actions)
+            if not any(isinstance(a, Reside) and a.plan.rotation.n_freed for a in actions):
+                actions += layers_home(view, layers, cleared.free)
         wake = view.now + AGAIN if cleared.uncovered and _moving(view) else None
         return Decision(tuple(actions), None, wake, cleared.promises, sharing.holding)
 

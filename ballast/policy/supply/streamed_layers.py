@@ -17,12 +17,10 @@ from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.memory.layer_offers import LayerOffers, layers_of
 from ballast.policy.memory.layer_reversion import give_back, off_peak
-from ballast.policy.supply.weights import convex
+from ballast.policy.supply.weights import STAY, convex
 
 STEPS = 6
 """Numbers of layers beyond the hidden ones at which a model's are priced."""
-LEAST_STAY = 1.0
-"""Seconds for which layers are lent at least, over which their copies back are spread."""
 RESERVE = 0.1
 """Part of the pages beside weights in use that stays free when layers come back."""
 
@@ -34,48 +32,43 @@ def layer_offers(view: DeviceView) -> LayerOffers:
 
 def streamed_layers(ahead: Outlook, layers: LayerOffers) -> Iterator[Offer]:
     """Offer layers of models that run, a few at a time, at prices that rise."""
-    for m in ahead.view.models:
-        able = m.layer_pages > 0 and m.running and m.residency is Residency.RESIDENT
-        if able and not m.spec.pinned and not m.plan.in_place:
-            yield from _of(ahead, layers, m)
+    view = ahead.view
+    able = [m for m in view.models if m.layer_pages > 0 and m.residency is Residency.RESIDENT]
+    waits = {m.name: layers.wait_seconds(view, m, m.rotation.n_freed) for m in able}
+    for m in able:
+        if m.running and not m.spec.pinned and not m.plan.in_place:
+            others = sum(waits.values()) - waits[m.name]
+            yield from _of(ahead, layers, m, others)
 
 
-def _of(ahead: Outlook, layers: LayerOffers, m: ModelView) -> Iterator[Offer]:
+def _of(ahead: Outlook, layers: LayerOffers, m: ModelView, others: float) -> Iterator[Offer]:
+    """Offer one model's layers; `others`: seconds for which a round waits for other models'."""
     freed, top = m.rotation.n_freed, layers.bound(m)
     hidden = max(freed, layers.most(ahead.view, m))
     counts = {hidden, *(hidden + (top - hidden) * k // STEPS for k in range(1, STEPS + 1))}
-    now = _harm(ahead, layers, m, freed)
-    points = [
-        ((n - freed) * m.layer_pages, _harm(ahead, layers, m, n) - now + _return(ahead, m, n))
-        for n in sorted(counts)
-        if n > freed
-    ]
+    now = _harm(ahead, layers, m, freed, others)
+    points = [(0, 0.0)]
+    for n in sorted(counts):
+        if n > freed:
+            harm = _harm(ahead, layers, m, n, others) - now + _return(ahead, m, n)
+            points.append(((n - freed) * m.layer_pages, harm))
 
     def act(pages: int, claim: Claim) -> Reside:
         return layers.remap(m, freed + pages // m.layer_pages, f"{claim.model} needs pages")
 
-    for (start, before), (end, after) in convex([(0, 0.0), *points]):
+    key, grain = layers_of(m), m.layer_pages
+    for (start, before), (end, after) in convex(points):
         price = partial(float, (after - before) / (end - start) * end)
-        yield Offer(
-            layers_of(m),
-            m.name,
-            end,
-            price,
-            act,
-            grain=m.layer_pages,
-            cumulative=True,
-            later=True,
-        )
+        yield Offer(key, m.name, end, price, act, grain=grain, cumulative=True, later=True)
 
 
-def _harm(ahead: Outlook, layers: LayerOffers, m: ModelView, alpha: int) -> float:
-    """Return the harm of a model's giving up `alpha` layers until as many pages have become free by
-    themselves: in each round the lane waits for its copies."""
+def _harm(ahead: Outlook, layers: LayerOffers, m: ModelView, alpha: int, others: float) -> float:
+    """Return the harm of a model's giving up `alpha` layers: in each round the lane waits for their
+    copies, and so does the prefill of a request that comes. No pages are sure to be free before the
+    requests that run have ended."""
     waits = layers.wait_seconds(ahead.view, m, alpha)
-    if waits <= 0.0:
-        return 0.0
-    stay = max(LEAST_STAY, ahead.coming.wait(ahead.backlog + alpha * m.layer_pages))
-    return ahead.lane_price * waits * stay / (ahead.round_seconds + waits)
+    coming = m.arrival_rate(ahead.now) * STAY * ahead.arrival_harm(m, waits)
+    return ahead.lane_waits_harm(others + waits) + coming
 
 
 def _return(ahead: Outlook, m: ModelView, alpha: int) -> float:
@@ -84,13 +77,13 @@ def _return(ahead: Outlook, m: ModelView, alpha: int) -> float:
     return ahead.rise(m, (alpha - m.rotation.n_freed) * copy)
 
 
-def layers_home(view: DeviceView, layers: LayerOffers) -> list[Action]:
-    """Return layers to models while nobody lacks pages, as far as `RESERVE` of what weights leave
-    stays free."""
+def layers_home(view: DeviceView, layers: LayerOffers, free: int) -> list[Action]:
+    """Return layers to models on `free` pages that nobody claims, as far as `RESERVE` of what
+    weights leave stays free."""
     if not any(m.rotation.n_freed for m in view.models):
         return []
     used = sum(m.present_pages for m in view.models if not m.idle)
-    budget = PageBudget(view)
-    spare = budget.free - round(RESERVE * (view.total - view.arena - used))
-    actions = give_back(view, budget, off_peak(view, budget, layers), spare, [])
-    return layers.choose(view, actions)
+    spare = free - round(RESERVE * (view.total - view.arena - used))
+    budget = PageBudget(view, within=max(0, spare))
+    home = give_back(view, budget, off_peak(view, budget, layers), spare, [])
+    return layers.choose(view, home)
