@@ -4,7 +4,8 @@ Workloads are those of `arbiter_sim`, each at a rate about its knee, and, for es
 wrong by three times either way, many more of the same kinds, by seed. Seeds are paired.
 
 `source.X`, `estimate.X`: points of attainment that are lost without X, in the mean over workloads
-and seeds, and the most over workloads. `wrong.X`: the least over workloads of attainment less that
+and seeds, and the most over workloads; `added.X` is likewise what a source that is off by default
+would gain. `wrong.X`: the least over workloads of attainment less that
 of `recompute` in the same order of compute, with X wrong by a third and by three times (goal: not
 less than -2 points).
 """
@@ -26,7 +27,9 @@ from benchmarks.arbiter_workloads import WORKLOADS
 from benchmarks.common import finish, options, verdict
 from benchmarks.headroom import attained
 
-SOURCES = ("reuse", "idle", "parking", "streaming", "preempting")
+SOURCES = ("reuse", "idle", "parking", "preempting")
+ADDED = ("streaming",)
+"""Sources that are off by default: what is lost without them is what they would gain."""
 ESTIMATES = ("arrivals", "lengths", "reused", "freed")
 WRONG = (1 / 3, 3.0)
 """Factors of an estimate that is wrong."""
@@ -49,6 +52,7 @@ def measure(seconds: float, case: Case) -> float:
 
 def ablations() -> dict[str, tuple[tuple[str, float], ...]]:
     """Return the options of each ablation, by its name in the result."""
+    off: dict[str, tuple[tuple[str, float], ...]]
     off = {f"source.{name}": ((name, 0.0),) for name in SOURCES}
     return off | {f"estimate.{name}": ((name, 0.0),) for name in ESTIMATES}
 
@@ -81,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         result: dict[str, Any] = {
             name: lost(whole, run(seeds, "ballast", given)) for name, given in ablations().items()
         }
+        for name in ADDED:
+            result[f"added.{name}"] = lost(run(seeds, "ballast", ((name, 1.0),)), whole)
         rival = run(wrong_seeds, RIVAL, ())
         for name in ESTIMATES:
             margins = []
@@ -92,6 +98,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = Table("without", "points lost, mean", "most", title="attainment")
     for name in ablations():
         table.add_row(name, f"{result[name]['mean']:.1f}", f"{result[name]['most']:.1f}")
+    for name in ADDED:
+        gained = result[f"added.{name}"]
+        table.add_row(f"{name}, off by default", f"{gained['mean']:.1f}", f"{gained['most']:.1f}")
     for name in ESTIMATES:
         worst = result[f"wrong.{name}"]
         table.add_row(f"{name} wrong by 3", f"{worst:+.1f}", verdict(worst, at_least=GOAL_POINTS))

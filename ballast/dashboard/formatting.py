@@ -127,9 +127,8 @@ def _decided(decision: Mapping[str, Any]) -> Decided:
         verb = "release"
     elif decision.get("paused"):
         verb = "pause"
-    details = []
-    if why := decision.get("why"):
-        details.append(str(why))
+    reason, _, priced = str(decision.get("why") or "").partition("; ")
+    details = [reason] if reason else []
     if "rotation" in decision:
         details.append(_rotates(**decision["rotation"]))
     if "plan" in decision:
@@ -139,6 +138,7 @@ def _decided(decision: Mapping[str, Any]) -> Decided:
         pages = decision["pages"]
         unbounded = "all" if verb == "recall" else "no bound"
         details.append(unbounded if pages is None else counted(pages, "page"))
+    details += [priced] if priced else []
     operator = "by an operator"
     if decision.get("by") == "operator" and operator not in details:  # others have a reason
         details.append(operator)

@@ -93,3 +93,10 @@ def test_decisions_are_told_newest_first_and_rows_of_like_ones_once() -> None:
         Decided(2.0, "drop cache", "a", "b needs pages, 2 pages", "", times=2),
     ]
     assert [d.time for d in decided([first, refused, limit], 2)] == [4.0, 3.0]
+
+
+def test_what_a_decision_costs_comes_after_what_it_does() -> None:
+    why = "b needs pages; costs 0.1 expected misses, 0.05 a page; next best, a page: weights of c 1"
+    one = {"time": 1.0, "action": "DropCache", "model": "a", "pages": 2, "why": why}
+    (shown,) = decided([one], 1)
+    assert shown.detail == f"b needs pages, 2 pages, {why.partition('; ')[2]}"

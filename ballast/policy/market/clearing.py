@@ -6,6 +6,7 @@ the memory policy `arbiter`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,13 +87,33 @@ def _explained(
         if not offer.pages or offer.key in taken or budget.used_up(offer):
             continue
         if claim.may_take(offer):
-            untaken.append(f"{' '.join(offer.key)} at {offer.price() / offer.pages:.2g}")
+            untaken.append(f"{named(offer.key)} {offer.price() / offer.pages:.2g}")
             if len(untaken) == UNTAKEN:
                 break
-    gain = f"gain {claim.gain:.2g}"
-    names = f"; not taken, a page: {', '.join(untaken)}" if untaken else ""
+    must = claim.gain == math.inf
+    gain = "it must be done" if must else f"the claim gains {claim.gain:.2g}"
+    names = f"; next best, a page: {', '.join(untaken)}" if untaken else "; nothing else is there"
     found = []
     for offer, pages, action in chosen:
-        why = f"{action.why}: harm {offer.price_of(pages):.2g}, {gain}{names}"
+        price = offer.price_of(pages)
+        costs = f"costs {price:.2g} expected misses, {price / max(1, pages):.2g} a page"
+        why = f"{action.why}; {costs}; {gain}{names}"
         found.append(AcceptedOffer(offer, pages, replace(action, why=why)))
     return found
+
+
+def named(key: Sequence[str]) -> str:
+    """Return what an operator calls the memory of an offer."""
+    kind, *rest = key
+    return f"{_NAMES.get(kind, kind)} {' of '.join(reversed(rest))}"
+
+
+_NAMES = {
+    "cache": "cached prefixes of",
+    "lent": "pages lent to",
+    "loose": "scattered blocks of",
+    "layers": "layers of",
+    "model": "all of",
+    "request": "request",
+    "segments": "weights of",
+}

@@ -13,9 +13,11 @@ export function showDecisions(readings) {
     const where = state.devices.length > 1 && decision.device ? ` on ${decision.device}` : "";
     const what = `${decision.action ?? ""} ${decision.model ?? decision.to ?? ""}${where}`;
     const pages = typeof decision.pages === "number" ? ` (${decision.pages} pages)` : "";
+    const [reason, ...priced] = (decision.why ?? "").split("; ");
+    const prices = priced.map((part) => element("div", { class: "small", text: part }));
     return element("tr", {},
       element("td", { class: "word", text: `${span(state.time - decision.time)} ago` }),
       element("td", { class: "word name", text: what, title: what }),
-      element("td", { class: "word why" }, `${decision.why ?? ""}${pages}`, ...refused));
+      element("td", { class: "word why" }, `${reason}${pages}`, ...prices, ...refused));
   }));
 }

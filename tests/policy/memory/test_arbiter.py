@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from ballast.core.actions import Preempt
@@ -106,6 +107,10 @@ def test_decisions_say_what_they_cost_and_what_was_not_taken() -> None:
         for i, name in enumerate(("a", "b", "c"), 1)
     ]
     (parked,) = [a for a in acts(at_100(FIRST, *models, wanting)) if kind(a) == "Evict"]
-    assert "harm" in parked.why
-    assert "gain" in parked.why
-    assert parked.why.count("segments") == 2  # the two best that were not taken
+    reason, cost, gain, untaken = parked.why.split("; ")
+    assert reason == "its requests can wait until w had its turn"
+    assert re.fullmatch(r"costs \S+ expected misses, \S+ a page", cost)
+    assert gain.startswith("the claim gains ")
+    names = {"a", "b", "c"} - {parked.model}
+    assert re.fullmatch(r"next best, a page: weights of (\w) \S+, weights of (\w) \S+", untaken)
+    assert all(f"weights of {name} " in untaken for name in names)

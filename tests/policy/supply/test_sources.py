@@ -69,7 +69,7 @@ def test_layers_whose_loads_steps_hide_are_lent_before_work_is_undone() -> None:
     (remap,) = taken(view)
     assert isinstance(remap, Reside)
     assert remap.plan.rotation.n_freed == 1
-    assert "harm" in remap.why
+    assert "expected misses" in remap.why
     assert preempted(view, streaming=0) == ["r1"]
 
 
