@@ -193,3 +193,11 @@ def test_contributing_draws_the_layers_that_are_checked() -> None:
     assert drawing is not None
     drawn = [set(layer.split(" | ")) for layer in re.split(r"\s+->\s+", drawing[1].strip())]
     assert drawn == checked
+
+
+def test_the_index_of_decisions_names_each_once() -> None:
+    index = (ROOT / "docs/decisions/README.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| \[\d{3}\]\((\S+)\)", index, re.MULTILINE)
+    records = {path.name for path in (ROOT / "docs/decisions").glob("[0-9]*.md")}
+    assert set(named) == records
+    assert len(named) == len(records)
