@@ -81,12 +81,13 @@ def _explained(
 ) -> list[AcceptedOffer]:
     """Return accepted offers whose actions say what they cost, what the claim gains, and the
     cheapest offers that were not taken, of `others`."""
-    taken = {accepted.offer.key for accepted in chosen}
+    taken = {accepted.offer.key for accepted in chosen}  # and those named already
     untaken: list[str] = []
     for offer in others:
         if not offer.pages or offer.key in taken or budget.used_up(offer):
             continue
         if claim.may_take(offer):
+            taken.add(offer.key)
             untaken.append(f"{named(offer.key)} {offer.price() / offer.pages:.2g}")
             if len(untaken) == UNTAKEN:
                 break
