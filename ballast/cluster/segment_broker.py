@@ -23,11 +23,12 @@ import hashlib
 import logging
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from ballast.cluster.kept_models import KeptModels
+from ballast.core.link import LinkSettings
 from ballast.memory.share import receive
 from ballast.memory.shared_pace import HostLinkMemory
 
@@ -66,6 +67,8 @@ class SegmentBroker:
         self._models = KeptModels()
         self.link = HostLinkMemory()
         """Paces the link that this host's devices share, if they share one."""
+        self.peer_link = HostLinkMemory()
+        """Paces the link over which they reach each other's memory, if it has a pace."""
 
     def __len__(self) -> int:
         """Return the number of distinct segments, and of records of models, that are held."""
@@ -75,6 +78,12 @@ class SegmentBroker:
         """Keep a model no longer that no worker serves: it has left the fleet."""
         self._models.forget(_name(model))
         self._drop_unheld()
+
+    def sharing(self, link: LinkSettings) -> LinkSettings:
+        """Return a device's link with the memory by which all devices of the host pace it."""
+        memory = self.link.path if link.shared else ""
+        peer = "" if link.peer_bytes_per_second is None else self.peer_link.path
+        return replace(link, memory=memory, peer_memory=peer)
 
     def open(self) -> tuple[socket.socket, socket.socket]:
         """Return both ends of a connection: the broker's, for `close`, and a worker's."""

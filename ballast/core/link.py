@@ -75,9 +75,19 @@ class LinkSettings:
     """Whether it is one link with those of other devices of the host that are shared."""
     memory: str = ""
     """Path of the memory by which their processes pace it together; set by the server."""
+    peer_bytes_per_second: float | None = None
+    """Rate, in either direction, of the one link by which all devices of the host reach the memory
+    that they lend each other; None: it is as near as their own."""
+    peer_memory: str = ""
+    """As `memory`, of the link between devices."""
 
     @property
     def pace(self) -> LinkRates | None:
         if self.bytes_per_second is None:
             return None
         return LinkRates.even(self.bytes_per_second, self.mixed_bytes_per_second)
+
+    @property
+    def peer_pace(self) -> LinkRates | None:
+        rate = self.peer_bytes_per_second
+        return None if rate is None else LinkRates.even(rate, 2 * rate)

@@ -96,6 +96,9 @@ def _check_links(keys: FleetKeys, devices: Collection[str]) -> None:
         if link.shared and (link.bandwidth is None or link.device is not None):
             allowed = "only a link of a bandwidth, and of no device in particular, is shared"
             raise ConfigError(f"links[{i}].shared", link.shared, allowed)
+        if link.peer is not None and link.device is not None:
+            allowed = "devices have one link between them: name it with the link of none"
+            raise ConfigError(f"links[{i}].peer", link.peer, allowed)
         linked[link.device] = i
 
 

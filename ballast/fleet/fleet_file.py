@@ -149,6 +149,7 @@ def _link(keys: FleetKeys, device: str) -> LinkSettings:
         bytes_per_second=None if link is None else link.bandwidth,
         mixed_bytes_per_second=None if link is None else link.mixed,
         shared=link is not None and link.shared,
+        peer_bytes_per_second=None if link is None else link.peer,
     )
 
 

@@ -258,6 +258,9 @@ class LinkKeys(Keys):
     """Bytes a second of both directions together; None: as one direction alone."""
     shared: bool = False
     """Whether its devices have this bandwidth together, not each."""
+    peer: Bandwidth | None = None
+    """Bytes per second, in either direction, at which devices read what others lend them, all
+    together; None: unpaced."""
 
 
 class ApiKeyKeys(Keys):

@@ -143,6 +143,22 @@ class BlockBooks:
         """Borrowed pages that back blocks now."""
         return len(self._backing.abroad) * self.layout.slab_pages
 
+    def borrowed_use(self, work: Iterable[tuple[Sequence[int], int, int]]) -> tuple[int, int]:
+        """Return the blocks on borrowed pages that a job reads, those that sequences share once,
+        and the tokens whose KV it writes there. `work`: by sequence, its block table, and the
+        positions from and up to which KV is computed. Safe from any thread while the job runs."""
+        abroad, size, tokens = self._backing.abroad, self._size, self.spec.block_tokens
+        if not abroad:
+            return 0, 0
+        read: set[int] = set()
+        written = 0
+        for blocks, start, end in work:
+            for i, block in enumerate(blocks[: ceil_div(end, tokens)]):
+                if block // size in abroad:
+                    read.add(block)
+                    written += max(0, min(end, (i + 1) * tokens) - max(start, i * tokens))
+        return len(read), written
+
     def lies_abroad(self, blocks: Iterable[int]) -> bool:
         """Return whether any of these backed blocks lies on borrowed pages."""
         abroad = self._backing.abroad

@@ -13,13 +13,14 @@ Packages from `cluster` up may import it. It imports `engine` and what is below;
 - `grammar_cache`: Bookkeeping of grammars that are needed, compiled, or queued.
 - `grammar_compiler`: Compile grammars on a thread beside the lanes.
 - `host_stream`: Layers that stream on a CPU device, over the host link.
+- `in_place_reads`: What passes read where it lies: weights on the host, KV on borrowed pages.
 - `hosted_models`: The models of a device in its host tier: loaded, refused, unloaded.
 - `inbox`: The live clock and the inbox of events.
 - `kv_tiers`: Copies of KV between a CPU device and the host tier.
 - `machine`: The protocol of a machine: memory, link and executors of one device.
 - `never_run`: GPU features that have been tested with stand-ins only.
 - `own_store`: A KV store of this process alone.
-- `paced_reads`: Passes that read weights in host memory wait for a paced link.
+- `paced_reads`: Passes that read elsewhere in place wait for a paced link.
 - `runner`: The executor protocol, and lanes as CPU threads.
 - `warmup`: Warm-up of a spare worker process.
 """

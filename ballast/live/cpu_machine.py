@@ -14,6 +14,7 @@ from ballast.core.capability import GpuReach
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
 from ballast.core.event import Event, FirstJobReadyEvent, RotationSettledEvent
+from ballast.core.link import LinkSettings
 from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -44,6 +45,7 @@ class OnCpu:
 
     graphs: GraphReport | None = None
     reach: GpuReach | None = None
+    peer_link: HostLink | None = None
 
     @property
     def copies_beside_jobs(self) -> bool:
@@ -73,6 +75,18 @@ class OnCpu:
         return CpuRunner(executors, post, clock, device.threads, device.lanes, cap, record)
 
 
+def peer_link_of(
+    settings: LinkSettings, clock: Clock, post: Callable[[Event], None]
+) -> HostLink | None:
+    """Return the link between devices, if it has a pace: shared by all processes of the host, it
+    carries what passes read and write in lent memory, and copies nothing."""
+    pace = settings.peer_pace
+    if pace is None:
+        return None
+    shared = SharedPace(settings.peer_memory) if settings.peer_memory else None
+    return HostLink(clock, post, pace, shared=shared)
+
+
 class CpuMachine(OnCpu):
     """Implements `Machine` in this process alone, without further ranks."""
 
@@ -86,6 +100,7 @@ class CpuMachine(OnCpu):
         self.link = HostLink(
             clock, post, fleet.link.pace, copy_bytes=stream_copier(), shared=shared
         )
+        self.peer_link = peer_link_of(fleet.link, clock, post)
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
         host = load_host_model(settings, tier, threads)
@@ -131,4 +146,6 @@ class CpuMachine(OnCpu):
         """Do nothing: this process's cap is the device's own."""
 
     def close(self) -> None:
-        """Do nothing: no resources are left to release."""
+        """Stop the link between devices."""
+        if self.peer_link is not None:
+            self.peer_link.close()

@@ -76,6 +76,7 @@ class CudaMachine:
         self._compute = compute or TorchOnGpu(ordinal)
         self._allocator: AllocatorOnDevice | None = None
         self.reach = reach_of(driver, ordinal)
+        self.peer_link = None
         self._number, self._context = number, driver.retain_context(number)
         driver.set_current(self._context)
         n_pages = device.budget_bytes // device.page_bytes

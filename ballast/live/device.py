@@ -44,12 +44,12 @@ from ballast.live.event_stream import EventStream
 from ballast.live.grammar_compiler import GrammarCompiler
 from ballast.live.host_stream import HostStream
 from ballast.live.hosted_models import HostedModels
+from ballast.live.in_place_reads import paced
 from ballast.live.inbox import MonotonicClock, QueueInbox
 from ballast.live.kv_tiers import KvConnection, tiers_of
 from ballast.live.machine import MakeMachine
 from ballast.live.never_run import WHERE as NEVER_RUN_WHERE
 from ballast.live.never_run import never_run
-from ballast.live.paced_reads import paced
 from ballast.live.runner import Executor, Record
 from ballast.memory.arena import confine_allocator
 from ballast.memory.cuda.vm import CudaVm
@@ -358,7 +358,9 @@ class LiveDevice:
             executor.grammars = made[0].grammars  # requests may run on any lane
             stream = m.weights.stream
             if isinstance(stream, HostStream | EventStream):
-                executor.barriers = paced(stream, m.weights, self.machine, self.clock, executor)
+                executor.barriers = paced(
+                    stream, m.weights, m.kv, self.machine, self.clock, executor
+                )
         self._grammar_compiler.serve(host.spec.name, made[0].grammars)
         return made
 

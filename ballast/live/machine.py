@@ -19,7 +19,7 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.live.runner import Executor, Keeper, LaneRunner, Record
 from ballast.memory.cuda.calls import WhenLost
-from ballast.memory.transfer import Link
+from ballast.memory.transfer import HostLink, Link
 from ballast.memory.vm import Vm
 from ballast.models.executor import ModelExecutor
 from ballast.weights.checkpoint import THREADS
@@ -52,6 +52,10 @@ class Machine(Protocol):
 
     @property
     def link(self) -> Link: ...
+
+    @property
+    def peer_link(self) -> HostLink | None:
+        """Link over which passes read KV on borrowed pages, in place; None: it has no pace."""
 
     @property
     def copies_beside_jobs(self) -> bool:

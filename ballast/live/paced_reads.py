@@ -1,10 +1,10 @@
-"""Pace passes that read weights in host memory, as the link would if it were a device's own.
+"""Pace passes that read in place what lies elsewhere, as a link would if it were read over one.
 
-On a CPU host memory is as near as the device's, so a fleet whose link is paced has its passes wait:
-the link carries the bytes of each layer that is read in place, and copies none. Two layers are
-read ahead of the one that runs, as through two slots. Of a layer's experts only those are charged
-that the pass has chosen, once it has. Rows of embeddings are not charged; what follows the layers
-is, with the last of them.
+On a CPU host memory and other devices' memory are as near as the device's own, so a fleet whose
+link is paced has its passes wait: the link carries the bytes of each layer that is read in place,
+and copies none. Two layers are read ahead of the one that runs, as through two slots. What a layer
+writes there is carried after it, behind the rest of the pass, which ends when all is carried.
+`in_place_reads` has what is read: weights on the host, KV on pages of other devices.
 """
 
 from __future__ import annotations
@@ -18,68 +18,55 @@ from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDoneEvent
 from ballast.core.job import SequenceWork
+from ballast.core.link import Direction
 from ballast.kernels.paged_attention import LayerPlaces
-from ballast.live.machine import Machine
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
 from ballast.models.barriers import Barriers
-from ballast.weights.residency import WeightsOnDevice
 
 _AHEAD = 2
 """Layers that are read before their turn."""
 
 
-class ChosenExperts(Protocol):
-    """What an executor knows of the experts in a layer."""
+class InPlaceReads(Protocol):
+    """What the passes of one model read and write in place. Called by the lane that runs them."""
 
-    def expert_bytes(self, layer: int) -> int:
-        """Return the bytes of all experts of a layer; 0: it has none, or they are always read."""
+    @property
+    def name(self) -> str:
+        """Name of its stream on the link."""
 
-    def chosen_bytes(self, layer: int) -> int:
-        """Return the bytes of those that the present pass, which has run the layer, has chosen."""
+    def begin_pass(self, work: Sequence[SequenceWork]) -> Sequence[int]:
+        """Return the layers, ascending, that a pass which computes `work` reads or writes in
+        place."""
 
+    def read_bytes(self, layer: int) -> int:
+        """Return the bytes that the pass reads of a layer before it runs."""
 
-def paced(
-    stream: Barriers,
-    weights: WeightsOnDevice,
-    machine: Machine,
-    clock: Clock,
-    experts: ChosenExperts,
-) -> Barriers:
-    """Return barriers that pace what an executor reads in place too, if the link has a pace."""
-    link = machine.link
-    if not isinstance(link, HostLink) or not link.paced:
-        return stream
-    return PacedReads(stream, weights, link, clock, experts)
+    def late_bytes(self, layer: int) -> int:
+        """Return the bytes that the pass has found out to read while the layer ran; the next layer
+        waits for them."""
+
+    def written_bytes(self, layer: int) -> int:
+        """Return the bytes that the pass has written of a layer that has run."""
 
 
 class PacedReads:
     """Implements `Barriers` over a stream's own, for one executor of a model on a paced link."""
 
-    def __init__(
-        self,
-        inner: Barriers,
-        weights: WeightsOnDevice,
-        link: HostLink,
-        clock: Clock,
-        experts: ChosenExperts,
-    ) -> None:
-        self._inner, self._weights, self._link, self._clock = inner, weights, link, clock
-        self._experts = experts
-        self._stream = f"in place:{weights.spec.name}"
+    def __init__(self, inner: Barriers, link: HostLink, clock: Clock, reads: InPlaceReads) -> None:
+        self._inner, self._link, self._clock, self._reads = inner, link, clock, reads
         self._change = threading.Condition()
         self._ids = itertools.count(1)
         self._coming: set[int] = set()
-        """Reads that have not ended."""
+        """Transfers that have not ended."""
         self._error: str | None = None
         self._inner_stops: Collection[int] = ()
         self._layers: list[int] = []
-        """Layers of the pass that are read in place, and not yet begun, in order."""
-        self._reads: dict[int, tuple[int, ...]] = {}
-        """By layer, the reads without which it does not run."""
-        self._last = -1
+        """Layers of the pass that are not yet begun to be read, in order."""
+        self._needs: dict[int, tuple[int, ...]] = {}
+        """By layer, the transfers without which it does not run."""
         self._late: tuple[int, ...] = ()
-        """Reads of chosen experts, for which the next layer waits."""
+        """Transfers for which the next layer waits."""
         self._stalled = 0.0
 
     def places(self, work: Sequence[SequenceWork]) -> LayerPlaces | None:
@@ -87,11 +74,8 @@ class PacedReads:
 
     def begin_pass(self, work: Sequence[SequenceWork] = ()) -> Collection[int]:
         self._inner_stops = self._inner.begin_pass(work)
-        in_place = self._weights.plan.in_place
-        n_layers = self._weights.spec.n_layers
-        layers = [i for i in range(n_layers) if 1 + i in in_place]
-        self._error, self._late, self._reads = None, (), {}
-        self._last = layers[-1] if layers else -1
+        layers = self._reads.begin_pass(work)
+        self._error, self._late, self._needs = None, (), {}
         self._layers = list(layers)
         for _ in range(_AHEAD):
             self._read_next()
@@ -100,17 +84,19 @@ class PacedReads:
     def wait(self, layer: int) -> None:
         if layer in self._inner_stops:
             self._inner.wait(layer)
-        if layer in self._reads:
+        if layer in self._needs:
             late, self._late = self._late, ()
-            self._await((*late, *self._reads[layer]))
+            self._await((*late, *self._needs[layer]))
 
     def used(self, layer: int) -> None:
         if layer in self._inner_stops:
             self._inner.used(layer)
-        if layer in self._reads:
-            chosen = self._experts.chosen_bytes(layer)
-            if chosen:
-                self._late = (*self._late, self._read(layer, chosen))
+        if layer in self._needs:
+            late, written = self._reads.late_bytes(layer), self._reads.written_bytes(layer)
+            if late:
+                self._late = (*self._late, self._carry(late, Direction.TO_DEVICE))
+            if written:
+                self._carry(written, Direction.TO_HOST)
             self._read_next()
 
     def finish(self) -> None:
@@ -128,25 +114,19 @@ class PacedReads:
 
     def _read_next(self) -> None:
         """Begin to read the next layer of the pass, if there is one."""
-        if not self._layers:
-            return
-        layer = self._layers.pop(0)
-        table, in_place = self._weights.segments, self._weights.plan.in_place
-        n_bytes = table[1 + layer].n_bytes - self._experts.expert_bytes(layer)
-        if layer == self._last:
-            after = range(1 + self._weights.spec.n_layers, len(table))
-            n_bytes += sum(table[i].n_bytes for i in after if i in in_place)
-        self._reads[layer] = (self._read(layer, n_bytes),)
+        if self._layers:
+            layer = self._layers.pop(0)
+            n_bytes = self._reads.read_bytes(layer)
+            self._needs[layer] = (self._carry(n_bytes, Direction.TO_DEVICE),) if n_bytes else ()
 
-    def _read(self, layer: int, n_bytes: int) -> int:
-        """Have the link carry bytes of a layer; returns the number of the read."""
+    def _carry(self, n_bytes: int, direction: Direction) -> int:
+        """Have the link carry bytes; returns the number of the transfer."""
         number = next(self._ids)
-        source = self._weights.segments[1 + layer].host_address
         with self._change:
             self._coming.add(number)
-        copies = (Copy(0, source, max(1, n_bytes)),)
+        copies, stream = (Copy(0, 0, n_bytes),), self._reads.name
         try:
-            self._link.start(number, copies, self._stream, on_done=self._ended, in_place=True)
+            self._link.start(number, copies, stream, direction, on_done=self._ended, in_place=True)
         except DeviceError:
             with self._change:
                 self._coming.discard(number)
@@ -160,11 +140,11 @@ class PacedReads:
             self._change.notify_all()
 
     def _await(self, numbers: Sequence[int]) -> None:
-        """Wait for the end of reads. Raises DeviceError if the link has been closed."""
+        """Wait for the end of transfers. Raises DeviceError if the link has been closed."""
         began = self._clock.now()
         with self._change:
             while not self._coming.isdisjoint(numbers):
                 self._change.wait()
             self._stalled += self._clock.now() - began
             if self._error is not None:
-                raise DeviceError("link", f"weights could not be read: {self._error}")
+                raise DeviceError("link", f"{self._reads.name} cannot be read: {self._error}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
@@ -25,6 +26,7 @@ from ballast.core.lease import (
     PeerOverdueReport,
     PeerReleasedReport,
 )
+from ballast.core.link import Direction, LinkSettings
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
@@ -223,6 +225,36 @@ def test_tokens_are_the_same_on_borrowed_pages(
         made.validate(0)
         refused = made.order(Recall(BORROWER, None, 60.0))()
         assert (refused.code, refused.reason) == ("refused", f"nothing is lent to {BORROWER}")
+
+
+def test_passes_wait_for_the_kv_that_they_read_and_write_on_borrowed_pages(
+    fleet: FleetSettings, expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    rate = 32.0 * MiB
+    carried: dict[Direction, int] = dict.fromkeys(Direction, 0)
+    with pair(replace(fleet, link=LinkSettings(peer_bytes_per_second=rate)), tmp_path) as made:
+        link = made.borrower.device.machine.peer_link
+        assert link is not None
+        start = link.start
+
+        def noted(number: int, copies: Any, stream: str, direction: Direction, **more: Any) -> None:
+            assert more["in_place"], "nothing is copied"
+            carried[direction] += sum(copy.n_bytes for copy in copies)
+            start(number, copies, stream, direction, **more)
+
+        link.start = noted  # type: ignore[method-assign]
+        made.borrower.generate(asked(1))
+        assert sum(carried.values()) == 0  # it has pages of its own
+        assert made.order(Lend(BORROWER, 60))().code is None
+        settle(made)
+        began = time.monotonic()
+        answers = made.borrower.generate(asked(10)[1:])
+        seconds = time.monotonic() - began
+        assert {id: a.tokens for id, a in answers.items()}.items() <= expected.items()
+        link.start = start  # type: ignore[method-assign]
+    read, written = carried[Direction.TO_DEVICE], carried[Direction.TO_HOST]
+    assert read > written > 0
+    assert seconds > read / rate - 0.1
 
 
 def test_on_borrowed_pages_more_requests_run_at_once(fleet: FleetSettings, tmp_path: Path) -> None:

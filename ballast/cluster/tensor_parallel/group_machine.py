@@ -94,6 +94,7 @@ class GroupMachine:
     """False: a load cannot be followed by jobs while it runs (`GroupStream.start_load`)."""
     reach: GpuReach | None = None
     """None: a group lends no memory and borrows none."""
+    peer_link = None
 
     def __init__(
         self,

@@ -123,9 +123,8 @@ class LocalWorker:
         if not self._connected:
             await self._connect()
         device_fleet = replace(fleet, server=ServerSettings())
-        if fleet.link.shared and self._broker is not None:
-            link = replace(fleet.link, memory=self._broker.link.path)
-            device_fleet = replace(device_fleet, link=link)
+        if self._broker is not None:
+            device_fleet = replace(device_fleet, link=self._broker.sharing(fleet.link))
         self.send(ConfigureMsg(device_fleet, logging.getLogger("ballast").getEffectiveLevel()))
         while True:
             message = await self._expect()

@@ -82,7 +82,7 @@ class ElasticLending(FleetPolicy):
         books: dict[str, _Book] = {}
         for device in view.devices:
             kept = (s for s in before.get(device.name, ()) if s[0] > view.now - self.window)
-            used = (*kept, (view.now, _used(device, needs), _held(device)))
+            used = (*kept, (view.now, _used(device, needs), _held(device, needs)))
             samples[device.name] = used
             books[device.name] = _Book(device, view, needs, used, bool(self.published))
         actions: list[FleetAction] = [*self._recalls(view, books), *self._lends(view, books)]
@@ -150,9 +150,7 @@ class _Book:
         kv = sum(h.kv_pages for h in device.hosting)
         self._own = max(0, device.free + kv - ceil_div(sum(coming), device.page_bytes))
         """Pages that back KV, or could, beside the weights of all its models."""
-        page = device.page_bytes
-        blocks = ((h.forgotten_blocks * n.block_tokens, n) for h, n in self._served)
-        self.forgotten = 0 if published else sum(_pages(t, 1, n, page) for t, n in blocks if t)
+        self.forgotten = 0 if published else _forgotten(device, needs)
         """Pages of cached prefixes that were forgotten to make room since the previous view."""
         self.lack = self._lack()
         """Pages that waiting requests need beyond those that they could have."""
@@ -230,9 +228,16 @@ def _used(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
     return found
 
 
-def _held(device: DeviceLoad) -> int:
-    """Return the pages with KV of a device, wherever these are."""
-    return sum(h.kv_pages + h.borrowed_pages for h in device.hosting)
+def _held(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
+    """Return the pages of the KV that a device has, wherever it is, or has just forgotten."""
+    held = sum(h.kv_pages + h.borrowed_pages for h in device.hosting)
+    return held + _forgotten(device, needs)
+
+
+def _forgotten(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
+    """Return the pages of cached prefixes that were forgotten since the previous view."""
+    found = ((h.forgotten_blocks, needs[h.model]) for h in device.hosting if h.model in needs)
+    return sum(_pages(n * m.block_tokens, 1, m, device.page_bytes) for n, m in found if n)
 
 
 def _pages(tokens: float, requests: int, need: Need, page_bytes: int) -> int:

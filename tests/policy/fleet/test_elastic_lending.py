@@ -123,6 +123,16 @@ def test_a_device_that_forgets_prefixes_borrows_room_for_as_many() -> None:
         ("LendPages", "b", "a", 4),
     ]
     assert decide(ElasticLending(published=1), a, device("b", 50)) == []
+    # What has been lent for that stays, though it is not used yet.
+    policy, lease = ElasticLending(window=10.0), LeaseView("b", "a", 7, 0)
+    calm = replace(a, hosting=(replace(a.hosting[0], forgotten_blocks=0),))
+    memo: object = None
+    for now in range(12):
+        seen = view(float(now), a if now == 10 else calm, device("b", 50))
+        leases = (lease,) if now == 11 else ()
+        decision = policy(replace(seen, leases=leases), memo)
+        memo = decision.memo
+    assert asked(decision) == []
 
 
 def test_pages_with_prefixes_stay_as_long_as_their_borrower_has_no_room_for_them() -> None:

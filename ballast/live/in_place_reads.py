@@ -1,0 +1,107 @@
+"""List what passes read where it lies: weights in host memory, KV on pages of other devices.
+
+`paced` joins them to the barriers of an executor, where the links have a pace (`paced_reads`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ballast.core.clock import Clock
+from ballast.core.job import SequenceWork
+from ballast.kv.blocks import KvCache
+from ballast.live.machine import Machine
+from ballast.live.paced_reads import PacedReads
+from ballast.memory.transfer import HostLink
+from ballast.models.barriers import Barriers
+from ballast.weights.residency import WeightsOnDevice
+
+
+class ChosenExperts(Protocol):
+    """What an executor knows of the experts in a layer."""
+
+    def expert_bytes(self, layer: int) -> int:
+        """Return the bytes of all experts of a layer; 0: it has none, or they are always read."""
+
+    def chosen_bytes(self, layer: int) -> int:
+        """Return the bytes of those that the present pass, which has run the layer, has chosen."""
+
+
+def paced(
+    stream: Barriers,
+    weights: WeightsOnDevice,
+    kv: KvCache,
+    machine: Machine,
+    clock: Clock,
+    experts: ChosenExperts,
+) -> Barriers:
+    """Return barriers that pace what an executor reads in place too, over links with a pace."""
+    link, peers, barriers = machine.link, machine.peer_link, stream
+    if isinstance(link, HostLink) and link.paced:
+        barriers = PacedReads(barriers, link, clock, WeightReads(weights, experts))
+    if peers is not None:
+        barriers = PacedReads(barriers, peers, clock, BorrowedReads(kv))
+    return barriers
+
+
+class WeightReads:
+    """Weights in host memory. Implements `InPlaceReads`.
+
+    Of a layer's experts only those count that the pass has chosen, once it has. Rows of embeddings
+    do not; what follows the layers does, with the last of them.
+    """
+
+    def __init__(self, weights: WeightsOnDevice, experts: ChosenExperts) -> None:
+        self.name = f"in place:{weights.spec.name}"
+        self._weights, self._experts = weights, experts
+        self._last = -1
+
+    def begin_pass(self, work: Sequence[SequenceWork]) -> Sequence[int]:
+        in_place = self._weights.plan.in_place
+        layers = [i for i in range(self._weights.spec.n_layers) if 1 + i in in_place]
+        self._last = layers[-1] if layers else -1
+        return layers
+
+    def read_bytes(self, layer: int) -> int:
+        table, in_place = self._weights.segments, self._weights.plan.in_place
+        n_bytes = table[1 + layer].n_bytes - self._experts.expert_bytes(layer)
+        if layer == self._last:
+            after = range(1 + self._weights.spec.n_layers, len(table))
+            n_bytes += sum(table[i].n_bytes for i in after if i in in_place)
+        return max(1, n_bytes)
+
+    def late_bytes(self, layer: int) -> int:
+        return self._experts.chosen_bytes(layer)
+
+    def written_bytes(self, layer: int) -> int:
+        return 0
+
+
+class BorrowedReads:
+    """KV on borrowed pages. Implements `InPlaceReads`.
+
+    A pass reads all of its sequences' blocks there, those that they share once, and writes the KV
+    of its new tokens.
+    """
+
+    def __init__(self, kv: KvCache) -> None:
+        self.name = f"borrowed:{kv.spec.name}"
+        self._kv = kv
+        self._read = self._written = 0
+
+    def begin_pass(self, work: Sequence[SequenceWork]) -> Sequence[int]:
+        spec = self._kv.spec
+        self._read, tokens = self._kv.borrowed_use([(w.blocks, w.start, w.end) for w in work])
+        self._read *= self._kv.layout.layer_bytes
+        self._written = tokens * spec.kv_bytes_per_token // spec.n_layers
+        return range(spec.n_layers) if self._read or self._written else ()
+
+    def read_bytes(self, layer: int) -> int:
+        return self._read
+
+    def late_bytes(self, layer: int) -> int:
+        return 0
+
+    def written_bytes(self, layer: int) -> int:
+        return self._written
