@@ -358,9 +358,7 @@ class LiveDevice:
             executor.grammars = made[0].grammars  # requests may run on any lane
             stream = m.weights.stream
             if isinstance(stream, HostStream | EventStream):
-                executor.barriers = paced(
-                    stream, m.weights, m.kv, self.machine, self.clock, executor
-                )
+                executor.barriers = paced(stream, m, self.machine, self.clock, executor)
         self._grammar_compiler.serve(host.spec.name, made[0].grammars)
         return made
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ballast.core.clock import Clock
 from ballast.core.job import SequenceWork
+from ballast.engine.model import ModelState
 from ballast.kv.blocks import KvCache
 from ballast.live.machine import Machine
 from ballast.live.paced_reads import PacedReads
@@ -30,8 +31,7 @@ class ChosenExperts(Protocol):
 
 def paced(
     stream: Barriers,
-    weights: WeightsOnDevice,
-    kv: KvCache,
+    m: ModelState,
     machine: Machine,
     clock: Clock,
     experts: ChosenExperts,
@@ -39,14 +39,14 @@ def paced(
     """Return barriers that pace what an executor reads in place too, over links with a pace."""
     link, peers, barriers = machine.link, machine.peer_link, stream
     if isinstance(link, HostLink) and link.paced:
-        barriers = PacedReads(barriers, link, clock, WeightReads(weights, experts))
+        barriers = PacedReads(barriers, link, clock, WeightReads(m.weights, experts))
     if peers is not None:
-        barriers = PacedReads(barriers, peers, clock, BorrowedReads(kv))
+        barriers = PacedReads(barriers, peers, clock, BorrowedReads(m.kv))
     return barriers
 
 
 class WeightReads:
-    """Weights in host memory. Implements `InPlaceReads`.
+    """Weights in host memory. Implements `LayerReads`.
 
     Of a layer's experts only those count that the pass has chosen, once it has. Rows of embeddings
     do not; what follows the layers does, with the last of them.
@@ -79,7 +79,7 @@ class WeightReads:
 
 
 class BorrowedReads:
-    """KV on borrowed pages. Implements `InPlaceReads`.
+    """KV on borrowed pages. Implements `LayerReads`.
 
     A pass reads all of its sequences' blocks there, those that they share once, and writes the KV
     of its new tokens.

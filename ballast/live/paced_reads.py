@@ -28,7 +28,7 @@ _AHEAD = 2
 """Layers that are read before their turn."""
 
 
-class InPlaceReads(Protocol):
+class LayerReads(Protocol):
     """What the passes of one model read and write in place. Called by the lane that runs them."""
 
     @property
@@ -53,7 +53,7 @@ class InPlaceReads(Protocol):
 class PacedReads:
     """Implements `Barriers` over a stream's own, for one executor of a model on a paced link."""
 
-    def __init__(self, inner: Barriers, link: HostLink, clock: Clock, reads: InPlaceReads) -> None:
+    def __init__(self, inner: Barriers, link: HostLink, clock: Clock, reads: LayerReads) -> None:
         self._inner, self._link, self._clock, self._reads = inner, link, clock, reads
         self._change = threading.Condition()
         self._ids = itertools.count(1)
