@@ -1,4 +1,4 @@
-"""Two live workers that lend to each other by an operator's order: clients cannot tell."""
+"""Two live workers that lend to each other, by order and by policy: clients cannot tell."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,15 @@ def tight(fleet_file: Path) -> int:
 
 @pytest.fixture(scope="module")
 def two(fleet_file: Path) -> Iterator[ServerProcess]:
-    """The first has memory to spare, the second too little for its requests."""
+    """The first has memory to spare until its own requests come, the second too little. A policy
+    could lend as well, but operators have ordered something between the two."""
     fleet = yaml.safe_load(fleet_file.read_text())
+    fleet["placement"] = "swiftcache"
     homes = {"atlas-chat": [LENDER], MODEL: [BORROWER]}
     for model in fleet["models"]:
         model["devices"] = homes[model["name"]]
     (device,) = fleet["devices"]
-    budgets = {LENDER: "48MiB", BORROWER: f"{tight(fleet_file) // KiB}KiB"}
+    budgets = {LENDER: "4MiB", BORROWER: f"{tight(fleet_file) // KiB}KiB"}
     fleet["devices"] = [device | {"budget": b, "name": name} for name, b in budgets.items()]
     fleet["server"] = {"admin_key": "sk-admin-of-the-tests"}
     file = fleet_file.with_name("lent.yaml")
@@ -172,6 +175,7 @@ def test_a_borrower_that_does_not_answer_is_killed_and_its_requests_go_on(
     until(lambda: lent(two) == (0, 0))
 
 
+@pytest.mark.slow
 def test_a_lender_that_dies_is_replaced_once_its_memory_is_let_go_of(
     two: ServerProcess, expected: list[list[str]]
 ) -> None:
@@ -188,3 +192,51 @@ def test_a_lender_that_dies_is_replaced_once_its_memory_is_let_go_of(
     until(lambda: lent(two) == (0, 0))
     until(lambda: order(two, "lend", memory="1MiB") == (200, "lent"))
     assert order(two, "recall") == (200, "recalled")
+
+
+def test_a_policy_lends_what_is_spare_and_the_lender_takes_it_back(two: ServerProcess) -> None:
+    """Once operators have released the pair."""
+
+    def conversations() -> list[list[str]]:
+        streams = [Conversation(seed) for seed in range(8)]
+        return asyncio.run(streamed_amid(two, streams))
+
+    def own() -> list[list[str]]:
+        """More than the lender has memory for once it has lent some."""
+        streams = [Stream("atlas-chat", seed, 0.7) for seed in range(24)]
+        return asyncio.run(streamed_amid(two, streams))
+
+    def state() -> dict[str, Any]:
+        found: dict[str, Any] = two.http.get("/admin/state", headers=ADMIN).json()
+        return found
+
+    def demand() -> None:
+        """Own requests of the lender, as soon as KV lies on what it has lent."""
+        until(lambda: used(two) > 0)
+        leases.extend(state()["leases"])
+        lenders_own.append(own())
+
+    leases: list[dict[str, Any]] = []
+    lenders_own: list[list[list[str]]] = []
+    undisturbed, restarts = conversations(), [d["restarts"] for d in devices(two).values()]
+    assert order(two, "release") == (200, "released")
+    assert order(two, "release")[0] == 409
+    thread = threading.Thread(target=demand)
+    thread.start()
+    while thread.is_alive():
+        assert conversations() == undisturbed
+    assert lenders_own == [own()]
+    for lease in leases:
+        assert (lease["lender"], lease["borrower"]) == (LENDER, BORROWER)
+        assert lease["why"].startswith(BORROWER)
+        assert not lease["by_operator"]
+    assert "Recall" in {d["action"] for d in state()["decisions"] if d.get("device") == LENDER}
+    assert [device["restarts"] for device in devices(two).values()] == restarts
+
+
+class Conversation(Stream):
+    """One with a history: waits until there is memory for it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(MODEL, seed, 0.7)
+        self._asked["prompt"] = [(11 * seed + 7 * i) % 400 + 10 for i in range(250)]
