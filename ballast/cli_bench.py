@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 Seconds = Annotated[float, typer.Option(help="Length of the workload.")]
 MostTokens = Annotated[int, typer.Option(help="Longest prompt and output together.")]
+Tiers = Annotated[
+    str,
+    typer.Option(help="The fleet's KV tiers (kv_host, kv_disk): with, without, or both in turn."),
+]
 RunningServer = Annotated[
     str | None, typer.Option(help="A server that runs already, instead of this process.")
 ]
@@ -74,6 +78,7 @@ def bench(
     url: RunningServer = None,
     virtual: Virtual = False,
     profile: ProfileName = None,
+    tiers: Tiers = "with",
     json: JsonFile = None,
     png: PictureFile = None,
     html: HtmlFile = None,
@@ -85,16 +90,13 @@ def bench(
     from ballast.bench.machine_load import OtherLoad
     from ballast.bench.progress import shown
 
-    if profile is not None and not virtual:
-        raise ConfigError("--profile", profile, "it goes with --virtual")
-    if story is not None and url is not None:
-        raise ConfigError("--story", str(story), "with --url it is the server's: `serve --story`")
+    _check_options(profile, virtual, story, url, tiers)
     fleet = load(fleet_file)
     if measures := url is None and profile is None:
         _check_machine(fleet)
     with importing():
         from ballast.bench.run import compare_live, compare_virtual, replay_http
-        from ballast.bench.run_options import compared_presets, slos_of
+        from ballast.bench.run_options import by_tiers, compared_presets, slos_of, with_suffix
         from ballast.bench.simulation_setup import WorkloadOptions
         from ballast.sim.profile import device_profile
 
@@ -106,18 +108,31 @@ def bench(
     presets = [fleet.preset] if url is not None else compared_presets(fleet, preset)
     for name in presets:
         with_preset(fleet, name)
+    reports: list[Report] = []
     with shown() as progress, OtherLoad(children=False) as others:
-        if url is not None:
-            reports = [replay_http(url, fleet, work, progress=progress)]
-        elif virtual:
-            reports = list(compare_virtual(fleet, work, presets, device, story, progress))
-        else:
-            reports = list(compare_live(fleet, work, presets, story, progress))
-    show_reports(reports, console, json, png)
-    if html is not None:
-        write_report_page(html, reports, work.describe(), console)
+        for suffix, chosen in by_tiers(fleet, tiers).items():
+            if url is not None:
+                found = iter([replay_http(url, chosen, work, progress=progress)])
+            elif virtual:
+                found = compare_virtual(chosen, work, presets, device, story, progress)
+            else:
+                found = compare_live(chosen, work, presets, story, progress)
+            reports += with_suffix(found, suffix)
+    show_reports(reports, console, json, png, html, work.describe())
     if measures:
         warn_if_disturbed(others, console)
+
+
+def _check_options(
+    profile: str | None, virtual: bool, story: Path | None, url: str | None, tiers: str
+) -> None:
+    """Raise ConfigError for options that do not go together."""
+    if profile is not None and not virtual:
+        raise ConfigError("--profile", profile, "it goes with --virtual")
+    if story is not None and url is not None:
+        raise ConfigError("--story", str(story), "with --url it is the server's: `serve --story`")
+    if story is not None and tiers == "both":
+        raise ConfigError("--story", str(story), "a run with tiers, or without, has a story")
 
 
 def _check_machine(fleet: FleetSettings) -> None:
@@ -227,9 +242,14 @@ def warn_if_disturbed(others: OtherLoad, console: Console) -> None:
 
 
 def show_reports(
-    reports: Sequence[Report], console: Console, json: Path | None, png: Path | None
+    reports: Sequence[Report],
+    console: Console,
+    json: Path | None,
+    png: Path | None,
+    html: Path | None,
+    workload: str,
 ) -> None:
-    """Tables on the console, the comparison first; JSON and a picture where asked for."""
+    """Tables on the console, the comparison first; JSON, a picture and a page where asked for."""
     from ballast.bench.tables import comparison_table, report_table
 
     if len(reports) > 1:
@@ -244,3 +264,5 @@ def show_reports(
         png.parent.mkdir(parents=True, exist_ok=True)
         plot(reports, png)
         console.print(f"drawn: {png}")
+    if html is not None:
+        write_report_page(html, reports, workload, console)

@@ -15,7 +15,7 @@ from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.workload.prompts import prompt_for
-from ballast.workload.workload import WorkloadRequest
+from ballast.workload.workload import WorkloadRequest, repeated_tokens
 
 Prompts = Callable[[WorkloadRequest], tuple[int, ...]]
 """Makes the token ids of a request."""
@@ -42,6 +42,8 @@ class RequestRecord:
     """Arrival of each token; over HTTP, of each chunk, which may hold several. A recorder gives an
     array of machine numbers: 8 bytes a token."""
     cached_tokens: int = 0
+    repeated_tokens: int = 0
+    """Tokens at its prompt's beginning that an earlier request, for the same model, has as well."""
     preemptions: int = 0
     error: str | None = None
     """Why there is no complete answer; None: answered."""
@@ -188,10 +190,11 @@ class RequestRecorder:
         """All requests sent, in the workload's order; unanswered ones are failures."""
         with self._lock:
             entries = sorted(self._entries.values(), key=lambda e: (e.request.at, e.request.id))
-            return tuple(_record(e) for e in entries)
+            repeated = repeated_tokens(e.request for e in entries)
+            return tuple(_record(e, n) for e, n in zip(entries, repeated, strict=True))
 
 
-def _record(entry: _Entry) -> RequestRecord:
+def _record(entry: _Entry, repeated: int) -> RequestRecord:
     complete = entry.end is not None and entry.error is None
     error = "not answered by the end of the run" if entry.end is None else entry.error
     first = entry.token_times[0] if entry.token_times else (entry.end if complete else None)
@@ -212,6 +215,7 @@ def _record(entry: _Entry) -> RequestRecord:
         output_tokens=entry.output_tokens if complete else len(entry.token_times),
         token_times=times,
         cached_tokens=entry.cached_tokens,
+        repeated_tokens=repeated,
         preemptions=entry.preemptions,
         error=error,
     )

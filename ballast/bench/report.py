@@ -53,6 +53,8 @@ class RequestStats:
     prompt_tokens: int
     """Prompt tokens of answered requests; likewise below."""
     cached_tokens: int
+    recomputed_tokens: int
+    """Prompt tokens that were computed though an earlier request had computed them."""
     output_tokens: int
     preemptions: int
     ttft: LatencyStats | None
@@ -81,6 +83,7 @@ class RequestStats:
             attained_tpot=len(tpot),
             prompt_tokens=sum(r.prompt_tokens for r in done),
             cached_tokens=sum(r.cached_tokens for r in done),
+            recomputed_tokens=sum(max(0, r.repeated_tokens - r.cached_tokens) for r in done),
             output_tokens=sum(r.output_tokens for r in done),
             preemptions=sum(r.preemptions for r in done),
             ttft=LatencyStats.of(r.ttft for r in done),

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ballast.bench.device_run import run_live, run_virtual
 from ballast.bench.host_loading import load_as_served
@@ -60,11 +62,23 @@ def compare_live(
         chosen = replace(fleet, preset=preset, options=options_of(fleet, preset))
         chosen = replace(chosen, story_path=None if file is None else str(file))
         slos = slos_of(fleet)
-        if fleet.others:
-            running = run_servers([chosen], workload, slos, name=preset, progress=progress)
-            yield asyncio.run(running).report
-        else:
-            yield run_live(chosen, workload, slos, progress=progress).report
+        with _empty_disk(chosen) as chosen:
+            if fleet.others:
+                running = run_servers([chosen], workload, slos, name=preset, progress=progress)
+                yield asyncio.run(running).report
+            else:
+                yield run_live(chosen, workload, slos, progress=progress).report
+
+
+@contextmanager
+def _empty_disk(fleet: FleetSettings) -> Iterator[FleetSettings]:
+    """Give a run a disk tier of its own, beside the fleet's, so that it finds no other's KV."""
+    if not fleet.kv.disk_bytes:
+        yield fleet
+        return
+    beside = Path(fleet.kv.disk_path).parent
+    with TemporaryDirectory(dir=beside, prefix="bench-kv-") as path:
+        yield replace(fleet, kv=replace(fleet.kv, disk_path=path))
 
 
 def compare_virtual(

@@ -6,12 +6,14 @@ Used by `ballast bench`, `ballast simulate` and `ballast demo`.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ballast.bench.report import Report
 from ballast.bench.trace_part import TracePart, named_trace
 from ballast.core.errors import ConfigError
+from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.settings import FleetSettings, Slo
 from ballast.policy.presets import JOIN, resolve, shared_options
 from ballast.workload.bursty import BurstyGroups, bursty_groups
@@ -49,6 +51,26 @@ def compared_presets(fleet: FleetSettings, named: str | None) -> list[str]:
     own = fleet.preset.partition(JOIN)[0]
     order = resolve(fleet.preset, fleet.options).order
     return [*(f"{name}{JOIN}{order}" for name in BASELINES if name != own), fleet.preset]
+
+
+TIERS = ("with", "without", "both")
+
+
+def by_tiers(fleet: FleetSettings, which: str) -> dict[str, FleetSettings]:
+    """Return the fleet with its KV tiers, without them, or both, by what is added to the names of
+    runs. Raises ConfigError."""
+    if which not in TIERS:
+        raise ConfigError("--tiers", which, f"use one of {', '.join(TIERS)}")
+    if which != "with" and not fleet.kv.host_bytes:
+        raise ConfigError("--tiers", which, "the fleet file sets no kv_host")
+    bare = replace(fleet, kv=KvTierSettings())
+    found = {"": fleet, ", no tiers": bare}
+    return found if which == "both" else {"": fleet if which == "with" else bare}
+
+
+def with_suffix(reports: Iterable[Report], suffix: str) -> list[Report]:
+    """Return the reports with a suffix to their names."""
+    return [replace(report, name=f"{report.name}{suffix}") for report in reports]
 
 
 def options_of(fleet: FleetSettings, preset: str) -> dict[str, float]:

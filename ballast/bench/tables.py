@@ -65,6 +65,9 @@ def comparison_table(reports: Sequence[Report]) -> Table:
     row("requests/s", lambda r: f"{r.requests_per_second:.2f}")
     row("requests/s, by rate", lambda r: f"{r.rate_weighted_requests_per_second:.2f}")
     row("preemptions", lambda r: str(r.total.preemptions))
+    if any(record.repeated_tokens for r in reports for record in r.records):
+        row("prompt tokens computed", lambda r: f"{_computed(r.total):,}")
+        row("computed before", lambda r: f"{r.total.recomputed_tokens:,}")
     for name, spread in _LATENCIES:
         table.add_section()
         for part in ("mean", "p50", "p90", "p99"):
@@ -80,6 +83,10 @@ def comparison_table(reports: Sequence[Report]) -> Table:
             lambda r, model=model: _attained(r.models[model]) if model in r.models else "",  # type: ignore[misc]
         )
     return table
+
+
+def _computed(stats: RequestStats) -> int:
+    return stats.prompt_tokens - stats.cached_tokens
 
 
 def runs_table(runs: Sequence[ClusterRun]) -> Table:

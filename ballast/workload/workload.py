@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -48,6 +48,20 @@ class WorkloadRequest:
     """Ids of consecutive blocks of the prompt, from its start: equal ids mean equal tokens."""
     block_tokens: int = 0
     """Tokens of each of these blocks (the prompt's end may cut the last); 0 without blocks."""
+
+
+def repeated_tokens(requests: Iterable[WorkloadRequest]) -> Iterator[int]:
+    """Yield, for each request, the tokens at its prompt's beginning that a request before it, for
+    the same model, has at its own."""
+    seen: set[int] = set()
+    for request in requests:
+        name, repeated = hash(request.model), 0
+        for n, block in enumerate(request.prefix_blocks or (), 1):
+            name = hash((name, block))
+            if name in seen:
+                repeated = n
+            seen.add(name)
+        yield min(repeated * request.block_tokens, request.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,8 +112,8 @@ def test_json_has_stable_keys(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert set(result["total"]) == {
         "attainment", "requests", "answered", "failed", "attained", "attained_ttft",
-        "attained_tpot", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions",
-        "ttft", "tpot", "e2e",
+        "attained_tpot", "prompt_tokens", "cached_tokens", "recomputed_tokens", "output_tokens",
+        "preemptions", "ttft", "tpot", "e2e",
     }  # fmt: skip
     assert set(result["total"]["ttft"]) == {"mean", "p50", "p90", "p99"}
     assert result["models"]["a"]["slo"] == {"ttft": 1.0, "tpot": 0.1}

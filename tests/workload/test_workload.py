@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ballast.workload.prompts import prompt_for
 from ballast.workload.stats import active_intervals, activity, gap_cv, idle_intervals, minute_cv
-from ballast.workload.workload import Workload, WorkloadError, WorkloadRequest
+from ballast.workload.workload import Workload, WorkloadError, WorkloadRequest, repeated_tokens
 
 
 def request(
@@ -297,3 +297,19 @@ def test_prompts_share_exactly_the_named_blocks() -> None:
 def test_prompt_needs_a_vocabulary() -> None:
     with pytest.raises(ValueError, match="no token ids"):
         prompt_for(request(0, 0.0), 10, lowest=10)
+
+
+def test_what_a_prompt_repeats_is_counted_by_its_leading_blocks() -> None:
+    def turn(model: str, tokens: int, *blocks: int) -> WorkloadRequest:
+        plain = request(0, 0.0, model, tokens)
+        return replace(plain, prefix_blocks=blocks, block_tokens=10)
+
+    turns = [
+        turn("a", 25, 1, 2, 3),
+        turn("a", 45, 1, 2, 3, 4, 5),
+        turn("b", 45, 1, 2, 3, 4, 5),
+        turn("a", 30, 9, 2, 3),
+        turn("a", 18, 1, 2),
+        request(5, 5.0),
+    ]
+    assert list(repeated_tokens(turns)) == [0, 30, 0, 0, 18, 0]
