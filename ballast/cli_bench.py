@@ -246,8 +246,8 @@ def show_reports(
     console: Console,
     json: Path | None,
     png: Path | None,
-    html: Path | None,
-    workload: str,
+    html: Path | None = None,
+    workload: str = "",
 ) -> None:
     """Tables on the console, the comparison first; JSON, a picture and a page where asked for."""
     from ballast.bench.tables import comparison_table, report_table
