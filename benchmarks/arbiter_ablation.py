@@ -28,7 +28,7 @@ from benchmarks.common import finish, options, verdict
 from benchmarks.headroom import attained
 
 SOURCES = ("reuse", "idle", "parking", "preempting")
-ADDED = ("streaming",)
+ADDED = ("streaming", "in_place")
 """Sources that are off by default: what is lost without them is what they would gain."""
 ESTIMATES = ("arrivals", "lengths", "reused", "freed")
 WRONG = (1 / 3, 3.0)

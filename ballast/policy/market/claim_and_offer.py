@@ -115,6 +115,8 @@ class Offer(NamedTuple):
     request can take it."""
     for_others: bool = False
     """Whether only claims of other models than its owner can take it."""
+    instead: bool = False
+    """Whether its action does all that the claim is for, so that `Claim.then` need not follow."""
     at_hand: bool = False
     """Whether its blocks can be used by the owner's own requests as they are, which lack them if
     the offer is taken."""

@@ -52,6 +52,7 @@ def clear(view: DeviceView, claims: Iterable[Claim], supply: SupplyCurve) -> Cle
         if claim.gain < 0.0:
             uncovered.append(claim)
             continue
+        instead = False
         if lacked > 0:
             find = partial(supply.cheapest, budget, claim, lacked)
             chosen = cover_one(claim, find, budget, lacked, by_price=True)
@@ -60,12 +61,13 @@ def clear(view: DeviceView, claims: Iterable[Claim], supply: SupplyCurve) -> Cle
                 if claim.overdue:
                     promises += promised(claim, budget.hold(needs))
                 continue
+            instead = any(accepted.offer.instead for accepted in chosen)
             supply.take([accepted.offer for accepted in chosen])
             actions.accept(_explained(claim, chosen, budget, find()))
             needs = budget.needs(claim)
         there = needs <= budget.free
         promises += promised(claim, budget.use(claim, needs))
-        if there and claim.then is not None:
+        if there and claim.then is not None and not instead:
             actions.add(claim.then(needs))
             budget.bring(claim)
     free = 0 if uncovered else max(0, min(budget.free, budget.coming))
@@ -110,6 +112,7 @@ def named(key: Sequence[str]) -> str:
 
 
 _NAMES = {
+    "in place": "reading in host memory",
     "cache": "cached prefixes of",
     "lent": "pages lent to",
     "loose": "scattered blocks of",

@@ -26,6 +26,7 @@ from ballast.policy.market.supply_curve import ListedOffers, OfferTable, SupplyC
 from ballast.policy.memory.balloon import undo_younger_work
 from ballast.policy.plans import activation, last_plans
 from ballast.policy.supply.cached_blocks import CachedBlocks
+from ballast.policy.supply.host_direct import WeightsInPlace, weights_home
 from ballast.policy.supply.parked_models import ParkedModels
 from ballast.policy.supply.preemption import RunningRequests
 from ballast.policy.supply.streamed_layers import (
@@ -49,7 +50,8 @@ class Arbiter(MemoryPolicy):
 
     Sources, each of which can be switched off (0): `reuse`, cached prefixes; `idle`, weights of
     idle models; `parking`, weights of models with requests; `streaming`, layers that passes then
-    read through slots; `preempting`, running requests. `spilling` 0: KV that tiers below the device
+    read through slots; `in_place`, weights that passes read in host memory instead of coming;
+    `preempting`, running requests. `spilling` 0: KV that tiers below the device
     keep is priced as if it had to be computed again.
 
     Estimates, each with a factor by which it is wrong (1: as learned; 0: nothing is known):
@@ -63,6 +65,7 @@ class Arbiter(MemoryPolicy):
     preempting: float = 1
     streaming: float = 0
     spilling: float = 1
+    in_place: float = 0
     arrivals: float = 1
     lengths: float = 1
     reused: float = 1
@@ -76,7 +79,10 @@ class Arbiter(MemoryPolicy):
         ahead = Outlook(view, fetches=bool(self.spilling), freed=self.freed)
         claims = list(_claims(ahead))
         if not claims:
-            home = layers_home(view, layer_offers(view), view.free - view.promised)
+            free = view.free - view.promised
+            home = layers_home(view, layer_offers(view), free)
+            if self.in_place and not home:
+                home = weights_home(view, free)
             return Decision((*sharing.holds, *home), None, None, (), sharing.holding)
         cleared = clear(view, claims, self._supply(ahead))
         actions = [*sharing.holds, *last_plans(cleared.actions)]
@@ -98,6 +104,8 @@ class Arbiter(MemoryPolicy):
         listed = [ListedOffers(view.derived(compactions)), ListedOffers(view.derived(recalls))]
         if self.idle:
             listed.append(ListedOffers(idle_weights(ahead)))
+        if self.in_place:
+            tables.append(WeightsInPlace(ahead))
         if self.streaming:
             listed.append(ListedOffers(streamed_layers(ahead, layer_offers(view))))
         tables += (offers for offers in listed if offers)

@@ -5,6 +5,7 @@ expected rises in weighted misses of deadlines (`ballast.policy.market.harm`). A
 one more module here, and one more entry in `ballast.policy.memory.arbiter`.
 
 - `cached_blocks`: Cached prefixes, by how likely they are used again.
+- `host_direct`: Weights that passes read in host memory instead of coming.
 - `parked_models`: Weights of models with requests, whose KV stays cached meanwhile.
 - `preemption`: Single running requests.
 - `streamed_layers`: Layers of running models, which passes then read through slots.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ballast.core.actions import DropCache, Preempt, Reside
 from ballast.core.rotation import WHOLE
-from ballast.core.view import DeviceView, ModelView, RequestView, Shortage
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
 from ballast.policy.memory.arbiter import Arbiter
 from tests.policy.worlds import device, layered, model, request
 
@@ -83,3 +83,33 @@ def test_layers_come_home_when_nobody_lacks_pages() -> None:
     free = replace(device(lent, free=60), now=NOW)
     assert [a for a in taken(free) if isinstance(a, Reside) and a.plan.rotation == WHOLE]
     assert taken(replace(free, free=2)) == []
+
+
+def wanting(**options: float) -> list[object]:
+    """What is done for an absent model whose request must begin soon, while all are in a hurry."""
+    hurried = model("busy", pages=30, kv=60, running=(FIRST, running(1, ahead=-3.7)))
+    urgent = request(9, arrival=NOW - 0.4)
+    absent = model("w", Residency.ABSENT, pages=10, waiting=(urgent,), first=1)
+    view = replace(device(hurried, absent, free=4), now=NOW, reads_host=True)
+    link = options.pop("link", 1e12)
+    return taken(replace(view, link_bytes_per_second=link), **options)
+
+
+def test_weights_are_read_in_place_where_the_link_carries_them_with_each_pass() -> None:
+    (came,) = wanting(in_place=1)
+    assert isinstance(came, Reside)
+    assert came.model == "w"
+    assert came.plan.in_place
+    assert came.plan.runnable
+    assert "host memory" in came.why
+    assert wanting(in_place=0) == []
+    assert wanting(in_place=1, link=1e6) == []
+
+
+def test_weights_read_in_place_come_home_when_there_is_room() -> None:
+    m = model("w", pages=10, running=(FIRST,))
+    there = replace(m, plan=replace(m.plan, in_place=frozenset(range(len(m.plan.units)))))
+    (home,) = taken(replace(device(there, free=60), now=NOW), in_place=1)
+    assert isinstance(home, Reside)
+    assert not home.plan.in_place
+    assert taken(replace(device(there, free=12), now=NOW), in_place=1) == []
