@@ -13,7 +13,7 @@ from functools import partial
 
 from ballast.core.actions import Action, Promise
 from ballast.core.view import DeviceView
-from ballast.policy.market.claim_and_offer import Claim, Offer
+from ballast.policy.market.claim_and_offer import Claim
 from ballast.policy.market.cover import AcceptedOffer, Actions, cover_one, promised
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import SupplyCurve
@@ -63,7 +63,7 @@ def clear(view: DeviceView, claims: Iterable[Claim], supply: SupplyCurve) -> Cle
                 continue
             instead = any(accepted.offer.instead for accepted in chosen)
             supply.take([accepted.offer for accepted in chosen])
-            actions.accept(_explained(claim, chosen, budget, find()))
+            actions.accept(_explained(claim, chosen, budget, supply, lacked))
             needs = budget.needs(claim)
         there = needs <= budget.free
         promises += promised(claim, budget.use(claim, needs))
@@ -79,18 +79,22 @@ def _order(claim: Claim) -> tuple[float, object, str]:
 
 
 def _explained(
-    claim: Claim, chosen: Sequence[AcceptedOffer], budget: PageBudget, others: Iterable[Offer]
+    claim: Claim,
+    chosen: Sequence[AcceptedOffer],
+    budget: PageBudget,
+    supply: SupplyCurve,
+    lacked: int,
 ) -> list[AcceptedOffer]:
     """Return accepted offers whose actions say what they cost, what the claim gains, and the
-    cheapest offers that were not taken, of `others`."""
+    cheapest offers that were not taken."""
     taken = {accepted.offer.key for accepted in chosen}  # and those named already
     untaken: list[str] = []
-    for offer in others:
+    for offer in supply.cheapest(budget, claim, lacked):
         if not offer.pages or offer.key in taken or budget.used_up(offer):
             continue
         if claim.may_take(offer):
             taken.add(offer.key)
-            untaken.append(f"{named(offer.key)} {offer.price() / offer.pages:.2g}")
+            untaken.append(supply.text(offer))
             if len(untaken) == UNTAKEN:
                 break
     must = claim.gain == math.inf
@@ -103,21 +107,3 @@ def _explained(
         why = f"{action.why}; {costs}; {gain}{names}"
         found.append(AcceptedOffer(offer, pages, replace(action, why=why)))
     return found
-
-
-def named(key: Sequence[str]) -> str:
-    """Return what an operator calls the memory of an offer."""
-    kind, *rest = key
-    return f"{_NAMES.get(kind, kind)} {' of '.join(reversed(rest))}"
-
-
-_NAMES = {
-    "in place": "reading in host memory",
-    "cache": "cached prefixes of",
-    "lent": "pages lent to",
-    "loose": "scattered blocks of",
-    "layers": "layers of",
-    "model": "all of",
-    "request": "request",
-    "segments": "weights of",
-}

@@ -19,6 +19,19 @@ Priced = tuple[float, Offer]
 """An offer with its price per page that a claim can use."""
 
 
+_NAMES = {
+    "in place": "reading in host memory",
+    "cache": "cached prefixes of",
+    "lent": "pages lent to",
+    "loose": "scattered blocks of",
+    "layers": "layers of",
+    "model": "all of",
+    "request": "request",
+    "segments": "weights of",
+}
+"""What operators call the memory of offers, by the first part of their keys."""
+
+
 class OfferTable(Protocol):
     """What one source offers in one decision."""
 
@@ -47,6 +60,7 @@ class SupplyCurve:
         self._tables = tables
         self._curves: dict[tuple[int, int], _Curve] = {}
         """By a claim's pages, and those that it lacks."""
+        self._texts: dict[tuple[tuple[str, ...], int], str] = {}
 
     def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Offer]:
         """Return offers for a claim that lacks so many pages, the cheapest page first."""
@@ -67,6 +81,15 @@ class SupplyCurve:
                 self._curves.clear()
         for curve in self._curves.values():
             curve.drop(offers)
+
+    def text(self, offer: Offer) -> str:
+        """Return what an operator calls the memory of an offer, and its price a page."""
+        key = offer.key, offer.pages
+        if key not in self._texts:
+            kind, *rest = offer.key
+            name = f"{_NAMES.get(kind, kind)} {' of '.join(reversed(rest))}"
+            self._texts[key] = f"{name} {offer.price() / offer.pages:.2g}"
+        return self._texts[key]
 
     def _merged(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[Priced]:
         tables = [table.cheapest(budget, claim, lacked) for table in self._tables]

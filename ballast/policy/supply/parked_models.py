@@ -74,23 +74,27 @@ class ParkedModels:
         """Models to park for KV of all requests that wait: each with its requests' rank, its pages,
         and the harm of having its requests wait until those have ended."""
         ahead = self._ahead
-        here = [(m, r, sum(m.plan.parts[:-1])) for m, r in self._able]
+        here = [(m, r, m.derived(_parkable)) for m, r in self._able]
         here = [(m, r, n) for m, r, n in here if n and m.residency is not Residency.ABSENT]
         delays = ahead.coming.waits(np.array([ahead.backlog + n for _, _, n in here], np.float64))
         harms = ahead.harms_of_delays([m for m, _, _ in here], delays).tolist()
         return [(*entry, harm) for entry, harm in zip(here, harms, strict=True)]
 
-    def _relief(self, lacking: int, lacked: int) -> list[Priced]:
-        """Return the offers of `_parkings`: a claim pays the part of the harm that its pages are of
+    def _relief(self, lacking: int, lacked: int) -> Iterator[Priced]:
+        """Yield the offers of `_parkings`: a claim pays the part of the harm that its pages are of
         those that will be used."""
         backlog = self._ahead.backlog or 1
         found = []
         for m, rank, pages, harm in self._parkings:
             total = MARGIN * harm * min(1.0, lacking / min(pages, backlog))
-            offer = _parking(m, pages, total)._replace(rank=rank, for_others=True)
-            found.append((total / min(lacked, pages), offer))
-        found.sort(key=itemgetter(0))
-        return found
+            found.append((total / min(lacked, pages), total, m, rank, pages))
+        for price, total, m, rank, pages in sorted(found, key=itemgetter(0)):
+            yield price, _parking(m, pages, total, rank)
+
+
+def _parkable(m: ModelView) -> int:
+    """Return the pages of all segments but the last, with which the model would lose its KV."""
+    return sum(m.plan.parts[:-1])
 
 
 def _rank(m: ModelView) -> int:
@@ -107,9 +111,9 @@ def _turn(ahead: Outlook, m: ModelView, claim: Claim, lacking: int) -> Iterator[
             yield _parking(m, pages, harm)
 
 
-def _parking(m: ModelView, pages: int, harm: float) -> Offer:
-    key, act = (SEGMENTS, m.name), partial(_park, m)
-    return Offer(key, m.name, pages, partial(float, harm), act, later=m.busy)
+def _parking(m: ModelView, pages: int, harm: float, rank: float = math.inf) -> Offer:
+    key, act, price = (SEGMENTS, m.name), partial(_park, m), partial(float, harm)
+    return Offer(key, m.name, pages, price, act, later=m.busy, rank=rank, for_others=True)
 
 
 def _park(m: ModelView, pages: int, claim: Claim) -> Reside:
