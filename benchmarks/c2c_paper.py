@@ -39,6 +39,13 @@ STATED = (
     Stated("switch_dense_tokens", "0.119", "119 ms in Aegaeon"),
     Stated("switch_moe", "0.318", "from 12 s in ServerlessLLM ... to 318 ms"),
     Stated("switch_moe_loader", "12", "12 s in ServerlessLLM"),
+    Stated(
+        "cold_dense_loader",
+        "1.15-1.37",
+        "reduces latency over ServerlessLLM by 1.15-1.37 on commonly supported models",
+        "x",
+    ),
+    Stated("cold_moe_loader", "1.95", "outperforms ServerlessLLM by 1.95 on Qwen3-30B-A3B", "x"),
     Stated("dynamic_dense", "0.2-0.7", "On dense models, C2CServe keeps TTFT around 0.2-0.7 s"),
     Stated("dynamic_dense_loader", "2-7", "compared with 2-7 s for ServerlessLLM"),
     Stated("dynamic_dense_tokens", "0.3-2", "and 0.3-2 s for Aegaeon"),
@@ -71,8 +78,9 @@ NOT_MODELLED = (
     "answers, with `preemptive` between tokens, with KV kept on the device; a switch "
     "takes the same",
     "MoE-Infinity and FineMoE: expert caches",
-    "disks: cold starts are not simulated",
-    "Rubin: no profile of it",
+    "disks and starts of engines: a cold start is a switch and the bytes at the rate of one disk, "
+    "which the text does not name, one after the other",
+    "Rubin's kernels: GB200's parts of its peaks are taken for it",
 )
 
 PAPER_MULTIPROCESSORS = {2: 56, 3: 28, 4: 16, 7: 16}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -31,6 +31,7 @@ from ballast.sim.cluster import SERVED, Kind, parse_kinds
 from ballast.sim.cluster_files import ClusterFiles
 from ballast.sim.model_catalogue import facts
 from ballast.workload.workload import Workload, WorkloadRequest
+from benchmarks.c2c_devices import cold_start, reading, superchips
 from benchmarks.c2c_paper import CONTRADICTIONS, NOT_MODELLED, PAPER_MULTIPROCESSORS, STATED
 from benchmarks.common import finish, options
 from benchmarks.doc_tables import markdown
@@ -107,6 +108,20 @@ def switches(slices: int, preset: str) -> dict[str, float | None]:
         ran = run(preset, layout(slices), [first, second], work, files)
         found[name] = None if ran is None else _ttft(ran, second.name)
     return found
+
+
+def cold_starts(warm: Mapping[str, float | None]) -> dict[str, float | None]:
+    """By model, seconds to the first token of one that is on disk alone, by those of a switch."""
+    return {
+        name: None if seconds is None else cold_start(facts(name).spec(max_model_len=1), seconds)
+        for name, seconds in warm.items()
+    }
+
+
+def over(rival: Mapping[str, float | None], our: Mapping[str, float | None]) -> str:
+    """The range over models of how much longer a rival takes; of those that fit."""
+    ratios = [r / o for name, r in rival.items() if r is not None and (o := our[name]) is not None]
+    return f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +271,17 @@ def measure(*, quick: bool) -> dict[str, Any]:
         f"{preset} on {slices}": switches(slices, preset)
         for preset, slices in (("c2cserve", 1), ("c2cserve", 7), ("swap", 1), ("lru", 1))
     }
+    cold = {row: cold_starts(moves[row]) for row in ("c2cserve on 7", "lru on 1", "swap on 1")}
     small, large = ("Llama-3.2-1b", "Llama-3.2-1b"), ("Qwen2.5-7b", "Qwen2.5-14b")
     return {
         "workload": f"{len(works[0].requests)} requests in {seconds:g} s: {works[0].describe()}",
         "figure_4b_gb": figure_4b(),
         "switch_s": moves,
+        "cold_start_s": cold,
+        "superchips": {
+            device: {name: reading(kind, models([name], [1])[0]) for name in (*DENSE[:2], *MOE)}
+            for device, kind in superchips().items()
+        },
         "gap_footprint_5gb": gap(small, 64, 128, 512),
         "gap_footprint_45gb": gap(large, 64, 128, 512),
         "gap_chunk_512": gap(("Llama-3-8b",) * 2, 4096, 2, 512),
@@ -281,6 +302,10 @@ def ours(found: dict[str, Any]) -> dict[str, str]:
     for kind, names in (("dense", DENSE), ("moe", MOE)):
         values[f"switch_{kind}"] = span(moves["c2cserve on 7"], names)
         values[f"switch_{kind}_loader"] = span(moves["lru on 1"], names)
+    cold = found["cold_start_s"]
+    for kind, names in (("dense", DENSE), ("moe", MOE)):
+        ours_, loader = ({n: cold[row][n] for n in names} for row in ("c2cserve on 7", "lru on 1"))
+        values[f"cold_{kind}_loader"] = over(loader, ours_)
     gaps = {
         "chunk_512": "gap_chunk_512",
         "chunk_whole": "gap_chunk_whole",
@@ -297,6 +322,19 @@ def ours(found: dict[str, Any]) -> dict[str, str]:
     for name, outcome in found["ablations"].items():
         values[f"ablation_{name}"] = f"{outcome.p99:.2f}"
     return values
+
+
+def chips(found: dict[str, Any]) -> list[list[str]]:
+    """A row for each model and place of its weights, a column for each superchip."""
+    rows = []
+    for name in next(iter(found["superchips"].values())):
+        for place in ("resident", "in_place"):
+            cells = (of[name] for of in found["superchips"].values())
+            each = (
+                f"{1e3 * c[f'tpot_{place}']:.1f} / {1e3 * c[f'prefill_{place}']:.0f}" for c in cells
+            )
+            rows.append([f"{name}, {place.replace('_', ' ')}", *each])
+    return rows
 
 
 def times(outcome: Outcome | None) -> str:
@@ -327,6 +365,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, o in outcomes.items()
     ]
     say(markdown(["dynamic", "TTFT, s", "TTFT <= 1 s", "in SLO"], cells), markup=False)
+    say(markdown(["decode step of one / prompt of 2,048, ms", *found["superchips"]], chips(found)))
     for line in (*CONTRADICTIONS, *(f"Not modelled: {what}" for what in NOT_MODELLED)):
         say(f"- {line}", markup=False, highlight=False)
     shown = Table("", "", title="c2c_sim")

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from ballast.core.job import Job, JobLoad, chunk_pairs
 from ballast.core.model import JobMemory, ModelSpec
+from ballast.core.omitted import OMITTED
 from ballast.core.units import MiB, ceil_div
 
 TILE = 64
@@ -55,6 +56,9 @@ class StepCosts:
         prefill           T*per_token + S*per_pair + P*per_chunk
         decode            B*per_sequence + C*per_context + (ceil(B / 64) - 1)*per_tile
 
+    `base` and `floor` are of passes that read all experts; one of R = T + B rows takes
+    `expert_reading * not_chosen**R` less, where rows choose evenly, independent of each other.
+
     T: prefill tokens; B: decoding sequences; C: KV tokens these read; S: query-key pairs of
     prefill attention; P: prefill chunks. `base`: the pass over the weights and the host's own work;
     `hidden`: the part of it that overlaps with a prefill's arithmetic (negative if a prefill's pass
@@ -72,13 +76,20 @@ class StepCosts:
     floor: float = 0.0
     hidden: float = 0.0
     per_tile: float = 0.0
+    expert_reading: float = field(default=0.0, metadata=OMITTED)
+    """Part of `base` that reads experts; 0: the model has none."""
+    not_chosen: float = field(default=0.0, metadata=OMITTED)
+    """Probability that a row does not go through a given expert of a layer."""
 
     def of(self, load: JobLoad) -> float:
         tokens, chunks, pairs, sequences, context = load
-        seconds = self.base
+        unread = self._unread(tokens + sequences)
+        seconds = base = self.base - unread
         if tokens:
-            seconds += tokens * self.per_token + pairs * self.per_pair + chunks * self.per_chunk
-            seconds = max(self.floor, self.base if sequences else 0.0, seconds - self.hidden)
+            # What is not read is not hidden either.
+            work = tokens * self.per_token + pairs * self.per_pair + chunks * self.per_chunk
+            seconds = self.base + work
+            seconds = max(self.floor - unread, base if sequences else 0.0, seconds - self.hidden)
         if sequences:
             seconds += sequences * self.per_sequence + context * self.per_context
             seconds += (sequences - 1) // TILE * self.per_tile
@@ -87,7 +98,8 @@ class StepCosts:
     def decoding(self, sequences: int) -> Callable[[int], float]:
         """Return a function from `decode_context` to the seconds of a job that only decodes
         `sequences` (at least 1) sequences; equal to `of`, bit for bit."""
-        base, each, reads = self.base, sequences * self.per_sequence, self.per_context
+        base = self.base - self._unread(sequences)
+        each, reads = sequences * self.per_sequence, self.per_context
         tiles = (sequences - 1) // TILE * self.per_tile
         return lambda context: base + (each + context * reads) + tiles
 
@@ -98,11 +110,16 @@ class StepCosts:
         and sequences count as arithmetic.
         """
         seconds = self.of(load)
-        reading = self.base + load.decode_context * self.per_context
+        rows = load.prefill_tokens + load.decode_sequences
+        reading = self.base - self._unread(rows) + load.decode_context * self.per_context
         if load.prefill_tokens:
             reading -= max(0.0, self.hidden)
         reading = min(seconds, max(0.0, reading))
         return seconds - reading, reading
+
+    def _unread(self, rows: int) -> float:
+        """Return the seconds for which experts would be read that no row has chosen."""
+        return self.expert_reading * self.not_chosen**rows if self.expert_reading else 0.0
 
     def seconds(self, job: Job) -> float:
         return self.of(job.load)
@@ -133,7 +150,7 @@ class StepCosts:
 
     def scaled(self, factor: float) -> StepCosts:
         """Return the costs with all times multiplied by `factor`."""
-        return StepCosts(*(factor * a for a in astuple(self)))
+        return replace(StepCosts(*(factor * a for a in astuple(self))), not_chosen=self.not_chosen)
 
 
 UNMEASURED = StepCosts(2e-3, 2e-4, 2e-4, 1e-8, 1e-9)

@@ -65,11 +65,21 @@ class PassSizes:
             head=(spec.vocab, hidden),
         )
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts of all layers."""
+        return self.layers * self.experts * self.item * sum(n * k for n, k in self.expert)
+
+    @property
+    def not_chosen(self) -> float:
+        """Probability that a row does not go through a given expert of a layer."""
+        return 1.0 - self.chosen / self.experts if self.experts else 0.0
+
     def read_experts(self, rows: int) -> float:
         """Return the expected number of a layer's experts that a pass of `rows` rows reads."""
         if not self.experts:
             return 0.0
-        return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** rows)
+        return self.experts * (1.0 - self.not_chosen**rows)
 
 
 def decode_bytes(spec: ModelSpec) -> float:
@@ -78,10 +88,7 @@ def decode_bytes(spec: ModelSpec) -> float:
     tied = len(spec.segment_bytes) <= spec.n_layers + 1
     read = sum(spec.segment_bytes if tied else spec.segment_bytes[1:])
     sizes = PassSizes.of(spec)
-    if not sizes.experts:
-        return read
-    away = sizes.experts - sizes.chosen
-    return read - sizes.layers * away * sizes.item * sum(n * k for n, k in sizes.expert)
+    return read - sizes.not_chosen * sizes.expert_bytes
 
 
 def pass_traffic(

@@ -36,6 +36,7 @@ from ballast.memory.vm_memfd import MemfdVm
 from ballast.models.executor import ModelExecutor
 from ballast.models.on_cpu import on_cpu, report_dependence
 from ballast.models.profile_run import measured
+from ballast.policy.presets import preset_of
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier
 
@@ -96,7 +97,8 @@ class CpuMachine(OnCpu):
             allowed = "this command takes devices of one rank"
             raise ConfigError("tensor_parallel", device.tensor_parallel, allowed)
         self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
-        shared = SharedPace(fleet.link.memory) if fleet.link.memory else None
+        reserves = bool(preset_of(fleet).values.get("reserve_link"))
+        shared = SharedPace(fleet.link.memory, reserves) if fleet.link.memory else None
         self.link = HostLink(
             clock, post, fleet.link.pace, copy_bytes=stream_copier(), shared=shared
         )

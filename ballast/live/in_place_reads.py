@@ -10,6 +10,8 @@ from typing import Protocol
 
 from ballast.core.clock import Clock
 from ballast.core.job import SequenceWork
+from ballast.core.link_budget import link_demand
+from ballast.core.pass_traffic import decode_bytes
 from ballast.engine.model import ModelState
 from ballast.kv.blocks import KvCache
 from ballast.live.machine import Machine
@@ -54,6 +56,7 @@ class WeightReads:
 
     def __init__(self, weights: WeightsOnDevice, experts: ChosenExperts) -> None:
         self.name = f"in place:{weights.spec.name}"
+        self.reserved = link_demand(decode_bytes(weights.spec), weights.spec.slo.tpot)
         self._weights, self._experts = weights, experts
         self._last = -1
 
@@ -84,6 +87,8 @@ class BorrowedReads:
     A pass reads all of its sequences' blocks there, those that they share once, and writes the KV
     of its new tokens.
     """
+
+    reserved = 0.0
 
     def __init__(self, kv: KvCache) -> None:
         self.name = f"borrowed:{kv.spec.name}"

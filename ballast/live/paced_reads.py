@@ -35,6 +35,10 @@ class LayerReads(Protocol):
     def name(self) -> str:
         """Name of its stream on the link."""
 
+    @property
+    def reserved(self) -> float:
+        """Bytes per second of a link that devices share that a pass has at least."""
+
     def begin_pass(self, work: Sequence[SequenceWork]) -> Sequence[int]:
         """Return the layers, ascending, that a pass which computes `work` reads or writes in
         place."""
@@ -77,6 +81,8 @@ class PacedReads:
         layers = self._reads.begin_pass(work)
         self._error, self._late, self._needs = None, (), {}
         self._layers = list(layers)
+        if layers:
+            self._link.reserve(self._reads.name, self._reads.reserved)
         for _ in range(_AHEAD):
             self._read_next()
         return sorted({*self._inner_stops, *layers}) if layers else self._inner_stops
@@ -103,6 +109,7 @@ class PacedReads:
         try:
             self._await(tuple(self._coming))
         finally:
+            self._link.reserve(self._reads.name, 0.0)
             self._inner.finish()
 
     def move(self) -> None:

@@ -69,12 +69,16 @@ class _Charge:
 class SharedPace:
     """One process's entry in the table. A lock of its own, which ends with the process, keeps it.
 
-    Used by one thread at a time.
+    Used by one thread at a time, but for `reserve`.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, reserves: bool = True) -> None:
         """`path`: of the memory, opened anew by each process (locks belong to what was opened).
-        Raises DeviceError if it cannot be used, or all entries are taken."""
+        `reserves`: whether reservations count; else its part is always an equal one. Raises
+        DeviceError if it cannot be used, or all entries are taken."""
+        self._reserves = reserves
+        self._parts: dict[str, float] = {}
+        """Reserved parts of the link, by what they are for."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -93,20 +97,23 @@ class SharedPace:
             entries = [self._read(i) for i in range(_ENTRIES)]
             mine = entries[self._at]
             begins = max(mine.due, now - _CATCH_UP if mine.in_use else now)
-            entries[self._at] = _Charge(True, max(begins, now), mine.reserved)
+            entries[self._at] = mine = _Charge(True, max(begins, now), self._reserved)
             due = begins + seconds / self._share([e for e in entries if e.counts(now)], mine)
             self._write(_Charge(True, due, mine.reserved))
         return due
 
     def rest(self) -> None:
         """Count for nothing until the next charge: nothing is to be carried."""
-        mine = self._read(self._at)
-        self._write(_Charge(False, mine.due, mine.reserved))
+        self._write(_Charge(False, self._read(self._at).due, self._reserved))
 
-    def reserve(self, part: float) -> None:
-        """Have at least this part of the link, 0 to 1, while there are bytes to carry."""
-        mine = self._read(self._at)
-        self._write(_Charge(mine.in_use, mine.due, min(1.0, max(0.0, part))))
+    def reserve(self, part: float, of: str = "") -> None:
+        """Have at least this part of the link, 0 to 1, from the next charge on; `of`: what it is
+        for, each in place of its last one. From any thread."""
+        self._parts = {**self._parts, of: max(0.0, part)}
+
+    @property
+    def _reserved(self) -> float:
+        return min(1.0, sum(self._parts.values())) if self._reserves else 0.0
 
     def close(self) -> None:
         """Give the entry to others."""

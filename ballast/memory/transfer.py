@@ -226,6 +226,11 @@ class HostLink:
     def bytes_per_second(self) -> float:
         return self._measured if self._pace is None else self._pace.to_device
 
+    def reserve(self, stream: str, bytes_per_second: float) -> None:
+        """Have at least this rate of a link that processes share, for a stream; 0: no more."""
+        if self._shared is not None and self._pace is not None:
+            self._shared.reserve(bytes_per_second / self._pace.to_device, stream)
+
     def start(
         self,
         transfer_id: int,

@@ -1,8 +1,11 @@
 """Compute transfer times over a graph of links: max-min fair bandwidth shares, exact end times.
 
 A `Wire` is a full-duplex link, a `Side` one direction of it. A `Flow` crosses the sides of its
-path at one rate. Rates are max-min fair (progressive filling): all flows speed up together until a
-side is full or a flow has reached its ceiling; those stay, the others go on. They change only when
+path at one rate. Rates are max-min fair (progressive filling): all flows speed up together, each in
+proportion to its weight, until a side is full or a flow has reached its ceiling; those stay, the
+others go on. Weights are equal but for reservations, as on a live shared link
+(`memory.shared_pace`): who has reserved a part has it, the others divide the rest. Rates change
+only when
 a flow begins or ends; between such moments they are constant, so ends are known exactly. Used by
 `sim.link` and `sim.layer_stream`.
 """
@@ -74,6 +77,8 @@ class Flow:
     left: float
     """Bytes that had not moved at `since`."""
     since: float
+    reserved: float = 0.0
+    """Bytes per second that it is to have at least of what it shares with others."""
     rate: float = 0.0
     """Bytes per second since then."""
     end: float = inf
@@ -96,13 +101,19 @@ class Flow:
 
 
 def max_min(
-    paths: Sequence[Sequence[int]], capacities: Sequence[float], ceilings: Sequence[float]
+    paths: Sequence[Sequence[int]],
+    capacities: Sequence[float],
+    ceilings: Sequence[float],
+    weights: Sequence[float] | None = None,
 ) -> list[float]:
     """Max-min fair rates of flows.
 
     `paths`: by flow, indices of the links that it crosses, each once; `capacities`: by link, above
-    0; `ceilings`: by flow, above 0 or inf. A flow that crosses no link needs a ceiling.
+    0; `ceilings`: by flow, above 0 or inf; `weights`: by flow, above 0; None: equal. A flow that
+    crosses no link needs a ceiling.
     """
+    if weights is not None and len(set(weights)) > 1:
+        return _weighted(paths, capacities, ceilings, weights)
     rates = [0.0] * len(paths)
     left = list(capacities)
     crossing = [0] * len(capacities)
@@ -130,6 +141,36 @@ def max_min(
     return rates
 
 
+def _weighted(
+    paths: Sequence[Sequence[int]],
+    capacities: Sequence[float],
+    ceilings: Sequence[float],
+    weights: Sequence[float],
+) -> list[float]:
+    """As `max_min`, with unequal weights."""
+    rates = [0.0] * len(paths)
+    left = list(capacities)
+    growing = list(range(len(paths)))
+    while growing:
+        crossing = [
+            sum(weights[i] for i in growing if link in paths[i]) for link in range(len(left))
+        ]
+        full = {k: left[k] / w for k, w in enumerate(crossing) if w}
+        speed = min([*full.values(), *(ceilings[i] / weights[i] for i in growing)])
+        stop = [
+            i
+            for i in growing
+            if ceilings[i] / weights[i] <= speed or any(full[k] <= speed for k in paths[i])
+        ]
+        for i in stop:
+            at_ceiling = ceilings[i] / weights[i] <= speed
+            rates[i] = ceilings[i] if at_ceiling else speed * weights[i]
+            for link in paths[i]:
+                left[link] = max(0.0, left[link] - rates[i])
+        growing = [i for i in growing if i not in stop]
+    return rates
+
+
 class Fluid:
     """The flows of one world. Beginning or ending one costs O(flows x hops)."""
 
@@ -149,9 +190,11 @@ class Fluid:
         n_bytes: int,
         ended: Ended,
         ceiling: Ceiling | None = None,
+        reserved: float = 0.0,
     ) -> Flow:
-        """Let `n_bytes` move over `path` from `now` on; `ended` is called when they have."""
-        flow = Flow(path, ceiling, ended, now, float(n_bytes), now)
+        """Let `n_bytes` move over `path` from `now` on; `ended` is called when they have.
+        `reserved`: bytes per second that they have at least."""
+        flow = Flow(path, ceiling, ended, now, float(n_bytes), now, reserved)
         self.flows.append(flow)
         for side in path:
             side.flows += 1
@@ -209,4 +252,24 @@ class Fluid:
     def _rates(flows: Sequence[Flow]) -> list[float]:
         sides: dict[Side, int] = {}
         paths = [[sides.setdefault(side, len(sides)) for side in flow.path] for flow in flows]
-        return max_min(paths, [side.capacity for side in sides], [flow.limit for flow in flows])
+        capacities, limits = [side.capacity for side in sides], [flow.limit for flow in flows]
+        weights = _weights(flows) if any(flow.reserved for flow in flows) else None
+        return max_min(paths, capacities, limits, weights)
+
+
+LEAST_PART = 0.01
+"""Least part of a side for flows without reservation, where all of it is reserved."""
+
+
+def _weights(flows: Sequence[Flow]) -> list[float]:
+    """Weigh flows by the parts of their path's first side that they have reserved; those without
+    divide what the reservations of the side leave."""
+    on_side: dict[Side, list[Flow]] = {}
+    for flow in flows:
+        on_side.setdefault(flow.path[0], []).append(flow)
+    rest = {}
+    for side, here in on_side.items():
+        reserved = sum(flow.reserved for flow in here) / side.capacity
+        without = sum(not flow.reserved for flow in here)
+        rest[side] = max(LEAST_PART, 1.0 - reserved) / max(1, without)
+    return [flow.reserved / flow.path[0].capacity or rest[flow.path[0]] for flow in flows]

@@ -59,17 +59,19 @@ class InPlaceMachine:
 
 
 class KnobSetting(NamedTuple):
-    """How `os_share` is chosen."""
+    """How `os_share` is chosen, and what passes reserve of the link."""
 
     rule: KnobRule | None = KnobRule()
     """None: it stays."""
     start: float = 0.0
+    reserves: bool = True
+    """Whether passes have W / TPOT of a link that others use too."""
 
     @classmethod
     def of(cls, options: Mapping[str, float]) -> KnobSetting:
-        """Return the setting of a preset with these options: `knob`, `os_share`."""
+        """Return the setting of a preset with these options: `knob`, `os_share`, `reserve_link`."""
         rule = KnobRule() if options.get("knob", 1) else None
-        return cls(rule, options.get("os_share", 0.0))
+        return cls(rule, options.get("os_share", 0.0), bool(options.get("reserve_link", 1)))
 
 
 class InPlaceReads:
@@ -91,6 +93,7 @@ class InPlaceReads:
         self._spec, self._sizes, self._machine = spec, PassSizes.of(spec), machine
         self._resident, self._plan, self._rule = resident, plan, knob.rule
         self._work = resident if machine is None else machine.without_reading(spec)
+        self._reserved = knob.reserves
         self._stream = link.stream(f"in place:{spec.name}", Direction.TO_DEVICE)
         self.knob = Knob(os_share=knob.start)
         self._job: Pass | None = None
@@ -116,8 +119,10 @@ class InPlaceReads:
         if self._machine is None:
             return self._device
         away = self._share_away()
-        traffic = self._traffic(load.prefill_tokens + load.decode_sequences)
-        here = (1.0 - away) * self._plan_bytes()
+        rows = load.prefill_tokens + load.decode_sequences
+        traffic = self._traffic(rows)
+        programs = self._machine.multiprocessors
+        here = (1.0 - away) * pass_traffic(self._sizes, rows, 1, 0.0, programs).link
         moved = (away * traffic.device + here) / self._machine.memory_bandwidth
         self._memory = moved + load.decode_context * self._work.per_context
         self._device = max(self._work.of(load), self._memory)
@@ -131,7 +136,8 @@ class InPlaceReads:
             n_bytes = max(1, round(self._share_away() * self._traffic(max(1, written)).link))
         self.link_bytes += n_bytes
         self._moving += 1
-        self._stream.carry(now, n_bytes, self._ended)
+        reserved = self.demand if self._reserved else 0.0
+        self._stream.carry(now, n_bytes, self._ended, reserved=reserved)
 
     @property
     def demand(self) -> float:
@@ -176,9 +182,6 @@ class InPlaceReads:
     def _traffic(self, rows: int) -> GemmTraffic:
         programs = 1 if self._machine is None else self._machine.multiprocessors
         return pass_traffic(self._sizes, rows, 1, self.knob.os_share, programs)
-
-    def _plan_bytes(self) -> int:
-        return sum(unit.n_bytes for unit in self._plan().units[1:])
 
     def _share_away(self) -> float:
         """Part of the weights that passes read over the link; embeddings count where they are the

@@ -163,6 +163,7 @@ class _Part:
     ceiling: Ceiling | None
     transfer: int | None
     """Number of the transfer to which they belong; None: of no device's loop."""
+    reserved: float = 0.0
 
 
 class Stream:
@@ -181,11 +182,12 @@ class Stream:
         ended: Ended,
         ceiling: Ceiling | None = None,
         transfer: int | None = None,
+        reserved: float = 0.0,
     ) -> None:
         """Move bytes after those that are on their way; call `ended` at their end. `transfer`: its
-        number, by which `stop` finds them."""
+        number, by which `stop` finds them; `reserved`: bytes per second that they have at least."""
         self._link.moving += 1
-        self._queue.append(_Part(n_bytes, ended, ceiling, transfer))
+        self._queue.append(_Part(n_bytes, ended, ceiling, transfer, reserved))
         if len(self._queue) == 1:
             self._start_first(now)
 
@@ -206,7 +208,8 @@ class Stream:
     def _start_first(self, now: float) -> None:
         if self._queue:
             part = self._queue[0]
-            self._flow = self._fluid.start(now, self._path, part.n_bytes, self._ended, part.ceiling)
+            given = part.ceiling, part.reserved
+            self._flow = self._fluid.start(now, self._path, part.n_bytes, self._ended, *given)
 
     def _ended(self, at: float, seconds: float) -> None:
         part = self._queue.popleft()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -262,7 +262,7 @@ class DeviceProfile(Keys):
             Sizes.of_spec(model) if isinstance(model, ModelSpec) else Sizes.of_facts(facts(model))
         )
         if not reads:
-            sizes = replace(sizes, pass_bytes=0)
+            sizes = sizes.without_reading()
         if engine.derate is not None:
             return roofline(sizes, hardware, engine.derate, group)
         assert reach is not None

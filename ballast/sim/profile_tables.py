@@ -28,6 +28,8 @@ class CostCoefficients(Keys):
     per_chunk: NotNegative = 0.0
     floor: NotNegative = 0.0
     hidden: Finite = 0.0
+    expert_reading: NotNegative = 0.0
+    not_chosen: NotNegative = 0.0
 
 
 class MeasuredModel(Keys):

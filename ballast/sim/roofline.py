@@ -9,12 +9,13 @@ separates them: factors of kernels (`KernelReach`), and costs of an engine's hos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import Field
 
 from ballast.core.cost import TILE, StepCosts
 from ballast.core.model import ModelSpec
+from ballast.core.pass_traffic import PassSizes
 from ballast.fleet.field_types import Positive
 from ballast.fleet.schema import Keys
 from ballast.sim.model_catalogue import ModelFacts
@@ -137,6 +138,15 @@ class Sizes:
     """FLOPs of attention for one query and one key, in all layers."""
     kv_bytes: int
     """KV bytes of one token, in all layers."""
+    expert_bytes: int = 0
+    """Part of `pass_bytes` in experts, of which a pass reads those that its rows choose."""
+    not_chosen: float = 0.0
+    """Probability that a row does not go through a given expert of a layer."""
+
+    @property
+    def part_in_experts(self) -> float:
+        """Part of the bytes of a pass that reads all experts."""
+        return self.expert_bytes / self.pass_bytes if self.pass_bytes else 0.0
 
     @classmethod
     def of_facts(cls, m: ModelFacts) -> Sizes:
@@ -148,6 +158,8 @@ class Sizes:
             active=m.layer_parameters - (m.parameters - m.active_parameters),
             pair_flops=4 * m.layers * m.heads * m.head_dim,
             kv_bytes=4 * m.layers * m.kv_heads * m.head_dim,
+            expert_bytes=2 * m.layers * m.experts * 3 * m.hidden * m.intermediate,
+            not_chosen=1 - m.experts_per_token / m.experts if m.experts else 0.0,
         )
 
     @classmethod
@@ -159,6 +171,7 @@ class Sizes:
         layers = sum(spec.segment_bytes[1 : spec.n_layers + 1])
         rest = spec.segment_bytes[spec.n_layers + 1 : len(spec.segment_bytes) - len(spec.adapters)]
         active = layers // spec.dtype_bytes
+        routed = PassSizes.of(spec)
         if spec.experts_per_token:
             attention = 2 * (spec.n_heads + spec.kv_heads) * spec.head_dim
             inner = spec.experts_per_token * spec.expert_intermediate
@@ -170,7 +183,13 @@ class Sizes:
             active=active,
             pair_flops=4 * spec.n_layers * spec.n_heads * spec.head_dim,
             kv_bytes=spec.kv_bytes_per_token,
+            expert_bytes=routed.expert_bytes,
+            not_chosen=routed.not_chosen,
         )
+
+    def without_reading(self) -> Sizes:
+        """Return the sizes of a model whose weights are read in no time."""
+        return replace(self, pass_bytes=0, expert_bytes=0)
 
 
 def roofline(
@@ -200,6 +219,8 @@ def roofline(
         floor=floor * base,
         hidden=(1 - start) * base,
         per_tile=derate.tile * TILE * token,
+        expert_reading=reading * sizes.part_in_experts,
+        not_chosen=sizes.not_chosen,
     )
 
 
@@ -218,7 +239,8 @@ def step_costs(
     tp = 1 if group is None else group.tp
     token = 2 * sizes.active / hardware.flops / tp
     device = reach.layer_seconds * sizes.layers
-    device += reach.reading * sizes.pass_bytes / hardware.memory_bandwidth / tp
+    reading = reach.reading * sizes.pass_bytes / hardware.memory_bandwidth / tp
+    device += reading
     launching, message = host.layer_seconds * sizes.layers, 0.0
     if group is not None:
         rounds = 2 * sizes.layers
@@ -231,6 +253,8 @@ def step_costs(
         return max(beside) if host.steps_ahead else max(beside[:2]) + host.step_seconds
 
     base = step(0.0 if host.graphs else launching)
+    # Experts that are not read shorten a step down to what the host takes for it.
+    least = max(0.0 if host.graphs else launching, host.step_seconds if host.steps_ahead else 0.0)
     return StepCosts(
         base=base,
         per_token=reach.arithmetic * token + message,
@@ -240,4 +264,6 @@ def step_costs(
         floor=step(launching),
         hidden=base - (reach.start * device + (0.0 if host.steps_ahead else host.step_seconds)),
         per_tile=reach.tile * TILE * token,
+        expert_reading=min(reading * sizes.part_in_experts, max(0.0, device - least)),
+        not_chosen=sizes.not_chosen,
     )

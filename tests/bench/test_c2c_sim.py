@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.c2c_devices import DISK, reading, superchips
 from benchmarks.c2c_paper import PAPER_MULTIPROCESSORS
-from benchmarks.c2c_sim import DENSE, MOE, figure_4b, layout, span, switches
+from benchmarks.c2c_sim import (
+    DENSE,
+    MOE,
+    cold_starts,
+    figure_4b,
+    layout,
+    models,
+    over,
+    span,
+    switches,
+)
 
 
 def test_layouts_have_the_papers_multiprocessors_or_the_drivers() -> None:
@@ -26,3 +37,20 @@ def test_a_switch_is_little_more_than_one_read_of_the_weights() -> None:
     for n_bytes, one in zip((6.4e9, 15.0e9, 139e9), seconds, strict=True):
         assert n_bytes / 427e9 < one < n_bytes / 427e9 + 0.02
     assert span({"a": 0.5, "b": None}, ("a", "b")) == "0.500-0.500 (does not fit: b)"
+
+
+def test_superchips_read_over_their_links_as_fast_as_these_are() -> None:
+    found = {
+        name: reading(kind, models(["Llama-3-8b"], [1])[0]) for name, kind in superchips().items()
+    }
+    steps = [of["tpot_in_place"] for of in found.values()]
+    assert steps[0] == pytest.approx(15.0e9 / 427e9, rel=0.02)
+    assert steps[1] == pytest.approx(steps[0], rel=0.02), "GB200's link is GH200's"
+    assert steps[2] == pytest.approx(steps[0] / 2, rel=0.02), "Rubin's is twice that"
+    resident = [of["tpot_resident"] for of in found.values()]
+    assert resident == sorted(resident, reverse=True)
+    assert cold_starts({"Llama-3-8b": 0.1, "Llama-3-70b": None}) == {
+        "Llama-3-8b": pytest.approx(16.06e9 / DISK + 0.1, rel=0.01),
+        "Llama-3-70b": None,
+    }
+    assert over({"a": 3.0, "b": None}, {"a": 2.0, "b": 1.0}) == "1.50-1.50"

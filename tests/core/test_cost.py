@@ -25,6 +25,7 @@ GPU = StepCosts(
     per_tile=3e-3,
 )
 LINEAR = StepCosts(2e-3, 5e-5, 2e-4, 1e-7, 1e-9, 3e-3)
+EXPERTS = replace(GPU, expert_reading=8e-3, not_chosen=0.75)
 counts = st.integers(0, 5000)
 
 
@@ -64,7 +65,7 @@ def test_a_decode_step_climbs_by_a_tile_every_64_sequences() -> None:
 
 @given(st.integers(1, 200), counts)
 def test_steps_that_only_decode_cost_the_same_to_the_last_bit(n: int, context: int) -> None:
-    for costs in (GPU, LINEAR):
+    for costs in (GPU, LINEAR, EXPERTS):
         assert costs.decoding(n)(context) == costs.of(JobLoad(0, 0, 0, n, context))
 
 
@@ -91,7 +92,8 @@ def test_more_work_beside_a_decode_never_takes_less(n: JobLoad, more: JobLoad) -
 
 @given(loads(), st.floats(0.1, 10))
 def test_scaled_costs_scale_every_job(n: JobLoad, factor: float) -> None:
-    assert GPU.scaled(factor).of(n) == pytest.approx(factor * GPU.of(n))
+    for costs in (GPU, EXPERTS):
+        assert costs.scaled(factor).of(n) == pytest.approx(factor * costs.of(n))
 
 
 def spec(name: str, memory: JobMemory | None) -> ModelSpec:

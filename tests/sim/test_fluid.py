@@ -32,7 +32,21 @@ def test_rates_are_max_min_fair(graph: tuple[list[list[int]], list[float], list[
     """Nobody can have more without taking from a flow that has no more than it (Bertsekas and
     Gallager: each flow is at its ceiling, or has a full link on which no other is faster)."""
     paths, capacities, ceilings = graph
-    found = max_min(paths, capacities, ceilings)
+    check_fair(paths, capacities, ceilings, [1.0] * len(paths))
+
+
+@given(graphs(), st.data())
+def test_weighted_rates_are_max_min_fair_over_their_weights(
+    graph: tuple[list[list[int]], list[float], list[float]], data: st.DataObject
+) -> None:
+    paths, capacities, ceilings = graph
+    check_fair(paths, capacities, ceilings, [data.draw(st.floats(0.01, 10.0)) for _ in paths])
+
+
+def check_fair(
+    paths: list[list[int]], capacities: list[float], ceilings: list[float], weights: list[float]
+) -> None:
+    found = max_min(paths, capacities, ceilings, weights)
     carried = [0.0] * len(capacities)
     for path, rate in zip(paths, found, strict=True):
         assert rate > 0
@@ -40,14 +54,14 @@ def test_rates_are_max_min_fair(graph: tuple[list[list[int]], list[float], list[
             carried[link] += rate
     for link, capacity in enumerate(capacities):
         assert carried[link] <= capacity * (1 + EPS)
-    for path, rate, ceiling in zip(paths, found, ceilings, strict=True):
+    for path, rate, ceiling, weight in zip(paths, found, ceilings, weights, strict=True):
         assert rate <= ceiling
         if rate < ceiling:
             assert any(
                 carried[link] >= capacities[link] * (1 - EPS)
                 and all(
-                    other <= rate * (1 + EPS)
-                    for crossing, other in zip(paths, found, strict=True)
+                    other / of <= rate / weight * (1 + EPS)
+                    for crossing, other, of in zip(paths, found, weights, strict=True)
                     if link in crossing
                 )
                 for link in path
@@ -166,3 +180,24 @@ def test_what_a_full_host_link_leaves_goes_to_those_that_can_use_it() -> None:
         fluid.start(0.0, [own.down, host.down], 400, ended)
     agenda.run(inf)
     assert ends == {"middle": 10.0, "fast": 10.0, "slow": 40.0}
+
+
+@pytest.mark.parametrize(
+    ("reserved", "parts"),
+    [
+        ((0.6, 0.0, 0.0), (0.6, 0.2, 0.2)),
+        ((0.5, 0.25, 0.0), (0.5, 0.25, 0.25)),
+        ((0.6, 0.6, 0.0), (0.496, 0.496, 0.008)),
+        ((0.2, 0.1, 0.1), (0.5, 0.25, 0.25)),
+        ((0.0, 0.0, 0.0), (1 / 3, 1 / 3, 1 / 3)),
+    ],
+)
+def test_reservations_divide_a_link_as_live_ones_do(
+    reserved: tuple[float, ...], parts: tuple[float, ...]
+) -> None:
+    """The cases of `tests/memory/test_shared_pace.py`."""
+    agenda = ChangeQueue()
+    fluid, wire = Fluid(agenda), Wire(LinkRates.even(100.0))
+    for part in reserved:
+        fluid.start(0.0, [wire.down], 1000, lambda at, seconds: None, reserved=100.0 * part)
+    assert [flow.rate for flow in fluid.flows] == pytest.approx([100 * p for p in parts], abs=0.1)

@@ -23,6 +23,7 @@ from ballast.sim.model_catalogue import catalogue, facts
 from ballast.sim.page_costs import PageCosts
 from ballast.sim.profile import device_files, device_profile, profile_of
 from ballast.sim.profile_tables import MeasuredCapacity
+from ballast.sim.roofline import Sizes
 from ballast.sim.simulate import simulate
 from ballast.sim.toml_file import as_toml
 
@@ -78,7 +79,8 @@ def test_every_device_knows_every_model(device: str, engine: str) -> None:
         step = costs.of(JobLoad(0, 0, 0, 1, 512))
         assert costs.of(JobLoad(0, 0, 0, 100, 51200)) > step, name
         assert costs.prefill_seconds(4096) > costs.prefill_seconds(512) > 0, name
-        read = 2 * (model.layer_parameters + model.embedding)
+        sizes = Sizes.of_facts(model)
+        read = sizes.pass_bytes - sizes.not_chosen * sizes.expert_bytes
         assert step > read / profile.hardware.memory_bandwidth, name
 
 

@@ -75,6 +75,24 @@ def test_a_spec_has_the_sizes_of_its_facts(name: str) -> None:
     assert of_spec.active == pytest.approx(of_facts.active, rel=1e-2)
 
 
+@pytest.mark.parametrize("name", ["Mixtral-8x7B", "Qwen3-30B-A3B"])
+def test_a_pass_reads_the_experts_that_its_rows_are_expected_to_choose(name: str) -> None:
+    model, derate = facts(name), PEAK
+    costs = roofline(Sizes.of_facts(model), HARDWARE, derate)
+    each = 2 * model.layers * 3 * model.hidden * model.intermediate
+    dense = 2 * (model.layer_parameters + model.embedding) - model.experts * each
+    for rows in (1, 2, 7, 64):
+        chosen = model.experts * (1 - (1 - model.experts_per_token / model.experts) ** rows)
+        step = costs.of(JobLoad(0, 0, 0, rows, 0))
+        assert step == pytest.approx((dense + chosen * each) / 2e12)
+        assert costs.decoding(rows)(0) == step
+    assert costs.of(JobLoad(2, 2, 0, 0, 0)) < costs.of(JobLoad(0, 0, 0, 3, 0)) < costs.base
+    assert costs.of(JobLoad(0, 0, 0, 2000, 0)) == pytest.approx(costs.base)
+    of_spec = Sizes.of_spec(model.spec(max_model_len=4096))
+    assert of_spec.expert_bytes == pytest.approx(Sizes.of_facts(model).expert_bytes, rel=0.02)
+    assert of_spec.not_chosen == pytest.approx(Sizes.of_facts(model).not_chosen, rel=0.02)
+
+
 def test_tied_embeddings_are_read_by_every_pass() -> None:
     model = facts("Qwen2.5-0.5b")
     assert model.tied

@@ -52,6 +52,7 @@ def on_share(costs: StepCosts, share: float) -> StepCosts:
         per_sequence=costs.per_sequence / share,
         per_pair=costs.per_pair / share,
         per_tile=costs.per_tile / share,
+        expert_reading=costs.expert_reading / reading,
     )
 
 

@@ -39,6 +39,9 @@ class HostDirect(PlacedModels):
     """
 
     patience: float = 0.5
+    reserve_link: float = 1
+    """1: passes have W / TPOT of a link that devices share, in the mean (C2CServe, 6.2); 0: equal
+    parts."""
     knob: float = 1
     """0: `os_share` stays as it is. On CPU neither means anything."""
     os_share: float = 0
