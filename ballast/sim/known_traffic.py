@@ -38,7 +38,7 @@ class KnownTraffic(TrafficStats):
     def chance(self, now: float, seconds: float) -> float:
         return float(self._between(now, now + seconds) > 0)
 
-    def expected_outputs(self, left: int) -> int:
+    def expected_outputs(self, left: int, unended: int = 0) -> int:
         return max(1, left)
 
     def _between(self, start: float, end: float) -> int:

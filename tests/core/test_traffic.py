@@ -89,3 +89,13 @@ def test_what_is_left_is_expected_until_requests_have_ended() -> None:
     assert [seen.expected_outputs(left) for left in (300, 40, 7, 0)] == [40, 40, 7, 1]
     nothing = TrafficStats().ended(prompt=50, output=0)
     assert nothing.expected_outputs(300) == 1
+
+
+def test_lengths_count_what_has_not_ended() -> None:
+    """Of many requests the short ones end first: their mean alone is too low."""
+    seen = TrafficStats()
+    for _ in range(10):
+        seen = seen.ended(prompt=50, output=40)
+    assert seen.expected_outputs(1000) == 40
+    assert seen.expected_outputs(1000, unended=1600) == 200
+    assert seen.expected_outputs(100, unended=1600) == 100

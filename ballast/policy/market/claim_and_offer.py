@@ -48,6 +48,8 @@ class Claim(NamedTuple):
     due: float = 0.0
     """When its request's first token is due, in seconds on the device's clock. Orders only claims
     that undo no work."""
+    undoing: Precedence | None = None
+    """Precedence in place of `order` where it has work undone; None: `order`."""
     gain: float = math.inf
     """Request-seconds of delay that covering it avoids: where claims are covered by price, only a
     lower price is accepted."""
@@ -66,7 +68,8 @@ class Claim(NamedTuple):
     def may_take(self, offer: Offer) -> bool:
         """Return whether it may have an offer: no work undone for it that is older, nothing from
         requests that are more important, and no blocks alone of other models."""
-        if offer.undoes is not None and not (self.may_preempt and self.order < offer.undoes):
+        order = self.order if self.undoing is None else self.undoing
+        if offer.undoes is not None and not (self.may_preempt and order < offer.undoes):
             return False
         if offer.owner == self.model:
             if offer.for_others:

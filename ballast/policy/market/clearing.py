@@ -34,13 +34,16 @@ class Cleared:
     """Free pages that no claim uses."""
 
 
-def clear(view: DeviceView, claims: Iterable[Claim], supply: SupplyCurve) -> Cleared:
+def clear(
+    view: DeviceView, claims: Iterable[Claim], supply: SupplyCurve, reserve: int = 0
+) -> Cleared:
     """Cover claims in the order of their gain per page, each by the cheapest offers, and only if
     these harm less than it gains.
 
     A claim of infinite gain must be covered if that is possible at all. An uncovered `overdue`
     claim keeps the pages that become free, so that it is not overtaken forever; what is freed for a
-    covered one is promised to it.
+    covered one is promised to it. `reserve`: coming pages that weights leave to KV, unless
+    they must be covered.
     """
     budget = PageBudget(view)
     actions = Actions()
@@ -49,13 +52,14 @@ def clear(view: DeviceView, claims: Iterable[Claim], supply: SupplyCurve) -> Cle
     for claim in sorted(claims, key=_order):
         needs = budget.needs(claim)
         lacked = budget.lacks(claim, needs)
-        if claim.gain < 0.0:
-            uncovered.append(claim)
-            continue
         instead = False
-        if lacked > 0:
-            find = partial(supply.cheapest, budget, claim, lacked)
-            chosen = cover_one(claim, find, budget, lacked, by_price=True)
+        bounded = claim.weights and claim.gain < math.inf
+        kept = min(reserve, max(0, budget.coming)) if bounded else 0
+        if lacked + kept > 0:
+            find = partial(supply.cheapest, budget, claim, lacked + kept)
+            budget.coming -= kept
+            chosen = cover_one(claim, find, budget, lacked + kept, by_price=True)
+            budget.coming += kept
             if chosen is None:
                 uncovered.append(claim)
                 if claim.overdue:

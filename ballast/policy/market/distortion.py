@@ -50,7 +50,8 @@ class Distortion:
 def _lengths(known: Lengths, factor: float) -> Lengths:
     if not factor:
         return Lengths()
-    return Lengths(known.n, known.mean * factor, known.variance * factor**2)
+    n = max(1, round(known.n / factor)) if known.n else 0  # tokens that have not ended count per n
+    return Lengths(n, known.mean * factor, known.variance * factor**2)
 
 
 def _gaps(known: Gaps, factor: float) -> Gaps:

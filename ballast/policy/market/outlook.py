@@ -6,7 +6,7 @@ preset `ballast` (`ballast.policy.supply`) and gains of its claims are made of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +21,7 @@ from ballast.policy.market.work_ahead import (
     SPREAD,
     DeviceWork,
     Floats,
+    mean_outputs,
     rise_of_missing,
     step_seconds,
     work_of,
@@ -30,6 +31,8 @@ MOST_DECODING = 0.9
 """Most of the lane's time that decodes are taken to need, for what is left to prefills."""
 _WAITS = (0.0, *(1e-3 * 4.0**k for k in range(7)))
 """Seconds by which a round may become longer, between which harms are interpolated."""
+MOST_DISPLACING = 0.95
+"""Most of the returns that are taken to displace another model."""
 FOREVER = 10.0
 """Seconds for which a request is taken to wait if nothing that runs will free its pages."""
 
@@ -38,7 +41,7 @@ def _request_pages(m: ModelView) -> float:
     """Return the pages of KV that a request of a model holds in the mean."""
     traffic, there = m.traffic, (*m.waiting, *m.running)
     if traffic.outputs.n:
-        tokens = traffic.prompts.mean + traffic.outputs.mean / 2
+        tokens = traffic.prompts.mean + m.derived(mean_outputs) / 2
     else:
         tokens = sum(r.tokens for r in there) / max(1, len(there))
     return tokens / m.spec.block_tokens / m.slab_blocks * m.slab_pages
@@ -78,11 +81,23 @@ class Coming:
 class Outlook:
     """Forecasts of one view."""
 
-    def __init__(self, view: DeviceView, *, fetches: bool = True, freed: float = 1.0) -> None:
-        """`fetches`: KV that tiers keep is expected to come back, where that is faster than to
-        compute it again. `freed`: factor of the times at which running requests free their pages;
-        0: nothing is known of these."""
-        self.view, self.now, self._freed = view, view.now, freed
+    def __init__(
+        self,
+        view: DeviceView,
+        *,
+        turn: float | None = None,
+        displacing: float = 0.0,
+        fetches: bool = True,
+        freed: float = 1.0,
+    ) -> None:
+        """`turn`: seconds that a model with requests is expected to be absent; None: as long as
+        requests hold their pages. `displacing`: part of the returns for which another model has to
+        make way. `fetches`: KV that tiers keep is expected to come back, where that is faster than
+        to compute it again. `freed`: factor of the times at which running requests free their
+        pages; 0: nothing is known of these."""
+        self.view, self.now, self._freed, self._turn = view, view.now, freed, turn
+        self.chain = 1.0 / (1.0 - min(MOST_DISPLACING, displacing))
+        """Models that make way in turn when one with requests does, itself included."""
         self.fetch_rate = view.kv_fetch_bytes_per_second if fetches else 0.0
         """Bytes of KV per second that come back from tiers; 0: none."""
 
@@ -127,51 +142,61 @@ class Outlook:
         return Coming(seconds, work.pages[holding])
 
     @cached_property
-    def spare(self) -> int:
-        """Pages that nobody uses now: free ones, cached prefixes, weights of idle models."""
-        idle = (m.present_pages for m in self.view.models if m.idle and not m.spec.pinned)
-        cached = (m.cached_pages for m in self.view.models)
-        return max(0, self.view.coming) + sum(idle) + sum(cached)
-
-    @cached_property
     def backlog(self) -> int:
         """Pages of KV that all waiting requests of models on the device lack."""
         return sum(m.derived(waiting_pages) for m in self.view.models)
 
-    def absence(self, m: ModelView, pages: int, others: int) -> float:
-        """Return the seconds until `pages` of a model's weights are there again: until so many have
-        become free beside `others` that nobody uses, and for the copy."""
-        copy = copy_seconds(pages * self.view.page_bytes, self.view.weights_bytes_per_second)
-        return self.coming.wait(self.backlog + pages - others) + copy
+    @cached_property
+    def turn(self) -> float:
+        """Seconds that a model with requests is expected to be absent."""
+        if self._turn is not None:
+            return self._turn
+        stays = [self.stay(m) for m in self.view.models if not m.idle]
+        return min(FOREVER, sum(stays) / max(1, len(stays)))
+
+    def copy_seconds(self, pages: int) -> float:
+        """Return the seconds that weights of so many pages take to come."""
+        return copy_seconds(pages * self.view.page_bytes, self.view.weights_bytes_per_second)
+
+    def absence(self, m: ModelView, pages: int) -> float:
+        """Return the seconds until `pages` of a model's weights are there again: a part of a turn,
+        and the copy."""
+        return self.turn * min(1.0, pages / max(1, m.own_pages)) + self.copy_seconds(pages)
 
     def stay(self, m: ModelView) -> float:
-        """Return the seconds for which a request of a model, or of one like those that have ended,
-        would hold its pages."""
-        step = m.derived(step_seconds)
-        outputs = m.traffic.outputs.mean
-        if m.waiting:
-            outputs = m.expected_outputs(m.waiting[0])
-        return self.round_seconds + outputs * max(step, self.round_seconds)
-
-    def rent(self, m: ModelView, pages: int) -> float:
-        """Return the harm of others if weights of a model take `pages` for as long as one of its
-        requests does: KV of requests that are to be expected finds no room meanwhile."""
-        rate, demand, room = self._expected
-        if not demand:
-            return 0.0
-        without = max(0.0, 1.0 - room / demand)
-        beside = min(1.0, max(0.0, 1.0 - (room - pages) / demand))
-        return (beside - without) * rate * self.stay(m)
+        """Return the seconds for which a request of a model holds its pages."""
+        step = max(m.derived(step_seconds), self.round_seconds)
+        return self.round_seconds + m.derived(mean_outputs) * step
 
     @cached_property
-    def _expected(self) -> tuple[float, float, float]:
-        """Requests per second of the models on the device, the pages of KV that these hold at once
-        (Little's law), and the pages that weights in use leave."""
+    def reserve(self) -> int:
+        """Pages that KV of requests to be expected will take beside what is in use."""
+        demand = sum(pages for _, pages in self._expected.values())
+        used = sum(m.kv_pages - m.cached_pages for m in self.view.models)
+        return max(self.backlog, round(demand) - used, 0)
+
+    def unserved(self, without: ModelView | None = None, pages: int = 0) -> float:
+        """Return the requests per second, of models on the device, whose KV has no room beside the
+        weights in use; `without`: as if a model were absent, and `pages` more were there for the
+        others."""
+        left = [e for name, e in self._expected.items() if not without or name != without.name]
+        rate, demand = sum(rate for rate, _ in left), sum(pages for _, pages in left)
+        return rate * max(0.0, 1.0 - (self._room + pages) / demand) if demand else 0.0
+
+    @cached_property
+    def _expected(self) -> Mapping[str, tuple[float, float]]:
+        """Requests per second of each model on the device, and the pages of KV that these hold at
+        once (Little's law)."""
         here = [m for m in self.view.models if m.residency is not Residency.ABSENT]
-        rates = [m.arrival_rate(self.now) for m in here]
-        held = sum(r * self.stay(m) * _request_pages(m) for r, m in zip(rates, here, strict=True))
+        rates = ((m, m.arrival_rate(self.now)) for m in here)
+        return {m.name: (rate, rate * self.stay(m) * _request_pages(m)) for m, rate in rates}
+
+    @cached_property
+    def _room(self) -> int:
+        """Pages that arena and weights in use leave."""
+        here = (m for m in self.view.models if m.residency is not Residency.ABSENT)
         used = sum(m.present_pages for m in here if not m.idle)
-        return sum(rates), held, self.view.total - self.view.arena - used
+        return self.view.total - self.view.arena - used
 
     def is_first(self, r: RequestView) -> bool:
         """Whether a running request is the first of all, which is never undone."""
@@ -193,15 +218,24 @@ class Outlook:
         """Return the harm of delaying the waiting requests of a model by `delay` beyond `base`."""
         return m.derived(work_of).rise_of_waiting(self.now, self.stretch, delay, base)
 
+    def rise_of_first(self, m: ModelView, delay: float) -> float:
+        """Return the harm of delaying the first waiting request of a model."""
+        return m.derived(work_of).rise_of_first(self.now, self.stretch, delay)
+
     def arrival_harm(self, m: ModelView, delay: float) -> float:
         """Return the harm to a request that arrives when a model cannot run for `delay` seconds."""
         prefill = m.derived(_mean_prefill) * self.stretch
         spread = LEAST_SPREAD + SPREAD * (prefill + delay)
         return harm(delay, Forecast(m.spec.slo.ttft - prefill, spread))
 
-    def harms_of_delays(self, models: Sequence[ModelView], delays: Floats) -> Floats:
+    def arrivals_harm(self, m: ModelView, delay: float) -> float:
+        """Return the harm to the requests that arrive while a model is away for `delay` seconds."""
+        late = sum(self.arrival_harm(m, part * delay) for part in PARTS)
+        return m.arrival_rate(self.now) * delay * late / len(PARTS)
+
+    def harms_of_absence(self, models: Sequence[ModelView], delays: Floats) -> Floats:
         """Return, for each of some models with requests, the harm of its not running for a delay of
-        its own: `rise`, and `arrival_harm` of the requests that are to be expected meanwhile."""
+        its own: `rise`, and `arrivals_harm`."""
         if not models:
             return delays
         now, stretch = self.now, self.stretch
@@ -209,18 +243,15 @@ class Outlook:
         rates = np.array([m.arrival_rate(now) for m in models])
         prefill = np.array([m.derived(_mean_prefill) for m in models]) * stretch
         slack = np.array([m.spec.slo.ttft for m in models]) - prefill
-        late = rise_of_missing(slack, LEAST_SPREAD + SPREAD * (prefill + delays), delays)
-        return found + rates * delays * (late + TIE * delays)
-
-    def forecast(self, m: ModelView, place: int) -> Forecast:
-        """Return the forecast of a model's request: its `place` counts waiting ones, then running
-        ones."""
-        work = m.derived(work_of)
-        ahead = float(work.ahead[place]) * self.stretch
-        slack = float(work.due[place]) - self.now - ahead
-        return Forecast(slack, LEAST_SPREAD + SPREAD * ahead, float(work.weight[place]))
+        for part in PARTS:
+            left = part * delays
+            late = rise_of_missing(slack, LEAST_SPREAD + SPREAD * (prefill + left), left)
+            found += rates * delays * (late + TIE * left) / len(PARTS)
+        return found
 
 
+PARTS = (0.25, 0.75)
+"""Parts of an absence that are left when requests arrive in it: two points of an even spread."""
 LANE_STEP = 0.25
 """Seconds of the lane over which its price is taken."""
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ballast.core.job import JobLoad
+from ballast.core.request import Precedence
 from ballast.core.view import ModelView, RequestView
 from ballast.policy.market.harm import TIE, weight_of
 
@@ -26,7 +27,7 @@ LEAST_SPREAD = 0.05
 SPREAD = 0.25
 """Standard deviation of a forecast, as a part of the work ahead."""
 _LOGISTIC = math.sqrt(3.0) / math.pi
-_FIELDS = 7
+_FIELDS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +35,8 @@ class WorkAhead:
     """Deadlines of requests, and the work ahead of each: those of one model, waiting ones first, or
     of several models in turn.
 
-    A request's next deadline: of its first token, then of its last one, given its expected length
-    and the pace that its service level allows.
+    A request's next deadline: of its first token, then of its last one, whenever that will be, at
+    the pace that its service level allows.
     """
 
     rows: Floats
@@ -45,7 +46,8 @@ class WorkAhead:
 
     @property
     def due(self) -> Floats:
-        """Seconds on the device's clock; -inf: it is hopeless."""
+        """Seconds on the device's clock: of the first token, then of the next one; -inf: its first
+        token was late."""
         return self._row(0)
 
     @property
@@ -77,6 +79,11 @@ class WorkAhead:
         """Bytes of its KV; 0 without blocks."""
         return self._row(6)
 
+    @property
+    def allowed(self) -> Floats:
+        """Seconds that its service level allows for the tokens left; 0 before the first one."""
+        return self._row(7)
+
     def _row(self, i: int) -> Floats:
         row: Floats = self.rows[i]
         return row
@@ -88,6 +95,10 @@ class WorkAhead:
     def rise_of_waiting(self, now: float, stretch: float, delay: float, base: float) -> float:
         """Return the harm as `rise`, of those that wait."""
         return _sum(self.rows[:, : self.waiting], now + base, stretch, delay)
+
+    def rise_of_first(self, now: float, stretch: float, delay: float) -> float:
+        """Return the harm as `rise`, of the first alone."""
+        return _sum(self.rows[:, :1], now, stretch, delay)
 
     def harms(self, now: float, stretch: float, delays: Floats) -> Floats:
         """Return the harm of delaying each of them by its own delay."""
@@ -102,10 +113,18 @@ def _sum(rows: Floats, now: float, stretch: float, delay: float) -> float:
 
 
 def _late(rows: Floats, now: float, stretch: float, delay: float | Floats) -> Floats:
-    """Return the rise of each request's probability to miss its deadline, with forecasts as of
-    `Outlook.forecast`."""
-    work = rows[1] * stretch
-    return rise_of_missing(rows[0] - now - work, LEAST_SPREAD + SPREAD * work, delay)
+    """Return the rise of each request's probability to miss its deadline.
+
+    When a first token comes is logistic; how long an answer will be is exponential: it is late if
+    it ends before the pace allowed has made up for the delay.
+    """
+    slack, work = rows[0] - now, rows[1] * stretch
+    first = rise_of_missing(slack - work, LEAST_SPREAD + SPREAD * work, delay)
+    made_up = np.maximum(rows[7] - work, LEAST_SPREAD)
+    before = np.minimum(np.maximum(-slack, 0.0) / made_up, 60.0)
+    after = np.minimum(np.maximum(delay - slack, 0.0) / made_up, 60.0)
+    rise: Floats = np.where(rows[7] > 0.0, np.exp(-before) - np.exp(-after), first)
+    return rise
 
 
 def rise_of_missing(slack: Floats, spread: Floats, delay: float | Floats) -> Floats:
@@ -129,31 +148,58 @@ def work_of(m: ModelView) -> WorkAhead:
     columns: list[tuple[float, ...]] = []
     before = 0.0
     for r in (*m.waiting, *m.running):
-        left = m.expected_outputs(r)
+        left = outputs_left(m, r)
         if r.first is None:
             before += prefill_seconds(r.tokens - r.computed) if r.computed < r.tokens else 0.0
-            due, ahead = r.due, before
+            due, ahead, allowed = r.due, before, 0.0
         else:
-            due, ahead = _begun(m, r, step, left)
+            due = -math.inf if r.first > r.due else r.first + r.generated * r.pace
+            ahead, allowed = left * step, left * r.pace
+            if r.generated < 2 and r.computed < r.tokens:
+                ahead += prefill_seconds(r.tokens - r.computed)
         restoring = kv_bytes = 0.0
         if r.pages or r.blocks:
             restoring = prefill_seconds(r.computed)
             kv_bytes = r.computed * m.spec.kv_bytes_per_token
-        columns.append((due, ahead, weight_of(r.order.rank), r.pages, left, restoring, kv_bytes))
+        weight = weight_of(r.order.rank)
+        columns.append((due, ahead, weight, r.pages, left, restoring, kv_bytes, allowed))
     rows = np.array(columns, np.float64).T if columns else np.empty((_FIELDS, 0))
     return WorkAhead(rows, len(m.waiting))
 
 
-def _begun(m: ModelView, r: RequestView, step: float, left: int) -> tuple[float, float]:
-    """Return the deadline of a request that has its first token, and the work ahead of it, if it is
-    to generate `left` tokens still."""
-    assert r.first is not None
-    if r.first > r.due:
-        return -math.inf, step
-    ahead = left * step
-    if r.generated < 2 and r.computed < r.tokens:
-        ahead += m.costs.prefill_seconds(r.tokens - r.computed)
-    return r.first + (r.generated + left - 1) * r.pace, ahead
+def outputs_left(m: ModelView, r: RequestView) -> int:
+    """Return the expected number of tokens that a request will still generate, at least 1."""
+    return m.traffic.expected_outputs(r.left, m.derived(_unended))
+
+
+def mean_outputs(m: ModelView) -> float:
+    """Return the expected length of an answer in tokens, from requests that have ended and those
+    that have not; as long as none has, the mean of what those here may generate."""
+    outputs = m.traffic.outputs
+    if outputs.n:
+        return outputs.mean + m.derived(_unended) / outputs.n
+    there = (*m.waiting, *m.running)
+    return sum(outputs_left(m, r) + r.generated for r in there) / max(1, len(there))
+
+
+def _unended(m: ModelView) -> int:
+    """Return the tokens that requests which have not ended have generated."""
+    return sum(r.generated for r in (*m.waiting, *m.running))
+
+
+def precedence(now: float, m: ModelView, r: RequestView) -> Precedence:
+    """Return the order in which work is undone, the last first: by arrival, the hopeless after all
+    others of their priority."""
+    return r.order._replace(arrival=math.inf) if hopeless(now, m, r) else r.order
+
+
+def hopeless(now: float, m: ModelView, r: RequestView) -> bool:
+    """Return whether a request misses its service level even if nothing delays it from now on."""
+    if r.first is None:
+        return now + m.costs.prefill_seconds(r.tokens - r.computed) > r.due
+    left = outputs_left(m, r)
+    last_due = r.first + (r.generated + left - 1) * r.pace
+    return r.first > r.due or now + left * m.derived(step_seconds) > last_due
 
 
 def step_seconds(m: ModelView) -> float:

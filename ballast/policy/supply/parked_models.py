@@ -7,7 +7,6 @@ take turns between tokens (Aegaeon, 2025), where that is cheaper than anything e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
@@ -15,14 +14,12 @@ from operator import itemgetter
 import numpy as np
 
 from ballast.core.actions import Reside
-from ballast.core.cost import copy_seconds
 from ballast.core.view import ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.offers import evictable
-from ballast.policy.market.outlook import Outlook
+from ballast.policy.market.outlook import FOREVER, Outlook, waiting_pages
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import Priced, by_price
-from ballast.policy.market.work_ahead import work_of
 from ballast.policy.plans import eviction
 
 SEGMENTS = "segments"
@@ -36,8 +33,9 @@ class ParkedModels:
     """Models with requests to park, each with as many segments as the claim lacks pages.
 
     Not the model of the first of all running requests, nor one whose requests are more important
-    than the claim's, nor one that would lose about as much as the claim's model if that waited for
-    the same time. A model that is absent already may miss more.
+    than the claim's, nor one that would lose about as much as the claim gains. It will be absent
+    for as long as models with requests lately were, and whatever makes way when it returns, in
+    turn, too. A model that is absent already may miss more.
     """
 
     def __init__(self, ahead: Outlook) -> None:
@@ -71,14 +69,32 @@ class ParkedModels:
 
     @cached_property
     def _parkings(self) -> list[tuple[ModelView, int, int, float]]:
-        """Models to park for KV of all requests that wait: each with its requests' rank, its pages,
-        and the harm of having its requests wait until those have ended."""
+        """Models to park for KV of all requests that wait, and are to be expected, if these lose
+        more together: each with its requests' rank, its pages, and the harm of its absence.
+
+        Where the requests to be expected need more KV than there is room for, it stays away
+        `FOREVER`, as whatever had made way for it would be missing then.
+        """
         ahead = self._ahead
         here = [(m, r, m.derived(_parkable)) for m, r in self._able]
         here = [(m, r, n) for m, r, n in here if n and m.residency is not Residency.ABSENT]
-        delays = ahead.coming.waits(np.array([ahead.backlog + n for _, _, n in here], np.float64))
-        harms = ahead.harms_of_delays([m for m, _, _ in here], delays).tolist()
-        return [(*entry, harm) for entry, harm in zip(here, harms, strict=True)]
+        unserved = ahead.unserved()
+        if unserved:
+            delays = [FOREVER] * len(here)
+        else:
+            delays = [ahead.turn + ahead.copy_seconds(n) for _, _, n in here]
+        models = [m for m, _, _ in here]
+        harms = ahead.harms_of_absence(models, np.array(delays, np.float64)).tolist()
+        wait = ahead.coming.wait(ahead.backlog - ahead.view.coming)
+        waiting = {m.name: ahead.rise_of_waiting(m, wait) for m in ahead.view.models if _lacks(m)}
+        found = []
+        for (m, rank, pages), harm in zip(here, harms, strict=True):
+            instead = sum(waiting.values()) - waiting.get(m.name, 0.0)
+            if unserved:
+                instead += FOREVER * (unserved - ahead.unserved(m, pages))
+            if MARGIN * harm < instead:
+                found.append((m, rank, pages, harm))
+        return found
 
     def _relief(self, lacking: int, lacked: int) -> Iterator[Priced]:
         """Yield the offers of `_parkings`: a claim pays the part of the harm that its pages are of
@@ -86,7 +102,7 @@ class ParkedModels:
         backlog = self._ahead.backlog or 1
         found = []
         for m, rank, pages, harm in self._parkings:
-            total = MARGIN * harm * min(1.0, lacking / min(pages, backlog))
+            total = harm * min(1.0, lacking / min(pages, backlog))
             found.append((total / min(lacked, pages), total, m, rank, pages))
         for price, total, m, rank, pages in sorted(found, key=itemgetter(0)):
             yield price, _parking(m, pages, total, rank)
@@ -102,12 +118,17 @@ def _rank(m: ModelView) -> int:
     return min(r.order.rank for r in (*m.running[:1], *m.waiting[:1]))
 
 
+def _lacks(m: ModelView) -> bool:
+    """Whether requests of a model wait for KV alone."""
+    return waiting_pages(m) > 0
+
+
 def _turn(ahead: Outlook, m: ModelView, claim: Claim, lacking: int) -> Iterator[Offer]:
     """Offer to park a model for weights of the claim's, if it loses less than that would."""
     pages = _segments(m, lacking)
     if pages:
-        harm, instead = _harms(ahead, m, claim, pages)
-        if claim.gain == math.inf or MARGIN * harm < instead:
+        harm = _harm(ahead, m, claim, pages)
+        if MARGIN * harm < claim.gain:
             yield _parking(m, pages, harm)
 
 
@@ -120,42 +141,18 @@ def _park(m: ModelView, pages: int, claim: Claim) -> Reside:
     return eviction(m, f"its requests can wait until {claim.model} had its turn", pages)
 
 
-def _harms(ahead: Outlook, m: ModelView, claim: Claim, pages: int) -> tuple[float, float]:
-    """Return the harm of parking a model for the shortest turn of the claim's (its weights come,
-    its prompts are computed, the weights of others that wait come, and these return), and that of
-    the claim's model if it waited for as long instead."""
-    view = ahead.view
-    back = copy_seconds(pages * view.page_bytes, view.weights_bytes_per_second)
-    other = view.model(claim.model)
-    missing = _missing_seconds(ahead, other)
-    if m.residency is Residency.ABSENT:
-        delay = back
-        harm = ahead.rise(m, back, _missing_seconds(ahead, m))
-    else:
-        waited = (o for o in view.models if o.waiting and o is not m and o is not other)
-        queue = sum(_missing_seconds(ahead, o) for o in waited)
-        delay = missing + _prompt_seconds(other) * ahead.stretch + queue + back
-        alone = not any(o.running and o is not m and o is not other for o in view.models)
-        idle = missing + back if alone else 0.0
-        arrivals = m.arrival_rate(view.now) * delay
-        harm = ahead.rise(m, delay) + ahead.lane_price * idle
-        harm += arrivals * ahead.arrival_harm(m, delay)
-    return harm, ahead.rise_of_waiting(other, delay, missing)
-
-
-def _missing_seconds(ahead: Outlook, m: ModelView) -> float:
-    """Return the seconds that what is missing of a model's weights takes to come."""
-    if m.residency is not Residency.ABSENT:
-        return 0.0
-    view = ahead.view
-    return copy_seconds(m.missing_pages * view.page_bytes, view.weights_bytes_per_second)
-
-
-def _prompt_seconds(m: ModelView) -> float:
-    """Return the seconds of the lane until a model's waiting requests have their next tokens."""
-    work = m.derived(work_of)
-    first = [i for i, r in enumerate(m.waiting) if r.first is None]
-    return float(work.ahead[first[-1]]) if first else 0.0
+def _harm(ahead: Outlook, m: ModelView, claim: Claim, pages: int) -> float:
+    """Return the harm of parking a model for a turn, and of those that make way for its return."""
+    back = ahead.copy_seconds(pages)
+    other = ahead.view.model(claim.model)
+    missing = ahead.copy_seconds(other.missing_pages)
+    absent = m.residency is Residency.ABSENT
+    base = ahead.copy_seconds(m.missing_pages) if absent else 0.0
+    delay = ahead.turn + back
+    alone = not any(o.running and o is not m and o is not other for o in ahead.view.models)
+    idle = missing + back if alone else 0.0
+    harm = ahead.rise(m, delay, base) + ahead.arrivals_harm(m, delay)
+    return ahead.chain * (harm + ahead.lane_price * idle)
 
 
 def _segments(m: ModelView, pages: int) -> int:

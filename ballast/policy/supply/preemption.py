@@ -9,16 +9,19 @@ from functools import partial
 import numpy as np
 
 from ballast.core.actions import Preempt
+from ballast.core.request import Precedence
 from ballast.core.view import ModelView, RequestView, Residency
 from ballast.policy.kv_fetching import OVERHEAD_SECONDS
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import Priced
+from ballast.policy.market.work_ahead import precedence
 
 
 class RunningRequests:
-    """Preemption of running requests that came after a claim's, for claims that may undo work.
+    """Preemption of running requests that come after a claim's (`work_ahead.precedence`), for
+    claims that may undo work; never of the first of all.
 
     A preempted request waits until pages become free by themselves, those before it in the queue
     served, and is computed again: the lane has less time for all others. Where tiers keep its KV
@@ -28,7 +31,7 @@ class RunningRequests:
     """
 
     def __init__(self, ahead: Outlook) -> None:
-        self._work = ahead.work
+        self._ahead, self._work = ahead, ahead.work
         work = ahead.work.of_all
         lane = work.restoring
         own = lane * ahead.stretch
@@ -75,17 +78,19 @@ class RunningRequests:
     def _offer(self, column: int) -> Offer | None:
         """Return the offer of a request; None if its model is not resident."""
         if column not in self._offers:
+            ahead = self._ahead
             m, r = self._work.request(column)
             there = m.residency is Residency.RESIDENT
-            offer = _preempting(m, r, self._prices_of[column]) if there else None
+            order = r.order if ahead.is_first(r) else precedence(ahead.now, m, r)
+            offer = _preempting(m, r, self._prices_of[column], order) if there else None
             self._offers[column] = offer
         return self._offers[column]
 
 
-def _preempting(m: ModelView, r: RequestView, price: float) -> Offer:
+def _preempting(m: ModelView, r: RequestView, price: float, order: Precedence) -> Offer:
     act = partial(_preempt, m.name, r.id)
     key = "request", m.name, r.id
-    return Offer(key, m.name, r.pages, partial(float, price), act, r.blocks, undoes=r.order)
+    return Offer(key, m.name, r.pages, partial(float, price), act, r.blocks, undoes=order)
 
 
 def _preempt(model: str, request_id: str, _: int, claim: Claim) -> Preempt:

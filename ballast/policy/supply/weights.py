@@ -61,12 +61,11 @@ def _by_parts(ahead: Outlook, m: ModelView) -> Iterator[Offer]:
 
 def absence(ahead: Outlook, m: ModelView, pages: int) -> float:
     """Return the harm to a request that arrives while `pages` of a model's weights are missing, and
-    to those that follow while they come; and that of finding these pages then."""
+    to those that follow while they come."""
     if pages <= 0:
         return 0.0
-    delay = ahead.absence(m, pages, ahead.spare - m.present_pages)
-    late = ahead.arrival_harm(m, delay)
-    return late * (1.0 + m.arrival_rate(ahead.now) * delay) + ahead.rent(m, pages)
+    delay = ahead.absence(m, pages)
+    return ahead.arrival_harm(m, delay) + ahead.arrivals_harm(m, delay)
 
 
 def _cached_harm(ahead: Outlook, m: ModelView) -> float:

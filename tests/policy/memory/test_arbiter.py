@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ballast.core.actions import Preempt
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
-from ballast.policy.memory.arbiter import STARVES_AFTER, Arbiter
+from ballast.policy.memory.arbiter import STARVES_AFTER, Absences, Arbiter
 from ballast.policy.plans import activation
 from tests.policy.worlds import device, evicted, in_parts, kind, model, request
 
@@ -66,7 +66,8 @@ def test_a_model_that_is_ahead_is_parked_for_an_urgent_one() -> None:
 def test_a_model_is_not_parked_for_one_that_is_no_more_urgent() -> None:
     patient = request(9, arrival=99.99)
     wanting = model("w", ABSENT, pages=8, waiting=(patient,), first=1)
-    behind = parted(model("behind", pages=40, kv=2, running=(decoding(1, 0.2),)))
+    behind = model("behind", pages=40, kv=2, waiting=(urgent(3),), running=(decoding(1, 0.2),))
+    behind = parted(behind)
     assert not [a for a in acts(at_100(FIRST, behind, wanting)) if kind(a) == "Evict"]
 
 
@@ -114,3 +115,56 @@ def test_decisions_say_what_they_cost_and_what_was_not_taken() -> None:
     names = {"a", "b", "c"} - {parked.model}
     assert re.fullmatch(r"next best, a page: weights of (\w) \S+, weights of (\w) \S+", untaken)
     assert all(f"weights of {name} " in untaken for name in names)
+
+
+def hopeless(sequence: int, arrival: float) -> RequestView:
+    """A running request whose first token was late."""
+    return decoding(sequence, 5.0, arrival=arrival)._replace(first=50.0, due=40.0)
+
+
+def preempted(view: DeviceView) -> list[str]:
+    return [a.request_id for a in acts(view) if isinstance(a, Preempt)]
+
+
+def test_the_hopeless_undo_no_work_of_others() -> None:
+    late, later = hopeless(1, 10.0), decoding(2, 1.0, arrival=50.0)
+    for lacking, undone in ((late, []), (later, [late.id])):
+        m = model("m", kv=8, running=(late, later))
+        view = at_100(FIRST, m, shortages=(Shortage("m", lacking.id, 2, limited=False),))
+        assert preempted(view) == undone
+
+
+def test_a_request_that_waits_takes_pages_of_hopeless_ones_alone() -> None:
+    soon = urgent(9)
+    for running, undone in ((hopeless(10, 99.8), ["r10"]), (decoding(10, 9.0, arrival=99.8), [])):
+        m = model("m", kv=8, waiting=(soon,), first=2, running=(running,))
+        view = at_100(FIRST, m, shortages=(Shortage("m", soon.id, 2, limited=False),))
+        assert preempted(view) == undone
+
+
+def test_weights_leave_room_for_kv_of_requests_that_wait() -> None:
+    wanting = model("w", ABSENT, pages=8, waiting=(urgent(9),), first=1)
+    queue = model("q", waiting=tuple(urgent(i) for i in range(10, 20)), first=2)
+    for free, comes in ((12, False), (60, True)):
+        found = acts(at_100(FIRST, wanting, queue, free=free))
+        assert ("Activate" in map(kind, found)) is comes
+
+
+def test_a_model_is_parked_for_kv_only_if_all_that_wait_lose_more_together() -> None:
+    busy = parted(model("busy", pages=40, kv=2, running=(decoding(1, 0.0),)))
+    for n, parked in ((1, False), (12, True)):
+        waiting = tuple(urgent(10 + i) for i in range(n))
+        m = model("m", kv=8, waiting=waiting, first=2)
+        short = Shortage("m", waiting[0].id, 2, limited=False)
+        assert bool(evicted(acts(at_100(FIRST, busy, m, shortages=(short,))))) is parked
+
+
+def test_absences_of_models_with_requests_are_learned() -> None:
+    waits = model("w", ABSENT, pages=8, waiting=(request(9, arrival=99.9),), first=1)
+    others = parted(model("o", pages=40, kv=2, running=tuple(decoding(i, 0.1) for i in range(9))))
+    policy = Arbiter(fair_shares=0)
+    first = policy(at_100(FIRST, others, waits), None).memo
+    assert isinstance(first, Absences)
+    assert (first.since, first.mean) == ({"w": 100.0}, None)
+    back = replace(at_100(FIRST, others, replace(waits, residency=Residency.RESIDENT)), now=104.0)
+    assert first.updated(back).mean == 4.0
