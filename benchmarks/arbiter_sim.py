@@ -146,7 +146,7 @@ def knee(bench: Bench, workload: str) -> float:
         middle = (low + high) // 2
         shares = bench.run([(workload, KNEES[middle], row, 0) for row in KNEE_OF])
         low, high = (middle, high) if max(shares) >= TARGET else (low, middle)
-    return KNEES[low]
+    return float(KNEES[low])
 
 
 def cell(
