@@ -7,6 +7,7 @@ take turns between tokens (Aegaeon, 2025), where that is cheaper than anything e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
