@@ -117,6 +117,8 @@ class Case:
     link: float | None = None
     """Its nominal bytes per second, in place of the device's own."""
     quick: bool = False
+    page: int | None = None
+    """MiB of a page; None: as the models have by default."""
 
 
 Result = Mapping[str, float]
@@ -132,7 +134,7 @@ def arrivals_of(traces: Path, setting: str, quick: bool) -> Workload:
 def measure(case: Case, traces: Path, enough: float = float("inf")) -> Result | None:
     """What a run comes to; None: it preempted `enough` requests, and was stopped."""
     group = GROUPS[case.group]
-    setting = replace(group.settings[case.setting], step_tokens=case.step_tokens)
+    setting = replace(group.settings[case.setting], step_tokens=case.step_tokens, page=case.page)
     workload = setting.requests(arrivals_of(traces, case.setting, case.quick), case.rate, case.seed)
     since = 0.0
     if group.then:

@@ -61,27 +61,34 @@ def grid() -> list[float]:
     return [2.0 ** (LEAST + i / STEPS_PER_DOUBLING) for i in range(n + 1)]
 
 
-def knee(group: str, setting: str, requests: int, measured: Measure, quick: bool) -> float | None:
+def knee(
+    group: str,
+    setting: str,
+    requests: int,
+    measured: Measure,
+    quick: bool,
+    page: int | None = None,
+) -> float | None:
     """The rate at which a case begins to be short of KV; None: at none that was looked at."""
+    first = Case(group, setting, 1.0, 1.0, "recompute", "shares", quick=quick, page=page)
     rates, enough = grid(), SHORT_SHARE * requests
     low, high = 0, len(rates)
     while low < high:
         middle = (low + high) // 2
-        case = Case(group, setting, 1.0, rates[middle], "recompute", "shares", quick=quick)
-        found = measured(case, enough)
+        found = measured(replace(first, rate=rates[middle]), enough)
         short = found is None or found["preemptions"] >= enough
         low, high = (low, middle) if short else (middle + 1, high)
     return rates[low] if low < len(rates) else None
 
 
-def at_knees(knees: Knees, *, quick: bool = False) -> At:
+def at_knees(knees: Knees, *, quick: bool = False, page: int | None = None) -> At:
     """Cases at multiples of these knees; where there is none, so that 8 times it is the highest
     rate."""
 
     def at(group: str, setting: str, multiple: float) -> Case:
         found = knees[GROUPS[group].knee_of or group, setting]
         rate = multiple * (found if found is not None else grid()[-1] / FULL_MULTIPLES[-1])
-        return Case(group, setting, multiple, rate, "recompute", quick=quick)
+        return Case(group, setting, multiple, rate, "recompute", quick=quick, page=page)
 
     return at
 

@@ -13,12 +13,13 @@ from ballast.core.cost import activation_bytes
 from ballast.core.event import FinishedOutput, Output, TokenOutput
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.core.units import ceil_div
+from ballast.core.units import MiB, ceil_div
 from ballast.engine.state import DeviceState
+from ballast.policy.presets import resolve
 from ballast.sim.simulate import simulate
 from ballast.weights.weight_stream import Loads
 from ballast.workload.workload import Workload
-from benchmarks.mirage_setting import SERVED, Device, Setting, specs_of
+from benchmarks.mirage_setting import SERVED, Device, Setting, page_by_default, specs_of
 
 BEFORE = 10.0
 """Seconds before the first arrival, in which weights come over a link however slow."""
@@ -182,7 +183,13 @@ def _run(
 ) -> Measured:
     lanes, most = setting.lanes, setting.sequences
     settings = replace(SERVED, lanes=lanes, step_logits=most, step_tokens=setting.step_tokens)
-    specs = specs_of(setting.fractions, device.memory, most)
+    fitting = None
+    if setting.page is not None:
+        settings = replace(settings, page_bytes=setting.page * MiB)
+    elif not resolve(preset).requires.kv_swapping:  # which has pages of 2 MiB by default
+        fitting = page_by_default(setting.fractions, device.memory)
+        settings = replace(settings, page_bytes=fitting)
+    specs = specs_of(setting.fractions, device.memory, most, fitting)
     activations = lanes * max(
         activation_bytes(s, settings.step_tokens, settings.step_logits) for s in specs
     )

@@ -13,9 +13,11 @@ from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
 from ballast.core.units import MiB
+from ballast.kv.layout import fitted
 from ballast.sim.model_catalogue import facts
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.roofline import Sizes, roofline
+from ballast.weights.page_size import gpu_page
 from ballast.workload.generators import spread_models
 from ballast.workload.lengths import (
     ALPACA_OUTPUT,
@@ -127,6 +129,8 @@ class Setting:
     lanes: int = 1
     sequences: int = 256
     """Most that a model runs together; 256 in vLLM 0.7.3."""
+    page: int | None = None
+    """MiB of a page; None: as for the models by default (`page: auto`), with blocks that fit."""
 
     @classmethod
     def of(cls, fractions: Fractions, lengths: Lengths, apart: bool = False) -> Setting:
@@ -159,11 +163,23 @@ def arrivals_in(traces: Path, start: float, seconds: float) -> Workload:
     return load_trace(traces / ARRIVALS, "azure").window(start, start + seconds)
 
 
-def specs_of(fractions: Fractions, memory: int, sequences: int = 256) -> list[ModelSpec]:
-    """Models whose shares of the KV's memory are what their weights leave of their fractions."""
+def specs_of(
+    fractions: Fractions, memory: int, sequences: int = 256, page_bytes: int | None = None
+) -> list[ModelSpec]:
+    """Models whose shares of the KV's memory are what their weights leave of their fractions.
+
+    `page_bytes`: which whole blocks fill; None: blocks of 16 tokens, in pages of 2 MiB."""
     specs = []
     for name, part in fractions.items():
         spec = facts(name).spec(max_model_len=CONTEXT, max_running=sequences)
-        share = part * memory - spec.weight_pages(SERVED.page_bytes) * SERVED.page_bytes
-        specs.append(replace(spec, share=share))
+        if page_bytes is not None:
+            spec = fitted(spec, None, page_bytes)
+        page = page_bytes or SERVED.page_bytes
+        specs.append(replace(spec, share=part * memory - spec.weight_pages(page) * page))
     return specs
+
+
+def page_by_default(fractions: Fractions, memory: int) -> int:
+    """Return the bytes of a page that a GPU of these models has by default."""
+    segments = [spec.segment_bytes for spec in specs_of(fractions, memory)]
+    return gpu_page(segments, int(sum(fractions.values()) * memory))

@@ -80,14 +80,14 @@ def every(
     return {case: kept[list(asdict(case).values())] for case in wanted}
 
 
-def knee_of(what: tuple[str, str], traces: Path, quick: bool) -> float | None:
+def knee_of(what: tuple[str, str], traces: Path, quick: bool, page: int | None) -> float | None:
     """A case's knee, as a process of its own finds it."""
 
     def measured(case: Case, enough: float) -> Result | None:
         return measure(case, traces, enough)
 
     requests = len(arrivals_of(traces, what[1], quick).requests)
-    return knee(*what, requests, measured, quick)
+    return knee(*what, requests, measured, quick, page)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -98,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--sweeps", nargs="*", choices=list(SWEEPS), help="none named: all")
         parser.add_argument("--docs", action="store_true", help="renew docs/mirage-*.md")
         parser.add_argument("--keep", type=Path, help="a file of results, to go on from")
+        parser.add_argument("--page", type=int, help="MiB; by default as the models have it")
         parser.add_argument("--seeds", type=int, default=1)
         parser.add_argument("--processes", type=int, default=1)
 
@@ -111,12 +112,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ProcessPoolExecutor(args.processes, context) as pool:
         asked = [*curve_cases(groups, anywhere, (1.0,)), *sweep_cases(sweeps, anywhere)]
         wanted = knees_wanted(asked)
-        unknown = [what for what in wanted if ["knee", *what, args.quick] not in kept]
-        seek = functools.partial(knee_of, traces=args.traces, quick=args.quick)
+        unknown = [what for what in wanted if ["knee", *what, args.quick, args.page] not in kept]
+        seek = functools.partial(knee_of, traces=args.traces, quick=args.quick, page=args.page)
         for what, rate in zip(unknown, pool.map(seek, unknown), strict=True):
-            kept.add(["knee", *what, args.quick], rate)
-        knees = {what: kept["knee", *what, args.quick] for what in wanted}
-        at = at_knees(knees, quick=args.quick)
+            kept.add(["knee", *what, args.quick, args.page], rate)
+        knees = {what: kept["knee", *what, args.quick, args.page] for what in wanted}
+        at = at_knees(knees, quick=args.quick, page=args.page)
         cases = curve_cases(groups, at, multiples, seeds=args.seeds, full=args.full)
         runs = every(pool, kept, args.traces, [*cases, *sweep_cases(sweeps, at)])
     settings = [s for g in groups for s in GROUPS[g].settings]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,13 +88,26 @@ def _with_page(
 def _fits(fleet: FleetSettings, sizes: Sizes, device: DeviceSettings, page: int) -> bool:
     """Whether the device's models waste little of such pages, and leave room beside them."""
     own = [m for m in fleet.models if not m.devices or device.name in m.devices]
-    ranks = device.tensor_parallel
-    if device.budget_bytes // ranks // page < LEAST_PAGES:
+    segments = [s.values() for m in own if (s := sizes[m.name]) is not None]
+    if len(segments) < len(own):
         return False
-    segments = [sizes[m.name] for m in own]
-    if any(s is None or waste(s.values(), page, ranks) > MOST_WASTE for s in segments):
+    suits = _suits(segments, device.budget_bytes, page, device.tensor_parallel)
+    return suits and not _crowd(own, sizes, device, page)
+
+
+def gpu_page(models: Iterable[Collection[int]], budget_bytes: int) -> int:
+    """Return the bytes of a page of a GPU of `budget_bytes` for models of these segments, which
+    leave room beside them."""
+    models = list(models)
+    suiting = (page for page in GPU_PAGES if _suits(models, budget_bytes, page))
+    return next(suiting, LARGE_PAGE)
+
+
+def _suits(models: Iterable[Collection[int]], budget: int, page: int, ranks: int = 1) -> bool:
+    """Whether models, by their segments' bytes, waste little of such pages of a device."""
+    if budget // ranks // page < LEAST_PAGES:
         return False
-    return not _crowd(own, sizes, device, page)
+    return all(waste(segments, page, ranks) <= MOST_WASTE for segments in models)
 
 
 def _crowd(

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ballast.core.units import MiB
+from ballast.kv.layout import Layout
 from ballast.sim.profile import device_profile
 from ballast.weights.weight_stream import Loads
 from ballast.workload.generators import poisson
@@ -49,6 +51,7 @@ from benchmarks.mirage_setting import (
     SHAREGPT,
     Device,
     Setting,
+    page_by_default,
     specs_of,
 )
 from benchmarks.mirage_sweeps import OWN, SWEEPS, sweep_cases, swept
@@ -92,6 +95,18 @@ def test_a_fraction_of_the_memory_holds_weights_and_kv() -> None:
             assert spec.share > spec.max_model_len * spec.kv_bytes_per_token
 
 
+def test_pages_are_as_the_models_have_them_by_default_and_blocks_fill_them() -> None:
+    memory = MEMORY["GH200-96G"]
+    for fractions in (C1, C2):
+        page = page_by_default(fractions, memory)
+        assert page == 16 * MiB
+        for spec in specs_of(fractions, memory, page_bytes=page):
+            layout = Layout.of(spec, page)
+            assert layout.slab_pages == 1
+            assert layout.waste < 0.05
+    assert page_by_default(C1, memory // 100) == 2 * MiB
+
+
 def test_requests_come_at_the_rate_and_are_spread_over_the_models() -> None:
     setting = Setting.of(C1, ALPACA)
     work = setting.requests(arrivals(300), 5.0, 0)
@@ -127,7 +142,7 @@ def test_mapping_pages_takes_time(apart: bool) -> None:
     """KV that grows by a page waits for the driver's calls, whole device or slice."""
     assert GH200.profile.pages is not None
     free = replace(GH200, profile=GH200.profile.model_copy(update={"pages": None}))
-    setting = Setting.of(C1, SHAREGPT, apart)
+    setting = replace(Setting.of(C1, SHAREGPT, apart), page=2)
     work = setting.requests(arrivals(40), 8.0, 1)
     counted, uncounted = (run(setting, work, "recompute", {}, d).summary() for d in (GH200, free))
     assert counted["p50_tpot"] > 1.001 * uncounted["p50_tpot"]
