@@ -103,5 +103,7 @@ _FIRST_COME = {"late_last": 0.0, "fair_shares": 0.0}
 SHARINGS = {
     "pool": Comparison({"pooled": 1, **_FIRST_COME}, _ROWS),
     "shares": Comparison({"pooled": 0, **_FIRST_COME}, _ROWS),
+    "paper": Comparison({"pooled": 0, "separate": 1, **_FIRST_COME}, _ROWS),
 }
-"""By where KV comes from: one pool for all models, or a fixed share of each."""
+"""By where KV comes from: one pool for all models, or a fixed share of each; `paper`: the latter,
+and decodes wait for whole prompts, as in vLLM 0.7.3, with which MIRAGE was built and compared."""

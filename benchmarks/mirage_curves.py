@@ -31,11 +31,13 @@ BELOW_ROWS = "recompute", "kvswap", "mirage"
 SHARE_ROWS = "recompute", "mirage"
 KVSWAPS = "kvswap", "kvswap_dirty"
 SHARED = {"sharing": "shares"}
+PAPER = {"sharing": "paper"}
 
 Changed = Mapping[str, object]
 COMPARED: dict[str, tuple[Changed, Changed]] = {
     "layers": ({"row": "mirage"}, {"row": "recompute"}),
     "layers_shares": ({"row": "mirage", **SHARED}, {"row": "recompute", **SHARED}),
+    "layers_paper": ({"row": "mirage", **PAPER}, {"row": "recompute", **PAPER}),
     "pool": ({"row": "recompute"}, {"row": "recompute", **SHARED}),
     "no_shortage": ({"row": "recompute", "memory": AMPLE}, {"row": "recompute"}),
     "kvswap": ({"row": "mirage"}, {"row": "kvswap"}),
@@ -126,6 +128,7 @@ def curve_cases(
                     if GROUPS[name].shares:
                         rows = SHARE_ROWS + KVSWAPS * full
                         yield from (replace(case, row=row, sharing="shares") for row in rows)
+                        yield from (replace(case, row=row, **PAPER) for row in SHARE_ROWS)
 
 
 def averaged(found: Mapping[Case, float]) -> float | None:

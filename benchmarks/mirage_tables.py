@@ -40,6 +40,7 @@ METRICS = {
 COLUMNS = {
     "layers": "layers, in one pool",
     "layers_shares": "layers, in fixed shares",
+    "layers_paper": "layers, as the paper's own baseline",
     "pool": "the pool",
     "no_shortage": "no shortage",
 }

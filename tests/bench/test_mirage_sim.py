@@ -242,7 +242,8 @@ def test_every_case_is_run_with_all_presets_at_every_rate() -> None:
                 if multiple > 1:
                     assert "kvswap_dirty" in rows
                     assert replace(case, memory=AMPLE) in cases
-                    assert (replace(case, sharing="shares") in cases) is GROUPS[group].shares
+                    for sharing in ("shares", "paper"):
+                        assert (replace(case, sharing=sharing) in cases) is GROUPS[group].shares
 
 
 def invented(cases: list[Case], figure: Callable[[Case], float]) -> dict[Case, dict[str, float]]:
