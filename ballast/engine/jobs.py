@@ -123,7 +123,8 @@ def _token(
     state: DeviceState, m: ModelState, request: Request, new: SampledToken, now: float
 ) -> list[Output]:
     """Append a sampled token to a request, and finish the request if it was the last one."""
-    queued, cached, fetched = None, 0, ()
+    queued, cached = None, 0
+    fetched: tuple[tuple[str, int], ...] = ()
     if request.first_token_at is None:
         assert request.admitted_at is not None
         queued = request.admitted_at - request.submission.arrival

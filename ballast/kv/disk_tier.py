@@ -66,7 +66,8 @@ class DiskTier:
                 return ()
             return [block.name for block, _, _ in rows]
 
-        self._run(work, (), ended)
+        nothing: Collection[bytes] = ()
+        self._run(work, nothing, ended)
 
     def read(self, blocks: Sequence[DiskBlock], ended: Callable[[int], object]) -> None:
         """Read blocks into their cells; `ended` is called with how many of them, from the first,
