@@ -63,7 +63,7 @@ def simulate_presets(
                 progress=arrived,
                 missed=missed,
                 sink_of=sink_of,
-                files=files,
+                files=files.keeping(fleet.kv),
             )
         yield run
 

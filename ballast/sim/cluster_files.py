@@ -6,7 +6,7 @@ Used by `sim.cluster` and `ballast simulate`. A fault in a file raises `ConfigEr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from pydantic import Field
 
 from ballast.core.errors import ConfigError
 from ballast.core.fleet import FleetDecision, FleetView, Need, Room
+from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.link import LinkRates
 from ballast.core.units import format_bytes
 from ballast.fleet.faults import unknown
@@ -131,6 +132,11 @@ class ClusterFiles:
     homes: FleetPolicy | None = None
     """Fleet policy that replaces the preset's; None: the preset's."""
     orders: tuple[LendingOrder, ...] = ()
+
+    def keeping(self, kv: KvTierSettings) -> ClusterFiles:
+        """Return these, with KV tiers of that size on each host."""
+        joints = replace(self.joints, kv_host=kv.host_bytes, kv_disk=kv.disk_bytes)
+        return replace(self, joints=joints)
 
 
 NO_FILES = ClusterFiles()

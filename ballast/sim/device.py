@@ -132,7 +132,7 @@ class SimDevice:
         parts = (self._heap, self.clock, self.link)
         self._streams = SimStreams(*parts, profile.early, needs.dirty)
         self.state = self._make_state(settings, specs, profile, calls, needs)
-        self.state.tiers.copies = sim_tiers(self._kv_store, *parts)
+        self.state.tiers.copies = sim_tiers(self._kv_store, *parts, fluid)
         self._machine, self._knob = profile.in_place, KnobSetting.of(preset.values)
         self.in_place = {s.name: self._reads(s, self._costs[s.name]) for s in specs}
         self._runner = self._make_runner(settings, profile, calls)

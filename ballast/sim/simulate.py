@@ -53,7 +53,6 @@ def simulate(
     `leaps` (`sim/leap.py`) the answers, their times and the books are the same. `preset`: policies
     without a registered name; None: the fleet's. `steps`: see `SimDevice`.
     """
-    kept = fleet.kv.host_bytes
     device = SimDevice(
         fleet.of_one_device("this simulation"),
         specs,
@@ -64,7 +63,7 @@ def simulate(
         observe,
         leaps,
         steps=steps,
-        kv_store=virtual_store(kept) if kept else None,
+        kv_store=virtual_store(fleet.kv.host_bytes, fleet.kv.disk_bytes),
     )
     last = 0.0
     for submission in arrivals:

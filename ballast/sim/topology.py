@@ -46,6 +46,8 @@ class ClusterLinks:
     (`to_device`)."""
     kv_host: int = 0
     """Bytes of each host's tier of KV below its devices; 0: there is none."""
+    kv_disk: int = 0
+    """Bytes of KV on each host's disk; 0: none is kept there."""
 
     def __post_init__(self) -> None:
         if self.per_host < 1:
@@ -97,7 +99,7 @@ class SimHost:
         self.joints, self.world = joints, World()
         self.wire = None if joints.host is None else Wire(joints.host)
         """Wire that bytes of all the host's devices cross; None: no common bound."""
-        self.kv_store = virtual_store(joints.kv_host) if joints.kv_host else None
+        self.kv_store = virtual_store(joints.kv_host, joints.kv_disk)
         """The host's tier of KV."""
 
     def place(self, rates: LinkRates) -> HostPlace:

@@ -14,10 +14,13 @@ from ballast.core.request import Submission
 from ballast.core.units import MiB
 from ballast.engine.kv_tiers import KvTiers
 from ballast.engine.model import ModelState
+from ballast.kv.directory import Tier
 from ballast.memory.cell_book import CELL_BYTES
 from ballast.policy.presets import PRESETS
+from ballast.sim.cluster_files import NO_FILES
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.topology import places
 from tests.sim.test_simulate import COSTS, OutputLog, fleet, spec
 from tests.sim.test_swiftcache import asked
 
@@ -34,13 +37,14 @@ def turns(n: int) -> list[Submission]:
     return made
 
 
-def run(host_bytes: int) -> tuple[Simulated, dict[str, int]]:
+def run(host_bytes: int, disk_bytes: int = 0) -> tuple[Simulated, dict[str, int]]:
     specs = [spec("a"), spec("b")]
     profile = MachineProfile(
         costs={"a": COSTS, "b": COSTS}, link=LinkRates.even(1e8), overhead=1e-4
     )
     settings = fleet("swap", specs, 60)
-    settings = replace(settings, kv=KvTierSettings(host_bytes=host_bytes))
+    kv = KvTierSettings(host_bytes=host_bytes, disk_path="kv", disk_bytes=disk_bytes)
+    settings = replace(settings, kv=kv)
     cached: dict[str, int] = {}
 
     def said(now: float, output: Output) -> None:
@@ -107,3 +111,21 @@ def test_a_chain_longer_than_the_tier_is_kept_by_its_head() -> None:
 def test_what_is_computed_sooner_than_fetched_is_computed() -> None:
     preempted("balloon", 64 * MiB, link=1e6)
     assert fetched[-1] == 0
+
+
+def test_what_leaves_the_host_is_read_from_disk_which_takes_longer() -> None:
+    _, small = run(12 * CELL_BYTES)
+    read, found = run(12 * CELL_BYTES, 8 * MiB)
+    roomy, same = run(8 * MiB)
+    assert sum(small.values()) < sum(found.values()) == sum(same.values())
+    tiers = read.state.tiers.fetched_tokens
+    assert tiers[Tier.DISK] > 0
+    assert tiers.total() == sum(found.values())
+    assert read.seconds > roomy.seconds
+
+
+def test_devices_of_a_host_share_its_tiers() -> None:
+    files = NO_FILES.keeping(KvTierSettings(host_bytes=8 * MiB, disk_bytes=16 * MiB))
+    (place,) = places(files.joints, [(LinkRates.even(1e9), 1)])
+    assert place.host.kv_store is not None
+    assert set(place.host.kv_store.directory.shelves) == {Tier.HOST, Tier.DISK}
