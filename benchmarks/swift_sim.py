@@ -1,0 +1,246 @@
+"""SwiftCache on H20s in virtual time: each model as the borrower, ours beside what the text states.
+
+Three H20-96G of one host (the paper has four, and does not state who has the fourth) with one model
+each, 16 bits, NVLink 200 GB/s each way, PCIe 32 GB/s for all, 96 GB of host memory for KV. The
+borrower has long conversations: histories of 20K to 40K tokens, more of them than its own memory
+holds; each turn adds a short prompt and is answered by 16 tokens. Turns are Poisson, over sessions
+at random; the first turns are served before, and not measured. Its neighbours have short requests.
+Lengths are drawn, from what the text states of ShareGPT.
+
+Rows, on equal terms (order of compute by deadline, prefix cache): `swiftcache`; `published`, with
+the borrower as master by Algorithm 1; `offload`, blocks on the host (as LMCache, HiCache); `none`.
+
+- `p99_ttft_over_offload`: by borrower (the paper: 0.31 to 0.46).
+- `lender_ttft`, `lender_tpot`: medians of the neighbours. A lender's memory bandwidth is not shared
+  with its borrower here.
+- `sweep`: the same, with NVLink 1/4 to 4 times as fast.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from ballast.bench.cluster_run import ClusterRun, run_cluster
+from ballast.bench.record import RequestRecord
+from ballast.core.fleet import LendPages, Need, Room
+from ballast.core.link import LinkRates
+from ballast.core.model import ModelSpec
+from ballast.core.settings import Slo
+from ballast.core.units import GiB, MiB
+from ballast.policy.base import FleetPolicy
+from ballast.policy.fleet.elastic_lending import ElasticLending
+from ballast.policy.fleet.fixed_placement import FixedPlacement
+from ballast.policy.presets import Preset, resolve
+from ballast.sim.cluster import SERVED as CLUSTER_SERVED
+from ballast.sim.cluster import parse_kinds
+from ballast.sim.cluster_files import ClusterFiles
+from ballast.sim.model_catalogue import facts
+from ballast.sim.topology import ClusterLinks, PeerLinks
+from ballast.workload.workload import Workload, WorkloadRequest
+from benchmarks.common import finish, options
+from benchmarks.swift_paper import CONTRADICTIONS, STATED
+
+MODELS = {"LWM-1M-7b": 64, "Qwen3-14b": 192, "Qwen3-32b": 128}
+"""With the tokens of a block, such that each fills a page."""
+SERVED = replace(CLUSTER_SERVED, page_bytes=32 * MiB)
+"""Long histories have 16 times fewer pages than with those of 2 MiB, and take as long to serve."""
+SLO = Slo(ttft=5.0, tpot=0.2)
+PCIE, NVLINK = 32e9, 200e9
+HOST = 96 * GiB
+SESSIONS = {"LWM-1M-7b": 6, "Qwen3-14b": 18, "Qwen3-32b": 10}
+"""Of the borrower: their KV fills its own memory and most of what its neighbours can spare."""
+RATES = {"LWM-1M-7b": 0.5, "Qwen3-14b": 0.5, "Qwen3-32b": 0.25}
+"""Turns per second; `offload` must not be beyond its link's capacity."""
+SHORT_RATE = 0.5
+"""Requests per second of each neighbour."""
+BLOCK = 256
+"""Tokens of a block of histories."""
+WARM = {"LWM-1M-7b": 20.0, "Qwen3-14b": 30.0, "Qwen3-32b": 60.0}
+"""Seconds between first turns: what the longest takes."""
+OUTPUT = 16
+"""Tokens of an answer: the paper measures prefills. Decode steps read borrowed KV as well, each of
+them all of it, which the paper does not say."""
+SWEEP = (0.25, 1.0, 4.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A preset with its options, and whether KV is kept on the host."""
+
+    preset: str
+    offload: bool = False
+    published: bool = False
+
+    def resolved(self, master: int) -> Preset:
+        return resolve(self.preset, {"published": 1, "master": master} if self.published else {})
+
+
+ROWS = {
+    "swiftcache": Row("swiftcache"),
+    "published": Row("swiftcache", published=True),
+    "offload": Row("balloon", offload=True),
+    "none": Row("balloon"),
+}
+
+
+def specs() -> list[ModelSpec]:
+    return [
+        facts(name).spec(max_model_len=1 << 20, slo=SLO, block_tokens=block)
+        for name, block in MODELS.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class LendingApart(ElasticLending):
+    """Each model on a device of its own, in order; devices lend."""
+
+    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+        return {need.model: [room.device] for need, room in zip(needs, rooms, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Apart(FixedPlacement):
+    """Each model on a device of its own, in order."""
+
+    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+        return {need.model: [room.device] for need, room in zip(needs, rooms, strict=True)}
+
+
+def apart(preset: Preset) -> FleetPolicy:
+    """The preset's fleet policy, with a device for each model."""
+    policy = preset.fleet
+    if not isinstance(policy, ElasticLending):
+        return Apart()
+    return LendingApart(policy.every, policy.window, policy.master, policy.published)
+
+
+def joints(row: Row, nvlink: float) -> ClusterLinks:
+    return ClusterLinks(
+        per_host=3,
+        host=LinkRates.even(PCIE),
+        peers=PeerLinks.NVLINK,
+        port=LinkRates.even(NVLINK * nvlink, 2 * NVLINK * nvlink),
+        kv_host=HOST if row.offload else 0,
+    )
+
+
+def conversations(borrower: str, seconds: float, seed: int) -> tuple[Workload, float]:
+    """The requests of all models, and from when on they count."""
+    rng = random.Random(f"{borrower}-{seed}")
+    sessions = SESSIONS[borrower]
+    histories = [rng.randrange(20_000, 40_000) for _ in range(sessions)]
+    found: list[WorkloadRequest] = []
+
+    def ask(at: float, model: str, session: int, prompt: int, output: int) -> None:
+        blocks = tuple(session * 4096 + i for i in range(prompt // BLOCK))
+        found.append(
+            WorkloadRequest(
+                id=len(found),
+                at=at,
+                model=model,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                session=f"{model}-{session}",
+                prefix_blocks=blocks,
+                block_tokens=BLOCK,
+            )
+        )
+
+    at = 0.0
+    for _ in range(2):
+        for session in range(sessions):
+            ask(at, borrower, session, histories[session], 1)
+            at += WARM[borrower]
+    begins = at
+    while (at := at + rng.expovariate(RATES[borrower])) < begins + seconds:
+        session = rng.randrange(sessions)
+        histories[session] += max(8, int(rng.lognormvariate(3.9, 0.8))) + OUTPUT
+        ask(at, borrower, session, histories[session], OUTPUT)
+    for i, model in enumerate(m for m in MODELS if m != borrower):
+        at, n = 0.0, 0
+        while (at := at + rng.expovariate(SHORT_RATE)) < begins + seconds:
+            n += 1
+            ask(at, model, 1000 * (i + 1) + n, 256 + rng.randrange(512), 100)
+    return Workload.of("conversations", found, f"drawn, seed {seed}"), begins
+
+
+def run(borrower: str, row: Row, seconds: float, nvlink: float = 1.0) -> ClusterRun:
+    work, _ = conversations(borrower, seconds, 0)
+    kinds = parse_kinds(f"{len(MODELS)}xH20-96G")
+    preset = row.resolved(1 + list(MODELS).index(borrower))
+    files = ClusterFiles(joints=joints(row, nvlink), homes=apart(preset))
+    slos = dict.fromkeys(MODELS, SLO)
+    return run_cluster(preset, kinds, specs(), work, slos, SERVED, files=files)
+
+
+def measured(borrower: str, ran: ClusterRun, begins: float) -> dict[str, Any]:
+    """What a run came to, of requests that count."""
+    records = [r for r in ran.report.records if r.at >= begins]
+    own = [r for r in records if r.model == borrower]
+    lent = [m for m in ran.moves if m["action"] == LendPages.__name__ and "refused" not in m]
+    return {
+        "p50_ttft": _percentile(own, 50),
+        "p99_ttft": _percentile(own, 99),
+        "cached": sum(r.cached_tokens for r in own) / sum(r.prompt_tokens for r in own),
+        "lender_ttft": _median(r.ttft for r in records if r.model != borrower),
+        "lender_tpot": _median(r.tpot for r in records if r.model != borrower),
+        "failed": sum(r.error is not None for r in records),
+        "requests": len(own),
+        "lends": len(lent),
+        "lent_pages": sum(m["pages"] for m in lent),
+    }
+
+
+def _percentile(records: Sequence[RequestRecord], q: float) -> float | None:
+    times = [r.ttft for r in records if r.ttft is not None]
+    return float(np.percentile(times, q)) if times else None
+
+
+def _median(values: Any) -> float | None:
+    found = [v for v in values if v is not None]
+    return statistics.median(found) if found else None
+
+
+def main() -> None:
+    args = options(__doc__)
+    seconds = 120.0 if args.quick else 600.0
+    result: dict[str, Any] = {"rows": {}, "p99_ttft_over_offload": {}, "sweep": {}}
+    for borrower in MODELS:
+        _, begins = conversations(borrower, seconds, 0)
+        rows = {
+            name: measured(borrower, run(borrower, row, seconds), begins)
+            for name, row in ROWS.items()
+        }
+        result["rows"][borrower] = rows
+        p99 = {name: row["p99_ttft"] for name, row in rows.items()}
+        result["p99_ttft_over_offload"][borrower] = p99["swiftcache"] / p99["offload"]
+        if not args.quick:
+            swept = {factor: run(borrower, ROWS["swiftcache"], seconds, factor) for factor in SWEEP}
+            result["sweep"][borrower] = {
+                f"{f:g}": measured(borrower, ran, begins)["p99_ttft"] / p99["offload"]
+                for f, ran in swept.items()
+            }
+    result["stated"] = {s.key: f"{s.value} {s.unit}" for s in STATED}
+    result["contradictions"] = CONTRADICTIONS
+    finish(args, "swift_sim", result, drawn(result))
+
+
+def drawn(result: dict[str, Any]) -> Table:
+    table = Table("borrower", "row", "P50", "P99 TTFT", "cached", "lenders' TTFT", "TPOT", "lent")
+    for borrower, rows in result["rows"].items():
+        for name, row in rows.items():
+            cells = ("p50_ttft", "p99_ttft", "cached", "lender_ttft", "lender_tpot")
+            shown = (f"{row[c]:.3f}" if row[c] is not None else "-" for c in cells)
+            table.add_row(borrower, name, *shown, str(row["lent_pages"]))
+    return table
+
+
+if __name__ == "__main__":
+    main()
