@@ -25,8 +25,8 @@ from ballast.control.request_migrations import RequestMigrations
 from ballast.control.request_router import Pace, RequestRouter, Withdraw
 from ballast.control.routed_devices import RoutedDevices
 from ballast.control.suspicion import Suspicions
-from ballast.core.actions import ActivateCommand, Lend, Recall
-from ballast.core.command import CommandOutcome, DeviceCommand
+from ballast.core.actions import ActivateCommand, EvictCommand, Lend, Recall
+from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.errors import Unavailable
 from ballast.core.event import (
     CancelledOutput,
@@ -51,7 +51,7 @@ from ballast.core.migration import (
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Submission
-from ballast.core.settings import DeviceSettings, FleetSettings, Role
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Role
 from ballast.core.view import Residency
 from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.transport.worker_messages.codec import ToWorker
@@ -69,6 +69,7 @@ from ballast.transport.worker_messages.request_messages import (
     WithdrawMsg,
 )
 from benchmarks.fault_lending import N_PAGES, WorkerMemory, check_pages, still_maps
+from benchmarks.fault_orders import FaultOrders, RandomMoves, drawn_order
 
 VOCAB = 1000
 BLOCK = 4
@@ -178,23 +179,28 @@ class Worker:
     departing: dict[str, int] = field(default_factory=dict)
     imported: dict[str, tuple[list[int], int]] = field(default_factory=dict)
     """By request: (KV, attempt)."""
+    served: set[str] = field(default_factory=set)
+    going: dict[str, Callable[[CommandOutcome], None]] = field(default_factory=dict)
+    """Models that are removed when their requests have ended, each with what to call then."""
     alive: bool = True
 
 
 class FaultDevice(DeviceRecord):
     """The controller's record of a device, joined to the world's present worker of it."""
 
-    def __init__(self, world: FaultWorld, name: str, role: Role, specs: dict[str, ModelSpec]):
+    def __init__(self, world: FaultWorld, name: str, role: Role, models: Sequence[str]):
         super().__init__(name, world.suspicions, world.timers)
         settings = DeviceSettings(name=name, budget_bytes=1 << 30, role=role)
-        self.fleet = FleetSettings(models=(), device=settings)
-        self.world, self.of_worker = world, specs
+        self.fleet = FleetSettings(models=_settings(models), device=settings)
+        self.world = world
         self.process = world.new_worker(name, set())
 
     def tell(self, message: ToWorker) -> None:
         self.world.to_worker(self, partial(self.world.handle, self, message))
 
     def order(self, command: DeviceCommand, answered: Callable[[CommandOutcome], object]) -> None:
+        if self.down is not None:
+            answered(CommandOutcome("unavailable", self.down))
         self.world.to_worker(self, partial(self.world.carry_out, self, command, answered))
 
     def kill(self, why: str) -> None:
@@ -221,6 +227,9 @@ class FaultWorld:
         self.leases: DeviceLeases[FaultDevice] = DeviceLeases(
             self.devices, lambda a, b: None if lends else "it cannot", self.timers
         )
+        self.commands: FaultOrders[FaultDevice, Client] = FaultOrders(
+            self.devices, self.router, self.migrations, self.leases, self.timers
+        )
         self._memories: dict[str, WorkerMemory] = {}
         self.kills = 0
         """Workers that were killed for keeping pages."""
@@ -232,19 +241,21 @@ class FaultWorld:
         self._last: dict[tuple[str, bool], float] = {}
         """When the last message of each connection arrives."""
         self.deaths = 0
-        self.orders = self.orders_ended = 0
+        self.orders = self.orders_ended = self.ordered = 0
         self.step_seconds = rng.choice([0.1, 1.0])
         """The longest step of a worker: in slow worlds requests outlive answers that are late."""
         self.refused = 0
         """Requests that the controller did not take: no device was left."""
         split = rng.random() < 0.4
-        models = [f"m{i}" for i in range(rng.randrange(1, 4))]
+        self.models = models = [f"m{i}" for i in range(rng.randrange(1, 4))]
+        settings = DeviceSettings(name="d0", budget_bytes=1 << 30)
+        self.devices.fleet = FleetSettings(models=_settings(models), device=settings)
         for i in range(n_devices):
             role = Role.BOTH
             if split:
                 role = Role.PREFILL if i == 0 else rng.choice([Role.DECODE, Role.BOTH])
             served = [m for m in models if i == 0 or rng.random() < 0.8]
-            device = FaultDevice(self, f"d{i}", role, {m: _spec(m) for m in served})
+            device = FaultDevice(self, f"d{i}", role, served)
             self.devices.add(device)
             self._start(device)
         for i in range(n_requests):
@@ -257,6 +268,11 @@ class FaultWorld:
             self.timers.call_later(rng.uniform(0, 6), self._stall)
         for _ in range(rng.randrange(0, 12) if lends else 0):
             self.timers.call_later(rng.uniform(0, 6), self._order_lending)
+        for _ in range(rng.choice([0, 0, 3, 6])):
+            self.timers.call_later(rng.uniform(0, 6), self._order)
+        if rng.random() < 0.3:
+            self.devices.fleet_policy = RandomMoves(random.Random(rng.random()), models)
+            self.commands.begin_policy()
 
     def run(self) -> None:
         """Run until every request has ended, or HORIZON has passed."""
@@ -264,6 +280,7 @@ class FaultWorld:
             self.validate()
             over = self.timers.now() > 7 and all(c.ends or c.left for c in self.clients)
             quiet = self.orders == self.orders_ended and not self.migrations.busy
+            quiet = quiet and not self.commands.busy
             if over and quiet and all(d.down is None for d in self._all):
                 break
         while self.timers.now() < HORIZON and self._holding and self.timers.step():
@@ -326,6 +343,13 @@ class FaultWorld:
             )
             + (self.orders - self.orders_ended)
         )
+
+    @property
+    def homeless(self) -> int:
+        """Models that no device will serve which takes requests."""
+        able = [d for d in self._all if not d.cordoned]
+        homes = [{m.name for m in d.fleet.models} - d.leaving for d in able]
+        return sum(not any(model in on for on in homes) for model in self.models)
 
     @property
     def _workers(self) -> dict[str, Worker]:
@@ -419,6 +443,7 @@ class FaultWorld:
         self.leases.worker_died(device, in_flight)
         self.migrations.worker_died(device, in_flight)
         self.router.worker_died(device, in_flight)
+        self.commands.worker_died(device, in_flight)
         replaced = partial(self._replace, device, device.process.memory)
         reaped = partial(self.leases.reaped, device, replaced)
         self.timers.call_later(self.random.uniform(0.0, 0.1), reaped)
@@ -435,11 +460,14 @@ class FaultWorld:
         return Worker(resident, WorkerMemory(name, address, rng, self._memories, stuck))
 
     def _start(self, device: FaultDevice) -> None:
-        resident = {m for m in device.of_worker if self.random.random() < 0.5}
+        served = [m.name for m in device.fleet.models]
+        resident = {m for m in served if self.random.random() < 0.5}
         device.process = process = self.new_worker(device.name, resident)
+        process.served.update(served)
         process.memory.connect(partial(self._tell_of_lending, device))
         address = process.memory.address
-        device.worker_serves(ReadyMsg(dict(device.of_worker), {}, self._report(device), address))
+        specs = {m: _spec(m) for m in served}
+        device.worker_serves(ReadyMsg(specs, {}, self._report(device), address))
         self.leases.worker_ready(device)
         self._report_later(device, device.process)
         self._compute_later(device, device.process)
@@ -451,7 +479,7 @@ class FaultWorld:
         def ended(left: int) -> None:
             self.orders_ended += 1
 
-        model = self.random.choice(sorted(device.of_worker) or ["m0"])
+        model = self.random.choice(sorted(device.specs) or ["m0"])
         self.migrations.move_requests(device, model, ended, bring=self.random.random() < 0.5)
 
     def _order_lending(self) -> None:
@@ -473,6 +501,17 @@ class FaultWorld:
 
         self.leases.order(lender.name, command, ended, by_operator=rng.random() < 0.2)
 
+    def _order(self) -> None:
+        """Let an operator order something about models or devices."""
+        order, only = drawn_order(self.random, self.models, list(self.devices))
+        self.orders += 1
+
+        def ended(outcome: CommandOutcome) -> None:
+            self.orders_ended += 1
+            self.ordered += outcome.code is None
+
+        self.commands.order(order, ended, only)
+
     def _tell_of_lending(self, device: FaultDevice, word: LendingMessage) -> None:
         message = lending_message(word)
         self._send(device, lambda: self.leases.lending_message(device, message), up=True)
@@ -488,7 +527,7 @@ class FaultWorld:
     def _report(self, device: FaultDevice) -> DeviceReport:
         process = device.process
         models = tuple(
-            _model_report(name, resident=name in process.resident) for name in device.of_worker
+            _model_report(name, resident=name in process.resident) for name in process.served
         )
         return DeviceReport(
             device=device.name,
@@ -526,18 +565,45 @@ class FaultWorld:
         process = device.process
 
         def answer(outcome: CommandOutcome) -> None:
-            self._send(device, partial(answered, outcome), up=True)
+            def deliver() -> None:
+                if not isinstance(command, Lend | Recall):
+                    device.carried_out(command, outcome)
+                answered(outcome)
 
-        if isinstance(command, Lend | Recall):
-            process.memory.order(command, self.timers.now(), answer)
-            return
-        assert isinstance(command, ActivateCommand)
-        model = command.model
-        if self.random.random() < 0.3 or model not in device.of_worker:
-            answer(CommandOutcome("refused", "by chance"))
-            return
-        seconds = self.random.uniform(0, 1)
-        self.timers.call_later(seconds, lambda: process.resident.add(model))
+            self._send(device, deliver, up=True)
+
+        def done() -> None:
+            answer(CommandOutcome(specs={m: _spec(m) for m in sorted(process.served)}))
+
+        def bring(model: str, to: set[str]) -> None:
+            to.add(model)
+            done()
+
+        seconds, unlucky = self.random.uniform(0, 1), self.random.random() < 0.3
+        match command:
+            case Lend() | Recall():
+                process.memory.order(command, self.timers.now(), answer)
+            case Add(settings) if not unlucky and settings.name not in process.served:
+                self.timers.call_later(seconds, partial(bring, settings.name, process.served))
+            case ActivateCommand(model) if not unlucky and model in process.served:
+                self.timers.call_later(seconds, partial(bring, model, process.resident))
+            case EvictCommand(model) if model in process.served:
+                process.resident.discard(model)
+                done()
+            case Remove(model) if model in process.served:
+                process.going[model] = lambda outcome: done()
+                self._let_go(process)
+            case _:
+                answer(CommandOutcome("refused", "by chance"))
+
+    @staticmethod
+    def _let_go(process: Worker) -> None:
+        """Remove the models that leave, and have no requests any more."""
+        running = {r.submission.model for r in process.requests.values()}
+        for model in [m for m in process.going if m not in running]:
+            process.served.discard(model)
+            process.resident.discard(model)
+            process.going.pop(model)(CommandOutcome())
 
     def handle(self, device: FaultDevice, message: ToWorker) -> None:
         """Let a worker handle a message of the controller."""
@@ -545,7 +611,11 @@ class FaultWorld:
         match message:
             case SubmitMsg():
                 for submission in message.unwrap():
-                    self._admit(process, submission)
+                    if submission.model in process.served - process.going.keys():
+                        self._admit(process, submission)
+                    else:
+                        failed = FailedOutput(submission.id, "unknown_model", "it is not here")
+                        self._tell(device, [failed])
             case WithdrawMsg():
                 for i in message.request_ids:
                     if process.requests.pop(i, None) is not None:
@@ -575,6 +645,7 @@ class FaultWorld:
             if process.alive and process is device.process:
                 self._compute(device)
                 process.memory.step(self.timers.now())
+                self._let_go(process)
                 self.timers.call_later(self.random.uniform(0.01, self.step_seconds), compute)
 
         self.timers.call_later(self.random.uniform(0.01, self.step_seconds), compute)
@@ -653,6 +724,10 @@ class FaultWorld:
                     held[0].extend(msgspec.msgpack.decode(data, type=list[int]))
             case DropKvEvent(i):
                 process.imported.pop(i, None)
+
+
+def _settings(models: Sequence[str]) -> tuple[ModelSettings, ...]:
+    return tuple(ModelSettings(name=model, path=model) for model in models)
 
 
 def _spec(name: str) -> ModelSpec:

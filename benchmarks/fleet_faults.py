@@ -31,7 +31,7 @@ from benchmarks.common import finish, options
 from benchmarks.fault_world import FaultWorld
 
 SEEDS, QUICK_SEEDS = 10_000, 500
-WRONG = ("lost", "repeated", "changed", "leaked", "twice", "overdue")
+WRONG = ("lost", "repeated", "changed", "leaked", "twice", "overdue", "homeless")
 
 
 def world_of(seed: int) -> FaultWorld:

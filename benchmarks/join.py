@@ -22,6 +22,7 @@ from ballast.cluster.controller import Controller
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.local_worker import LocalWorker
 from ballast.core.command import CommandOutcome
+from ballast.core.fleet_orders import Place, Withdraw
 from ballast.core.settings import (
     DeviceSettings,
     FleetSettings,
@@ -55,9 +56,9 @@ def done(outcome: CommandOutcome) -> None:
 
 async def joined(controller: Controller) -> float:
     began = time.perf_counter()
-    done(await controller.commands.place(MODEL, SECOND))
+    done(await controller.commands.execute(Place(MODEL, SECOND)))
     seconds = time.perf_counter() - began
-    done(await controller.commands.withdraw(MODEL, SECOND, 0.0))
+    done(await controller.commands.execute(Withdraw(MODEL, SECOND, seconds=0.0)))
     return seconds
 
 

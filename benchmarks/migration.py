@@ -32,7 +32,6 @@ import yaml
 from rich.table import Table
 
 from ballast.bench.servers import serving_fleets
-from ballast.cluster.awaited_moves import move_requests
 from ballast.cluster.controller import Controller
 from ballast.core.event import FailedOutput, TokenOutput
 from ballast.core.request import Sampling, Submission
@@ -127,7 +126,9 @@ class Rounds:
         devices[target].cordoned = False
         ordered, moved = time.perf_counter(), 0
         if way == "with KV":
-            moved = await move_requests(self._server.migrations, devices[source], "llama")
+            left: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            self._server.migrations.move_requests(devices[source], "llama", left.set_result)
+            moved = await left
         elif way == "anew":
             gone = devices[source].requests.hand_over(devices[source].specs["llama"])
             devices[target].requests.add(gone)

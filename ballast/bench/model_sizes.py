@@ -6,6 +6,7 @@ Used by `bench.simulation_setup`. Reads a checkpoint's weights only where it has
 from __future__ import annotations
 
 from ballast.core.errors import ConfigError
+from ballast.core.levels import level_fields
 from ballast.core.model import BLOCK_TOKENS, ModelSpec
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.fleet.entry_directory import CATALOGUE
@@ -57,15 +58,8 @@ def _known(settings: ModelSettings) -> ModelSpec:
         fingerprint=settings.name,
         max_model_len=settings.max_model_len or CONTEXT,
         block_tokens=settings.block_tokens or BLOCK_TOKENS,
-        slo=settings.slo,
-        priority=settings.priority,
-        share=settings.share,
         expected_tokens=settings.expected_tokens,
         expected_longest=settings.expected_longest,
-        max_running=settings.max_running,
-        max_waiting=settings.max_waiting,
         max_answer=settings.max_answer,
-        queue_seconds=settings.queue_seconds,
-        pinned=settings.pinned,
-        ttl=settings.ttl,
+        **level_fields(settings),
     )

@@ -7,14 +7,11 @@ the controller, which runs in the server's process, and code that server and wor
 Packages from `server` and `sim` up may import it. It imports `engine`, `transport` and packages
 below them.
 
-- `awaited_moves`: Migrations that a coroutine awaits.
 - `combined_report`: Sum of several devices' reports.
 - `controller`: The parts that serve one fleet on its devices, and their start and end.
 - `device`: One device as the controller sees it: a worker that is replaced when it dies.
 - `device_set`: The devices of one server, and which serve which model.
-- `fleet_commands`: Operators' commands, carried out over the devices that they concern.
-- `fleet_policy_runner`: Run the fleet policy while the server runs.
-- `fleet_book`: Homes of models, and the fleet policy's decisions; live and simulated.
+- `fleet_commands`: Operators' orders, which coroutines await, and those of the fleet policy.
 - `kept_models`: Models kept beyond the lives of the workers that loaded them.
 - `lending`: Pages lent between the workers of one server.
 - `logs`: JSON logs of all processes, written by a thread.
@@ -22,7 +19,6 @@ below them.
 - `machine_check`: Check of a fleet against this machine, before anything is loaded.
 - `machine_choice`: The kind of machine of a device: CPU, GPU, or a group of ranks.
 - `output_stream`: The output stream of one client's requests, with backpressure.
-- `pending_commands`: Operators' commands that a worker has not answered yet.
 - `placing`: Initial placement, and each worker's configuration.
 - `kept_kv`: Scrub KV of models and keys that have gone; report on tiers.
 - `kv_broker`: The host's KV store, in the server's process.

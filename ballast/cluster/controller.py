@@ -14,7 +14,6 @@ from dataclasses import replace
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.fleet_commands import FleetCommands
-from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
 from ballast.cluster.kept_kv import KeptKv
 from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.lending.awaited_leases import AwaitedLeases
@@ -74,8 +73,7 @@ class Controller:
         self.migrations = RequestMigrations(self.devices, self.router, LoopTimers())
         """Moves running requests between devices."""
         self.commands = FleetCommands(self.devices, self.router, self.migrations, self.leases)
-        """Carries out operators' commands."""
-        self._policy_task: asyncio.Task[None] | None = None
+        """Carries out operators' orders and those of the fleet policy."""
 
     def prepare(self, fleet: FleetSettings) -> None:
         """List the devices of a fleet; `start` starts them."""
@@ -85,6 +83,7 @@ class Controller:
             self.leases,
             self.migrations,
             self.router,
+            self.commands,
             self.devices,
             self._leaving,
             self.kept_kv,
@@ -121,12 +120,8 @@ class Controller:
         self.kept_kv.fleet_loaded()
         if fleet.server.spare_worker:
             await self._spare.prepare()
-        policy = self.devices.fleet_policy
-        if policy.decides and fleet.others:
-            runner = FleetPolicyRunner(
-                self.devices, self.commands, self.migrations, policy, self.leases
-            )
-            self._policy_task = asyncio.create_task(runner.run())
+        if fleet.others:
+            self.commands.begin_policy()
 
     def configure(self, server: ServerSettings) -> None:
         """Replace the server's settings; their limits apply to workers that are started later."""
@@ -137,9 +132,7 @@ class Controller:
 
     async def close(self, patience: float) -> None:
         """End all workers: open requests finish within `patience` seconds, or fail."""
-        if self._policy_task is not None:
-            self._policy_task.cancel()
-            await asyncio.wait({self._policy_task})
+        self.commands.close()
         self.migrations.close()
         self.leases.close()
         await asyncio.gather(*(d.close(patience) for d in self.devices.values()))

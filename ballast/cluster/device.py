@@ -8,11 +8,11 @@ Runs on the server's event loop and never touches device memory.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 
 from ballast.cluster.loop_timers import LoopTimers
-from ballast.cluster.pending_commands import PendingCommands, changed, names_of
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.cluster.worker.worker_link import WorkerLink
 from ballast.control.device_observer import DeviceObserver
@@ -21,7 +21,7 @@ from ballast.control.suspicion import Suspicions
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.settings import FleetSettings, ModelSettings
-from ballast.transport.worker_messages.admin_messages import CommandDoneMsg
+from ballast.transport.worker_messages.admin_messages import CommandDoneMsg, CommandMsg
 from ballast.transport.worker_messages.codec import ToServer, ToWorker
 from ballast.transport.worker_messages.lending_messages import LeaseMsg, PeerReportMsg
 from ballast.transport.worker_messages.lifecycle_messages import (
@@ -44,6 +44,40 @@ BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
 STEADY_SECONDS = 60.0
 """Lifetime of a worker after which its death starts a new count of failures: the next worker is
 started without delay."""
+
+
+class PendingCommands:
+    """The commands that the present worker has not answered, by id."""
+
+    def __init__(self, send: Callable[[CommandMsg], None]) -> None:
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, tuple[DeviceCommand, asyncio.Future[CommandOutcome]]] = {}
+
+    def send(self, command: DeviceCommand) -> asyncio.Future[CommandOutcome]:
+        """Send a command; return a future of its outcome, which raises Unavailable if the worker
+        dies first."""
+        outcome: asyncio.Future[CommandOutcome] = asyncio.get_running_loop().create_future()
+        id = next(self._numbers)
+        self._pending[id] = command, outcome
+        self._send(CommandMsg.of(id, command))
+        return outcome
+
+    def done(self, message: CommandDoneMsg) -> DeviceCommand | None:
+        """Resolve a command by its answer; returns the command, or None for one that is unknown."""
+        command, outcome = self._pending.pop(message.id, (None, None))
+        if outcome is not None and not outcome.done():
+            outcome.set_result(message.outcome)
+        return command
+
+    def fail(self, reason: str) -> None:
+        """Fail all commands with Unavailable: none of them will be answered."""
+        for command, outcome in self._pending.values():
+            if not outcome.done():
+                what = f"{type(command).__name__.lower()} was not done: {reason}"
+                outcome.set_exception(Unavailable(what))
+                outcome.exception()  # its caller may be gone: no warning
+        self._pending.clear()
 
 
 class RemoteDevice(DeviceRecord):
@@ -110,19 +144,12 @@ class RemoteDevice(DeviceRecord):
             return outcome
         return await self._commands.send(command)
 
-    async def join(self, settings: ModelSettings) -> CommandOutcome:
-        """Serve one more model, or keep one that was leaving. Raises as `command`."""
-        if settings.name in self.leaving:
-            self.leaving.discard(settings.name)
-            return CommandOutcome(specs=dict(self.specs))
-        return await self.command(Add(settings))
-
     async def load(self, settings: ModelSettings) -> CommandOutcome:
         """Load a model of the fleet on the device that has started without it. One that cannot be
         loaded is listed in `failed`, as if the worker had started with it. Raises as `command`."""
         outcome = await self.command(Add(settings, at_start=True))
         if outcome.code is not None and outcome.code != "unavailable":
-            self.fleet = changed(self.fleet, Add(settings))
+            self.fleet = Add(settings).applied(self.fleet)
             base = f"its base {settings.name} is not served"
             adapters = dict.fromkeys((a.name for a in settings.adapters), base)
             self.failed = {**self.failed, **adapters, settings.name: outcome.reason}
@@ -133,21 +160,9 @@ class RemoteDevice(DeviceRecord):
             observer.first_token(self, request_id)
 
     def _carried_out(self, command: DeviceCommand, outcome: CommandOutcome) -> None:
-        if outcome.code is not None:
-            return
-        self.specs = outcome.specs
-        left = names_of(self.fleet)
-        self.fleet = changed(self.fleet, command)
-        left -= names_of(self.fleet)
-        if isinstance(command, Remove):
-            left.add(command.model)  # one that has never been loaded is not in the settings
-        self.leaving -= left
-        self._prefixes = {n: p for n, p in self._prefixes.items() if n not in left}
-        served = {s.name for base in self.specs.values() for s in base.served}
-        failed = {**self.failed, **outcome.failed}
-        self.failed = {n: why for n, why in failed.items() if n not in left | served}
-        for observer in self._observers:
-            observer.command_done(self, command)
+        if self.carried_out(command, outcome):
+            for observer in self._observers:
+                observer.command_done(self, command)
 
     async def close(self, patience: float) -> None:
         """End the worker: open requests finish within `patience` seconds, or fail."""

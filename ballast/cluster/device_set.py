@@ -13,14 +13,11 @@ from typing import Any
 
 from ballast.cluster.combined_report import combined
 from ballast.cluster.device import RemoteDevice
-from ballast.cluster.pending_commands import changed, names_of
 from ballast.control.device_observer import DeviceObserver
 from ballast.control.routed_devices import RoutedDevices
 from ballast.core.capability import Capability
 from ballast.core.command import Add, DeviceCommand, Remove
-from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
-from ballast.core.settings import FleetSettings
 from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import preset_of
 
@@ -29,9 +26,6 @@ DECISIONS_KEPT = 2000
 
 class DeviceSet(RoutedDevices[RemoteDevice], DeviceObserver[RemoteDevice]):
     """The devices by name, in the fleet's order, and the fleet that they serve."""
-
-    fleet: FleetSettings
-    """Settings of all models and devices; set by the controller's `start`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,13 +40,6 @@ class DeviceSet(RoutedDevices[RemoteDevice], DeviceObserver[RemoteDevice]):
         loop's clock."""
 
     # -- what they have in all --------------------------------------------------------------------
-
-    @property
-    def specs(self) -> Mapping[str, ModelSpec]:
-        """Models that some device serves, by name, in the fleet's order."""
-        devices = list(self._devices.values())
-        found = {name: spec for d in reversed(devices) for name, spec in d.specs.items()}
-        return {m.name: found[m.name] for m in self.fleet.models if m.name in found}
 
     @property
     def failed(self) -> dict[str, str]:
@@ -139,10 +126,6 @@ class DeviceSet(RoutedDevices[RemoteDevice], DeviceObserver[RemoteDevice]):
         """Return the names of a model's assigned devices, without those that it is leaving."""
         return [d.name for d in self.assigned(model) if model not in d.leaving]
 
-    def assigned(self, model: str) -> list[RemoteDevice]:
-        """Return the devices whose settings include a model, whether or not they could load it."""
-        return [d for d in self._devices.values() if any(m.name == model for m in d.fleet.models)]
-
     # -- changes of the fleet ---------------------------------------------------------------------
 
     def set_homes(self, model: str, devices: Sequence[str]) -> None:
@@ -171,9 +154,9 @@ class DeviceSet(RoutedDevices[RemoteDevice], DeviceObserver[RemoteDevice]):
             return
         if isinstance(command, Add) and command.settings in self.fleet.models:
             return  # on one more device
-        left = names_of(self.fleet)
-        self.fleet = changed(self.fleet, command)
-        left -= names_of(self.fleet)
+        left = self.fleet.own_names
+        self.fleet = command.applied(self.fleet)
+        left -= self.fleet.own_names
         self.keep_unreadable(self.unreadable.keys() - left)
 
     def keep_unreadable(self, names: Collection[str]) -> None:

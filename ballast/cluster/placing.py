@@ -1,6 +1,6 @@
 """Place models on devices at the start, and derive the settings of each device's worker.
 
-Used by the controller, `FleetCommands`, `FleetPolicyRunner`, the doctor and the simulator. The
+Used by the controller, `FleetCommands`, the doctor and the simulator. The
 preset's fleet policy chooses; only the headers of checkpoints are read, never weights.
 """
 

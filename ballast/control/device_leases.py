@@ -38,7 +38,7 @@ from ballast.control.routed_devices import D, RoutedDevices
 from ballast.control.timers import Alarm, Timers
 from ballast.core.actions import Lend, Recall
 from ballast.core.command import CommandOutcome
-from ballast.core.fleet import LeaseView, LendingAction, LendPages
+from ballast.core.fleet import LeaseView
 from ballast.transport.worker_messages.lending_messages import (
     LeaseMsg,
     MeetPeerMsg,
@@ -48,13 +48,6 @@ from ballast.transport.worker_messages.lending_messages import (
 
 Objection = Callable[[str, str], str | None]
 """Returns why one device can never lend to another; None: it can."""
-
-
-def command_of(action: LendingAction) -> Lend | Recall:
-    """Return the lender's command by which it carries out a fleet policy's action."""
-    if isinstance(action, LendPages):
-        return Lend(action.borrower, action.pages, action.why)
-    return Recall(action.borrower, action.pages, action.seconds, action.why)
 
 
 class DeviceLeases(DeviceObserver[D], Generic[D]):

@@ -16,7 +16,7 @@ from ballast.control.routed_prefixes import RoutedPrefixes
 from ballast.control.suspicion import Suspicions
 from ballast.control.timers import Timers
 from ballast.core.capability import GpuReach
-from ballast.core.command import CommandOutcome, DeviceCommand
+from ballast.core.command import CommandOutcome, DeviceCommand, Remove
 from ballast.core.cost import StepCosts
 from ballast.core.link_budget import link_demand
 from ballast.core.model import ModelSpec
@@ -118,6 +118,24 @@ class DeviceRecord(ABC):
             self.requests.fail_model(before, "model_changed", reason, begun=True)
 
     # -- its models -------------------------------------------------------------------------------
+
+    def carried_out(self, command: DeviceCommand, outcome: CommandOutcome) -> bool:
+        """Note how the worker has ended a command: later ones start with its result. Returns
+        whether it was done."""
+        if outcome.code is not None:
+            return False
+        self.specs = outcome.specs
+        left = self.fleet.own_names
+        self.fleet = command.applied(self.fleet)
+        left -= self.fleet.own_names
+        if isinstance(command, Remove):
+            left.add(command.model)  # one that has never been loaded is not in the settings
+        self.leaving -= left
+        self._prefixes = {n: p for n, p in self._prefixes.items() if n not in left}
+        served = {s.name for base in self.specs.values() for s in base.served}
+        failed = {**self.failed, **outcome.failed}
+        self.failed = {n: why for n, why in failed.items() if n not in left | served}
+        return True
 
     @property
     def specs(self) -> Mapping[str, ModelSpec]:

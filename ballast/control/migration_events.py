@@ -23,6 +23,8 @@ class MigrateEvent:
     model: str
     bring: bool = False
     """Whether to activate the model elsewhere first, unless another device has its weights."""
+    target: str | None = None
+    """Where they go; None: where the fleet policy sends each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ from ballast.core.migration import (
     MigrationAnswer,
     wanted,
 )
+from ballast.core.request import Submission
 
 ANSWER_SECONDS = 10.0
 """Time for a device to answer a step: it may be in a long job, or have a GiB of KV to read."""
@@ -116,6 +117,8 @@ class _Batch:
     """Requests that may yet move."""
     left: int = 0
     """Requests that have left the source."""
+    target: str | None = None
+    """Where they go; None: chosen for each when it begins."""
 
 
 class Migrations:
@@ -181,9 +184,13 @@ class Migrations:
     # -- orders -----------------------------------------------------------------------------------
 
     def _migrate_all(self, event: MigrateEvent) -> None:
-        self._batches[event.batch] = _Batch(1)
+        self._batches[event.batch] = _Batch(1, target=event.target)
         others = self._devices.others(event.source, event.model)
-        if event.bring and others and not self._able(event.source, event.model):
+        able = self._able(event.source, event.model)
+        if event.target is not None:
+            others = [name for name in others if name == event.target]
+            able = [name for name in able if name == event.target]
+        if event.bring and others and not able:
             self._await_weights(event.source, event.model, others[0], event.batch)
         else:
             self._enqueue_running(event.source, event.model, event.batch)
@@ -246,9 +253,10 @@ class Migrations:
 
     def _enqueue_running(self, source: str, model: str, batch: int) -> None:
         running = self._devices.running(source, model)
-        self._batches[batch].open += len(running) - 1
+        found = self._batches[batch]
+        found.open += len(running) - 1
         for request_id in running:
-            self._enqueue(source, _Queued(request_id, batch, None))
+            self._enqueue(source, _Queued(request_id, batch, found.target))
         self._end_batch_if_done(batch)
 
     def _enqueue(self, source: str, queued: _Queued) -> None:
@@ -322,22 +330,37 @@ class Migrations:
     ) -> None:
         """Let a request go on at its target. `departed`: None: its source has not answered."""
         source, target = migration.source, migration.target
-        if self._devices.open_at(source, request_id) is None:
+        found = self._devices.open_at(source, request_id)
+        if found is None:
             self._fail(request_id, migration)  # it ended before it could depart
             return
         up = self._devices.is_up(target)
+        goes_to = self._destination(source, target, found.submission)
         with_kv = up and not migration.kv_lost and departed is not None and departed.intact
+        with_kv = with_kv and goes_to == target
         if with_kv:
             assert departed is not None
             tail = KvTailEvent(request_id, departed.tokens, departed.tail, migration.attempt)
             self._out.append(SendStep(target, tail))
         elif up:
             self._out.append(SendStep(target, DropKvEvent(request_id)))
-        goes_to = target if up else source
         self._out.append(
             ContinueRequest(request_id, source, goes_to, with_kv, departed is not None)
         )
-        self._end(request_id, migration, left=up)
+        self._end(request_id, migration, left=goes_to != source)
+
+    def _destination(self, source: str, target: str, submission: Submission) -> str:
+        """Return where a request goes on that has departed: at its target unless that has died, or
+        the model leaves it by now; then at its source, if the model does not leave that too."""
+        model = self._devices.base_of(source, submission.model)
+        if model is None:
+            return target if self._devices.is_up(target) else source
+        others = [d for d in self._devices.others(source, model) if self._devices.is_up(d)]
+        if target in others:
+            return target
+        if not others or source in self._devices.others(target, model):
+            return source
+        return self._devices.choose(submission, others)
 
     def _fail(self, request_id: str, migration: _Migration) -> None:
         """End a migration whose request stays at its source, or has ended."""

@@ -70,12 +70,13 @@ class RequestMigrations(DeviceObserver[D], Generic[D, S]):
         ended: Callable[[int], object],
         *,
         bring: bool = False,
+        target: str | None = None,
     ) -> None:
         """Migrate a model's running requests to other devices that have its weights; `ended` is
-        called with the number of those that have left. `bring`: as of `MigrateEvent`."""
+        called with the number of those that have left. `bring`, `target`: as of `MigrateEvent`."""
         number = next(self._numbers)
         self._ended[number] = ended
-        self._handle(MigrateEvent(number, device.name, model, bring))
+        self._handle(MigrateEvent(number, device.name, model, bring, target))
 
     def close(self) -> None:
         """Await nothing any more."""

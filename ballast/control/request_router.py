@@ -121,7 +121,7 @@ class RequestRouter(DeviceObserver[D], Generic[D, S]):
         for request in device.requests.movable(in_flight):
             wanted = request.submission
             able = (d for d in self._devices.values() if d is not device and d.down is None)
-            others = [d for d in able if d.serves(wanted.model) and not d.cordoned]
+            others = [d for d in able if d.takes(wanted.model)]
             if others:
                 chosen = self.choose(wanted, others)
                 chosen.requests.add(device.requests.remove([wanted.id]))

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 from ballast.control.device_record import DeviceRecord
+from ballast.core.command import Add
 from ballast.core.model import ModelSpec
+from ballast.core.settings import FleetSettings
 from ballast.policy.base import FleetPolicy
 
 D = TypeVar("D", bound=DeviceRecord)
@@ -15,6 +17,8 @@ D = TypeVar("D", bound=DeviceRecord)
 class RoutedDevices(Mapping[str, D]):
     """The devices by name, in the fleet's order."""
 
+    fleet: FleetSettings
+    """Settings of all models and devices; set when they are known."""
     fleet_policy: FleetPolicy
     """The fleet part of the preset, which never changes while a server runs."""
 
@@ -33,6 +37,21 @@ class RoutedDevices(Mapping[str, D]):
     def add(self, device: D) -> None:
         """Append a device."""
         self._devices[device.name] = device
+
+    @property
+    def specs(self) -> Mapping[str, ModelSpec]:
+        """Models that some device serves, by name, in the fleet's order."""
+        devices = list(self._devices.values())
+        found = {name: spec for d in reversed(devices) for name, spec in d.specs.items()}
+        return {m.name: found[m.name] for m in self.fleet.models if m.name in found}
+
+    def addition(self, model: str) -> Add:
+        """Return the command that has a device serve a model of the fleet."""
+        return Add(next(m for m in self.fleet.models if m.name == model))
+
+    def assigned(self, model: str) -> list[D]:
+        """Return the devices whose settings include a model, whether or not they could load it."""
+        return [d for d in self._devices.values() if any(m.name == model for m in d.fleet.models)]
 
     def full(self, base: ModelSpec) -> bool:
         """Return whether all devices of a model would refuse another request, by their reports."""

@@ -8,7 +8,7 @@ clock.
 - `chains`: Keyed digests of prompt blocks, which show shared prefixes without their tokens.
 - `change_counter`: A counter of changes, by which a cached snapshot is recognised as stale.
 - `clock`: The `Clock` protocol and a virtual clock.
-- `command`: Operators' commands to a device (add or remove a model), and their outcomes.
+- `command`: Commands that add a model to a device or remove it, and the unions of commands.
 - `compute`: The view and the decision of a compute policy: which model's job runs next on a lane.
 - `cost`: Cost formulas of jobs, copies and activation memory, in seconds and bytes.
 - `entries`: The entries of a story as plain dictionaries without token ids.
@@ -17,16 +17,19 @@ clock.
 - `event`: Events that change a device's state, and outputs that it sends to clients.
 - `fairqueue`: A bounded queue in which owners take turns.
 - `fleet`: The view and the decision of a fleet policy: placement of models over devices.
+- `fleet_orders`: Orders that place models, move requests, drain devices and lend pages.
 - `gemm_traffic`: Bytes of a GEMM over host link and device memory, by dataflow (C2CServe, 5.2).
 - `job`: Jobs: prefill chunks and decode steps of one model, and their results.
 - `kv_swap`: Which layers' KV is swapped, and what that adds to a forward pass (MIRAGE, 3.2, 7.4).
 - `kv_tiers`: Settings and events of KV tiers below the device.
 - `lease`: Leases of pages that one device lends to another, and their messages.
+- `levels`: Service levels and bounds of a model or adapter, one record for all that have them.
 - `link_budget`: Reservations of a host link by models that read weights over it (C2CServe, 6.2).
 - `link`: Directions and rates of the link between host and device.
 - `migration`: Commands and results of moving a running request with its KV to another device.
 - `model`: `ModelSpec`: the sizes of a model that scheduling and memory need.
 - `omitted`: Mark fields that stories omit while they have their default.
+- `order`: What an order to the fleet is: refusal, steps, undoing, changes of settings.
 - `pass_traffic`: Bytes of a pass that reads its weights in host memory (C2CServe, 5).
 - `report`: `DeviceReport`: what a device reports for routing, metrics and display.
 - `request`: Sampling parameters, submissions, and the life of a request inside an engine.

@@ -6,11 +6,13 @@ Nothing here acts: all are frozen data. `why` is the reason that the story recor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ballast.core.levels import ModelLevels, at_levels, level_fields
 from ballast.core.omitted import OMITTED
+from ballast.core.order import ModelOrder, Order
 from ballast.core.residency_plan import ResidencyPlan
-from ballast.core.settings import Slo
+from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ RECALL_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Recall:
+class Recall(Order):
     """Recall pages lent to another device, the most recently lent first."""
 
     to: str
@@ -174,21 +176,30 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Replace the service levels and bounds of a model or adapter, from now on."""
+class Change(ModelLevels, ModelOrder):
+    """Replace the levels of a model or adapter, from now on."""
 
     model: str
-    slo: Slo
-    priority: int
-    max_waiting: int
-    queue_seconds: float | None
-    share: float = 1.0
-    """This field and the following ones apply to models only; adapters use their base's."""
-    max_running: int = 64
-    pinned: bool = False
     ttl: float | None = field(default=None, metadata=OMITTED)
-    """Idle seconds after which the model is evicted; None, 0: never."""
     why: str = ""
+
+    @classmethod
+    def to(cls, model: ModelSettings | AdapterSettings) -> Change:
+        """Return the order after which a model or adapter serves at the levels of its settings."""
+        return cls(model=model.name, why="by an operator", **level_fields(model))
+
+    def undoing(self, fleet: FleetSettings) -> Change | None:
+        found = fleet.named(self.model)
+        return None if found is None else Change.to(found)
+
+    def applied(self, fleet: FleetSettings) -> FleetSettings:
+        return replace(fleet, models=tuple(map(self._changed, fleet.models)))
+
+    def _changed(self, model: ModelSettings) -> ModelSettings:
+        if model.name == self.model:
+            return at_levels(model, self)
+        mine = (at_levels(a, self) if a.name == self.model else a for a in model.adapters)
+        return replace(model, adapters=tuple(mine))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +221,7 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Lend:
+class Lend(Order):
     """Lend free pages to another device."""
 
     to: str
@@ -219,7 +230,7 @@ class Lend:
 
 
 @dataclass(frozen=True, slots=True)
-class ScrubKv:
+class ScrubKv(Order):
     """Forget the cached prefixes of a model, of a tenant, or of both together; None: of all. Blocks
     of running requests stay until these have ended."""
 
@@ -229,7 +240,7 @@ class ScrubKv:
 
 
 @dataclass(frozen=True, slots=True)
-class ActivateCommand:
+class ActivateCommand(ModelOrder):
     """Bring all of a model's weights that the device lacks, as its preset has them there."""
 
     model: str
@@ -237,7 +248,7 @@ class ActivateCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class EvictCommand:
+class EvictCommand(ModelOrder):
     """Take a model's weights off the device, or part of them."""
 
     model: str

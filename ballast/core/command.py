@@ -1,19 +1,23 @@
-"""Define operators' commands to a serving device (add, remove, ...), and their outcomes.
+"""Define the commands that change which models a device serves, and the unions of commands.
 
-Sent by the server's admin service through the controller to a worker, as plain data.
+Sent through the controller to a worker, as plain data. Each class is an order as well
+(`core.order`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ballast.core.actions import ActivateCommand, Change, EvictCommand, Lend, Recall, ScrubKv
-from ballast.core.model import ModelSpec
-from ballast.core.settings import ModelSettings
+from ballast.core.order import ChooseDevices, FleetState, ModelOrder, Step
+from ballast.core.order import CommandOutcome as CommandOutcome
+from ballast.core.settings import FleetSettings, ModelSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class Add(ModelOrder):
     """Load a model beside those that are served, and serve it with its adapters."""
 
     settings: ModelSettings
@@ -21,9 +25,37 @@ class Add:
     """Whether the model belongs to the fleet of a server that starts: it is loaded as fast as the
     machine can, not behind those that serve."""
 
+    exclusive = True
+
+    @property
+    def model(self) -> str:  # type: ignore[override]
+        return self.settings.name
+
+    def refusal(self, fleet: FleetSettings, served: Collection[str]) -> str | None:
+        for model in fleet.models:
+            both = self.settings.names & model.names
+            if both and model.name != self.model:
+                return f"there is a model {min(both)!r} already"
+        # A single device knows what it serves.
+        if fleet.others and self.model in served:
+            return f"there is a model {self.model!r} already"
+        return None
+
+    def undoing(self, fleet: FleetSettings) -> Remove:
+        return Remove(self.model, 0.0)
+
+    def applied(self, fleet: FleetSettings) -> FleetSettings:
+        # A model that could not be loaded may have the same name.
+        others = (m for m in fleet.models if m.name != self.model)
+        return replace(fleet, models=(*others, self.settings))
+
+    def concerned(self, fleet: FleetState) -> Generator[Step, Any, Sequence[str] | CommandOutcome]:
+        chosen: Sequence[str] | CommandOutcome = yield ChooseDevices(self.settings)
+        return chosen
+
 
 @dataclass(frozen=True, slots=True)
-class Remove:
+class Remove(ModelOrder):
     """Remove a model, with its adapters, from the device and from host memory.
 
     New requests are refused at once; open ones have `patience` seconds to end, then they fail.
@@ -32,22 +64,22 @@ class Remove:
     model: str
     patience: float
 
+    exclusive = True
+
+    def refusal(self, fleet: FleetSettings, served: Collection[str]) -> str | None:
+        if set(served) == {self.model}:
+            return f"{self.model!r} is the only model that is served; add another one first"
+        return None
+
+    def applied(self, fleet: FleetSettings) -> FleetSettings:
+        return replace(fleet, models=tuple(m for m in fleet.models if m.name != self.model))
+
+    def concerned(self, fleet: FleetState) -> Generator[Step, Any, Sequence[str] | CommandOutcome]:
+        yield from ()
+        return fleet.assigned(self.model) or (fleet.serving(self.model) or fleet.names)[:1]
+
 
 ModelCommand = Add | Remove | Change | ActivateCommand | EvictCommand
 """Commands about a model."""
 DeviceCommand = ModelCommand | Lend | Recall | ScrubKv
 """Commands to one device."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommandOutcome:
-    """How a command ended."""
-
-    code: str | None = None
-    """None: it was done. Else `refused` (the device's state does not allow it), `invalid` (the
-    command itself is wrong), `unavailable` (the device ends) or `broken` (an unexpected error)."""
-    reason: str = ""
-    specs: dict[str, ModelSpec] = field(default_factory=dict)
-    """The models that the device serves now, by name."""
-    failed: dict[str, str] = field(default_factory=dict)
-    """Adapters of an added model that cannot be served, with the reason."""

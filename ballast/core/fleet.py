@@ -1,7 +1,7 @@
 """Define the view and the decision of a fleet policy: models over devices, pages between them.
 
-Built by `FleetBook` from the devices' reports and the controller's book of leases; fleet policies
-(`policy.fleet`) only read it and return actions.
+Built by `control.fleet_view` from the devices' reports and the controller's book of leases; fleet
+policies (`policy.fleet`) only read it and return actions, which are orders (`core.fleet_orders`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ballast.core.actions import RECALL_SECONDS
 from ballast.core.cost import Traffic
+from ballast.core.fleet_orders import LendPages as LendPages
+from ballast.core.fleet_orders import Migrate as Migrate
+from ballast.core.fleet_orders import Place as Place
+from ballast.core.fleet_orders import RecallPages as RecallPages
+from ballast.core.fleet_orders import Withdraw as Withdraw
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,52 +162,9 @@ class FleetView:
     which an operator has lent or recalled, and not released them since."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Serve a model on one more device."""
-
-    model: str
-    device: str
-    why: str = ""
-    activate: bool = False
-    """Whether to activate it there at once, before a request arrives."""
-
-
-@dataclass(frozen=True, slots=True)
-class Withdraw:
-    """Send no new requests of a model to a device, and remove it there when its open requests have
-    ended or moved."""
-
-    model: str
-    device: str
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LendPages:
-    """Have a device lend free pages to another, which may use them for KV."""
-
-    lender: str
-    borrower: str
-    pages: int
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RecallPages:
-    """Have a device recall pages that it has lent; a borrower that keeps them is killed."""
-
-    lender: str
-    borrower: str
-    pages: int | None
-    """None: all."""
-    seconds: float = RECALL_SECONDS
-    why: str = ""
-
-
 PlacementAction = Place | Withdraw
 LendingAction = LendPages | RecallPages
-FleetAction = PlacementAction | LendingAction
+FleetAction = PlacementAction | Migrate | LendingAction
 
 
 @dataclass(frozen=True, slots=True)

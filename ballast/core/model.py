@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from ballast.core.levels import Levels, ModelLevels, Slo, level_fields
 from ballast.core.sampling_defaults import SamplingDefaults
-from ballast.core.settings import Slo
 from ballast.core.units import ceil_div
 
 BLOCK_TOKENS = 16
@@ -17,7 +17,7 @@ BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSpec:
+class AdapterSpec(Levels):
     """A LoRA adapter as served on its base: one of the base's segments, one name for clients."""
 
     name: str
@@ -25,11 +25,6 @@ class AdapterSpec:
     """Hex digest over its base, its scales and its tensors; salts its cached prefixes."""
     rank: int
     """Largest rank of its matrices."""
-    slo: Slo = field(default_factory=Slo)
-    priority: int = 0
-    max_waiting: int = 10_000
-    queue_seconds: float | None = None
-    """Time after which a request that was not admitted fails; None: that of the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +47,7 @@ class JobMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
+class ModelSpec(ModelLevels):
     """Sizes and service levels of one model as served (after dtype conversion)."""
 
     name: str
@@ -80,26 +75,16 @@ class ModelSpec:
     """Values for what requests leave open, of the fleet file and else of the checkpoint."""
     generates: bool = True
     """Whether it has a head to generate with: some embedding models come without one."""
-    slo: Slo = field(default_factory=Slo)
-    priority: int = 0
-    share: float = 1.0
     expected_tokens: float = 0.0
     """Tokens per second, of prompts and outputs, that clients are expected to ask for; 0:
     unknown."""
     expected_longest: int = 0
     """Tokens of the longest request to expect, prompt and output together; 0: the context."""
-    max_running: int = 64
-    max_waiting: int = 10_000
-    queue_seconds: float | None = None
-    """Time after which a request that was not admitted fails; None: never."""
     max_answer: int | None = None
     """Bound of the values of one answer: tokens, and alternatives of log-probabilities; None: the
     server's."""
     embeds: bool = False
     """Whether it is an embedding model: the last token's hidden state is a text's embedding."""
-    pinned: bool = False
-    ttl: float | None = None
-    """Idle seconds after which it is evicted; None, 0: never, until others need its memory."""
     ranks: int = 1
     """Ranks of a tensor-parallel group that share it. Heads, intermediate and segments, and sizes
     derived from them, are then one rank's part; `hidden` and `vocab` are whole."""
@@ -119,15 +104,13 @@ class ModelSpec:
     @property
     def served(self) -> tuple[ModelSpec, ...]:
         """This model and each of its adapters as models of their own, as clients see them."""
+        own = {"queue_seconds": self.queue_seconds}
         adapted = (
             replace(
                 self,
                 name=a.name,
                 fingerprint=a.fingerprint,
-                slo=a.slo,
-                priority=a.priority,
-                max_waiting=a.max_waiting,
-                queue_seconds=self.queue_seconds if a.queue_seconds is None else a.queue_seconds,
+                **{**level_fields(a), **({} if a.queue_seconds is not None else own)},
                 adapters=(),
                 base=self.name,
             )

@@ -13,6 +13,8 @@ from enum import StrEnum
 from ballast.core.capability import CPU, CUDA, GROUP, Capability, GpuReach, Lendable, capabilities
 from ballast.core.errors import ConfigError
 from ballast.core.kv_tiers import KvTierSettings
+from ballast.core.levels import Levels, ModelLevels
+from ballast.core.levels import Slo as Slo
 from ballast.core.link import LinkSettings as LinkSettings
 from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.units import KiB, MiB, format_bytes
@@ -25,28 +27,12 @@ GRAPH_BYTES = 256 * MiB  # for CUDA graphs, by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slo:
-    """Service level of a model, in seconds."""
-
-    ttft: float = 2.0
-    """Time to first token, from arrival."""
-    tpot: float = 0.2
-    """Mean time per output token after the first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSettings:
+class AdapterSettings(Levels):
     """A LoRA adapter, served as a model of its own on the weights of its base."""
 
     name: str
     path: str
     """Directory with adapter_config.json and adapter_model.safetensors (PEFT's format)."""
-    slo: Slo = field(default_factory=Slo)
-    priority: int = 0
-    max_waiting: int = 10_000
-    """Bound of the queued requests for this adapter; more are refused."""
-    queue_seconds: float | None = None
-    """Time after which a request that was not admitted fails; None: the base's."""
     aliases: tuple[str, ...] = ()
     """Further names that clients may use for it."""
     fault: str = ""
@@ -54,7 +40,7 @@ class AdapterSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
+class ModelSettings(ModelLevels):
     """One model of the fleet."""
 
     name: str
@@ -62,11 +48,6 @@ class ModelSettings:
     """Directory of a checkpoint: config.json, *.safetensors, tokenizer files."""
     dtype: str = "auto"
     """`auto` (the checkpoint's), `float32` or `bfloat16`."""
-    slo: Slo = field(default_factory=Slo)
-    priority: int = 0
-    """Higher is more important."""
-    share: float = 1.0
-    """Weight of this model where memory is divided by fixed shares (preset `static`)."""
     expected_tokens: float = 0.0
     """Tokens per second, of prompts and outputs, that clients are expected to ask for; 0:
     unknown. Where not all models have a place, those with more have one."""
@@ -74,22 +55,12 @@ class ModelSettings:
     """Tokens of the longest request to expect, prompt and output together; 0: the context."""
     max_model_len: int | None = None
     """Bound of the tokens of prompt and output together; None: the architecture's."""
-    max_running: int = 64
-    """Bound of the requests in one batch."""
-    max_waiting: int = 10_000
-    """Bound of the queued requests; more are refused."""
-    queue_seconds: float | None = None
-    """Time after which a request that was not admitted fails; None: never."""
     max_answer: int | None = None
     """Bound of the values of one answer: tokens, and alternatives of log-probabilities; None: the
     server's."""
     block_tokens: int | None = None  # None: about 16, such that blocks fill pages
-    pinned: bool = False
-    """A pinned model is never evicted."""
     preload: bool = False
     """Whether a server that starts loads it before the models without this setting."""
-    ttl: float | None = None
-    """Idle time to live: seconds without a request after which it is evicted; None, 0: never."""
     model_impl: str = "auto"
     """Code that runs it: `generic` (any family), `fused` (Llama-shaped ones, faster), or `auto`."""
     linear: str = "auto"
@@ -320,6 +291,17 @@ class FleetSettings:
         """All devices with their links, by name."""
         links = (self.link, *self.other_links)
         return {d.name: (d, at) for d, at in zip((self.device, *self.others), links, strict=True)}
+
+    @property
+    def own_names(self) -> set[str]:
+        """The own names of the models and their adapters."""
+        return {m.name for m in self.models} | {a.name for m in self.models for a in m.adapters}
+
+    def named(self, name: str) -> ModelSettings | AdapterSettings | None:
+        """Return the model or adapter of that name of its own; None if there is none."""
+        models: list[ModelSettings | AdapterSettings] = [*self.models]
+        adapters = (a for m in self.models for a in m.adapters)
+        return next((s for s in (*models, *adapters) if s.name == name), None)
 
     @property
     def described(self) -> str:

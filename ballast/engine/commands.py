@@ -23,6 +23,7 @@ from ballast.core.actions import (
 )
 from ballast.core.errors import ConfigError
 from ballast.core.event import CommandEvent, Output
+from ballast.core.levels import at_levels
 from ballast.core.model import ModelSpec
 from ballast.core.story import Story
 from ballast.core.units import ceil_div
@@ -215,32 +216,15 @@ class CommandHandler:
         """Replace the levels of a model or adapter, or change nothing and return the reason: a
         model is not pinned if another could then never be served."""
         if adapter is None:
-            spec = replace(
-                m.spec,
-                slo=c.slo,
-                priority=c.priority,
-                share=c.share,
-                max_running=c.max_running,
-                max_waiting=c.max_waiting,
-                queue_seconds=c.queue_seconds,
-                pinned=c.pinned,
-                ttl=c.ttl,
-            )
+            spec = at_levels(m.spec, c)
             if spec.pinned and not m.spec.pinned:
                 too_small = self._too_small_for(spec)
                 if too_small is not None:
                     return too_small
             m.spec = spec
         else:
-            changed = replace(
-                m.spec.adapters[adapter],
-                slo=c.slo,
-                priority=c.priority,
-                max_waiting=c.max_waiting,
-                queue_seconds=c.queue_seconds,
-            )
             adapters = list(m.spec.adapters)
-            adapters[adapter] = changed
+            adapters[adapter] = at_levels(adapters[adapter], c)
             m.spec = replace(m.spec, adapters=tuple(adapters))
         return None
 

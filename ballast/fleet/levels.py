@@ -1,6 +1,6 @@
 """Convert the settings that may change while a model or adapter serves: service levels and limits.
 
-Converts between settings, the fleet file's dotted keys and the order to a device. Used by the admin
+Converts between settings and the fleet file's dotted keys. Used by the admin
 API and by operators' changes.
 """
 
@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
 
-from ballast.core.actions import Change
 from ballast.core.settings import AdapterSettings, ModelSettings
 from ballast.fleet.schema import ADAPTER_KEYS, ADAPTER_LIMITS, LiveKeys
 
@@ -76,24 +75,3 @@ def with_levels(model: T, values: Levels) -> T:
         new: object = replace(model.slo, **{inner[0]: value}) if inner else value  # type: ignore[arg-type]
         model = replace(model, **{first: new})  # type: ignore[arg-type]
     return model
-
-
-def change_to(model: ModelSettings | AdapterSettings) -> Change:
-    """The order after which the model, or adapter, serves at the levels of these settings."""
-    common = Change(
-        model=model.name,
-        slo=model.slo,
-        priority=model.priority,
-        max_waiting=model.max_waiting,
-        queue_seconds=model.queue_seconds,
-        why="by an operator",
-    )
-    if isinstance(model, AdapterSettings):
-        return common
-    return replace(
-        common,
-        share=model.share,
-        max_running=model.max_running,
-        pinned=model.pinned,
-        ttl=model.ttl,
-    )

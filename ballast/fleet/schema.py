@@ -17,6 +17,7 @@ from pydantic import (
     field_validator,
 )
 
+from ballast.core.levels import Levels, ModelLevels, level_fields
 from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.settings import (
     GPU_PAGE,
@@ -90,6 +91,19 @@ class LiveKeys(Keys):
     ttl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Seconds without a request after which the model is evicted; None, 0: never."""
 
+    @property
+    def levels(self) -> ModelLevels:
+        return ModelLevels(
+            slo=Slo(ttft=self.slo.ttft, tpot=self.slo.tpot),
+            priority=self.priority,
+            share=self.share,
+            max_running=self.limits.running,
+            max_waiting=self.limits.waiting,
+            queue_seconds=self.limits.queue_seconds,
+            pinned=self.pinned,
+            ttl=self.ttl,
+        )
+
 
 class SamplingKeys(Keys):
     """Values for what a request leaves open; None: the checkpoint's, else the API's default."""
@@ -162,11 +176,8 @@ class NamedModelKeys(ModelKeys):
         return AdapterSettings(
             name=self.name,
             path=directory,
-            slo=Slo(ttft=self.slo.ttft, tpot=self.slo.tpot),
-            priority=self.priority,
-            max_waiting=self.limits.waiting,
-            queue_seconds=self.limits.queue_seconds,
             aliases=self.aliases,
+            **level_fields(self.levels, Levels),
         )
 
     def settings(self, directory: str, adapters: tuple[AdapterSettings, ...]) -> ModelSettings:
@@ -175,20 +186,12 @@ class NamedModelKeys(ModelKeys):
             name=self.name,
             path=directory,
             dtype=self.dtype,
-            slo=Slo(ttft=self.slo.ttft, tpot=self.slo.tpot),
-            priority=self.priority,
-            share=self.share,
             expected_tokens=self.expected_tokens,
             expected_longest=self.expected_longest,
             max_model_len=self.limits.context,
             max_answer=self.limits.answer,
-            max_running=self.limits.running,
-            max_waiting=self.limits.waiting,
-            queue_seconds=self.limits.queue_seconds,
             block_tokens=self.block_tokens,
-            pinned=self.pinned,
             preload=self.preload,
-            ttl=self.ttl,
             model_impl=self.model_impl,
             linear=self.linear,
             adapters=adapters,
@@ -196,6 +199,7 @@ class NamedModelKeys(ModelKeys):
             sampling=self.sampling.settings(),
             devices=self.devices,
             aliases=self.aliases,
+            **level_fields(self.levels),
         )
 
 

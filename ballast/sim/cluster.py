@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ballast.cluster.fleet_book import FleetBook
 from ballast.cluster.placing import need_of, placed_by_role
 from ballast.core.cost import StepCosts, Traffic
 from ballast.core.entries import Sink
@@ -27,7 +26,7 @@ from ballast.engine.state import DeviceState
 from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import Preset
 from ballast.sim.cluster_files import NO_FILES, ClusterFiles
-from ballast.sim.controller import OnMove, SimController
+from ballast.sim.controller import FleetStart, OnMove, SimController
 from ballast.sim.cost_switches import ALL, CostSwitches
 from ballast.sim.device import SendTokens, SimDevice
 from ballast.sim.lending import SimLeases, leases_of
@@ -211,7 +210,7 @@ class Cluster:
         self._on_output = on_output
         self.controller = SimController(
             self.devices,
-            FleetBook(homes, needs, rooms, policy),
+            FleetStart(homes, needs, rooms, policy),
             specs,
             lambda device, spec: sites[device].kind.costs(spec),
             on_move,

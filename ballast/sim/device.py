@@ -113,8 +113,7 @@ class SimDevice:
         self._drained_from: float | None = None
         self._answers: dict[str, str | None] = {}
         """Reasons of refused operations that have ended, by id."""
-        self._leaving: dict[str, ModelState] = {}
-        """By the id of the operation."""
+        self._leaving: dict[str, ModelState] = {}  # by the id of the operation
         self._on_answer: dict[str, Callable[[str | None], None]] = {}
         self._left: Counter[str] = Counter()
         self._boot(specs)
@@ -236,9 +235,8 @@ class SimDevice:
 
     @property
     def open_requests(self) -> int:
-        """Requests that have been sent here and have not ended, as of its clock. They count from
-        when they are routed, as in the live controller: of those that arrive at one moment, each
-        is routed by what the ones before it got."""
+        """Requests that have been sent here and have not ended, as of its clock. They count as soon
+        as they are routed, as live: each is routed by what the ones before it got."""
         if self.down:
             return len(self._waiting)
         return len(self.state.requests) + self._heap.undelivered
@@ -249,10 +247,8 @@ class SimDevice:
         return m.kv.held_tokens(submission.prompt, Request.salt_of(submission, m.spec, adapter))
 
     def has_weights(self, name: str) -> bool:
-        """Whether the weights of a model, or of an adapter's base, are on the device, as of its
-        clock."""
-        m, _ = self.state.named[name]
-        return m.residency is Residency.RESIDENT
+        """Whether the weights of a model, or of an adapter's base, are here, as of its clock."""
+        return self.state.named[name][0].residency is Residency.RESIDENT
 
     def link_use(self, submission: Submission) -> LinkUse | None:
         """Return what a request's model, and those that are active here, read over the host's link;
@@ -285,11 +281,16 @@ class SimDevice:
             m.weights.close()
         return refused
 
-    def leave(self, now: float, model: str) -> None:
-        """Accept no requests for `model` from `now` on, and remove it when its open requests have
-        ended."""
-        m = self.state.models[model]
-        self._leaving[self._next] = m
+    def open_requests_of(self, model: str) -> int:
+        """Number of open requests of a model and its adapters, as `open_requests`."""
+        names = {s.name for s in self._specs[model].served}
+        here = [r.model for r in self.state.requests.values()] + [*self._heap.undelivered_models]
+        return sum(n in names for n in ([s.model for s in self._waiting] if self.down else here))
+
+    def leave(self, now: float, model: str, answered: Callable[[str | None], None]) -> None:
+        """Refuse a model's requests from `now` on; remove it when its open ones have ended."""
+        id = self._next
+        self._leaving[id], self._on_answer[id] = self.state.models[model], answered
         self._operate(now, Leave(model))
 
     def did(self, what: str) -> int:
@@ -299,7 +300,7 @@ class SimDevice:
 
     @property
     def loads(self) -> dict[str, Loads]:
-        """Costs of rotations by model; models without any are left out."""
+        """Costs of rotations, by model that has any."""
         return {name: loads for name, loads in self._streams.loads.items() if loads.n}
 
     def submit(self, submission: Submission) -> None:
@@ -339,8 +340,7 @@ class SimDevice:
             self._observe(self.clock.now(), self.state)
 
     def receive(self, at: float, event: Event) -> None:
-        """Schedule an external `event` at `at`. While no worker serves requests wait, and all else
-        is lost."""
+        """Schedule an event at `at`. While no worker serves requests wait, and all else is lost."""
         if not self.down:
             self._heap.schedule(at, event)
         elif isinstance(event, ArrivalEvent):

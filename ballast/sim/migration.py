@@ -44,8 +44,6 @@ from ballast.sim.topology import HostPlace, PeerLinks
 
 REPORT_SECONDS = 0.1
 """Interval of checks whether weights or a first block are there: that of live reports."""
-RETRY_SECONDS = 0.5
-"""Time after which requests that could not migrate off a device are tried again, as live."""
 Homes = Callable[[str], Sequence[str]]
 """Returns the devices that serve a model."""
 
@@ -65,10 +63,8 @@ class SimMigrations:
         self._homes, self._policy = homes, policy
         self._machine = Migrations(self)
         self._numbers = itertools.count(1)
-        self._leaving: dict[int, tuple[str, str]] = {}
-        """By order: (device, model) of a model that leaves the device."""
-        self._retries = 0
-        """Orders that will be tried again."""
+        self._ended: dict[int, Callable[[int], object]] = {}
+        """By batch, what to call when it has ended."""
         self._departing: dict[str, Request] = {}
         self.moved = 0
         """Requests that have gone with their KV."""
@@ -106,16 +102,26 @@ class SimMigrations:
     def busy(self) -> bool:
         """Whether any request may yet move."""
         prefilling = (d for d in self._devices.values() if role_of(d) is Role.PREFILL)
-        waits = self._machine.busy or self._retries > 0
-        return waits or any(device.open_requests for device in prefilling)
+        return self._machine.busy or any(device.open_requests for device in prefilling)
 
-    def move_all(self, now: float, source: str, model: str) -> None:
-        """Migrate the requests of a model that leaves a device; those that cannot go at once are
-        tried again."""
-        if source in self._devices:
-            number = next(self._numbers)
-            self._leaving[number] = source, model
-            self._handle(now, MigrateEvent(number, source, model))
+    def serves(self, device: str) -> bool:
+        """Return whether it is one of these devices."""
+        return device in self._devices
+
+    def move_all(
+        self,
+        now: float,
+        source: str,
+        model: str,
+        ended: Callable[[int], object],
+        bring: bool = False,
+        target: str | None = None,
+    ) -> None:
+        """Migrate the running requests of a model off a device; `ended` is called with the number
+        of those that have left. `bring`, `target`: as of `MigrateEvent`."""
+        number = next(self._numbers)
+        self._ended[number] = ended
+        self._handle(now, MigrateEvent(number, source, model, bring, target))
 
     def on_output(self, name: str, output: Output) -> None:
         """Handle an output that a device has just produced: a first token of one that prefills
@@ -129,7 +135,7 @@ class SimMigrations:
     def horizon(self, now: float, near: float) -> float:
         """Time before which no message that has not been sent yet can reach a device; `near`: the
         earliest next turn of any other device."""
-        may_send = self._machine.busy or self._retries or self._hands_over
+        may_send = self._machine.busy or self._hands_over
         return near + WAY if may_send else float("inf")
 
     # -- `Devices` --------------------------------------------------------------------------------
@@ -212,16 +218,8 @@ class SimMigrations:
                 self._departing[request_id] = self._devices[source].state.requests[request_id]
             case ContinueRequest():
                 self._continue(at, instruction)
-            case BatchEnded(batch):
-                source, model = self._leaving.pop(batch)
-                if self.running(source, model):
-                    self._retries += 1
-                    again = partial(self._retry, source, model)
-                    self._agenda.schedule(now + RETRY_SECONDS, again)
-
-    def _retry(self, source: str, model: str, now: float) -> None:
-        self._retries -= 1
-        self.move_all(now, source, model)
+            case BatchEnded(batch, left):
+                self._ended.pop(batch)(left)
 
     def _activated(self, device: str, model: str, refused: str | None) -> None:
         if refused is not None:

@@ -87,10 +87,10 @@ def simulate_devices(
     devices = controller.devices.values()
     last = done = 0.0
     for submission in arrivals:
-        last = max(last, submission.arrival)
-        while (wake_at := controller.book.wake_at) is not None and wake_at <= last:
-            done = wake_at
-            controller.decide(done)
+        reached, last = last, max(last, submission.arrival)
+        while controller.due <= last:
+            done = max(done, reached, controller.due)
+            controller.look(done)
         if last > done + AHEAD:
             done = last
             for device in devices:

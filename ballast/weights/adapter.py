@@ -28,6 +28,7 @@ from ballast.core.errors import (
     UnsupportedModel,
     brief,
 )
+from ballast.core.levels import level_fields
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.settings import AdapterSettings
 from ballast.fleet.unfinished_download import unfinished
@@ -210,10 +211,7 @@ def adapter_spec(
         name=settings.name,
         fingerprint=fingerprint,
         rank=max(d.rank for d in deltas),
-        slo=settings.slo,
-        priority=settings.priority,
-        max_waiting=settings.max_waiting,
-        queue_seconds=settings.queue_seconds,
+        **level_fields(settings),
     )
 
 

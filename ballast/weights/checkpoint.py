@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ballast.core.errors import BrokenPromise, CheckpointError, LimitExceeded, NotThere
+from ballast.core.levels import level_fields
 from ballast.core.model import BLOCK_TOKENS, ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.isolation.calls import Here, Isolation
@@ -283,18 +284,11 @@ def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
         eos_token_ids=manifest.eos,
         sampling=settings.sampling.over(manifest.sampling),
         generates=manifest.generates,
-        slo=settings.slo,
-        priority=settings.priority,
-        share=settings.share,
         expected_tokens=settings.expected_tokens,
         expected_longest=settings.expected_longest,
-        max_running=settings.max_running,
-        max_waiting=settings.max_waiting,
         max_answer=settings.max_answer,
-        queue_seconds=settings.queue_seconds,
         embeds=manifest.embeds,
-        pinned=settings.pinned,
-        ttl=settings.ttl,
+        **level_fields(settings),
     )
 
 

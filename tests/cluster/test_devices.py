@@ -19,6 +19,7 @@ from ballast.core.actions import Change
 from ballast.core.command import Add, Remove
 from ballast.core.errors import Unavailable
 from ballast.core.event import FailedOutput, FinishedOutput
+from ballast.core.fleet_orders import Drain, Place, Uncordon, Withdraw
 from ballast.core.request import Submission
 from ballast.core.settings import (
     DeviceSettings,
@@ -273,9 +274,11 @@ def test_what_an_order_has_done_is_reported_before_its_answer() -> None:
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
             for _ in range(5):
-                assert (await controller.commands.place("a", "cpu:1")).code is None
+                assert (await controller.commands.execute(Place("a", "cpu:1"))).code is None
                 assert reported(controller) == {"a", "b", "ab"}
-                assert (await controller.commands.withdraw("a", "cpu:1", 1.0)).code is None
+                assert (
+                    await controller.commands.execute(Withdraw("a", "cpu:1", seconds=1.0))
+                ).code is None
                 assert reported(controller) == {"b", "ab"}
 
     asyncio.run(scenario())
@@ -290,17 +293,17 @@ def test_a_drained_device_hands_everything_over_and_takes_nothing() -> None:
             held = controller.router.submit([asked("a1", "a", HOLD), asked("x", "ab", HOLD)])
             there = controller.router.submit([asked("y", "ab", HOLD)])
             assert where(controller)["a1"] == "cpu:0"
-            outcome = await controller.commands.drain("cpu:0")
+            outcome = await controller.commands.execute(Drain("cpu:0"))
             assert outcome.code is None, outcome
             assert set(where(controller).values()) == {"cpu:1"}
             assert controller.devices["cpu:1"].takes("a")
             assert not controller.devices["cpu:0"].takes("a")
             again = await all_of(controller.router.submit([asked("again", "a", 3)]))
             assert tokens(again) == tokens(alone)
-            refused = await controller.commands.place("b", "cpu:0")
+            refused = await controller.commands.execute(Place("b", "cpu:0"))
             assert refused.code == "refused"
             assert "uncordon" in refused.reason
-            assert (await controller.commands.uncordon("cpu:0")).code is None
+            assert (await controller.commands.execute(Uncordon("cpu:0"))).code is None
             assert controller.devices["cpu:0"].takes("a")
             for stream in (held, there):
                 stream.close()
@@ -311,9 +314,9 @@ def test_a_drained_device_hands_everything_over_and_takes_nothing() -> None:
 def test_a_device_is_not_drained_where_a_model_finds_no_other() -> None:
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
-            assert (await controller.commands.drain("cpu:7")).code == "refused"
-            assert (await controller.commands.drain("cpu:0")).code is None
-            last = await controller.commands.drain("cpu:1")
+            assert (await controller.commands.execute(Drain("cpu:7"))).code == "refused"
+            assert (await controller.commands.execute(Drain("cpu:0"))).code is None
+            last = await controller.commands.execute(Drain("cpu:1"))
             assert last.code == "refused"
             assert "stays on cpu:1" in last.reason
             assert controller.devices["cpu:1"].takes("b")
@@ -335,7 +338,7 @@ def test_a_drain_that_cannot_be_done_leaves_nothing_behind(path: str) -> None:
             controller.devices.fleet = replace(controller.devices.fleet, models=changed)
             there = controller.devices["cpu:1"]
             try:
-                outcome = await controller.commands.drain("cpu:0")
+                outcome = await controller.commands.execute(Drain("cpu:0"))
                 assert (path, outcome.code) == ("broken", "refused")
                 assert "last stays on cpu:0" in outcome.reason
             except Unavailable:

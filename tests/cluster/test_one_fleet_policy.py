@@ -61,7 +61,7 @@ def test_a_simulation_asks_the_same_policy() -> None:
         resolve("balloon", placement="everywhere"),
         lambda device, at, output: chosen.add(device),
     )
-    assert cluster.controller.book.homes == dict.fromkeys("ab", tuple(cluster.devices))
+    assert cluster.controller.homes() == dict.fromkeys("ab", tuple(cluster.devices))
     cluster.run(arrivals(["a", "b"], 20))
     assert chosen == {list(cluster.devices)[-1]}
     for device in cluster.devices.values():

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from ballast.cluster.controller import Controller
-from ballast.cluster.pending_commands import changed, refusal
 from ballast.core.actions import ActivateCommand, Change
 from ballast.core.command import Add, Remove
 from ballast.core.errors import Unavailable
@@ -41,24 +40,24 @@ async def until_restarted(controller: Controller) -> None:
 def test_the_fleet_follows_orders() -> None:
     adapter = AdapterSettings(name="l", path="l")
     fleet = replace(FLEET, models=(model("a", adapters=(adapter,)), model("b")))
-    assert names(changed(fleet, Add(model("c")))) == ["a", "b", "c"]
-    assert changed(fleet, Add(model("b", "y"))).models[1].path == "y"
-    assert names(changed(fleet, Remove("a", 1.0))) == ["b"]
-    assert changed(fleet, ActivateCommand("a")) == fleet
-    a, b = changed(fleet, change("b", pinned=True, share=2.0, max_running=4)).models
+    assert names(Add(model("c")).applied(fleet)) == ["a", "b", "c"]
+    assert Add(model("b", "y")).applied(fleet).models[1].path == "y"
+    assert names(Remove("a", 1.0).applied(fleet)) == ["b"]
+    assert ActivateCommand("a").applied(fleet) == fleet
+    a, b = change("b", pinned=True, share=2.0, max_running=4).applied(fleet).models
     assert (a, b.slo.ttft, b.priority, b.share) == (fleet.models[0], 9.0, 3, 2.0)
     assert (b.pinned, b.max_running, b.max_waiting, b.queue_seconds) == (True, 4, 5, 7.0)
-    a, b = changed(fleet, change("l")).models
+    a, b = change("l").applied(fleet).models
     assert (b, replace(a, adapters=(adapter,))) == (fleet.models[1], fleet.models[0])
     assert (a.adapters[0].priority, a.adapters[0].queue_seconds) == (3, 7.0)
 
 
 def test_what_no_fleet_can_become_is_refused() -> None:
     fleet = replace(FLEET, models=(model("a", adapters=(AdapterSettings(name="l", path="l"),)),))
-    assert "only model" in (refusal(fleet, {"a"}, Remove("a", 1.0)) or "")
-    assert "'l'" in (refusal(fleet, {"a"}, Add(model("l"))) or "")
-    assert refusal(fleet, {"a"}, Add(model("a"))) is None  # the device knows whether it is there
-    assert refusal(fleet, {"a"}, Add(model("c"))) is None
+    assert "only model" in (Remove("a", 1.0).refusal(fleet, {"a"}) or "")
+    assert "'l'" in (Add(model("l")).refusal(fleet, {"a"}) or "")
+    assert Add(model("a")).refusal(fleet, {"a"}) is None  # the device knows whether it is there
+    assert Add(model("c")).refusal(fleet, {"a"}) is None
 
 
 def test_the_next_worker_serves_what_was_ordered() -> None:

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ballast.core.actions import Change
 from ballast.core.settings import AdapterSettings, ModelSettings
 from ballast.fleet.changes import Changes, changed, merged, rehomed
-from ballast.fleet.levels import Levels, change_to, foreign, keys_of, levels_of, said, with_levels
+from ballast.fleet.levels import Levels, foreign, keys_of, levels_of, said, with_levels
 from ballast.fleet.schema import LiveKeys, NamedModelKeys
 
 
@@ -101,7 +102,7 @@ def test_levels_of_adapters() -> None:
         "limits.running",
     ]
     assert foreign({"priority": 1, "limits.waiting": 3, "limits.queue_seconds": None}) == []
-    assert change_to(now.adapters[0]).queue_seconds == 3.0
+    assert Change.to(now.adapters[0]).queue_seconds == 3.0
 
 
 def test_a_second_change_remembers_what_was_before_the_first() -> None:

@@ -97,7 +97,7 @@ def test_everything_is_answered_by_the_models_device(preset: str) -> None:
     asked = arrivals(names, 140)
     assert cluster.run(asked) > asked[-1].arrival
     assert ends == Counter(FinishedOutput=140)
-    assert all(where[s.id] == set(cluster.controller.book.homes[s.model]) for s in asked)
+    assert all(where[s.id] == set(cluster.controller.homes()[s.model]) for s in asked)
     assert all(tokens[s.id] == s.max_tokens for s in asked)
     for device in cluster.devices.values():
         device.state.pool.validate()
@@ -124,7 +124,7 @@ def test_profiles_of_one_name_are_told_apart() -> None:
         resolve("balloon", placement="work"),
         lambda device, at, output: None,
         traffic=expected,
-    ).controller.book.homes
+    ).controller.homes()
     assert set(homes.values()) == {("H100-80G:0",)}, "all are easy for the quick one"
 
 
@@ -186,7 +186,7 @@ def test_devices_of_a_host_bring_their_models_more_slowly() -> None:
 
     def first(**how: Any) -> float:
         cluster, _ = served("4xH100-80G", specs, n=4, **how)
-        assert all(len(on) == 1 for on in cluster.controller.book.homes.values())
+        assert all(len(on) == 1 for on in cluster.controller.homes().values())
         stories = (device.story.entries for device in cluster.devices.values())
         return max(e["seconds"] for es in stories for e in es if e.get("event") == "TransferDone")
 
@@ -202,7 +202,7 @@ def test_models_are_where_a_file_says(tmp_path: Path) -> None:
     file.write_text('[homes]\nm0 = [1]\nm1 = ["H100-80G:0", 1]\nm2 = [0, 0]\n')
     cluster, _ = served("2xH100-80G", specs, files=read_cluster_files(None, str(file), None))
     names = [f"H100-80G:{i}" for i in range(2)]
-    assert cluster.controller.book.homes == {
+    assert cluster.controller.homes() == {
         "m0": (names[1],),
         "m1": (names[0], names[1]),
         "m2": (names[0],),

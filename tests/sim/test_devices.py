@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.cluster.fleet_book import FleetBook
 from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.fleet import (
     FleetAction,
@@ -27,7 +26,7 @@ from ballast.policy.base import FleetPolicy
 from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.fleet.replica_choice import Replica
 from ballast.policy.presets import resolve
-from ballast.sim.controller import SimController
+from ballast.sim.controller import FleetStart, SimController
 from ballast.sim.device import SendOutput, SimDevice
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate, simulate_devices
@@ -51,7 +50,7 @@ class LeastOpen(FixedPlacement):
         return min(replicas, key=lambda r: r.open_requests).device
 
 
-def controller(devices: dict[str, SimDevice], book: FleetBook) -> SimController:
+def controller(devices: dict[str, SimDevice], book: FleetStart) -> SimController:
     return SimController(devices, book, SPECS, lambda device, spec: COSTS)
 
 
@@ -65,7 +64,7 @@ def test_devices_without_common_models_run_as_if_alone(preset: str) -> None:
         "two": device(settings, ["c"], lambda at, o: outputs["two"].append((at, o))),
     }
     homes = {"a": ["one"], "b": ["one"], "c": ["two"]}
-    last = simulate_devices(controller(devices, FleetBook(homes)), arrivals)
+    last = simulate_devices(controller(devices, FleetStart(homes)), arrivals)
     own = [s for s in arrivals if s.model != "c"]
     alone = simulate(
         settings, SPECS[:2], own, PROFILE, lambda at, o: outputs["alone"].append((at, o))
@@ -93,7 +92,7 @@ def test_replicas_share_the_requests_by_what_is_open() -> None:
         counts = [d.open_requests for d in devices.values()]
         open_then.append((devices[chosen].open_requests, min(counts)))
 
-    book = FleetBook({"a": list(devices)}, policy=LeastOpen())
+    book = FleetStart({"a": list(devices)}, policy=LeastOpen())
     simulate_devices(controller(devices, book), arrivals, sent=note)
     assert len(ends) == 120
     assert all(isinstance(end, FinishedOutput) for end in ends)
@@ -120,7 +119,7 @@ def test_arrivals_of_one_moment_go_to_different_replicas(together: int, ahead: i
     def note(submission: Submission, chosen: str) -> None:
         sent.setdefault(submission.arrival, Counter())[chosen] += 1
 
-    book = FleetBook({"a": names})
+    book = FleetStart({"a": names})
     simulate_devices(controller(devices, book), arrivals, sent=note)
     for counts in sent.values():
         assert max(counts[d] for d in names) - min(counts[d] for d in names) <= 1
@@ -140,7 +139,7 @@ def test_what_all_prompts_begin_with_does_not_gather_them_on_one_replica() -> No
     def note(submission: Submission, chosen: str) -> None:
         sent.setdefault(submission.arrival, Counter())[chosen] += 1
 
-    simulate_devices(controller(devices, FleetBook({"a": names})), arrivals, sent=note)
+    simulate_devices(controller(devices, FleetStart({"a": names})), arrivals, sent=note)
     assert all(sorted(counts.values()) == [3, 3, 3] for counts in sent.values())
 
 
@@ -151,7 +150,7 @@ def run(outputs: list[tuple[float, str, Output]]) -> None:
         return lambda at, output: outputs.append((at, name, output))
 
     devices = {name: device(settings, NAMES, said_by(name)) for name in ("x", "y")}
-    book = FleetBook({m: ["x", "y"] for m in NAMES})
+    book = FleetStart({m: ["x", "y"] for m in NAMES})
     simulate_devices(controller(devices, book), submissions(NAMES, 80, seed=9))
 
 
@@ -209,7 +208,7 @@ def moved_about(preset: str, seed: int) -> Counter[str]:
     def on_move(at: float, action: FleetAction, refused: str | None) -> None:
         moved.append("refused" if refused else type(action).__name__)
 
-    book = FleetBook(
+    book = FleetStart(
         {m: [name for name, on in HOMES if m in on] for m in NAMES},
         [Need(m, 1, 1) for m in NAMES],
         [Room(name, 1) for name in devices],
@@ -226,7 +225,7 @@ def moved_about(preset: str, seed: int) -> Counter[str]:
     assert len(ends) == len(arrivals) == len(where)
     if preset == "balloon":  # the others may have no place for a model
         assert all(isinstance(o, FinishedOutput) for _, o in ends)
-    for model, homes in book.homes.items():
+    for model, homes in there.homes().items():
         assert homes
         assert all(model in devices[name].state.models for name in homes)
     for simulated in devices.values():

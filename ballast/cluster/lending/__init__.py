@@ -4,6 +4,6 @@ The worker's end fetches the file descriptors of lent pages on threads of its ow
 about leases: fleet policies and operators do (`ballast.control.leases`), and lenders' memory
 policies.
 
-- `awaited_leases`: Leases whose orders, and whose dead workers, coroutines await; in the server.
+- `awaited_leases`: Leases whose dead workers coroutines await; in the server.
 - `lending_peers`: Peers that lend to this worker or borrow from it; in each worker.
 """

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Awaitable, Container, Iterable
 from dataclasses import replace
 
-from ballast.cluster.pending_commands import names_of, refusal
-from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
+from ballast.core.actions import Change
+from ballast.core.command import Add, CommandOutcome, Remove
 from ballast.core.errors import (
     BallastError,
     InvalidRequest,
@@ -21,11 +21,13 @@ from ballast.core.errors import (
     Unavailable,
     UnknownModel,
 )
+from ballast.core.fleet_orders import Drain, Place, Withdraw
+from ballast.core.order import Order
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 from ballast.fleet.changes import Changes
 from ballast.fleet.fleet_difference import FleetDifference, difference
 from ballast.fleet.fleet_source import FleetReading, FleetSource
-from ballast.fleet.levels import Levels, change_to, foreign, with_levels
+from ballast.fleet.levels import Levels, foreign, with_levels
 from ballast.fleet.schema import NamedModelKeys
 from ballast.fleet.twins import adapters_added_to, base_of, is_twin, twin_of, with_twins
 from ballast.server.access.keys import warn_of_keys
@@ -73,16 +75,16 @@ class AdminService:
         """Operators' changes of the fleet file that are in effect."""
         return self._source.changes
 
-    async def execute(self, command: ModelCommand, device: str | None = None) -> CommandOutcome:
-        """Carry out a command on all devices that it concerns, or on `device` alone. Raises Fault
+    async def execute(self, order: Order, device: str | None = None) -> CommandOutcome:
+        """Carry out an order on all devices that it concerns, or on `device` alone. Raises Fault
         or Unavailable."""
-        return _done(await self._controller.commands.execute(command, device))
+        return _done(await self._controller.commands.execute(order, device))
 
     async def place(self, name: str, device: str) -> None:
         """Have one more device serve a model. Raises Fault, Unavailable or NotKept."""
         async with self._models:
             homes = self._controller.devices.homes(name)
-            _done(await self._controller.commands.place(name, device))
+            await self.execute(Place(name, device, "by an operator"))
             try:
                 await self._keep_homes(name, [*homes, device])
             except NotKept:
@@ -109,18 +111,14 @@ class AdminService:
                 raise
 
     async def _withdraw(self, name: str, device: str, patience: float) -> None:
-        _done(await self._controller.commands.withdraw(name, device, patience))
+        await self.execute(Withdraw(name, device, "by an operator", patience))
 
     async def drain(self, device: str) -> None:
         """Move the models and requests of a device to others, once the fleet has been loaded.
         Raises Fault or Unavailable."""
         await self._service.loads.wait_for_all()
         async with self._models:
-            _done(await self._controller.commands.drain(device))
-
-    async def uncordon(self, device: str) -> None:
-        """Let a drained device take requests again. Raises Fault."""
-        _done(await self._controller.commands.uncordon(device))
+            await self.execute(Drain(device))
 
     async def lend(self, lender: str, borrower: str, n_bytes: int) -> None:
         """Lend memory of one device to another until either is restarted. Raises Fault or
@@ -180,9 +178,7 @@ class AdminService:
                 why = f"remove the adapters first that were added to it: {', '.join(later)}"
                 raise Fault(409, why, "refused")
             names = self._names(name)
-            refused = refusal(
-                self._controller.devices.fleet, self._controller.devices.specs, wanted
-            )
+            refused = wanted.refusal(fleet, self._controller.devices.specs)
             if refused is not None:
                 raise Fault(409, refused, "refused")
             async with self._records:
@@ -207,7 +203,7 @@ class AdminService:
             before = self._source.changes
             await self._keep(before.changing(model, values))
             try:
-                await self.execute(change_to(with_levels(model, values)))
+                await self.execute(Change.to(with_levels(model, values)))
             except BaseException:
                 await self._undo({name}, before)
                 raise
@@ -237,18 +233,18 @@ class AdminService:
                 self._file = reading.names
                 wanted = with_twins(reading.fleet, self._controller.devices.fleet)
                 reading = replace(reading, fleet=wanted)
-                self._controller.devices.keep_unreadable(names_of(reading.fleet))
+                self._controller.devices.keep_unreadable(reading.fleet.own_names)
                 self.configure(reading.fleet)
                 found = difference(self._controller.devices.fleet, reading.fleet)
                 failed = set(self._controller.devices.failed)
                 for model in found.levels:
                     if model.name not in failed:
                         what = f"changing the levels of {model.name}"
-                        await self._try(what, self.execute(change_to(model)))
+                        await self._try(what, self.execute(Change.to(model)))
             # Additions before removals, so that a replaced model is always served. An alias moves
             # once its new model serves, unless it is that model's own name.
             self._controller.devices.set_aliases(
-                _without(self._controller.devices.fleet, names_of(reading.fleet))
+                _without(self._controller.devices.fleet, reading.fleet.own_names)
             )
             for new in reading.fleet.models:
                 if new in found.added or new.name in failed:
@@ -359,13 +355,10 @@ class AdminService:
 
     def _settings(self, name: str) -> ModelSettings | AdapterSettings:
         """The settings of a model or an adapter. Raises UnknownModel."""
-        for model in self._controller.devices.fleet.models:
-            if model.name == name:
-                return model
-            for adapter in model.adapters:
-                if adapter.name == name:
-                    return adapter
-        raise UnknownModel(f"there is no model {name!r}")
+        found = self._controller.devices.fleet.named(name)
+        if found is None:
+            raise UnknownModel(f"there is no model {name!r}")
+        return found
 
 
 def _done(outcome: CommandOutcome) -> CommandOutcome:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from ballast.core.actions import RECALL_SECONDS, ActivateCommand, EvictCommand
 from ballast.core.errors import Unavailable, UnknownModel
+from ballast.core.fleet_orders import Uncordon
 from ballast.core.model import ModelSpec
 from ballast.fleet.faults import unknown
 from ballast.fleet.field_types import Size
@@ -202,7 +203,7 @@ def _add_device_routes(app: FastAPI, admin: AdminService) -> None:
 
     @app.post("/admin/devices/{name:path}/uncordon", **CHECKED)
     async def uncordon(name: str) -> Response:
-        await admin.uncordon(name)
+        await admin.execute(Uncordon(name))
         return answered({"name": name, "status": "uncordoned"})
 
     @app.post("/admin/devices/{name:path}/lend", **CHECKED)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ballast.cluster.controller import Controller
-from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
 from ballast.core.command import Remove
 from ballast.core.fleet import FleetAction, FleetDecision, FleetView, Place, Withdraw
 from ballast.core.settings import ModelSettings
@@ -44,10 +43,16 @@ class Script(FleetPolicy):
         return FleetDecision(tuple(self.turns.pop(0)) if self.turns else (), memo, None)
 
 
-def policy_runner(controller: Controller, policy: FleetPolicy) -> FleetPolicyRunner:
-    return FleetPolicyRunner(
-        controller.devices, controller.commands, controller.migrations, policy, controller.leases
-    )
+def begin(controller: Controller, *turns: Sequence[FleetAction]) -> Script:
+    """Let the controller follow a script from now on."""
+    script = Script(*turns)
+    controller.devices.fleet_policy = script
+    controller.commands.begin_policy()
+    return script
+
+
+async def until_decided(controller: Controller, n: int) -> None:
+    await until(lambda: len(fleet_decisions(controller)) == n)
 
 
 def fleet_decisions(controller: Controller) -> list[dict[str, object]]:
@@ -66,11 +71,10 @@ def test_a_model_moves_and_its_open_requests_end_where_they_are() -> None:
         async with running(FLEET) as (controller, _):
             (old,) = homes(controller, "a")
             (new,) = set(controller.devices) - {old}
-            script = Script([Place("a", new, "a test"), Withdraw("a", old)])
-            following = policy_runner(controller, script)
             held = controller.router.submit([asked("held", "a", HOLD)])
             await held.take()
-            await following.decide(1.0)
+            script = begin(controller, [Place("a", new, "a test"), Withdraw("a", old)])
+            await until_decided(controller, 2)
             assert [m.model for m in script.views[0].needs] == ["a", "b"]
             assert homes(controller, "a") == ["cpu:0", "cpu:1"]
             fields = ("action", "device", "epoch", "refused")
@@ -80,12 +84,8 @@ def test_a_model_moves_and_its_open_requests_end_where_they_are() -> None:
             ]
             late = [controller.router.submit([asked(f"{i}", "a", HOLD)]) for i in range(2)]
             assert where(controller) == {"held": old, "0": new, "1": new}
-            task = asyncio.create_task(following.run())
-            await asyncio.sleep(0)
-            assert homes(controller, "a") == ["cpu:0", "cpu:1"]
             held.close()
             await until(lambda: homes(controller, "a") == [new])
-            task.cancel()
             assert list(controller.devices.specs) == ["a", "b", "fixed"]
             assert controller.devices.fleet == FLEET
             for stream in late:
@@ -99,45 +99,14 @@ def test_what_cannot_be_done_comes_back_with_the_reason() -> None:
         async with running(FLEET) as (controller, _):
             (there,) = homes(controller, "a")
             (elsewhere,) = set(controller.devices) - {there}
-            actions = (
-                Place("a", there),
-                Withdraw("a", there),
-                Withdraw("a", elsewhere),
-                Place("fixed", "cpu:1"),
-            )
-            await policy_runner(controller, Script(actions)).decide(1.0)
-            assert [what["refused"] for what in fleet_decisions(controller)] == [
-                f"{there} serves a already",
-                f"a is served by {there}",
-                f"a is served by {there}",
-                "there is no model 'fixed'",
-            ]
             kill(controller, elsewhere)
             await until(lambda: elsewhere in controller.devices.missing)
-            await policy_runner(controller, Script([Place("a", elsewhere)])).decide(1.0)
-            assert "the worker is gone" in str(fleet_decisions(controller)[-1]["refused"])
+            begin(controller, [Place("fixed", "cpu:1"), Place("a", elsewhere)])
+            await until_decided(controller, 2)
+            fixed, gone = (str(what["refused"]) for what in fleet_decisions(controller))
+            assert fixed == "there is no model 'fixed'"
+            assert "the worker is gone" in gone
             assert homes(controller, "a") == [there]
-
-    asyncio.run(scenario())
-
-
-def test_an_action_decided_before_an_operators_order_is_refused() -> None:
-    async def scenario() -> None:
-        async with running(FLEET) as (controller, _):
-            (old,) = homes(controller, "a")
-            (new,) = set(controller.devices) - {old}
-            following = policy_runner(controller, Script([Place("a", new)]))
-            async with controller.commands.changing:
-                deciding = asyncio.create_task(following.decide(1.0))
-                await asyncio.sleep(0)
-                removed = await controller.devices[homes(controller, "b")[0]].command(
-                    Remove("b", 1.0)
-                )
-                assert removed.code is None
-            await deciding
-            (decision,) = fleet_decisions(controller)
-            assert decision["refused"] == "it was decided in epoch 0, and this is 1"
-            assert homes(controller, "a") == [old]
 
     asyncio.run(scenario())
 
@@ -147,9 +116,9 @@ def test_a_model_stays_where_it_was_to_leave_once_nobody_else_has_it() -> None:
         async with running(FLEET) as (controller, _):
             (old,) = homes(controller, "a")
             (new,) = set(controller.devices) - {old}
-            following = policy_runner(controller, Script([Place("a", new), Withdraw("a", old)]))
             held = controller.router.submit([asked("held", "a", HOLD)])
-            await following.decide(1.0)
+            begin(controller, [Place("a", new), Withdraw("a", old)])
+            await until_decided(controller, 2)
             kill(controller, new)
             await until(lambda: new in controller.devices.missing)
             # Its next worker serves what it served; meanwhile requests wait for it.
@@ -159,9 +128,7 @@ def test_a_model_stays_where_it_was_to_leave_once_nobody_else_has_it() -> None:
             assert homes(controller, "a") == ["cpu:0", "cpu:1"]
             gone = controller.devices[new]
             assert (await gone.command(Remove("a", 1.0))).code is None
-            task = asyncio.create_task(following.run())
             await until(lambda: not controller.devices[old].leaving)
-            task.cancel()
             assert homes(controller, "a") == [old]
             held.close()
 
