@@ -186,10 +186,8 @@ class Migrations:
     def _migrate_all(self, event: MigrateEvent) -> None:
         self._batches[event.batch] = _Batch(1, target=event.target)
         others = self._devices.others(event.source, event.model)
-        able = self._able(event.source, event.model)
-        if event.target is not None:
-            others = [name for name in others if name == event.target]
-            able = [name for name in able if name == event.target]
+        others = [name for name in others if event.target in (None, name)]
+        able = any(self._devices.has_weights(name, event.model) for name in others)
         if event.bring and others and not able:
             self._await_weights(event.source, event.model, others[0], event.batch)
         else:
@@ -270,7 +268,8 @@ class Migrations:
             queued = queue.popleft()
             target = self._target_of(source, queued)
             if target is None:
-                self._count(queued.batch, source, queued.request_id)
+                ended = self._devices.open_at(source, queued.request_id) is None
+                self._count_out(queued.batch, left=ended)
                 continue
             self._attempts += 1
             until = self._now + ANSWER_SECONDS
@@ -336,31 +335,27 @@ class Migrations:
             return
         up = self._devices.is_up(target)
         goes_to = self._destination(source, target, found.submission)
-        with_kv = up and not migration.kv_lost and departed is not None and departed.intact
-        with_kv = with_kv and goes_to == target
+        with_kv = goes_to == target and up and not migration.kv_lost
+        with_kv = with_kv and departed is not None and departed.intact
         if with_kv:
             assert departed is not None
             tail = KvTailEvent(request_id, departed.tokens, departed.tail, migration.attempt)
             self._out.append(SendStep(target, tail))
         elif up:
             self._out.append(SendStep(target, DropKvEvent(request_id)))
-        self._out.append(
-            ContinueRequest(request_id, source, goes_to, with_kv, departed is not None)
-        )
+        gone = departed is not None
+        self._out.append(ContinueRequest(request_id, source, goes_to, with_kv, gone))
         self._end(request_id, migration, left=goes_to != source)
 
     def _destination(self, source: str, target: str, submission: Submission) -> str:
         """Return where a request goes on that has departed: at its target unless that has died, or
         the model leaves it by now; then at its source, if the model does not leave that too."""
-        model = self._devices.base_of(source, submission.model)
-        if model is None:
-            return target if self._devices.is_up(target) else source
+        model = self._devices.base_of(source, submission.model) or submission.model
         others = [d for d in self._devices.others(source, model) if self._devices.is_up(d)]
-        if target in others:
-            return target
-        if not others or source in self._devices.others(target, model):
-            return source
-        return self._devices.choose(submission, others)
+        if not others or target in others:
+            return target if others else source
+        stays = source in self._devices.others(target, model)
+        return source if stays else self._devices.choose(submission, others)
 
     def _fail(self, request_id: str, migration: _Migration) -> None:
         """End a migration whose request stays at its source, or has ended."""
@@ -390,10 +385,6 @@ class Migrations:
                     self._fail(request_id, migration)
 
     # -- batches ----------------------------------------------------------------------------------
-
-    def _count(self, batch: int | None, source: str, request_id: str) -> None:
-        """Count a request whose migration does not begin."""
-        self._count_out(batch, left=self._devices.open_at(source, request_id) is None)
 
     def _count_out(self, batch: int | None, *, left: bool) -> None:
         if batch is None:
