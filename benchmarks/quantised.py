@@ -4,7 +4,7 @@ Exactness: a small GGUF file of each type with random blocks, and a small checkp
 of quantised safetensors (`benchmarks.quantised_files`), served in float32 with its matrices packed,
 token by token against `transformers` on the weights as dequantised.
 
-Speed: GGUF files of each type and checkpoints of some formats (`--formats`) in the shape of a Llama
+Speed: GGUF files of each type and checkpoints of some formats (`FORMATS`) in the shape of a Llama
 of 110M, and the files of `--gguf`, against the same weights in bfloat16, and GGUF files against
 llama.cpp on the same file and threads (`--peer-python`: the interpreter of an environment with
 llama-cpp-python). All run in child processes, in turns (`benchmarks.turns`).
@@ -220,7 +220,8 @@ def table(verdicts: Mapping[str, exactness.Verdict], found: Mapping[str, Any]) -
 
 def more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--types", default=",".join(TYPES), help="GGUF's types (comma)")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="formats of safetensors")
+    known = ",".join(quantised_files.FORMATS)
+    parser.add_argument("--formats", default=known, help="formats of safetensors (comma)")
     parser.add_argument("--gguf", type=Path, nargs="*", default=[], help="measure these files")
     parser.add_argument("--without-shapes", action="store_true", help="measure no others")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter with llama-cpp-python")
@@ -233,11 +234,11 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         here = Path(scratch)
-        for kind in [*kinds, *(quantised_files.FORMATS if formats else ())]:
+        for kind in [*kinds, *formats]:
             verdicts[kind] = check(kind, here)
         for path in args.gguf:
             found[path.stem] = measure_file(path, here, args)
-        for kind in [] if args.without_shapes else formats:
+        for kind in [] if args.without_shapes else [f for f in FORMATS if f in formats]:
             found[kind] = measure_format(kind, here, args)
         for kind in [] if args.without_shapes else kinds:
             path = here / f"{kind}-110M.gguf"

@@ -42,7 +42,7 @@ from ballast.server.observe.kv_metrics import KvCollector
 from ballast.server.observe.metrics import Metrics
 from ballast.server.observe.recent_requests import RecentRequests
 from ballast.server.openai.request import GenerateRequest
-from ballast.server.openai.text_request import EmbeddingRequest
+from ballast.server.openai.text_request import EmbeddedTexts
 from ballast.server.prompt_encoder import PromptEncoder
 from ballast.server.served_models import ServedModels
 from ballast.server.text.chat_template import TemplateRenderer
@@ -161,7 +161,7 @@ class Service:
         return generation
 
     async def embed(
-        self, request: EmbeddingRequest, answer_id: str, context: RequestContext
+        self, request: EmbeddedTexts, answer_id: str, context: RequestContext
     ) -> Embedding:
         """Submit texts to be embedded; `answer_id` begins the ids of their submissions. Raises
         RequestError, Fault or Unavailable."""
@@ -170,18 +170,15 @@ class Service:
         self.check_fields(request)
         if not spec.embeds:
             raise InvalidRequest(f"the model {spec.name!r} does not embed texts", "model")
-        if request.dimensions not in (None, spec.hidden):
-            raise InvalidRequest(
-                f"dimensions: embeddings of {spec.name!r} have {spec.hidden}", "dimensions"
-            )
+        request.check(spec.name, spec.hidden)
         priority = spec.priority - _priority_offset(request.priority, context.caller)
         tokenizer = self.models.tokenizer(spec.name)
-        prompts = await self.prompts.encode_prompts(request.texts, spec, tokenizer, "input")
+        prompts = await self.prompts.encode_prompts(request.texts, spec, tokenizer, request.field)
         submissions = []
         for i, prompt in enumerate(prompts):
             if i % TEXTS_PER_TURN == TEXTS_PER_TURN - 1:
                 await asyncio.sleep(0)
-            check_fits(spec, len(prompt), 1, "input")
+            check_fits(spec, len(prompt), 1, request.field)
             submissions.append(
                 Submission(
                     id=f"{answer_id}-{i}",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
 
@@ -250,6 +251,63 @@ def test_as_many_texts_are_embedded_as_openai_allows(client: OpenAI) -> None:
     assert len(result.data) == 2048
     with pytest.raises(BadRequestError, match=r"input: must be .* a list of at most 2048"):
         client.embeddings.create(model=EMBEDDER, input=["a"] * 2049)
+
+
+def test_documents_are_ranked_by_the_cosine_of_their_embeddings(echo: ServerProcess) -> None:
+    documents = ["xyz", "ab", "a"]
+    body = {"model": EMBEDDER, "query": "ab", "documents": documents}
+    result = echo.http.post("/v1/rerank", json=body).json()
+    embedded = {"model": EMBEDDER, "input": ["ab", *documents]}
+    data = echo.http.post("/v1/embeddings", json=embedded).json()
+    query, *others = (np.array(d["embedding"]) for d in data["data"])
+    cosines = [query @ v / np.linalg.norm(query) / np.linalg.norm(v) for v in others]
+    order = sorted(range(3), key=lambda i: -cosines[i])
+    assert [one["index"] for one in result["results"]] == order
+    assert order[0] == 1
+    assert [one["document"]["text"] for one in result["results"]] == [documents[i] for i in order]
+    for one in result["results"]:
+        assert one["relevance_score"] == pytest.approx(cosines[one["index"]])
+    assert result["usage"] == data["usage"]
+    more = {**body, "top_n": 2, "return_documents": False}
+    fewer = echo.http.post("/v1/rerank", json=more).json()["results"]
+    scores = [(one["index"], one["relevance_score"]) for one in result["results"]]
+    assert fewer == [{"index": i, "relevance_score": score} for i, score in scores[:2]]
+
+
+def test_pairs_of_texts_are_scored(echo: ServerProcess) -> None:
+    def score(first: Any, second: Any) -> list[float]:
+        body = {"model": EMBEDDER, "text_1": first, "text_2": second}
+        data = echo.http.post("/v1/score", json=body).json()["data"]
+        assert [(d["index"], d["object"]) for d in data] == [(i, "score") for i in range(len(data))]
+        return [d["score"] for d in data]
+
+    [same] = score("ab", "ab")
+    assert same == pytest.approx(1)
+    ab, xyz = score("ab", ["ab", "xyz"])
+    assert (ab, score("ab", "xyz")) == (pytest.approx(1), [pytest.approx(xyz)])
+    assert xyz < 0.999
+    assert score(["ab", "xyz"], ["xyz", "xyz"]) == [pytest.approx(xyz), pytest.approx(1)]
+    assert len(score("a", ["b"] * 100)) == 100
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
+        ("score", {"text_1": ["a"] * 1500, "text_2": ["c"] * 1500}, "text_2"),
+        ("score", {"text_1": "a", "text_2": []}, "text_2"),
+        ("score", {"text_1": "a", "text_2": "a" * 3000}, "text_2"),
+        ("score", {"model": MODEL, "text_1": "a", "text_2": "b"}, "model"),
+        ("rerank", {"query": "a", "documents": []}, "documents"),
+        ("rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+        ("rerank", {"query": "a", "documents": ["a"] * 2048}, "documents"),
+    ],
+)
+def test_scores_that_cannot_be_computed(
+    echo: ServerProcess, route: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = echo.http.post(f"/v1/{route}", json={"model": EMBEDDER, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_embeddings_by_the_official_client(client: OpenAI) -> None:

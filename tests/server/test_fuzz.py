@@ -117,6 +117,14 @@ SOUND: dict[str, dict[str, Any]] = {
     "POST /v1/messages/count_tokens": MESSAGES,
     "POST /v1/responses": RESPONSES,
     "POST /v1/embeddings": {"model": MODELS[1], "input": "A ship", "encoding_format": "float"},
+    "POST /v1/rerank": {
+        "model": MODELS[1],
+        "query": "A ship",
+        "documents": ["b", "c"],
+        "top_n": 1,
+        "return_documents": True,
+    },
+    "POST /v1/score": {"model": MODELS[1], "text_1": "A ship", "text_2": ["b", "c"]},
     "POST /api/chat": {
         "model": MODELS[0],
         "messages": [{"role": "user", "content": "Hello"}],

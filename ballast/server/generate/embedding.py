@@ -7,6 +7,8 @@ import base64
 import sys
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from ballast.cluster.output_stream import OutputStream
 from ballast.core.clock import Clock
 from ballast.core.event import CancelledOutput, EmbeddingOutput, FailedOutput, FinishedOutput
@@ -14,9 +16,14 @@ from ballast.core.request import Submission
 from ballast.server.access.meter import RequestMeter
 from ballast.server.generate.answer import RequestAnswer
 from ballast.server.http.json_response import encode
+from ballast.server.http.off_loop import off_loop
 from ballast.server.http.sliced_response import SLICE_BYTES
 from ballast.server.observe.metrics import Metrics
 from ballast.server.openai.records import EmbeddingItem, EmbeddingList, EmbeddingUsage, Usage
+
+_LONG = 64
+"""Pairs whose cosines are computed on another thread if there are more."""
+_LEAST_LENGTH = 1e-30
 
 
 class Embedding(RequestAnswer):
@@ -55,6 +62,17 @@ class Embedding(RequestAnswer):
         usage = EmbeddingUsage(prompt_tokens=count, total_tokens=count)
         empty = encode(EmbeddingList(data=[], model=name, usage=usage))
         return _parts(empty, values, encoding)
+
+    async def similarities(self, pairs: Sequence[tuple[int, int]]) -> list[float]:
+        """Wait for all embeddings; returns the cosine of each pair of texts, by their places.
+        Raises Fault."""
+        rows = [np.frombuffer(value, "<f4").astype("f8") for value in await self.vectors()]
+
+        def cosines() -> list[float]:
+            lengths = [max(float(np.linalg.norm(row)), _LEAST_LENGTH) for row in rows]
+            return [float(rows[a] @ rows[b]) / lengths[a] / lengths[b] for a, b in pairs]
+
+        return await off_loop(len(pairs) > _LONG, cosines)
 
     async def vectors(self) -> list[bytes]:
         """Wait for all embeddings; returns each as float32 numbers, little endian. Raises Fault."""

@@ -27,6 +27,8 @@ _OPERATIONS = {
     "/v1/responses": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/v1/rerank": "embeddings",
+    "/v1/score": "embeddings",
 }
 _UNTRACED = frozenset({"/live", "/health", "/metrics", "/admin/state", "/admin/requests"})
 """Paths that machines poll every few seconds; not traced."""

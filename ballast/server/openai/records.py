@@ -212,6 +212,40 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
     usage: EmbeddingUsage
 
 
+class RerankedText(msgspec.Struct):
+    text: str
+
+
+class RerankedDocument(msgspec.Struct, omit_defaults=True):
+    index: int
+    """Place in the request."""
+    relevance_score: float
+    document: RerankedText | None = None
+
+
+class Reranking(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RerankedDocument]
+    """The most relevant first."""
+
+
+class PairScore(msgspec.Struct):
+    index: int
+    score: float
+    object: Literal["score"] = "score"
+
+
+class ScoreList(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: EmbeddingUsage
+
+
 # -- models -------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,9 @@
-"""Add the routes that generate no text: tokenize, detokenize, count tokens, embed."""
+"""Add the routes that generate no text: tokenize, detokenize, count tokens, embed, score."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -16,8 +17,25 @@ from ballast.server.http.sliced_response import SlicedResponse
 from ballast.server.http.sse import ClientGone, unless_gone
 from ballast.server.messages_api.records import InputTokens
 from ballast.server.messages_api.request import CountRequest, check_version
-from ballast.server.openai.records import Detokenized, EmbeddingList, Tokenized
-from ballast.server.openai.text_request import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from ballast.server.openai.records import (
+    Detokenized,
+    EmbeddingList,
+    EmbeddingUsage,
+    PairScore,
+    RerankedDocument,
+    RerankedText,
+    Reranking,
+    ScoreList,
+    Tokenized,
+)
+from ballast.server.openai.text_request import (
+    DetokenizeRequest,
+    EmbeddedTexts,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 from ballast.server.routes.openapi_document import MESSAGES_ERRORS, responses_of
 from ballast.server.service import Service
 from ballast.server.text.tokenizer import LONG_TEXT
@@ -27,9 +45,11 @@ MOST_DETOKENIZED = 65_536
 
 
 def add_text_routes(app: FastAPI, service: Service) -> None:
-    """Add `/tokenize`, `/detokenize`, `/v1/messages/count_tokens` and `/v1/embeddings`."""
+    """Add `/tokenize`, `/detokenize`, `/v1/messages/count_tokens`, `/v1/embeddings`, `/v1/rerank`
+    and `/v1/score`."""
     _add_token_routes(app, service)
     _add_embedding_route(app, service)
+    _add_score_routes(app, service)
 
 
 def _add_token_routes(app: FastAPI, service: Service) -> None:
@@ -100,3 +120,51 @@ def _add_embedding_route(app: FastAPI, service: Service) -> None:
             return Response(status_code=499)  # nobody reads it
         finally:
             embedding.close()
+
+
+def _add_score_routes(app: FastAPI, service: Service) -> None:
+    """Add `/v1/rerank` and `/v1/score`: cosines of embeddings."""
+
+    async def scored(
+        body: EmbeddedTexts,
+        request: Request,
+        answer_id: str,
+        pairs: Callable[[], Sequence[tuple[int, int]]],
+        form: Callable[[list[float], EmbeddingUsage], Reranking | ScoreList],
+    ) -> Response:
+        embedding = await service.embed(body, answer_id, context_of(request.scope))
+        try:
+            found = await unless_gone(request.receive, embedding.similarities(pairs()))
+            count = embedding.usage.prompt_tokens
+            return answered(form(found, EmbeddingUsage(prompt_tokens=count, total_tokens=count)))
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it
+        finally:
+            embedding.close()
+
+    @app.post("/v1/rerank", responses=responses_of(Reranking))
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        answer_id = f"rerank-{secrets.token_hex(12)}"
+
+        def form(scores: list[float], usage: EmbeddingUsage) -> Reranking:
+            best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n]
+            whole = body.return_documents is not False
+            texts = [RerankedText(body.documents[i]) if whole else None for i in best]
+            found = [RerankedDocument(i, scores[i], t) for i, t in zip(best, texts, strict=True)]
+            return Reranking(id=answer_id, model=body.model, usage=usage, results=found)
+
+        def pairs() -> list[tuple[int, int]]:
+            return [(0, 1 + i) for i in range(len(body.documents))]
+
+        return await scored(body, request, answer_id, pairs, form)
+
+    @app.post("/v1/score", responses=responses_of(ScoreList))
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        answer_id = f"score-{secrets.token_hex(12)}"
+
+        def form(scores: list[float], usage: EmbeddingUsage) -> ScoreList:
+            data = [PairScore(i, score) for i, score in enumerate(scores)]
+            now = int(service.wall.now())
+            return ScoreList(id=answer_id, created=now, model=body.model, data=data, usage=usage)
+
+        return await scored(body, request, answer_id, lambda: body.pairs, form)
