@@ -16,12 +16,12 @@ from ballast.core.units import GiB, MiB
 from benchmarks.child import Prompts, Run, serve
 
 
-def load(path: Path) -> tuple[Run, Mapping[str, Any]]:
+def load(path: Path, linear: str = "auto") -> tuple[Run, Mapping[str, Any]]:
     files = (*path.glob("*.safetensors"), *path.glob("*.gguf"))
     size = sum(file.stat().st_size for file in files)
     budget = -(-(2 * size + GiB) // MiB) * MiB
     settings = FleetSettings(
-        models=(ModelSettings(name="model", path=str(path), dtype="bfloat16"),),
+        models=(ModelSettings(name="model", path=str(path), dtype="bfloat16", linear=linear),),
         device=DeviceSettings(budget_bytes=budget, prefix_cache=False),
     )
     server = InProcess(settings)
@@ -54,4 +54,4 @@ def load(path: Path) -> tuple[Run, Mapping[str, Any]]:
 
 
 if __name__ == "__main__":
-    serve(lambda: load(Path(sys.argv[1])))
+    serve(lambda: load(Path(sys.argv[1]), *sys.argv[2:]))

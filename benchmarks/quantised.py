@@ -142,7 +142,11 @@ def measure(
 ) -> dict[str, Any]:
     """Measure checkpoints against each other, and llama.cpp on the GGUF file at `path`."""
     modules = {
-        name: ("benchmarks.child_ballast", [directory], sys.executable)
+        name: (
+            "benchmarks.child_ballast",
+            [directory, args.linear if name == OURS else "auto"],
+            sys.executable,
+        )
         for name, directory in directories.items()
     }
     if args.peer_python is not None and path is not None:
@@ -222,6 +226,9 @@ def more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--types", default=",".join(TYPES), help="GGUF's types (comma)")
     known = ",".join(quantised_files.FORMATS)
     parser.add_argument("--formats", default=known, help="formats of safetensors (comma)")
+    parser.add_argument(
+        "--linear", default="auto", help="of the quantised models whose speed is measured: int8"
+    )
     parser.add_argument("--gguf", type=Path, nargs="*", default=[], help="measure these files")
     parser.add_argument("--without-shapes", action="store_true", help="measure no others")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter with llama-cpp-python")

@@ -132,7 +132,7 @@ class ModelKeys(LiveKeys):
     preload: bool = False
     """Loaded first when the server starts."""
     model_impl: Literal["auto", "generic", "fused"] = "auto"
-    linear: Literal["auto", "packed", "plain"] = "auto"
+    linear: Literal["auto", "packed", "plain", "int8"] = "auto"
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"
     expected_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Tokens per second that clients are expected to ask for; 0: unknown."""

@@ -30,7 +30,8 @@ Packages from `weights` up may import it; `weights`, `models`, `engine` and `clu
 - `panel_forms`: Forms of quantised panels: how blocks of weights stay packed.
 - `plain`: Package: operations as plain PyTorch, a reference on any device.
 - `program_code`: Compiled part of programs: operations separated by barriers.
-- `quantised`: Pack blocks of GGUF's types into quantised panels; tables of their kernels.
+- `quantised`: Pack rows of quantised matrices into panels; tables of their kernels.
+- `quantised_dots_code`: Compiled part of those that multiply activations in int8.
 - `quantised_code`: Compiled part of quantised linear layers.
 - `sampling`: The next token as a function of logits, parameters, seed and position.
 - `stream_copy`: Copies of weights that bypass the CPU's caches.

@@ -125,7 +125,7 @@ class Experts:
             code.GATED: b.gated,
             code.INNER: inner,
             code.MADE: b.made,
-            code.LINEAR: quantised.kernel() if all(forms) else linear.kernel(dtype),
+            code.LINEAR: quantised.kernel(forms[0]) if all(forms) else linear.kernel(dtype),
             code.GATE_UPS: team.rows_of(self._linears[0]),
             code.DOWNS: team.rows_of(self._linears[1]),
         }

@@ -155,7 +155,7 @@ _PAIRS = types.CPointer(types.int32)
 
 
 @intrinsic
-def _as_pairs(context, stage):
+def as_pairs(context, stage):
     """The buffer for inputs as one of pairs of bfloat16."""
 
     def generate(ctx, builder, signature, arguments):
@@ -631,7 +631,7 @@ def _linear_bfloat16(table):
 
 
 def _linear_bfloat16_by_dots(table):
-    _linear(table, uint16_at(table[WEIGHTS]), 2, _as_pairs(_kept_memory()), _KEPT)
+    _linear(table, uint16_at(table[WEIGHTS]), 2, as_pairs(_kept_memory()), _KEPT)
 
 
 @njit(error_model="numpy")

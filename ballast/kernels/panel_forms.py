@@ -35,6 +35,12 @@ BLOCK = 32
 SCALES = {"F16": 2, "BF16": 2, "F32": 4}
 """Bytes of a scale by its dtype."""
 _ORDER_ALIGNMENT = 64
+_ROUNDED = "/int8"
+"""End of the name of a form whose matrices are multiplied by activations in int8."""
+DOTS = ("Q4_0", "Q4_1", "Q4_K", "INT4", "INT4Z")
+"""Kinds that can be."""
+DOTS_K = 32768
+"""Most inputs of such a matrix."""
 
 
 class PanelForm(NamedTuple):
@@ -139,7 +145,7 @@ def form_name(kind: str, scale: str, span: int, order: str = "") -> str:
 @lru_cache(maxsize=1024)
 def form_of_name(name: str) -> PanelForm:
     """Return the form of a name. Raises KeyError or ValueError if there is none."""
-    kind, _, more = name.partition("-")
+    kind, _, more = name.removesuffix(_ROUNDED).partition("-")
     form = FORMS[kind]
     if not more:
         return form
@@ -148,9 +154,24 @@ def form_of_name(name: str) -> PanelForm:
     return form._replace(scale=scale, span=int(span), is_ordered=bool(order))
 
 
+def rounded(name: str, k: int) -> str:
+    """Return the form of a matrix of k inputs for activations in int8; as it is if it has none."""
+    return name + _ROUNDED if kind_of(name) in DOTS and k <= DOTS_K else name
+
+
+def is_rounded(name: str) -> bool:
+    """Return whether matrices in a form are multiplied by activations in int8."""
+    return name.endswith(_ROUNDED)
+
+
+def exact(name: str) -> str:
+    """Return a form's name, whatever its matrices are multiplied by."""
+    return name.removesuffix(_ROUNDED)
+
+
 def kind_of(name: str) -> str:
     """Return the name of a form's kind."""
-    return name.partition("-")[0]
+    return name.removesuffix(_ROUNDED).partition("-")[0]
 
 
 def number_of(name: str) -> int:

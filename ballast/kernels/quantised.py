@@ -19,12 +19,14 @@ from torch.nn.functional import pad
 from ballast.core.errors import BrokenPromise
 from ballast.kernels import linear, linear_code
 from ballast.kernels import quantised_code as code
+from ballast.kernels import quantised_dots_code as dots
 from ballast.kernels.panel_forms import (
     BLOCK,
     PANEL,
     SCALES,
     PanelForm,
     form_of_name,
+    is_rounded,
     number_of,
     order_at,
     packed_bytes,
@@ -73,9 +75,11 @@ def tables(
     return made
 
 
-def kernel() -> int:
-    """Address of `void (int64 *table)` for tables of `tables`; compiles it if it is new."""
+def kernel(form: str) -> int:
+    """Address of `void (int64 *table)` for tables of a form; compiles it if it is new."""
     with _compiling:
+        if is_rounded(form):
+            return dots.address_of("linear")
         return code.address_of("linear")
 
 

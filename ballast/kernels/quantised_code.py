@@ -84,7 +84,7 @@ def _unpack(context, form, panel, block, out, at):
             case = builder.append_basic_block(f"form{number}")
             choice.add_case(_int64(number), case)
             builder.position_at_end(case)
-            place = _Place(builder, kind, form, panel, block)
+            place = BlockPlace(builder, kind, form, panel, block)
             _unpack_form(builder, kind, place, out)
             builder.branch(done)
         builder.position_at_end(done)
@@ -94,7 +94,7 @@ def _unpack(context, form, panel, block, out, at):
     return types.void(i64, i64, i64, _FLOATS, i64), generate
 
 
-class _Place:
+class BlockPlace:
     """Where a block is: the addresses of its span and of itself, and how its scales are written."""
 
     def __init__(self, builder, kind, form, panel, block):
@@ -118,7 +118,7 @@ class _Place:
     def scale(self, builder, lane):
         """Return the scales of LANES outputs from `lane` on, as float32."""
         if self.is_wide is None:
-            return _half(builder, _at(builder, self.span, lane, 2))
+            return _half(builder, at_lane(builder, self.span, lane, 2))
         address = builder.add(self.span, builder.mul(lane, self.scale_bytes))
         floats = ir.VectorType(_F32, LANES)
         with builder.if_else(self.is_wide) as (wide, narrow):
@@ -135,14 +135,19 @@ class _Place:
         return found
 
 
-def _unpack_form(builder, form, place, out):
+def fetch_ahead(builder, form, place):
+    """Fetch what is read some blocks later."""
     for line in range(0, form.block_bytes, _LINE):
         _prefetch(builder, builder.add(place.start, _int64(_AHEAD + line)))
+
+
+def _unpack_form(builder, form, place, out):
+    fetch_ahead(builder, form, place)
     with cgutils.for_range(builder, _int64(PANEL // LANES)) as loop:
         lane = builder.mul(loop.index, _int64(LANES))
         start = builder.add(place.start, _int64(form.subscale_bytes))
-        pairs = _scales(builder, form, place, lane)
-        codes = _Codes(builder, form, start, lane)
+        pairs = scales_of(builder, form, place, lane)
+        codes = Codes(builder, form, start, lane)
         for i in range(BLOCK):
             value = codes.value(i)
             if pairs:
@@ -155,9 +160,9 @@ def _unpack_form(builder, form, place, out):
             builder.store(value, builder.bitcast(target, value.type.as_pointer()), align=4)
 
 
-def _scales(builder, form, place, lane):
+def scales_of(builder, form, place, lane, *, from_zero=False):
     """Return (scale, offset or None) for each part of a block's inputs; offsets are of codes as
-    they are looked up or read."""
+    they are looked up or read; `from_zero`: as they lie in the panel."""
     if form.bits == 16:
         return []
     span, block = place.span, place.start
@@ -168,19 +173,19 @@ def _scales(builder, form, place, lane):
     for i in range(form.subscales):
         there = builder.add(block, _int64(i * PANEL))
         widen = builder.zext if form.has_offset else builder.sext
-        parts[i:] = [builder.fmul(scale, _byte(builder, _at(builder, there, lane, 1), widen))]
+        parts[i:] = [builder.fmul(scale, _byte(builder, at_lane(builder, there, lane, 1), widen))]
     if form.has_offset:
-        offset = _half(builder, _at(builder, builder.add(span, _int64(2 * PANEL)), lane, 2))
+        offset = _half(builder, at_lane(builder, builder.add(span, _int64(2 * PANEL)), lane, 2))
         if form.subscales:
             there = builder.add(block, _int64(form.subscales * PANEL))
-            least = _byte(builder, _at(builder, there, lane, 1), builder.zext)
+            least = _byte(builder, at_lane(builder, there, lane, 1), builder.zext)
             offset = builder.fneg(builder.fmul(offset, least))
         return [(part, offset) for part in parts]
     if form.has_zeros:
-        there = _at(builder, builder.add(span, place.zeros), lane, 1)
+        there = at_lane(builder, builder.add(span, place.zeros), lane, 1)
         zero = builder.fneg(_byte(builder, there, builder.zext))
         return [(part, builder.fmul(part, zero)) for part in parts]
-    if not form.zero or _is_looked_up(form):
+    if not form.zero or (_is_looked_up(form) and not from_zero):
         return [(part, None) for part in parts]
     return [(part, builder.fmul(part, _floats(-form.zero))) for part in parts]
 
@@ -189,7 +194,7 @@ def _is_looked_up(form):
     return _LOOKS_UP and form.bits == 4
 
 
-class _Codes:
+class Codes:
     """The codes of some outputs in a block, as float32; less `zero`, if they are looked up."""
 
     def __init__(self, builder, form, start, lane):
@@ -205,7 +210,7 @@ class _Codes:
         if bits == 8:
             widen = builder.zext if self._form.has_zeros else builder.sext
             return _byte(builder, self._input(i, 1), widen)
-        low = builder.lshr(self._word(i // 8), _ints(i % 8 * 4))
+        low = builder.lshr(self.word(i // 8), _ints(i % 8 * 4))
         if _is_looked_up(self._form):
             table = [float(x - self._form.zero) for x in range(16)]
             return _look_up(builder, self._form.values or table, low)
@@ -214,7 +219,7 @@ class _Codes:
             return _choose(builder, self._form.values, low)
         if bits > 4:
             more, per_word = bits - 4, 32 // (bits - 4)
-            high = builder.lshr(self._word(4 + i // per_word), _ints(i % per_word * more))
+            high = builder.lshr(self.word(4 + i // per_word), _ints(i % per_word * more))
             high = builder.and_(high, _ints((1 << more) - 1))
             low = builder.or_(low, builder.shl(high, _ints(4)))
         return builder.sitofp(low, ir.VectorType(_F32, LANES))
@@ -222,19 +227,20 @@ class _Codes:
     def _input(self, i, width):
         builder = self._builder
         there = builder.add(self._start, _int64(i * PANEL * width))
-        return _at(builder, there, self._lane, width)
+        return at_lane(builder, there, self._lane, width)
 
-    def _word(self, w):
+    def word(self, w):
+        """Return words of the low four bits of eight inputs each, or of high bits."""
         builder = self._builder
         if w not in self._words:
             there = builder.add(self._start, _int64(w * PANEL * 4))
             pointer = ir.VectorType(_I32, LANES).as_pointer()
-            address = builder.inttoptr(_at(builder, there, self._lane, 4), pointer)
+            address = builder.inttoptr(at_lane(builder, there, self._lane, 4), pointer)
             self._words[w] = builder.load(address, align=4)
         return self._words[w]
 
 
-def _at(builder, start, lane, width):
+def at_lane(builder, start, lane, width):
     """The address of an output's element of `width` bytes."""
     return builder.add(start, builder.mul(lane, _int64(width)))
 

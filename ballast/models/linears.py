@@ -28,7 +28,7 @@ def packed(
     """
     at = np.array([address])
     if form:
-        tables, kernel = quantised.tables(at, n, k, form), quantised.kernel()
+        tables, kernel = quantised.tables(at, n, k, form), quantised.kernel(form)
         from_rows = choices.NEVER
     else:
         tables, kernel = linear.tables(at, n, k), linear.kernel(dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ballast.core.errors import UnsupportedModel
 from ballast.fleet.gguf_header import BLOCK_PREFIX, TYPES, TensorType
+from ballast.kernels.panel_forms import kind_of
 from ballast.kernels.quantised import PackedRows
 
 _NUMBERS = {kind.name: number for number, kind in TYPES.items()}
@@ -59,7 +60,7 @@ _OWN: dict[str, Callable[[Tensor], Tensor]] = {"Q5_0": _q5_0, "Q5_1": _q5_1}
 
 def take_apart(raw: Tensor, name: str) -> PackedRows:
     """Take rows of a type's blocks apart: `raw` is uint8 (n, bytes of a row)."""
-    n = len(raw)
+    n, name = len(raw), kind_of(name)
     if name == "F16":
         return PackedRows(raw, raw.view(torch.float16))
     kind = TYPES[_NUMBERS[name]]

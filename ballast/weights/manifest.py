@@ -22,6 +22,7 @@ from ballast.core.errors import BallastError, CheckpointError, ConfigError, Unsu
 from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.settings import ModelSettings
 from ballast.isolation.limits import Limits
+from ballast.kernels.panel_forms import rounded
 from ballast.weights import packing
 from ballast.weights.architecture import Architecture
 from ballast.weights.assemble import READABLE, Recipe, recipes
@@ -178,6 +179,8 @@ def _layout(
     """Return the segments, and whether they are those of the fast path."""
     packed = settings.linear != "plain"
     forms = _forms(plan, dtype) if packed else packing.NO_FORMS
+    if settings.linear == "int8":
+        forms = {name: rounded(form, plan[name].shape[-1]) for name, form in forms.items()}
     layout = None
     if settings.model_impl != "generic" and not _adapts_in_halves(settings, architecture):
         layout = packing.fused(architecture, dtype, packed=packed, forms=forms)

@@ -151,11 +151,13 @@ def words_on_forms(
 ) -> str:
     """Return a sentence on which of a checkpoint's quantised types stay packed in a model's
     segments; `types`: each with its form."""
-    forms = {tensor.form for segment in segments for tensor in segment.tensors if tensor.form}
+    found = [tensor.form for segment in segments for tensor in segment.tensors if tensor.form]
+    forms = {panel_forms.exact(form) for form in found}
     kept = {name for name, form in types if form in forms}
     left = sorted({name for name, _ in types} - kept)
     words = [f"{', '.join(sorted(kept))} stay packed in memory"] if kept else []
     words += [f"{', '.join(left)} are dequantised to {dtype} at load"] if left else []
+    words += ["activations are rounded to int8"] if forms != {*found} else []
     return "; ".join(words) or f"its matrices are served in {dtype}"
 
 

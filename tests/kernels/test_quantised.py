@@ -17,6 +17,7 @@ from ballast.kernels.panel_forms import (
     number_of,
     packed_bytes,
     panel_bytes,
+    rounded,
 )
 from ballast.kernels.quantised import PackedRows
 from ballast.weights.gguf_blocks import dequantise, take_apart
@@ -63,7 +64,7 @@ def multiply(
     out = torch.full((len(x), width), float("nan"))
     tables = quantised.tables(np.array([packed.data_ptr()]), n, K, name, mode=mode)
     linear.place(tables, len(x), (x.data_ptr(), K), (out.data_ptr(), width))
-    team.run(quantised.kernel(), tables.ctypes.data, threads)
+    team.run(quantised.kernel(name), tables.ctypes.data, threads)
     return out
 
 
@@ -143,7 +144,7 @@ def test_rows_of_no_whole_span_end_with_zeros() -> None:
     tables = quantised.tables(np.array([packed.data_ptr()]), 70, k, name)
     eye = torch.eye(k)
     linear.place(tables, k, (eye.data_ptr(), k), (out.data_ptr(), 70))
-    team.run(quantised.kernel(), tables.ctypes.data, 2)
+    team.run(quantised.kernel(name), tables.ctypes.data, 2)
     assert torch.equal(out.T, quantised.dequantise(rows, name))
 
 
@@ -151,3 +152,45 @@ def test_an_order_of_inputs_is_needed_where_the_form_has_one() -> None:
     rows = matrix("INT8Z-F16:64", 64)[0]
     with pytest.raises(BrokenPromise, match="without the order"):
         quantised.pack(rows, "INT8Z-F16:64+x", K)
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """Rows of inputs as they are rounded to int8, in blocks of 32."""
+    blocks = x.view(len(x), -1, 32)
+    scales = blocks.abs().amax(2, keepdim=True) / 127
+    return ((blocks / scales).round() * scales).view(x.shape)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q4_K", "INT4-BF16:64", "INT4Z-F16:128"])
+def test_activations_in_int8(name: str) -> None:
+    rows, weight = matrix(name, 70)
+    packed = quantised.pack(rows, name, K)
+    x = torch.randn(40, K, generator=torch.Generator().manual_seed(2))
+    x[7, 64:96] = 0
+    form = rounded(name, K)
+    whole = multiply(x, packed, form, 70)
+    expected = rounded_rows(x).nan_to_num() @ weight.T
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(whole, multiply(x, packed, name, 70))
+    for first, many in ((0, 1), (5, 2), (7, 7), (11, 29)):
+        part = x[first : first + many].clone()
+        assert torch.equal(multiply(part, packed, form, 70, threads=1), whole[first : first + many])
+
+
+def test_inputs_in_an_order_are_rounded_in_it() -> None:
+    name = "INT4Z-F16:64+order"
+    draw = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 16, (64, K), generator=draw, dtype=torch.uint8)
+    zeros = torch.full((64, K // 64), 8, dtype=torch.uint8)
+    order = torch.randperm(K, generator=draw).int()
+    rows = PackedRows(codes, torch.ones(64, K // 64).half(), zeros, order=order)
+    x = torch.randn(3, K, generator=draw)
+    turned = rounded_rows(x[:, order.long()].contiguous())
+    expected = turned @ (codes.float() - 8).T
+    found = multiply(x, quantised.pack(rows, name, K), rounded(name, K), 64)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_forms_without_products_of_int8_stay_as_they_are() -> None:
+    assert rounded("FP8-F32:128", K) == "FP8-F32:128"
+    assert rounded("Q4_0", 1 << 20) == "Q4_0"

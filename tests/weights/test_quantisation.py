@@ -218,3 +218,19 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     compare(tmp_path, model, linear="auto")
     types = quantised_types(find_tensors(tmp_path).values())
     assert types == {("MXFP4", "")}
+
+
+def test_activations_in_int8_are_an_option(tmp_path: Path) -> None:
+    model = make(tmp_path, "gptq-order")
+    tokens = torch.randint(0, 331, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = model(tokens[None], use_cache=False).logits[0, -1]
+    served = Served(tmp_path, dtype="float32", model_impl="auto", linear="int8")
+    ours = served.logits(SequenceWork("a", tokens.tolist(), 0, [4, 0, 9, 6], GREEDY))[0]
+    forms = {t.form for s in served.host.segments for t in s.tensors if t.form}
+    types = quantised_types(find_tensors(tmp_path).values())
+    words = words_on_forms(served.host.segments, types, "float32")
+    served.close()
+    assert all(form.endswith("/int8") for form in forms)
+    assert words == "GPTQ int4 stay packed in memory; activations are rounded to int8"
+    assert 1e-4 < (ours - theirs).norm() / theirs.norm() < 0.1

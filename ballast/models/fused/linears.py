@@ -71,7 +71,7 @@ def _tables(
         n = place.n if len(parts) == 1 else tensor.shape[0]
         given: dict[str, Any] = {"mode": place.mode, "bias": bias + 4 * at if bias else 0}
         if tensor.form:
-            kernel = quantised.kernel()
+            kernel = quantised.kernel(tensor.form)
             made = quantised.tables(np.array([address]), n, place.k, tensor.form, **given)
         else:
             kernel = linear.kernel(dtype)
