@@ -9,8 +9,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ballast.core.cost import job_memory
 from ballast.core.model import ModelSpec
-from ballast.core.units import MiB, format_bytes
+from ballast.core.settings import DeviceSettings
+from ballast.core.units import MiB, ceil_div, format_bytes
 from ballast.fleet.model_search import FoundModel, LeftOut
 
 KV_TOKENS = 8192
@@ -24,6 +26,8 @@ it."""
 STEP = 64 * MiB
 """Budgets are multiples of this."""
 LEAST = 256 * MiB
+DEVICE = DeviceSettings(budget_bytes=LEAST)
+"""Settings of the drafted devices, for the size of their jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,10 @@ class MachineMemory:
 
 def wanted_bytes(specs: Sequence[ModelSpec]) -> int:
     """Return the bytes with which all models stay on the device at once, with KV for
-    `KV_TOKENS` each."""
-    kv = (s.kv_bytes_per_token * min(KV_TOKENS, 2 * s.max_model_len) for s in specs)
-    return sum(s.weight_bytes for s in specs) + sum(kv)
+    `KV_TOKENS` each, and activations; a multiple of STEP."""
+    kv = sum(s.kv_bytes_per_token * min(KV_TOKENS, 2 * s.max_model_len) for s in specs)
+    jobs = max(job_memory(s, DEVICE.step_tokens, DEVICE.step_logits).n_bytes for s in specs)
+    return ceil_div(sum(s.weight_bytes for s in specs) + kv + jobs, STEP) * STEP
 
 
 def host_budget(specs: Sequence[ModelSpec], available: int) -> int:
@@ -48,7 +53,7 @@ def host_budget(specs: Sequence[ModelSpec], available: int) -> int:
     their weights, which it holds as well."""
     beside = sum(s.weight_bytes for s in specs)
     room = int(available * HOST_SHARE) - beside
-    return max(LEAST, min(wanted_bytes(specs), room) // STEP * STEP)
+    return max(LEAST, min(wanted_bytes(specs), room // STEP * STEP))
 
 
 def draft(
@@ -80,12 +85,10 @@ def draft(
         lines.append(f"  - {{name: 'cuda:{i}', budget: {budget}}}")
     if not machine.gpus:
         budget = _size(host_budget(every, machine.available))
-        lines.append(f"  - {{budget: {budget}}}  # all at once would take {_size(_up(every))}")
+        lines.append(
+            f"  - {{budget: {budget}}}  # all at once would take {_size(wanted_bytes(every))}"
+        )
     return "\n".join(lines) + "\n"
-
-
-def _up(specs: Sequence[ModelSpec]) -> int:
-    return -(-wanted_bytes(specs) // STEP) * STEP
 
 
 def _size(n_bytes: int) -> str:

@@ -166,6 +166,7 @@ class Service:
         """Submit texts to be embedded; `answer_id` begins the ids of their submissions. Raises
         RequestError, Fault or Unavailable."""
         arrived = self.clock.now()
+        context.model = request.model
         spec = await self.models.arrived(request.model, context.caller)
         self.check_fields(request)
         if not spec.embeds:

@@ -135,6 +135,8 @@ class RequestContext:
     streamed: bool = False
     gone: bool = False
     """Whether the client left before the response was complete."""
+    model: str = ""
+    """Model that it asks for, as its client wrote it; empty: none."""
     request: GenerateRequest | None = None
     left_out: Sequence[str] = ()
     """Parts of the request that it is answered without, such as tools of kinds that cannot run."""

@@ -29,7 +29,7 @@ class RequestNow(msgspec.Struct, frozen=True):
     model: str
     path: str
     state: Literal["waiting", "generating", "ended"]
-    """`waiting`: it has no token yet."""
+    """`waiting`: it has no token yet; its model may have to be loaded first."""
     age: float
     """Since it arrived."""
     seconds: float | None
@@ -77,14 +77,14 @@ class RecentRequests:
     def over(self, context: RequestContext) -> None:
         """Note that a request's response has ended, or that its client has left."""
         self._open.pop(context, None)
-        if _asks_model(context):
+        if context.model:
             now = self._clock.now()
             self._ended.append((now, _described(context, now)))
 
     def listed(self, last: int) -> RequestList:
         """Return all open requests, and the `last` that ended."""
         now = self._clock.now()
-        opened = [_described(context, now) for context in self._open if _asks_model(context)]
+        opened = [_described(context, now) for context in self._open if context.model]
         ended = [
             msgspec.structs.replace(one, age=round(one.age + now - at, 4))
             for at, one in list(self._ended)[max(0, len(self._ended) - last) :]
@@ -92,13 +92,8 @@ class RecentRequests:
         return RequestList(opened, ended[::-1])
 
 
-def _asks_model(context: RequestContext) -> bool:
-    return context.answer is not None or context.request is not None
-
-
 def _described(context: RequestContext, now: float) -> RequestNow:
     answer, ended = context.answer, context.ended
-    asked = "" if context.request is None else context.request.model
     timings = [] if answer is None else answer.timings
     usage = None if answer is None else answer.usage
     output = 0 if usage is None else usage.completion_tokens
@@ -108,7 +103,7 @@ def _described(context: RequestContext, now: float) -> RequestNow:
     return RequestNow(
         request_id=context.request_id,
         key=context.caller.name,
-        model=asked if answer is None else answer.model,
+        model=context.model if answer is None else answer.model,
         path=context.path,
         state=state if ended is None else "ended",
         age=round(now - context.began, 4),

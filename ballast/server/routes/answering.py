@@ -49,6 +49,7 @@ class Asked:
 async def answer_request(service: Service, asked: Asked, request: Request) -> Response:
     """Answer a request in the form of its API."""
     context = context_of(request.scope)
+    context.model = asked.request.model
     if isinstance(asked.request, ChatRequest):
         context.left_out = asked.request.left_out
     generation = None

@@ -32,7 +32,7 @@ def asked(clock: VirtualClock, name: str = "r", answer: Answer | None = None) ->
     context = RequestContext(
         "POST", "/v1/completions", began=clock.now(), request_id=name, caller=Caller(key)
     )
-    context.answer = answer
+    context.answer, context.model = answer, "" if answer is None else "a"
     return context
 
 
@@ -68,6 +68,17 @@ def test_a_request_waits_generates_and_ends() -> None:
     assert listed.open == []
     assert (one.state, one.seconds, one.age, one.finish) == ("ended", 4.0, 10.0, ["stop"])
     assert b"cached_tokens_by_tier" in msgspec.json.encode(listed)
+
+
+def test_a_request_is_listed_while_its_model_is_loaded() -> None:
+    clock = VirtualClock()
+    requests, context = RecentRequests(clock), asked(clock)
+    context.model = "late"
+    requests.arrived(context)
+    (one,) = requests.listed(0).open
+    assert (one.model, one.state, one.choices, one.finish) == ("late", "waiting", 0, [])
+    end(requests, context, clock)
+    assert [one.status for one in requests.listed(1).ended] == [499]
 
 
 def test_what_asks_no_model_is_not_listed_and_the_ended_ones_are_bounded() -> None:
