@@ -128,7 +128,7 @@ def curve_cases(
                     if GROUPS[name].shares:
                         rows = SHARE_ROWS + KVSWAPS * full
                         yield from (replace(case, row=row, sharing="shares") for row in rows)
-                        yield from (replace(case, row=row, **PAPER) for row in SHARE_ROWS)
+                        yield from (replace(case, row=row, sharing="paper") for row in SHARE_ROWS)
 
 
 def averaged(found: Mapping[Case, float]) -> float | None:
