@@ -46,12 +46,12 @@ class ElasticLending(FleetPolicy):
 
     A device that lacks pages recalls them (ScaleUp); those that lack none lend what they can spare
     (ScaleDown) to devices that lack some, or that have just forgotten cached prefixes to make room:
-    first what requests lack, then as much as was forgotten. Lacking compares all waiting requests
-    with free pages, unused borrowed ones and cached prefixes. A device spares what is beyond its
-    models' weights, the most pages that were needed at once in the last `window` seconds and one
-    more request of mean length; only free pages, so that no cached prefix of its own makes way.
-    Pages without which their borrower has had room for all of its KV for `window` seconds are
-    recalled.
+    first what requests lack, then as much as was forgotten and one more request takes. Lacking
+    compares all waiting requests with free pages, unused borrowed ones and cached prefixes. A
+    device spares what is beyond its models' weights, the most pages that were needed at once in the
+    last `window` seconds and one more request of mean length; only free pages, so that no cached
+    prefix of its own makes way. Pages without which their borrower has had room for all of its KV
+    for `window` seconds are recalled.
 
     `published`: Algorithm 1 as it is in the paper. One request (of mean length, of those waiting)
     is compared with all of the device's pages, used or not; all free pages beyond the longest
@@ -169,7 +169,8 @@ class _Book:
             (h.lacking or h.forgotten_blocks) and n.kv_bytes_per_token * n.block_tokens <= page
             for h, n in self._served
         )
-        return min(self.lack + self.forgotten, self.may_borrow) if any(usable) else 0
+        ahead = self._one_more() if self.forgotten else 0  # else the next one forgets some again
+        return min(self.lack + self.forgotten + ahead, self.may_borrow) if any(usable) else 0
 
     @property
     def reason(self) -> str:

@@ -117,6 +117,8 @@ def test_a_device_that_forgets_prefixes_borrows_room_for_as_many() -> None:
     assert asked(ElasticLending()(seen, None)) == [("LendPages", "b", "a", 7)]
     (lend,) = ElasticLending()(seen, None).actions
     assert lend.why == "a has forgotten prefixes of 7 pages, b can spare 50"
+    ahead = replace(a, hosting=(replace(a.hosting[0], traffic=Traffic(1.0, 5 * 16, 0)),))
+    assert decide(ElasticLending(), ahead, device("b", 50)) == [("LendPages", "b", "a", 7 + 5)]
     short = device("c", 0, waiting=1, tokens=46 * 16)  # requests come first
     assert decide(ElasticLending(), a, device("b", 50), short) == [
         ("LendPages", "b", "c", 46),
