@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 from mmap import PAGESIZE
 
-from ballast.core.units import ceil_div
+from ballast.core.units import MiB, ceil_div
 from ballast.memory import syscalls as sys
+
+TABLE_BYTES = 2 * MiB
+"""What a page table maps: between addresses that begin with one, page tables move whole."""
 
 
 def reserve_aligned(n_bytes: int, alignment: int) -> int:
@@ -23,6 +26,18 @@ def reserve_aligned(n_bytes: int, alignment: int) -> int:
     if tail := found + alignment - base:
         sys.munmap(base + n_bytes, tail)
     return base
+
+
+def map_aligned(fd: int, n_bytes: int) -> int:
+    """Map a file read only, populated, from the begin of a page table on, so that its page tables
+    can move by whole tables (`share`); returns the address. Raises OSError."""
+    address = reserve_aligned(_whole(n_bytes), TABLE_BYTES)
+    flags = sys.MAP_SHARED | sys.MAP_POPULATE | sys.MAP_FIXED
+    try:
+        return sys.mmap(address, n_bytes, sys.PROT_READ, flags, fd)
+    except OSError:
+        sys.munmap(address, _whole(n_bytes))
+        raise
 
 
 def unback(address: int, n_bytes: int) -> None:

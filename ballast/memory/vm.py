@@ -127,6 +127,7 @@ class WithoutHost:
     """Base of each `Vm` whose device cannot read host memory in place."""
 
     maps_host = False
+    table_pages = 1
 
     def map_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
         raise DeviceError("host memory", "this device does not read it in place")
@@ -189,6 +190,9 @@ class Vm(Protocol):
     def unmap(self, range: Range, at: int, n: int) -> None:
         """Unmap the pages of `n` indices. They keep their contents."""
 
+    table_pages: int
+    """Pages of a page table, at whose multiples in a range what is mapped begins best: page tables
+    then move by whole tables. 1: none move."""
     maps_host: bool
     """Whether host memory can be mapped into ranges; if not, `map_host` raises DeviceError."""
 

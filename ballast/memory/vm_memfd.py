@@ -15,10 +15,16 @@ from typing import TypeVar
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
-from ballast.core.units import KiB, MiB, ceil_div
+from ballast.core.units import KiB, ceil_div
 from ballast.memory import huge_pages
 from ballast.memory import syscalls as sys
-from ballast.memory.address_space import end_share, reserve_aligned, share, unback
+from ballast.memory.address_space import (
+    TABLE_BYTES,
+    end_share,
+    reserve_aligned,
+    share,
+    unback,
+)
 from ballast.memory.mapping_table import MappingTable
 from ballast.memory.memfd import DeviceFile, mapped_pages
 from ballast.memory.runs import runs_of
@@ -30,7 +36,6 @@ _POPULATE_STEP = 256 * KiB
 """Most bytes populated by one call. While it runs (about 0.6 ms at the 0.4 GB/s of first touch) it
 holds the process's memory map for reading, and every `mmap` of the loop waits for it."""
 
-_TABLE_BYTES = 2 * MiB
 """Addresses that one table of the lowest level covers, where pages of the system have 4 KiB."""
 
 _RECOUNT_AFTER = 4096
@@ -175,6 +180,10 @@ class MemfdVm:
 
     maps_host = True
 
+    @property
+    def table_pages(self) -> int:
+        return self._alignment // self.page_bytes if self._moves else 1
+
     def map_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
         n = ceil_div(n_bytes, self.page_bytes)
         self._mappings.check_map_host(range, at, n)
@@ -277,9 +286,8 @@ class MemfdVm:
 
     @property
     def _alignment(self) -> int:
-        """Alignment of addresses: page tables move by whole tables where both sides begin with
-        one."""
-        return max(self.page_bytes, _TABLE_BYTES)
+        """Alignment of addresses, at which page tables move by whole tables."""
+        return max(self.page_bytes, TABLE_BYTES)
 
     def _map_window(self, first: int, n: int) -> None:
         self._map_run(self.window.address(first), first, n, prefault=False)

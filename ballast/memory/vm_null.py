@@ -74,6 +74,7 @@ class NullVm:
         self._mappings.unmap(range, at, n)
 
     maps_host = True
+    table_pages = 1
 
     def map_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
         n = ceil_div(n_bytes, self.page_bytes)

@@ -1,6 +1,7 @@
 """Keep one model's weights on one device: map pages, load, evict and rotate layers.
 
-All segments lie in one range of addresses, each beginning at a page, in load order::
+All segments lie in one range of addresses, in load order, each beginning at a page; at the first
+page of a page table where these move::
 
     segment     |    0: embeddings    |  1: layer 0   |  2: layer 1   | ...
     pages       |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |  8  | ...
@@ -25,7 +26,6 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.residency_plan import ResidencyPlan, Unit
 from ballast.core.rotation import WHOLE, Rotation
-from ballast.core.units import ceil_div
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.transfer import Link
@@ -33,7 +33,7 @@ from ballast.memory.vm import Vm
 from ballast.weights.load_order import load_order, segments_to_bring
 from ballast.weights.promotion import Promotion
 from ballast.weights.segment_mapping import SegmentMapping
-from ballast.weights.segment_table import PlacedSegment, place_segments
+from ballast.weights.segment_table import PlacedSegment, place_segments, range_pages
 from ballast.weights.shared import SharedSegment
 from ballast.weights.slots import LayerPages, Slots
 from ballast.weights.weight_stream import WeightStream
@@ -78,14 +78,15 @@ class WeightsOnDevice:
         self.shared: tuple[SharedSegment, ...] = ()
         self._link = link
         self._pool = pool
-        n_pages = sum(ceil_div(n, vm.page_bytes) for n in spec.segment_bytes)
+        n_pages = range_pages(spec, vm.page_bytes, vm.table_pages)
         self._range = BackedRange(pool, vm, f"weights:{spec.name}", n_pages * vm.page_bytes)
         self._mapping = SegmentMapping(pool, self._range)
         self.slots = Slots(spec.name, pool, self._range)
         self.promotion = Promotion(spec.name, pool, self._range, link)
         """Brings segments that passes read in place to pages."""
         self.stream = stream
-        self._tabulate(place_segments(spec, self._range, host_addresses, shared or {}))
+        where = (host_addresses, shared or {}, vm.table_pages)
+        self._tabulate(place_segments(spec, self._range, *where))
         layers = self.segments[1 : 1 + spec.n_layers]
         if stream is not None:
             stream.add_weights([s.copy for s in layers])
@@ -248,8 +249,7 @@ class WeightsOnDevice:
                 segment.filler = None
 
     def transfer_stopped(self) -> None:
-        """Handle the end of a transfer that was stopped: other models may load the shared segments,
-        and no job will wait for layers."""
+        """Handle the end of a stopped transfer as its failure; no job will wait for layers."""
         self.transfer_failed()
         if self.stream is not None:
             self.stream.forget()

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ballast.core.errors import DeviceError
 from ballast.core.units import ceil_div, format_bytes
 from ballast.memory import syscalls
+from ballast.memory.address_space import map_aligned
 from ballast.memory.host_memory import available
 from ballast.weights.segment import Fill, Piece, Segment, whole_pages
 
@@ -36,8 +37,7 @@ class SealedSegment:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE == _SIZE
             if not sealed or os.fstat(fd).st_size != n_bytes:
                 raise DeviceError("host tier", "another process's segment is none")
-            shared = syscalls.MAP_SHARED | syscalls.MAP_POPULATE
-            self.address = syscalls.mmap(0, n_bytes, syscalls.PROT_READ, shared, fd)
+            self.address = map_aligned(fd, n_bytes)
         except BaseException:
             os.close(fd)
             raise

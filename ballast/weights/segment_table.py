@@ -34,15 +34,28 @@ class PlacedSegment:
         return Copy(self.address, self.host_address, self.n_bytes)
 
 
+def range_pages(spec: ModelSpec, page_bytes: int, table_pages: int) -> int:
+    """Return the pages of the range that `place_segments` needs."""
+    return sum(_slots(n, page_bytes, table_pages) for n in spec.segment_bytes)
+
+
+def _slots(n_bytes: int, page_bytes: int, table_pages: int) -> int:
+    """Return the indices up to the next segment, which begins with a page table."""
+    return ceil_div(ceil_div(n_bytes, page_bytes), table_pages) * table_pages
+
+
 def place_segments(
     spec: ModelSpec,
     range: BackedRange,
     host_addresses: Sequence[int],
     shared: Mapping[str, SharedSegment],
+    table_pages: int,
 ) -> tuple[PlacedSegment, ...]:
-    """Give each segment of a model its pages in `range`, in load order.
+    """Give each segment of a model its pages in `range`, in load order, each from the begin of a
+    page table on, as in the host tier: page tables move by whole tables between the two.
 
-    `shared`: by digest, the segments whose pages are not the model's own.
+    `shared`: by digest, the segments whose pages are not the model's own; `table_pages`: pages of a
+    page table (`Vm.table_pages`).
     """
     digests = spec.segment_digests or [""] * len(spec.segment_bytes)
     placed: list[PlacedSegment] = []
@@ -51,7 +64,7 @@ def place_segments(
         n_pages = ceil_div(n_bytes, range.page_bytes)
         address = range.address(at)
         placed.append(PlacedSegment(at, n_pages, n_bytes, address, host, shared.get(digest)))
-        at += n_pages
+        at += _slots(n_bytes, range.page_bytes, table_pages)
     return tuple(placed)
 
 
