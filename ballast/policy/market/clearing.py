@@ -55,10 +55,11 @@ def clear(
         instead = False
         bounded = claim.weights and claim.gain < math.inf
         kept = min(reserve, max(0, budget.coming)) if bounded else 0
-        if lacked + kept > 0:
-            find = partial(supply.cheapest, budget, claim, lacked + kept)
+        lacked += kept
+        if lacked > 0:
+            find = partial(supply.cheapest, budget, claim, lacked)
             budget.coming -= kept
-            chosen = cover_one(claim, find, budget, lacked + kept, by_price=True)
+            chosen = cover_one(claim, find, budget, lacked, by_price=True)
             budget.coming += kept
             if chosen is None:
                 uncovered.append(claim)

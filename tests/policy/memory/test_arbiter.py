@@ -168,3 +168,14 @@ def test_absences_of_models_with_requests_are_learned() -> None:
     assert (first.since, first.mean) == ({"w": 100.0}, None)
     back = replace(at_100(FIRST, others, replace(waits, residency=Residency.RESIDENT)), now=104.0)
     assert first.updated(back).mean == 4.0
+
+
+def test_weights_that_leave_free_pages_to_kv_come_onto_others() -> None:
+    """They lack pages only because of those that they leave."""
+    wanting = model("w", ABSENT, pages=8, waiting=(urgent(9), urgent(8)), first=1)
+    waiting = tuple(urgent(10 + i) for i in range(8))
+    queue = model("q", waiting=waiting, first=2, running=(decoding(2, 9.0),))
+    idle = parted(model("i", pages=40, last_used=10.0))
+    found = acts(at_100(FIRST, wanting, queue, idle, free=9))
+    assert evicted(found) == {"i": 4}
+    assert "Activate" in map(kind, found)
