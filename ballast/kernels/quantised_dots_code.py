@@ -63,6 +63,8 @@ _F32, _I64, _I32, _I16, _I8 = (
 )
 _FLOATS, _INTS = types.CPointer(types.float32), types.CPointer(types.int32)
 _LEVELS = np.float32(127.0)
+_LEAST = np.float32(1e-30)
+"""Inputs that are not more are rounded to zero: of less, levels over them are infinite."""
 
 _inputs_memory = intrinsic(on_stack(_MOST // 4))
 _scales_memory = intrinsic(on_stack(2 * _MOST // BLOCK))
@@ -182,7 +184,7 @@ def _round_inputs(table, first, rows, blocks, inputs, scales):
             for i in range(b * BLOCK, min(k, (b + 1) * BLOCK)):
                 at = int32_at(table[ORDER])[i] if table[ORDER] != 0 else i
                 most = max(most, abs(x[row * stride + at]))
-            inverse = _LEVELS / most if most > 0 else np.float32(0.0)
+            inverse = _LEVELS / most if most > _LEAST else np.float32(0.0)
             total = 0
             for w in range(_WORDS):
                 word = 0
