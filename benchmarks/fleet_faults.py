@@ -1,9 +1,10 @@
 """Faults of a fleet in virtual time: every seed is a schedule that replays.
 
 Two to eight devices, clients that leave or stop reading, orders to migrate, to lend and to recall,
-prefill and decode apart; workers die at any moment, connections stand still for seconds, weights do
-not come, pages are not returned. The controller is the server's (`ballast.control`), the workers
-are those of `benchmarks.fault_world`, which lend by the engine's code.
+to place and withdraw models and to drain devices, also by a fleet policy, prefill and decode apart;
+workers die at any moment, connections stand still for seconds, weights do not come, pages are not
+returned. The controller is the server's (`ballast.control`), the workers are those of
+`benchmarks.fault_world`, which lend by the engine's code.
 
 - `lost`: accepted requests without an end (goal 0).
 - `repeated`: tokens out of order or after an end, and second ends (goal 0).
@@ -13,6 +14,7 @@ are those of `benchmarks.fault_world`, which lend by the engine's code.
 - `twice`: lent pages that their lender had back while a borrower still mapped them, and pages of a
   dead worker that are mapped when its successor starts (0).
 - `overdue`: pages that a borrower keeps, and lives, long after they were due (0).
+- `homeless`: models that no device is to serve any more that takes requests (0).
 - `deaths`, `moved`: workers that died, and requests that migrated with their KV.
 - `lent`, `kills`: pages lent, and workers that were killed because they did not return them.
 """
