@@ -51,8 +51,10 @@ COMPARED = defaults(OURS, *chain.from_iterable(ROWS.values()))
 OWN = (
     "memory/arbiter.py",
     "market/clearing.py",
+    "market/distortion.py",
     "market/harm.py",
     "market/outlook.py",
+    "market/work_ahead.py",
     "supply/",
     "presets.py",
 )
