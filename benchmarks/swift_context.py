@@ -105,7 +105,7 @@ def longest(device: str, master: ModelFacts, workers: Sequence[ModelFacts]) -> L
     short = [
         max(n, whole if n < c else 0) for n, c in zip(alone, (CHUNK_8K, CHUNK_32K), strict=True)
     ]
-    return Longest(*short, whole, one * BLOCK, two * BLOCK)
+    return Longest(short[0], short[1], whole, one * BLOCK, two * BLOCK)
 
 
 def computed() -> dict[str, dict[str, Longest]]:
