@@ -190,11 +190,13 @@ class Vm(Protocol):
     def unmap(self, range: Range, at: int, n: int) -> None:
         """Unmap the pages of `n` indices. They keep their contents."""
 
-    table_pages: int
-    """Pages of a page table, at whose multiples in a range what is mapped begins best: page tables
-    then move by whole tables. 1: none move."""
     maps_host: bool
     """Whether host memory can be mapped into ranges; if not, `map_host` raises DeviceError."""
+
+    @property
+    def table_pages(self) -> int:
+        """Pages of a page table, at whose multiples in a range what is mapped begins best: page
+        tables then move by whole tables. 1: none move."""
 
     def map_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
         """Map host memory beneath range indices `at ..`, read only, in place of pages.
