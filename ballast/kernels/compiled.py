@@ -1,24 +1,33 @@
 """Compile kernels by Numba, and keep the machine code on disk where a directory can be written.
 
 Numba refuses to compile with a cache that it cannot place. Here a machine without one, as with a
-file system that is read only or full, compiles its kernels anew at each start.
+file system that is read only or full, compiles its kernels anew at each start. Numba also takes
+machine code from the cache as long as a kernel's own file is as it was, whatever became of the
+files whose functions it calls. Here code of other sources is removed.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numba
 from numba import cfunc, njit
+
+from ballast.fleet.atomic_file import locked, replace
 
 log = logging.getLogger(__name__)
 
 _TRIAL_BYTES = 1 << 16
 """Bytes written for a moment to see whether there is room: less than one kernel takes."""
+_MARK = "ballast-kernels.sha256"
+"""File beside the machine code, with the digest of the sources that it was compiled from."""
 
 
 @functools.cache
@@ -29,6 +38,7 @@ def cache_directory() -> Path | None:
         path = Path(njit(cache=True)(_trial).stats.cache_path)
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(os.urandom(_TRIAL_BYTES))
+        keep_only(path, digest_of(Path(__file__).parent.glob("*.py")))
     except (OSError, RuntimeError):  # Numba's, for a function that it finds no place for
         return None
     return path
@@ -44,6 +54,27 @@ def is_kept() -> bool:
         "be written; name one in NUMBA_CACHE_DIR"
     )
     return False
+
+
+def digest_of(sources: Iterable[Path]) -> str:
+    """Return a hex digest of source files, in the order of their names, and Numba's version."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for file in sorted(sources):
+        text = file.read_bytes()
+        digest.update(f"\0{file.name}\0{len(text)}\0".encode() + text)
+    return digest.hexdigest()
+
+
+def keep_only(directory: Path, digest: str) -> None:
+    """Remove machine code from `directory` that was not compiled from the sources of this digest.
+    Raises OSError."""
+    mark = directory / _MARK
+    with locked(directory):
+        if mark.is_file() and mark.read_text() == digest:
+            return
+        for file in directory.glob("*.nb[ic]"):
+            file.unlink(missing_ok=True)
+        replace(mark, digest.encode())
 
 
 def compiled(signature: Any, kernel: Any) -> Any:

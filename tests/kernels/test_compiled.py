@@ -13,6 +13,7 @@ from ballast.bench import doctor_machine
 from ballast.bench.doctor_finding import Verdict
 from ballast.kernels import choice_file
 from ballast.kernels.choice_file import ChoiceFile, KernelChoice
+from ballast.kernels.compiled import digest_of, keep_only
 
 COMPILES = """
 import logging, sys
@@ -96,3 +97,25 @@ def test_the_doctor_says_what_can_be_kept(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv(choice_file.VARIABLE)
     monkeypatch.setattr(doctor_machine, "cache_directory", lambda: None)
     assert "no place for compiled kernels" in doctor_machine.caches().found
+
+
+def test_code_of_other_sources_is_removed(tmp_path: Path) -> None:
+    """A kernel's own file may be as it was, and a function that it calls another."""
+    sources, kept = tmp_path / "sources", tmp_path / "kept"
+    sources.mkdir()
+    kept.mkdir()
+    (sources / "kernel.py").write_text("a")
+    callee = sources / "callee.py"
+    callee.write_text("b")
+    before = digest_of(sources.glob("*.py"))
+    keep_only(kept, before)
+    for name in ("kernel.nbi", "kernel.1.nbc", "other.py"):
+        (kept / name).touch()
+    keep_only(kept, digest_of(sources.glob("*.py")))
+    assert len(list(kept.glob("kernel.*"))) == 2
+    callee.write_text("c")
+    after = digest_of(sources.glob("*.py"))
+    assert after != before
+    keep_only(kept, after)
+    assert not list(kept.glob("*.nb*"))
+    assert (kept / "other.py").exists()
