@@ -74,7 +74,7 @@ class PendingCommands:
         """Fail all commands with Unavailable: none of them will be answered."""
         for command, outcome in self._pending.values():
             if not outcome.done():
-                what = f"{type(command).__name__.lower()} was not done: {reason}"
+                what = f"{command.verb} was not done: {reason}"
                 outcome.set_exception(Unavailable(what))
                 outcome.exception()  # its caller may be gone: no warning
         self._pending.clear()

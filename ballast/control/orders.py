@@ -219,7 +219,7 @@ class Orders:
             step = run.awaited.get(number)
             if isinstance(step, SendCommand | ServeModel) and step.device == device:
                 what = step.command if isinstance(step, SendCommand) else "add"
-                name = what if isinstance(what, str) else type(what).__name__.lower()
+                name = what if isinstance(what, str) else what.verb
                 why = f"{name} was not done: {self._fleet.down(device)}"
                 self._answered(number, CommandOutcome("unavailable", why))
 

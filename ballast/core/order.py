@@ -176,6 +176,11 @@ class Order:
     exclusive: ClassVar[bool] = False
     """Whether it changes which devices serve which models: of these one is under way at a time."""
 
+    @property
+    def verb(self) -> str:
+        """What it does, in a word for messages."""
+        return type(self).__name__.removesuffix("Command").lower()
+
     def refusal(self, fleet: FleetSettings, served: Collection[str]) -> str | None:
         """Return why it cannot be carried out, judged by the fleet's settings and the models that
         are served; None: the devices decide."""
