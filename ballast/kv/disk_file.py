@@ -9,14 +9,13 @@ it cannot be used, KV is computed, and the file removed, so that it keeps no KV 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sqlite3
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
-
-import msgspec
+from typing import Any
 
 from ballast import __version__
 from ballast.core.errors import DeviceError
@@ -34,15 +33,7 @@ _TABLE = """CREATE TABLE IF NOT EXISTS blocks (
     checksum INTEGER, data BLOB)"""
 _LIST = """SELECT name, parent, n_bytes, model, tenant, seconds, checksum FROM blocks
     ORDER BY rowid"""
-_Row = tuple[
-    bytes,
-    bytes,
-    Annotated[int, msgspec.Meta(ge=1)],
-    str,
-    str,
-    Annotated[float, msgspec.Meta(ge=0)],
-    Annotated[int, msgspec.Meta(ge=0)],
-]
+_TYPES = (bytes, bytes, int, str, str, float, int)
 """Types of a row of `_LIST`."""
 
 
@@ -174,11 +165,13 @@ def _faults() -> Iterator[None]:
 def _found(row: tuple[object, ...]) -> tuple[KvBlock, int]:
     """Return a block that was there, and its checksum. Raises DatabaseError for what no server has
     written."""
-    try:
-        *fields, checksum = msgspec.convert(row, _Row)
-    except msgspec.ValidationError as error:
-        raise sqlite3.DatabaseError(f"a row is damaged: {error}") from error
-    return KvBlock(*fields), checksum
+    values: tuple[Any, ...] = row
+    if len(row) != len(_TYPES) or not all(map(isinstance, row, _TYPES)):
+        raise sqlite3.DatabaseError("a row is damaged: a value of another type")
+    *_, n_bytes, _, _, seconds, checksum = values
+    if n_bytes < 1 or not 0 <= seconds < math.inf or checksum < 0:
+        raise sqlite3.DatabaseError("a row is damaged: a number out of its range")
+    return KvBlock(*values[:-1]), checksum
 
 
 def _make_private(directory: Path, file: Path) -> tuple[int, int]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from tests.cluster.test_fleet_book import MODEL
 
 from ballast.control.device_record import DeviceRecord
 from ballast.control.request_router import RequestRouter
@@ -25,6 +24,7 @@ from ballast.sim.model_catalogue import facts
 from ballast.transport.worker_messages.codec import ToWorker
 from ballast.transport.worker_messages.lifecycle_messages import ReadyMsg
 from benchmarks.fault_world import Client, VirtualTimers
+from tests.control.test_fleet_view import MODEL
 from tests.policy.worlds import spec
 
 MODELS = {name: replace(spec(name), slo=Slo(ttft=2.0, tpot=0.1)) for name in "abc"}

@@ -161,7 +161,7 @@ def test_what_operators_do_is_news(world: World) -> None:
     before = len(world.policy.at)
     assert world.device.join(now, spec("c", 10), COSTS) is None
     assert len(world.policy.at) > before
-    world.device.leave(world.device.clock.now(), "c")
+    world.device.leave(world.device.clock.now(), "c", lambda why: None)
     assert "c" not in world.device.state.models
 
 

@@ -107,7 +107,7 @@ def test_a_model_leaves_while_its_load_is_being_stopped(monkeypatch: pytest.Monk
     device.submit(asked("other", "n", 0.6))
     device.advance(0.61)
     assert device.state.models["m"].residency is Residency.EVICTING
-    device.leave(0.61, "m")
+    device.leave(0.61, "m", lambda why: None)
     assert "m" in device.state.models, "a piece of its load is in flight"
     stop(*stopped)
     device.finish(9.0)

@@ -175,7 +175,7 @@ class Device(RuleBasedStateMachine):
     @precondition(lambda self: LATER in self.state.named)
     @rule()
     def leave(self) -> None:
-        self.device.leave(self.device.clock.now(), LATER)
+        self.device.leave(self.device.clock.now(), LATER, lambda why: None)
 
     # -- what the policy does -------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ below as it is printed. To run it longer, with other seeds:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -19,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ballast.policy.market.cover
-from ballast.core.view import DeviceView
 from ballast.engine.promises import Promises
-from ballast.policy.market.claim_and_offer import Claim, Offer, Source
+from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.cover import AcceptedOffer
 from ballast.policy.market.page_budget import PageBudget
 from tests.sim.scenarios import (
@@ -334,14 +333,14 @@ def _take_all(patch: pytest.MonkeyPatch) -> None:
     cover_one = ballast.policy.market.cover.cover_one
 
     def cover(
-        view: DeviceView,
         claim: Claim,
-        sources: Sequence[Source],
+        find: Callable[[], Iterable[Offer]],
         budget: PageBudget,
         lacked: int,
+        *,
         by_price: bool,
     ) -> list[AcceptedOffer] | None:
-        chosen = cover_one(view, claim, sources, budget, lacked, by_price)
+        chosen = cover_one(claim, find, budget, lacked, by_price=by_price)
         if chosen is None:
             budget.coming = budget.free = budget.borrowed = 0
         return chosen

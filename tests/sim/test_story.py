@@ -182,7 +182,7 @@ def test_models_that_come_and_go_replay(tmp_path: Path) -> None:
             for n, r in enumerate([*mine, *mine]):
                 sim.submit(replace(r, id=f"{r.id}-{n}", arrival=i + 0.01 * n))
         sim.advance(len(specs) + 1.0)
-        sim.leave(len(specs) + 1.0, specs[0].name)
+        sim.leave(len(specs) + 1.0, specs[0].name, lambda why: None)
         sim.finish(len(specs) + 2.0)
         file.close()
         (life,) = read_device_stories(tmp_path / f"{seed}")
