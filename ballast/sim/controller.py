@@ -282,7 +282,7 @@ class SimController:
             assert isinstance(command, ActivateCommand | EvictCommand), (
                 "nothing else is sent to one device"
             )
-            id = f"{type(command).__name__.lower()}-{command.model}-{self._now!r}"
+            id = f"{command.verb}-{command.model}-{self._now!r}"
             to.order(self._now, id, command, lambda why: end(_outcome(why)))
 
     def _removed(self, device: str, model: str, end: Answered, why: str | None) -> None:

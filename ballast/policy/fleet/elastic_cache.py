@@ -1,13 +1,13 @@
-"""Compute SwiftCache's sizes: elastic units, the split of a master's cache, Algorithm 1.
+"""Compute SwiftCache's elastic units, and what Algorithm 1 moves (3.3).
 
 Section and equation numbers are the paper's. Blocks are KV blocks of all layers unless stated.
-Used by `policy.fleet.elastic_lending`; pure arithmetic.
+Used by `policy.fleet.elastic_lending`; pure arithmetic. `kv.stream_caches` sizes the caches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ballast.core.units import ceil_div
@@ -32,28 +32,6 @@ def elastic_units(master: int, worker: int) -> ElasticUnits:
     blocks of the other."""
     common = math.lcm(master, worker)
     return ElasticUnits(common // master, common // worker)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSplit:
-    """A master's cache (equations 4 and 5)."""
-
-    stream: int
-    """Blocks of one layer in the layer stream cache: as many as workers hold for it."""
-    regular: int
-    """Blocks of all layers in the regular cache."""
-
-    @property
-    def longest(self) -> int:
-        """Blocks of the longest context."""
-        return self.stream + self.regular
-
-
-def cache_split(own: int, workers: Sequence[int], layers: int) -> CacheSplit:
-    """Split a master's memory of `own` single-layer blocks, given the whole blocks that each worker
-    can hold for it."""
-    stream = min(sum(workers), own)
-    return CacheSplit(stream, (own - stream) // layers)
 
 
 def scale_up(

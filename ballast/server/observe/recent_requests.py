@@ -7,7 +7,6 @@ not kept.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -107,10 +106,11 @@ def _described(context: RequestContext, now: float) -> RequestNow:
         path=context.path,
         state=state if ended is None else "ended",
         age=round(now - context.began, 4),
-        seconds=None if ended is None else round(ended - context.began, 4),
-        queued=_rounded(t.queued for t in timings if t.queued is not None),
-        ttft=None if first is None else round(first - context.began, 4),
-        tpot=_rounded(_paces(context)),
+        seconds=None if ended is None else _rounded(ended - context.began),
+        queued=_rounded(min((t.queued for t in timings if t.queued is not None), default=None)),
+        ttft=None if first is None else _rounded(first - context.began),
+        # Of several choices, no one pace is the request's.
+        tpot=_rounded(timings[0].tpot(output)) if len(timings) == 1 else None,
         prompt_tokens=0 if usage is None else usage.prompt_tokens,
         output_tokens=output,
         cached_tokens=0 if details is None else details.cached_tokens,
@@ -123,15 +123,5 @@ def _described(context: RequestContext, now: float) -> RequestNow:
     )
 
 
-def _paces(context: RequestContext) -> Iterable[float]:
-    """Yield seconds per output token after the first, of a request with one choice."""
-    answer = context.answer
-    if answer is not None and len(answer.timings) == 1:
-        pace = answer.timings[0].tpot(answer.usage.completion_tokens)
-        if pace is not None:
-            yield pace
-
-
-def _rounded(values: Iterable[float]) -> float | None:
-    smallest = min(values, default=None)
-    return None if smallest is None else round(smallest, 4)
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

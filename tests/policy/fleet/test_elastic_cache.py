@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ballast.policy.fleet.elastic_cache import (
-    CacheSplit,
     ElasticUnits,
     block_elements,
-    cache_split,
     elastic_units,
     scale_down,
     scale_up,
@@ -16,14 +14,6 @@ from ballast.policy.fleet.elastic_cache import (
 
 # Table 2: layers, KV heads, head dimension. (LWM is a 7B model there, and LWM-14B in 3.4.)
 MODELS = {"LWM": (32, 32, 128), "8B": (36, 8, 128), "14B": (40, 8, 128), "32B": (64, 8, 128)}
-
-
-def test_the_example_of_section_3_2() -> None:
-    split = cache_split(100, [9, 8], layers=10)
-    assert split == CacheSplit(stream=17, regular=8)
-    assert split.longest == 25
-    assert cache_split(100, [], layers=10).longest == 10
-    assert cache_split(100, [90, 80], layers=10) == CacheSplit(stream=100, regular=0)
 
 
 @pytest.mark.parametrize(
